@@ -1,4 +1,8 @@
-"""What planning the large models at 721 x 1440 takes: `python benchmarks/planning.py`.
+"""What planning takes: `python benchmarks/planning.py`.
+
+First the large models at 721 x 1440, then models of 200 layers at a small grid, on two ranks: one
+whose layers convert, and one that computes through the global view. Their planning is compared
+with a forward and backward of the unsharded model at that grid.
 
 Each number comes from a process of its own with one thread. `convert` is what a training rank does
 before its first step: the model is converted and planned for the largest domain that its levels
@@ -26,6 +30,9 @@ MODELS = ("unet_base", "pangu_base", "crossformer_base")
 WORK = ("convert", "plan")
 GRID = (721, 1440)
 RANKS = 1024
+LAYERS = 200
+SMALL_SHAPE = (1, 64, 90, 180)
+DEEP_MODELS = ("deep", "deep_view")
 
 
 def planning_rows() -> list[dict[str, Any]]:
@@ -45,7 +52,41 @@ def _in_a_process(model: str, work: str) -> dict[str, Any]:
     return row
 
 
+def deep_rows() -> list[dict[str, Any]]:
+    """Return what a model of `LAYERS` layers takes, with the seconds of an unsharded step."""
+    return [_in_a_process(model, "deep") for model in DEEP_MODELS]
+
+
+def _measure_deep(name: str) -> dict[str, Any]:
+    """Return the seconds of a conversion and of an unsharded forward and backward."""
+    import torch
+    from torch import nn
+
+    from credit_dp.costs.budget import dry_run_manager
+    from credit_dp.domain_parallel import convert_to_domain_parallel
+
+    class Spectrum(nn.Module):
+        """Computes along rows and columns at once, which no layer's rule knows."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:])
+
+    width = SMALL_SHAPE[1]
+    block = (lambda: nn.Conv2d(width, width, 3, padding=1), lambda: nn.GroupNorm(8, width), nn.GELU)
+    layers = [block[i % 3]() for i in range(LAYERS)]
+    model = nn.Sequential(*layers, *([Spectrum()] if name == "deep_view" else []))
+    x = torch.randn(SMALL_SHAPE)
+    begun = time.perf_counter()
+    model(x).sum().backward()
+    step = time.perf_counter() - begun
+    begun = time.perf_counter()
+    convert_to_domain_parallel(model, dry_run_manager(2), input_shape=SMALL_SHAPE)
+    return {"model": name, "seconds": time.perf_counter() - begun, "step_seconds": step}
+
+
 def _measure(model: str, work: str) -> dict[str, Any]:
+    if work == "deep":
+        return _measure_deep(model)
     from peak import peak
 
     from credit_dp.cli.compose import Composer
@@ -106,6 +147,13 @@ def rows() -> list[Row]:
             ),
             Row(f"{what}: peak memory of the process", "", peak_gb, 1.0, unit="GB"),
         ]  # fmt: skip
+    for row in deep_rows():
+        what = f"convert {row['model']}, {LAYERS} layers, at {'x'.join(map(str, SMALL_SHAPE[2:]))}"
+        steps = row["seconds"] / row["step_seconds"]
+        made += [
+            Row(what, "", row["seconds"], 15.0, unit="s"),
+            Row(f"{what}: over an unsharded step", "", steps, 3.0, unit="x"),
+        ]
     return made
 
 

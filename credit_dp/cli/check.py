@@ -330,7 +330,9 @@ def check_description(metadata: "Metadata", config: Config, store: "Store") -> N
 
 def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
-    from credit_dp.costs.budget import training_memory  # torch: takes seconds to import
+    # These import torch, which takes seconds.
+    from credit_dp.costs.budget import training_memory
+    from credit_dp.domain_parallel.view.report import whole_call_lines
 
     report = plan.report
     parallel = config.parallel
@@ -356,7 +358,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             items = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
             lines.append(f"memory  {label}: about {format_bytes(sum(held.values()))} ({items})")
             lines.append(f"sent    {label}: {format_bytes(sum(sent.values()))} in a step")
-    return lines
+    return [*lines, *(f"whole   {line}" for line in whole_call_lines(report.whole_calls))]
 
 
 def sent_bytes_by_item(config: Config, sent: Mapping[str, int]) -> dict[str, int]:

@@ -52,7 +52,9 @@ def levels_table(report: "PlanReport") -> list[str]:
     for level in report.levels:
         bands = (str(level.rows), str(max(level.bands)), str(min(level.bands)))
         excess = "-" if level.excess is None else f"{level.excess:.2f}"
-        exchanged = (format_bytes(level.sent_bytes), format_bytes(level.least_bytes), excess)
+        # Nobody knows the least that a model through the global view could send.
+        least = "-" if report.refusal else format_bytes(level.least_bytes)
+        exchanged = (format_bytes(level.sent_bytes), least, excess)
         cells = (*bands, f"{level.imbalance:.3f}", *exchanged)
         rows.append(cells if report.layers else cells[: len(BAND_HEADINGS)])
     if not report.layers:
@@ -486,6 +488,8 @@ def as_text(plan: "StepPlan", config: Config) -> str:
         ]
     if report.saved_bytes:
         lines += ["", memory_line(report)]
+    if report.refusal:
+        lines += ["", *view_lines(report)]
     if report.problems:
         lines += [
             "",
@@ -511,6 +515,27 @@ def _head(report: "PlanReport", config: Config) -> list[str]:
     if microbatches > 1:
         lines.append(f"step    {microbatches} micro-batches, each with this input")
     return lines
+
+
+def view_lines(report: "PlanReport") -> list[str]:
+    """Return lines about a model that computes through the global view, and what runs whole."""
+    from credit_dp.domain_parallel.view.report import whole_call_lines  # torch: not for --help
+
+    lines = [
+        "Computes through the global view, as its layers can't be converted:",
+        f"  {report.refusal}",
+    ]
+    if not report.whole_calls:
+        return [*lines, "Every function has a rule for bands: none runs whole."]
+    held = format_bytes(report.whole_bytes)
+    largest = format_bytes(report.largest_gathered)
+    return [
+        *lines,
+        "",
+        "What runs whole, the largest first:",
+        *(f"  {line}" for line in whole_call_lines(report.whole_calls)),
+        f"held whole for backward: {held}; the largest gathered tensor: {largest}",
+    ]
 
 
 def memory_line(report: "PlanReport") -> str:

@@ -80,7 +80,12 @@ def verify_model(config: Config) -> "VerifyReport":
     shape = (BATCH, fields.inputs, *grid)
     converters = declared_converters(model)
     return verify_domain_parallel(
-        lambda: model, shape, ranks, custom_converters=converters, seed=config.seed
+        lambda: model,
+        shape,
+        ranks,
+        custom_converters=converters,
+        whole_ops=config.parallel.whole_ops,
+        seed=config.seed,
     )
 
 

@@ -98,6 +98,12 @@ class ParallelConfig:
     microbatches: int | None = None
     # names of the segments at which later pipeline stages begin; null: stages of balanced cost
     stages: list[str] | None = None
+    # models that can't be sharded layer by layer: allow (operations without a rule for bands run
+    # whole: each rank gathers the rows and computes all of them) | refuse
+    whole_ops: str = "allow"
+    # with allow, refuse a model if what runs whole makes a rank hold more than this many times the
+    # activations that it would hold otherwise, and at least 256 MiB more; null: no limit
+    whole_ops_limit: float | None = 1.5
     # devices of modules within one process, e.g. {root: cuda:0, decoder: cuda:1}
     layout: dict[str, Any] = field(default_factory=dict)
     # steps between checks that replicas hold equal parameters; 0: only at the start
@@ -112,6 +118,8 @@ class ParallelConfig:
         checks.at_least("parallel.check_replicas_every", self.check_replicas_every, 0)
         checks.one_of("parallel.data_mode", self.data_mode, ("ddp", "fsdp2"))
         checks.one_of("parallel.schedule", self.schedule, PIPELINE_SCHEDULES)
+        checks.one_of("parallel.whole_ops", self.whole_ops, ("allow", "refuse"))
+        checks.number_in("parallel.whole_ops_limit", self.whole_ops_limit, 1)
         self._check_fsdp()
         self._check_pipeline()
         self._check_layout()

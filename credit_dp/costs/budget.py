@@ -73,8 +73,9 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
     data = config.parallel.data or 1
     check_batch(config, data)
     model, shape = model_and_shape(config, data * microbatches_per_step(config))
-    converters = declared_converters(model)
-    return plan_report(model, shape, config.parallel.domain, custom_converters=converters), model
+    # Stages of a pipeline can't compute through the global view.
+    whole_ops = config.parallel.whole_ops if config.parallel.pipeline == 1 else "refuse"
+    return _report(model, shape, config.parallel.domain, config, whole_ops), model
 
 
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
@@ -270,7 +271,8 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     manager = dry_run_manager(report.ranks)
     # Bands differ in height and so in saved activations: plan for the fullest rank.
     manager.rank = report.saved_bytes.index(max(report.saved_bytes))
-    stages = cut_model(shard_model(copy_model(model), manager, shape), manager, slices, shape)
+    converted = shard_model(copy_model(model), manager, shape, whole_ops="refuse")
+    stages = cut_model(converted, manager, slices, shape)
     cost_shares = [sum(list(costs.values())[cut]) / sum(costs.values()) for cut in slices]
     cuts = [
         Cut(
@@ -461,15 +463,19 @@ def _can_shard(module: nn.Module, replicas: int) -> bool:
 
 
 def _converted_copy(model: nn.Module, report: PlanReport) -> nn.Module:
-    """Return a converted copy of the model."""
+    """Return a converted copy of the model; the model if none of its layers are converted."""
+    if report.refusal:
+        return model
     heights = {level.rows for level in report.levels}
     manager = dry_run_manager(report.ranks)
     # Only planning finds parameters with rows, such as position embeddings, but it takes long. It
     # is needed only if one size of a parameter equals the height of a level.
     if any(heights & {*p.shape} for p in model.parameters()):
-        return shard_model(copy_model(model), manager, report.input_shapes[0])
+        return shard_model(copy_model(model), manager, report.input_shapes[0], "refuse")
     converters = declared_converters(model)
-    return convert_to_domain_parallel(copy_model(model), manager, custom_converters=converters)
+    return convert_to_domain_parallel(
+        copy_model(model), manager, custom_converters=converters, whole_ops="refuse"
+    )
 
 
 POWERS = 7  # domains of 1, 2, 4 ... 64 ranks are compared, and the largest that the model allows
@@ -520,13 +526,13 @@ def compare_meshes(
     largest = config.model.coarsest_rows(shape[-2])
     meshes: list[MeshBudget] = []
     for domain in domain_sizes(min(largest, up_to)):
-        report = _report(model, shape, domain)
+        report = _report(model, shape, domain, config, config.parallel.whole_ops)
         if report.problems:
             return MeshComparison(up_to, tuple(meshes), report.problems[0])
         meshes.append(_mesh_budget(model, report, config, up_to // domain))
     limit = ""
     if largest < up_to:
-        limit = next(iter(_report(model, shape, largest + 1).problems), "")
+        limit = next(iter(_report(model, shape, largest + 1, config, "refuse").problems), "")
     return MeshComparison(up_to, tuple(meshes), limit)
 
 
@@ -536,8 +542,17 @@ def domain_sizes(largest: int, powers: int = POWERS) -> Iterator[int]:
     yield largest
 
 
-def _report(model: nn.Module, shape: tuple[int, ...], domain: int) -> PlanReport:
-    return plan_report(model, shape, domain, custom_converters=declared_converters(model))
+def _report(
+    model: nn.Module, shape: tuple[int, ...], domain: int, config: Config, whole_ops: str
+) -> PlanReport:
+    return plan_report(
+        model,
+        shape,
+        domain,
+        custom_converters=declared_converters(model),
+        whole_ops=whole_ops,
+        whole_ops_limit=config.parallel.whole_ops_limit,
+    )
 
 
 def _mesh_budget(model: nn.Module, report: PlanReport, config: Config, data: int) -> MeshBudget:

@@ -222,6 +222,7 @@ class Predictor:
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (1, *field)
         self._moments = moments_per_parameter(self.model, config)
+        self._whole_ops = config.parallel.whole_ops
         self._work: dict[int, StepWork] = {}
         self._update = compute_seconds(optimiser_step_work(self.model), machine, self.dtype)
         # The reference of the efficiency: one sample on one rank, whether it fits or not.
@@ -253,7 +254,7 @@ class Predictor:
 
     def _step_work(self, domain: int) -> StepWork:
         if domain not in self._work:
-            self._work[domain] = step_work(self.model, self.shape, domain)
+            self._work[domain] = step_work(self.model, self.shape, domain, self._whole_ops)
         return self._work[domain]
 
     def _time(self, data: int, domain: int) -> StepTime:

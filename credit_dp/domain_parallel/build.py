@@ -17,6 +17,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelStochasticDepth,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT
 from credit_dp.errors import UserError
 
 # The names that a model may use in its `row_rules`, a table of module type -> name.
@@ -33,7 +34,11 @@ NAMED_RULES: dict[str, Converter] = {
 
 
 def shard_model(
-    model: nn.Module, manager: DomainParallelManager, input_shape: Sequence[int]
+    model: nn.Module,
+    manager: DomainParallelManager,
+    input_shape: Sequence[int],
+    whole_ops: str = "allow",
+    whole_ops_limit: float | None = DEFAULT_LIMIT,
 ) -> nn.Module:
     """Convert a model with the rules that it names in its `row_rules`.
 
@@ -41,6 +46,8 @@ def shard_model(
         model: any model, see `convert_to_domain_parallel`.
         manager: this rank's position in the mesh.
         input_shape: the shape of the global input, `(B, C, H, W)`.
+        whole_ops: as for `convert_to_domain_parallel`.
+        whole_ops_limit: as for `convert_to_domain_parallel`.
 
     Raises:
         UserError: as `declared_converters` and `convert_to_domain_parallel`.
@@ -50,6 +57,8 @@ def shard_model(
         manager,
         custom_converters=declared_converters(model),
         input_shape=tuple(input_shape),
+        whole_ops=whole_ops,
+        whole_ops_limit=whole_ops_limit,
     )
 
 

@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from credit_dp.domain_parallel.functional import (
     attach_context,
     attached_contexts,
     detach_context,
+    leave_context,
 )
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.base import (
@@ -43,6 +44,7 @@ from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
 from credit_dp.domain_parallel.planning.plan import (
+    GlobalForwardError,
     InputFactory,
     Shape,
     as_shapes,
@@ -60,6 +62,8 @@ from credit_dp.domain_parallel.rules import (
     _needs_halo_conv_transpose3d,
 )
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
+from credit_dp.domain_parallel.view.model import attached_view, detach_view
+from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, replan_view, view_model
 from credit_dp.errors import UserError
 
 # The underscored names and `validate_sharding_constraints` are imported from here by code that is
@@ -98,6 +102,9 @@ def convert_to_domain_parallel(
     shard_dim: int = -2,
     custom_converters: Mapping[type[nn.Module], Converter] | None = None,
     input_shape: Shape | Sequence[Shape] | None = None,
+    *,
+    whole_ops: str = "allow",
+    whole_ops_limit: float | None = DEFAULT_LIMIT,
 ) -> nn.Module:
     """Replace the layers that couple rows, in place; parameters and buffers keep their names.
 
@@ -105,8 +112,12 @@ def convert_to_domain_parallel(
     stay. A parameter or buffer with one row per latitude stays complete in `state_dict()`, but the
     model's code sees this rank's rows of it. With one domain rank nothing is changed.
 
+    A model with layers or code that the rules refuse computes through the global view instead: its
+    layers and code stay as they are, and a function without a rule for bands gathers the rows and
+    runs whole on every rank.
+
     Args:
-        model: any module made of layers with a rule; its parameters may be on the meta device.
+        model: any module; its parameters may be on the meta device.
         manager: this rank's position in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
@@ -115,22 +126,66 @@ def convert_to_domain_parallel(
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. The model then accepts any batch size. Without it the first
             forward plans, which gathers every rank's number of rows once.
+        whole_ops: `allow`, or `refuse` to accept only models whose layers and code have rules.
+        whole_ops_limit: refuse a model if what runs whole makes a rank hold more than this many
+            times the activations that it would hold if everything had a rule, and at least 256 MiB
+            more; None for no limit.
 
     Returns:
         The model; another object only if `model` itself is replaced.
 
     Raises:
-        UserError: a layer has no rule, a level has fewer rows than ranks, or code between the
+        UserError: the model can't be computed on bands exactly, or a rank would hold too much. With
+            `refuse`: a layer has no rule, a level has fewer rows than ranks, or code between the
             layers couples rows.
     """
     check_shard_dim(shard_dim, len(as_shapes(input_shape)[0]) if input_shape else None)
+    if whole_ops not in ("allow", "refuse"):
+        raise UserError(f"whole_ops: needs allow or refuse, got {whole_ops!r}.")
     if manager.domain_parallel_size == 1:
         return model
+    remove_planning_hook(model)
+    detach_view(model)
+    limit = _ViewLimit(whole_ops_limit) if whole_ops == "allow" else None
+    try:
+        return _convert(model, manager, shard_dim, custom_converters, input_shape, limit)
+    except UserError as refusal:
+        if limit is None:
+            raise
+        if input_shape is None:
+            refusal.with_traceback(None)  # its frames would keep what they hold
+            hook = PlanAtFirstForward(manager, shard_dim, _PlanOrView(manager, limit, refusal))
+            # First, as the view shows fields to all other hooks.
+            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        else:
+            view_model(model, manager, as_shapes(input_shape), refusal, limit.value)
+        return model
+
+
+class _ViewLimit(NamedTuple):
+    """The limit of activations for a model that may compute through the global view."""
+
+    value: float | None
+
+
+def _convert(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shard_dim: int,
+    custom_converters: Mapping[type[nn.Module], Converter] | None,
+    input_shape: Shape | Sequence[Shape] | None,
+    limit: _ViewLimit | None,
+) -> nn.Module:
+    """Convert the layers of a model; `limit` is None if it may not use the view instead."""
     previous_shardings = row_shardings(model)
     conversion = Conversion(manager, custom_converters or {})
     converted = conversion.apply(model)
     if input_shape is None:
-        hook = PlanAtFirstForward(manager, shard_dim, _plan_for_call)
+        # A root that was replaced is a layer, which the view can't replace while it runs.
+        plan: Any = _plan_for_call
+        if limit is not None and converted is model:
+            plan = _PlanOrView(manager, limit)
+        hook = PlanAtFirstForward(manager, shard_dim, plan)
         converted.register_forward_pre_hook(hook, with_kwargs=True)
         logger.info("domain parallel: %s", conversion_summary(conversion))
         return converted
@@ -152,6 +207,7 @@ def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
         The model that was converted; another object only if a layer replaced the model itself.
     """
     remove_planning_hook(model)
+    detach_view(model)
     detach_shared_exchanges(model)
     for module in [m for m in model.modules() if m is not model]:
         if CONVERSION_ATTRIBUTE in module.__dict__:
@@ -177,6 +233,9 @@ def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
     Raises:
         UserError: the model is not converted, or does not suit the shape; the old plan then stays.
     """
+    if attached_view(model) is not None:
+        replan_view(model, as_shapes(input_shape))
+        return
     if CONVERSION_ATTRIBUTE not in model.__dict__:
         raise UserError(
             "replan: this model was not converted, or to one rank. Call it with the result of "
@@ -207,6 +266,41 @@ def _plan_for_call(model: nn.Module, shapes: list[Shape], inputs: InputFactory) 
     conversion: Conversion = model.__dict__[CONVERSION_ATTRIBUTE]
     planner = plan_calls(model, conversion.manager, shapes, inputs, conversion.trusted)
     _log_summary(conversion, planner)
+
+
+@final
+class _PlanOrView:
+    """Plans a model in its first forward, or attaches the global view to it if it is refused.
+
+    Args:
+        manager: this rank's position in the mesh.
+        limit: of activations through the view.
+        refusal: why the layers can't be converted; None if they are, but not planned yet.
+    """
+
+    def __init__(
+        self, manager: DomainParallelManager, limit: _ViewLimit, refusal: UserError | None = None
+    ) -> None:
+        self.manager = manager
+        self.limit = limit
+        self.refusal = refusal
+
+    def __call__(self, model: nn.Module, shapes: list[Shape], inputs: InputFactory) -> None:
+        """Plan the call that runs now."""
+        if self.refusal is None:
+            try:
+                _plan_for_call(model, shapes, inputs)
+                return
+            except GlobalForwardError as refusal:
+                self.refusal = refusal
+            except UserError as refusal:
+                # Without what an `AuditError` has beside its message, which can't be copied.
+                self.refusal = UserError(str(refusal))
+            conversion: Conversion = model.__dict__[CONVERSION_ATTRIBUTE]
+            conversion.undo_all(model)
+            # The model's forward is about to run: its context was entered.
+            leave_context(conversion.context)
+        view_model(model, self.manager, shapes, self.refusal, self.limit.value, inputs)
 
 
 def _log_summary(conversion: Conversion, planner: Planner) -> None:
@@ -404,12 +498,13 @@ class PlanAtFirstForward:
         self.manager = manager
         self.shard_dim = shard_dim
         self.plan = plan
+        self.is_planning = False
 
     @_disable_dynamo  # torch.compile would trace into the plan, which runs the model many times
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan, unless this call is itself part of a plan."""
-        if active_planner() is not None:
-            return
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Plan, unless this call is itself part of a plan; return new arguments if there are."""
+        if self.is_planning or active_planner() is not None:
+            return None
         fields = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for x in fields[:1]:
             check_shard_dim(self.shard_dim, x.ndim)
@@ -425,8 +520,14 @@ class PlanAtFirstForward:
             new_args, new_kwargs = tree_map_only(Tensor, empty_input, (args, kwargs))
             return list(new_args), new_kwargs
 
-        self.plan(model, list(global_shapes.values()), inputs)
+        hooks = set(model._forward_pre_hooks)
+        self.is_planning = True
+        try:
+            self.plan(model, list(global_shapes.values()), inputs)
+        finally:
+            self.is_planning = False
         remove_planning_hook(model)
+        return _run_new_hooks(model, hooks, args, kwargs)
 
     def _global_shape(self, x: Tensor) -> Shape:
         """Gather the global shape; a tensor with one row on every rank counts as replicated."""
@@ -453,6 +554,20 @@ def _check_rows_unambiguous(fields: list[Tensor], global_shapes: dict[int, Shape
             "the same row on all ranks, or each rank's band of a globe. Convert with input_shape, "
             "the shape of the global input."
         )
+
+
+def _run_new_hooks(model: nn.Module, hooks: set[int], args: Any, kwargs: Any) -> Any:
+    """Run forward pre-hooks that were registered since, and return the arguments that they make.
+
+    torch has listed the hooks of the call that runs now before: it would not call them.
+    """
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if key not in hooks:
+            if key in model._forward_pre_hooks_with_kwargs:
+                args, kwargs = hook(model, args, kwargs) or (args, kwargs)
+            else:
+                hook(model, args)
+    return args, kwargs
 
 
 def remove_planning_hook(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.partition import RowPartition
@@ -69,6 +70,7 @@ class CountingTransport(Transport):
         exchanges: the messages that are under way at the same time -> number of such exchanges.
         ring_collectives: the bytes that each rank sends in a collective, if it is done in a ring
             -> number of such collectives.
+        row_bytes: the bands of what is exchanged -> bytes of rows that all ranks send.
     """
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
@@ -76,6 +78,7 @@ class CountingTransport(Transport):
         self.partitions = partitions
         self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
         self.ring_collectives: Counter[int] = Counter()
+        self.row_bytes: Counter[RowPartition] = Counter()
 
     def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
         """Count the messages of all ranks in an exchange, or in its backward pass."""
@@ -87,17 +90,22 @@ class CountingTransport(Transport):
                 ends = (receiver, owner) if backward else (owner, receiver)
                 messages.append(MessageSize(*ends, rows * row_bytes))
         self._count(messages)
+        if messages:
+            self.row_bytes[exchange.partition] += sum(m.bytes for m in messages)
 
-    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
+    def announce_sizes(
+        self, sizes: Sequence[Sequence[int]], partition: RowPartition | None = None
+    ) -> None:
         """Count the messages of all ranks, given their bytes."""
-        self._count(
-            [
-                MessageSize(sender, receiver, size)
-                for sender, sizes_by_receiver in enumerate(sizes)
-                for receiver, size in enumerate(sizes_by_receiver)
-                if size > 0 and sender != receiver
-            ]
-        )
+        messages = [
+            MessageSize(sender, receiver, size)
+            for sender, sizes_by_receiver in enumerate(sizes)
+            for receiver, size in enumerate(sizes_by_receiver)
+            if size > 0 and sender != receiver
+        ]
+        self._count(messages)
+        if messages and partition is not None:
+            self.row_bytes[partition] += sum(m.bytes for m in messages)
 
     def _count(self, messages: Sequence[MessageSize]) -> None:
         if messages:
@@ -127,8 +135,10 @@ class CountingTransport(Transport):
     def _all_gather(self, x: Tensor) -> Tensor:
         # In a ring each rank sends its own tensor and all but one of the others'.
         self.ring_collectives[(self.size - 1) * x.nbytes] += 1
-        if x.is_meta:
+        if x.is_meta or isinstance(x, FakeTensor):
             return x.new_empty((self.size, *x.shape))
+        if x.ndim:  # the state of random numbers: any other rank's would do
+            return x.expand(self.size, *x.shape)
         # A tensor with a value is the number of rows of a band: the plan has those of other ranks.
         # Of several heights with such a band the finest is taken.
         matches = [p for p in self.partitions if p.sizes[self.rank] == x.item()]

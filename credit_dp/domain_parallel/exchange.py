@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
@@ -250,6 +249,19 @@ class RowExchange:
             return x
         return _RowExchangeFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
+    def add_to_owners(self, x: Tensor, transport: Transport, dim: int = -2) -> Tensor:
+        """Return this rank's band of rows that all ranks have parts of; the adjoint of `apply`.
+
+        Args:
+            x: the rows that this rank needs, whose values are added up by the owners of the rows.
+            transport: sends the messages.
+            dim: the row dimension, negative.
+
+        Shapes:
+            `(..., length, W)` -> `(..., H_local, W)` for `dim=-2`.
+        """
+        return _ReturnGradientsFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
+
 
 def row_bytes(x: Tensor, dim: int) -> int:
     """Return the bytes of one row, of all samples, channels and columns; `dim` is negative."""
@@ -300,9 +312,26 @@ class _RowExchangeFunction(torch.autograd.Function):
         return start_fetching(x, exchange, transport, dim)()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
+        arguments = (grad, ctx.exchange, ctx.transport, ctx.dim)
+        if torch.is_grad_enabled():  # a gradient of the gradient will be taken
+            return _ReturnGradientsFunction.apply(*arguments), None, None, None  # type: ignore[no-untyped-call]
+        return return_gradients(*arguments), None, None, None
+
+
+class _ReturnGradientsFunction(torch.autograd.Function):
+    """The backward of `_RowExchangeFunction`, whose own backward is its forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, exchange: RowExchange, transport: Transport, dim: int
+    ) -> Tensor:
+        ctx.arguments = (exchange, transport, dim)
+        return return_gradients(grad, exchange, transport, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RowExchangeFunction.apply(grad, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
 
 
 def start_fetching(

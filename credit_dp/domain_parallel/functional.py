@@ -319,3 +319,9 @@ def detach_context(model: nn.Module, context: ShardingContext) -> None:
                 if isinstance(hook, _ContextHook) and hook.context is context:
                     del hooks[key]
                     module._forward_hooks_always_called.pop(key, None)
+
+
+def leave_context(context: ShardingContext) -> None:
+    """End a context whose hooks were detached while its model runs."""
+    if active_context() is context:
+        _context_stack.set(_context_stack.get()[:-1])

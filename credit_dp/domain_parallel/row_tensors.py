@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel.functional import active_context, in_backward, is_user_module
@@ -166,6 +167,7 @@ class _Candidate(NamedTuple):
     locations: list[_TensorLocation]
     shape: tuple[int, ...]
     options: list[RowLayout]
+    is_index: bool
 
 
 @final
@@ -217,7 +219,8 @@ class RowTensorSharder:
     def revert(self, error: UserError) -> UserError:
         """Restore the initial shardings and return the error to raise."""
         set_row_shardings(self.model, self._initial)
-        ambiguous = [c for c in self._candidates.values() if len(c.options) > 1]
+        # Indices, as of relative positions in a window, are as large as the rows by chance.
+        ambiguous = [c for c in self._candidates.values() if len(c.options) > 1 and not c.is_index]
         error = self._first_error or error
         if not ambiguous:
             return error
@@ -236,7 +239,8 @@ class RowTensorSharder:
         for key, tensor, locations in _user_tensors(self.model):
             options = _possible_rows(tensor, row_candidates.get(key, []))
             if locations and options:
-                yield key, _Candidate(locations, tuple(tensor.shape), options)
+                is_index = tensor.dtype == torch.long
+                yield key, _Candidate(locations, tuple(tensor.shape), options, is_index)
 
 
 def _user_tensors(model: nn.Module) -> Iterator[tuple[int, Tensor, list[_TensorLocation]]]:

@@ -30,6 +30,7 @@ from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
+    from credit_dp.domain_parallel.partition import RowPartition
 
 
 # (rank within the domain, contiguous tensor to send or to receive into)
@@ -74,11 +75,14 @@ class Transport(ABC):
             backward: whether gradients are returned: then messages go in the opposite direction.
         """
 
-    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def announce_sizes(  # noqa: B027
+        self, sizes: Sequence[Sequence[int]], partition: RowPartition | None = None
+    ) -> None:
         """Hook for transports that only count messages: called before all ranks start to send.
 
         Args:
             sizes: for each sender the bytes to each receiver; zero bytes are not sent.
+            partition: the bands of what is sent, if these are rows.
         """
 
     def start(
@@ -88,6 +92,8 @@ class Transport(ABC):
 
         Until it has returned, `receive` is not filled and `send` must not be changed.
         """
+        # torch conjugates and negates when a tensor is read, which messages of its memory do not.
+        send = [(peer, t.resolve_conj().resolve_neg()) for peer, t in send]
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
         with profile_region(EXCHANGE):
@@ -97,13 +103,13 @@ class Transport(ABC):
         """Return the `x` of every rank, stacked along a new first dimension in rank order."""
         self._count_collective(x)
         with profile_region(EXCHANGE):
-            return self._all_gather(x.contiguous())
+            return self._all_gather(x.resolve_conj().resolve_neg().contiguous())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each; `x` is not changed."""
         self._count_collective(x)
         with profile_region(EXCHANGE):
-            return self._all_reduce(x)
+            return self._all_reduce(x.resolve_conj().resolve_neg())
 
     def _count_collective(self, x: Tensor) -> None:
         self.traffic.collectives += 1

@@ -90,6 +90,7 @@ def verify_domain_parallel(
     ranks: int,
     *,
     custom_converters: Mapping[type[nn.Module], Converter] | None = None,
+    whole_ops: str = "allow",
     tolerance: float = MODEL_TOLERANCE,
     seed: int = 0,
 ) -> VerifyReport:
@@ -104,6 +105,7 @@ def verify_domain_parallel(
             shapes for several inputs. A small grid will do: heights only have to suit the ranks.
         ranks: number of bands, at least two.
         custom_converters: as for `convert_to_domain_parallel`.
+        whole_ops: as for `convert_to_domain_parallel`.
         tolerance: the largest relative error that passes.
         seed: determines the model's parameters, the inputs and the gradients of the outputs.
 
@@ -132,7 +134,7 @@ def verify_domain_parallel(
         # waits for a message only knows that none came.
         world = ThreadWorld(ranks, timeout=2 * TIMEOUT)
         models = [
-            _BandModel(model, world, rank, input_shapes, custom_converters or {})
+            _BandModel(model, world, rank, input_shapes, custom_converters or {}, whole_ops)
             for rank in range(ranks)
         ]
         thread_ranks = ThreadRanks[StepResult](world, TIMEOUT)
@@ -194,11 +196,17 @@ class _BandModel:
         rank: int,
         input_shapes: Sequence[Shape],
         converters: Mapping[type[nn.Module], Converter],
+        whole_ops: str,
     ) -> None:
         transport = ThreadTransport(world, rank)
         self.manager = DomainParallelManager(world.size, world.size, transport=transport)
         converted = convert_to_domain_parallel(
-            copy_model(model), self.manager, custom_converters=converters, input_shape=input_shapes
+            copy_model(model),
+            self.manager,
+            custom_converters=converters,
+            input_shape=input_shapes,
+            whole_ops=whole_ops,
+            whole_ops_limit=None,  # numbers are compared, on a grid of any size
         )
         self.model = train_without_dropout(converted)
 

@@ -45,6 +45,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.planning.plan import check_model
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
+from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
@@ -248,11 +249,21 @@ def build_model_parts(
             _enable_configured_autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
-    model = shard_model(model.to(like.dtype), manager, shape)
+    model = shard_model(
+        model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
+    )
+    view = attached_view(model)
+    if view is not None:
+        view.loss_factor = manager.domain_world_size  # as `ModelForwardBackward` has it
     _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     _enable_configured_autocast(model, config, like)
     if config.compile:
+        if view is not None:
+            raise UserError(
+                "compile: this model computes through the global view, whose functions can't be "
+                "compiled. Set compile=false."
+            )
         compile_model(model, like.device)
     return ModelParts((model,))
 
@@ -269,7 +280,9 @@ def _build_stages(
     costs = segment_costs(model, shape)
     virtual = parallel.virtual_stages
     cuts = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
-    return cut_model(shard_model(model, manager, shape), manager, cuts, shape)
+    # Stages run without the root, which shows fields through the global view.
+    converted = shard_model(model, manager, shape, whole_ops="refuse")
+    return cut_model(converted, manager, cuts, shape)
 
 
 def _move_and_shard(

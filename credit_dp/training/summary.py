@@ -17,6 +17,8 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.costs.report import DryRun, dry_run
+from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.report import whole_call_lines
 from credit_dp.training.build import Training
 from credit_dp.training.replicas import local_tensor
 
@@ -124,7 +126,16 @@ def summary_lines(
         "disk": disk_line(config, estimate),
         "writes to": config.run.dir,
     }
-    return [f"{label:<11}{text}" for label, text in lines.items() if text]
+    summary = [f"{label:<11}{text}" for label, text in lines.items() if text]
+    return [*summary, *(f"{'whole':<11}{line}" for line in whole_lines(training))]
+
+
+def whole_lines(training: Training) -> list[str]:
+    """Return lines about what runs whole, if the model computes through the global view."""
+    views = map(attached_view, training.trainer.state.parts)
+    plans = [view.plan for view in views if view is not None and view.plan is not None]
+    calls = [call for plan in plans if plan.trial for call in plan.trial.whole_calls]
+    return whole_call_lines(calls)
 
 
 def model_line(config: Config, training: Training) -> str:

@@ -36,7 +36,11 @@ CASES: dict[str, tuple[Change, list[str], str]] = {
         ["data.dates.train=[1980-01-01,1980-01-02]"],
         "data.dates.train",
     ),
-    "too many ranks": (lambda data: data, ["parallel.domain=7"], "parallel.domain"),
+    "too many ranks": (
+        lambda data: data,
+        ["parallel.domain=7", "parallel.whole_ops=refuse"],
+        "parallel.domain",
+    ),
 }
 
 

@@ -124,7 +124,12 @@ def test_a_users_store_gives_channels_and_grid(
 
 @pytest.mark.slow
 def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("data.grid=24x48", "parallel.domain=16")
+    few_rows = ("data.grid=24x48", "parallel.domain=16")
+    code, out, err = plan(monkeypatch, *few_rows)
+    assert (code, err) == (0, "")
+    assert "as its layers can't be converted:\n  down.0: 12 rows can't be shared by 16" in out
+    assert "down.0.conv, credit_dp/models/unet.py" in out
+    arguments = (*few_rows, "parallel.whole_ops=refuse")
     code, out, err = plan(monkeypatch, *arguments)
     assert (code, err) == (1, "")
     reason = "rows can't be shared by 16 ranks. Lower parallel.domain to 6 or less."

@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.slow
 def test_a_domain_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    keys = ("--machine", str(file), "parallel.domain=20")
+    keys = ("--machine", str(file), "parallel.domain=20", "parallel.whole_ops=refuse")
     code, out, err = plan(monkeypatch, *SMALL, *keys)
     assert (code, err) == (1, "")
     assert "Lower parallel.domain to 12 or less." in out

@@ -80,7 +80,10 @@ def user(tmp_path_factory):
 def _environment(user):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     cache = str(user / "cache")
-    return {**os.environ, "PATH": path, "CREDIT_DP_CACHE": cache, "WANDB_MODE": "disabled"}
+    # Torchvision, which models of other packages import, may lack its compiled operators here.
+    start = os.pathsep.join([str(ROOT / "tests/zoo/start"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PATH": path, "CREDIT_DP_CACHE": cache, "WANDB_MODE": "disabled"}
+    return environment | {"PYTHONPATH": start.rstrip(os.pathsep)}
 
 
 def test_pages_have_only_known_languages():

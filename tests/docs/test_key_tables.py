@@ -21,6 +21,7 @@ PAGES = (
     "preparing",
     "pipeline",
     "quickstart-climate",
+    "your-own-model",
 )
 
 

@@ -113,7 +113,9 @@ def _sharded(
         return model
     rules = {kind: NAMED_RULES[rule] for kind, rule in getattr(unsharded, "row_rules", {}).items()}
     model = copy.deepcopy(unsharded)
-    model = convert_to_domain_parallel(model, manager, -2, rules, input_shape=shape)
+    model = convert_to_domain_parallel(
+        model, manager, -2, rules, input_shape=shape, whole_ops="refuse"
+    )
     if plans:
         _PLANNED[transport.world] = (
             transport.size - 1,

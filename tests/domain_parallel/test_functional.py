@@ -91,7 +91,7 @@ SUBSTITUTE = {
 
 def _refused(manager, code, message):
     with pytest.raises(UserError, match=message) as caught:
-        convert_to_domain_parallel(Model(code), manager, input_shape=SHAPE)
+        convert_to_domain_parallel(Model(code), manager, input_shape=SHAPE, whole_ops="refuse")
     assert "\n" not in str(caught.value)
 
 
@@ -348,7 +348,7 @@ def test_an_error_of_the_model_is_raised_with_its_cause():
         with pytest.raises(
             UserError, match=r"functional\.py:\d+: fails on the whole.*on purpose"
         ) as caught:
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
         assert isinstance(caught.value.__cause__, ValueError)
         assert not model._forward_hooks
 

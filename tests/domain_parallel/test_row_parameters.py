@@ -155,7 +155,7 @@ def test_a_tensor_with_rows_in_two_dimensions_is_refused_by_name():
         with pytest.raises(
             UserError, match=r"Rows of rows may be in dimension 1 or 0 or 2"
         ) as caught:
-            convert_to_domain_parallel(model, manager, input_shape=(1, 9, 9, 9))
+            convert_to_domain_parallel(model, manager, input_shape=(1, 9, 9, 9), whole_ops="refuse")
         assert "\n" not in str(caught.value)
         assert (type(model), list(model.state_dict())) == before
         assert type(model.conv) is nn.Conv2d
@@ -173,7 +173,9 @@ class MoreThanRows(Embeds):
 def test_another_error_is_raised_unchanged():
     def refused(manager):
         with pytest.raises(UserError, match=r"aten\.mean: mixes rows.*functional\.mean"):
-            convert_to_domain_parallel(MoreThanRows(*CASES["(H, W)"]), manager, input_shape=SHAPE)
+            convert_to_domain_parallel(
+                MoreThanRows(*CASES["(H, W)"]), manager, input_shape=SHAPE, whole_ops="refuse"
+            )
 
     on_threads(2, refused)
 
@@ -190,7 +192,7 @@ def test_a_model_refused_after_the_audit_is_restored():
     def refused(manager):
         model = WithAndWithout(*CASES["(H, W)"])
         with pytest.raises(UserError, match=r"after: is called on .* with and without"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
         assert type(model) is WithAndWithout
         assert type(model.after) is nn.Conv2d
 
@@ -221,7 +223,7 @@ def test_a_buffer_of_rows_that_changes_is_refused(kind):
         model = kind(*CASES["(H, W)"], True)
         before = model.rows.clone()
         with pytest.raises(UserError, match=r"rows:? is changed"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
         assert torch.equal(model.rows, before)
 
     on_threads(2, refused)

@@ -190,7 +190,7 @@ def test_one_rank_is_refused(ranks):
 
 def test_what_conversion_refuses_is_refused():
     with pytest.raises(UserError, match="2 rows can't be shared by 3 ranks"):
-        _verify(nn.Sequential(nn.Conv2d(3, 3, 4, stride=4)), shape=(1, 3, 8, 8))
+        _verify(nn.Sequential(nn.Conv2d(3, 3, 4, stride=4)), shape=(1, 3, 8, 8), whole_ops="refuse")
 
 
 def _fails_on_last_rank(x):

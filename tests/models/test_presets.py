@@ -64,5 +64,7 @@ def test_only_a_level_with_too_few_rows_is_refused(preset, most):
         model = build_model(config, FIELDS, (721, 1440))
     shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)
     assert plan_report(model, shape, most, custom_converters=rules).problems == ()
-    (first, *_) = plan_report(model, shape, most + 1, custom_converters=rules).problems
+    (first, *_) = plan_report(
+        model, shape, most + 1, custom_converters=rules, whole_ops="refuse"
+    ).problems
     assert f"{most} rows can't be shared by {most + 1} ranks" in first

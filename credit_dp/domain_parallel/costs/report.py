@@ -4,6 +4,9 @@
 data (`dry_runs`) in this process. As exchanges know what all ranks need, the step of a single rank
 counts the messages of all; the other ranks run for their memory only. `TrafficLowerBound` adds up
 what the layers would have to send at least, for comparison.
+
+A model that can't be converted layer by layer runs through the global view, if that is allowed: its
+costs are those of trial runs (`view.trial`), and nothing is known of the least that it could send.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -44,6 +47,14 @@ from credit_dp.domain_parallel.planning.trace import (
     ShapeMemo,
     copy_model,
     tensors_in,
+)
+from credit_dp.domain_parallel.view.model import attached_view, detach_view
+from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, plan_view
+from credit_dp.domain_parallel.view.trial import (
+    NoFakeKernelError,
+    TrialRun,
+    WholeCall,
+    trial_run,
 )
 from credit_dp.errors import UserError
 
@@ -96,6 +107,12 @@ class PlanReport:
 
     `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
     is empty and `levels` have balanced bands.
+
+    A model that computes through the global view has a `refusal`, the reason why its layers can't
+    be converted. `whole_calls` are the functions that run whole on every rank, those that gather or
+    hold most first; `whole_bytes` is the part of the fullest rank's `saved_bytes` that it holds
+    because of them, and `largest_gathered` the bytes of the largest tensor that is gathered. Its
+    `levels` are the bands of all that is exchanged, also of tokens and of columns.
     """
 
     input_shapes: tuple[Shape, ...]
@@ -106,6 +123,10 @@ class PlanReport:
     parameter_bytes: int
     saved_bytes: tuple[int, ...]
     problems: tuple[str, ...]
+    refusal: str = ""
+    whole_calls: tuple[WholeCall, ...] = ()
+    whole_bytes: int = 0
+    largest_gathered: int = 0
 
     @property
     def forward(self) -> tuple[RankTraffic, ...]:
@@ -127,6 +148,8 @@ def plan_report(
     ranks: int,
     *,
     custom_converters: Mapping[type[nn.Module], Converter] | None = None,
+    whole_ops: str = "allow",
+    whole_ops_limit: float | None = DEFAULT_LIMIT,
 ) -> PlanReport:
     """Return a report on sharding a model; takes seconds and sends nothing.
 
@@ -135,6 +158,8 @@ def plan_report(
         input_shape: shape of the whole globe's input, `(B, C, H, W)`, or a tuple of shapes.
         ranks: number of bands.
         custom_converters: see `convert_to_domain_parallel`.
+        whole_ops: see `convert_to_domain_parallel`.
+        whole_ops_limit: see `convert_to_domain_parallel`.
 
     Raises:
         UserError: `ranks` is below 1 or `input_shape` is empty. Reasons why a model can't be
@@ -143,10 +168,30 @@ def plan_report(
     if ranks < 1:
         raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
+    report = _layer_report(model, shapes, ranks, custom_converters or {})
+    if whole_ops == "allow" and ranks > 1 and report.problems:
+        return _view_report(model, report, whole_ops_limit)
+    return report
+
+
+def _layer_report(
+    model: nn.Module,
+    shapes: tuple[Shape, ...],
+    ranks: int,
+    custom_converters: Mapping[type[nn.Module], Converter],
+) -> PlanReport:
+    """Return the report on a model whose layers are converted."""
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
-    conversion = _CollectingConversion(manager, custom_converters or {})
-    # A copy, as conversion replaces layers in place.
-    sharded = conversion.apply(copy_model(model))
+    conversion = _CollectingConversion(manager, custom_converters)
+    try:
+        sharded = copy_model(model)
+    except Exception as error:  # noqa: BLE001 - modules may forbid copies in any way
+        problem = (
+            f"{type(model).__name__}: can't be copied, which the plan of its layers needs "
+            f"({type(error).__name__}: {error})."
+        )
+        return _empty_report(model, shapes, ranks, (problem,))
+    sharded = conversion.apply(sharded)  # in place
     heights, refusals = _heights_and_refusals(sharded, shapes, conversion)
     problems = conversion.problems + refusals
     runs: list[DryRun] = []
@@ -156,16 +201,77 @@ def plan_report(
             runs = _dry_runs_by_rank(sharded, manager, shapes, heights)
         except UserError as error:
             problems.append(str(error))
+    return replace(
+        _empty_report(model, shapes, ranks, tuple(problems)),
+        levels=_levels(heights, manager, runs),
+        layers=_layer_traffic(sharded, runs[0]) if runs else (),
+        saved_bytes=tuple(run.saved_bytes for run in runs),
+    )
+
+
+def _empty_report(
+    model: nn.Module, shapes: tuple[Shape, ...], ranks: int, problems: tuple[str, ...]
+) -> PlanReport:
     return PlanReport(
         input_shapes=shapes,
         ranks=ranks,
-        levels=_levels(heights, manager, runs),
-        layers=_layer_traffic(sharded, runs[0]) if runs else (),
+        levels=(),
+        layers=(),
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        saved_bytes=tuple(run.saved_bytes for run in runs),
-        problems=tuple(problems),
+        saved_bytes=(),
+        problems=problems,
     )
+
+
+def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> PlanReport:
+    """Return the report on a model through the global view, whose layers were refused.
+
+    Problems are the view's, followed by those of the layers.
+    """
+    ranks, shapes = refused.ranks, refused.input_shapes
+    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+    try:
+        trial = plan_view(model, manager, shapes, limit, backward=True, training=True)
+        saved_bytes = _saved_bytes_by_rank(model, manager, shapes, trial)
+    except (UserError, NoFakeKernelError) as error:
+        return replace(refused, problems=(str(error), *refused.problems))
+    bands = {manager.partition(s[ROW_DIM]): 0 for s in shapes if is_banded(s)} | dict(
+        trial.sent_bytes
+    )
+    levels = [ResolutionLevel(p.height, p.sizes, sent) for p, sent in bands.items()]
+    return replace(
+        refused,
+        levels=tuple(sorted(levels, key=lambda level: -level.rows)),
+        layers=tuple(
+            LayerTraffic(path or "model", trial.types[path], sent, trial.backward[path])
+            for path, sent in trial.forward.items()
+            if any(traffic != RankTraffic() for traffic in (*sent, *trial.backward[path]))
+        ),
+        saved_bytes=saved_bytes,
+        problems=(),
+        refusal=refused.problems[0],
+        whole_calls=trial.whole_calls,
+        whole_bytes=trial.whole_bytes,
+        largest_gathered=trial.largest_gathered,
+    )
+
+
+def _saved_bytes_by_rank(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], trial: TrialRun
+) -> tuple[int, ...]:
+    """Return what each rank saves; ranks with as many rows of the inputs share a run."""
+    partitions = [manager.partition(s[ROW_DIM]) for s in shapes if is_banded(s)]
+    saved: dict[tuple[int, ...], int] = {}
+    by_rank = []
+    for rank in range(manager.domain_parallel_size):
+        bands = tuple(partition.sizes[rank] for partition in partitions)
+        if bands not in saved:
+            is_known = rank == trial.rank
+            run = trial if is_known else trial_run(model, manager, shapes, rank=rank, training=True)
+            saved[bands] = run.saved_bytes
+        by_rank.append(saved[bands])
+    return tuple(by_rank)
 
 
 @final
@@ -297,7 +403,22 @@ def dry_run(
         shapes: shapes of the whole globe's inputs, which need no gradient.
         rank: the rank to run as.
     """
+    if attached_view(model) is not None:
+        return _view_dry_run(model, manager, shapes, rank)
     return dry_runs(model, manager, shapes, [rank])[0]
+
+
+def _view_dry_run(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], rank: int
+) -> DryRun:
+    """Run the step of a model that computes through the global view, as `dry_run`."""
+    copied = copy_to_meta(model)
+    detach_view(copied)
+    trial = trial_run(copied, manager, shapes, rank=rank, backward=True, training=True)
+    sent_bytes: Counter[int] = Counter()
+    for partition, size in trial.sent_bytes.items():
+        sent_bytes[partition.height] += size
+    return DryRun(trial.forward, trial.backward, trial.saved_bytes, sent_bytes, {})
 
 
 def dry_runs(

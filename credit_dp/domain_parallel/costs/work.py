@@ -132,13 +132,14 @@ class StepWork:
     saved_bytes: int
 
 
-def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
+def step_work(model: nn.Module, shape: Shape, ranks: int, whole_ops: str = "allow") -> StepWork:
     """Return the work of a step, from runs on meta tensors for each combination of bands.
 
     Args:
         model: a model that is not converted; it does not change.
         shape: shape of the whole globe's input, `(B, C, H, W)`.
         ranks: number of bands.
+        whole_ops: as for `convert_to_domain_parallel`.
 
     Raises:
         UserError: the model can't be sharded over `ranks` ranks.
@@ -146,7 +147,8 @@ def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
     transport = CountingTransport(0, ranks)
     manager = DomainParallelManager(ranks, ranks, transport=transport)
     if ranks > 1:
-        model = shard_model(copy_model(model), manager, shape)
+        # A limit of memory is for the plan to check: this only counts work.
+        model = shard_model(copy_model(model), manager, shape, whole_ops, None)
     by_bands: dict[tuple[int, ...], tuple[Counter[OperationCost], int]] = {}
     for rank in range(ranks):
         bands = tuple(partition.sizes[rank] for partition in manager.bands.planned_partitions)

@@ -89,8 +89,9 @@ class _SumOverBands(torch.autograd.Function):
         return transport.all_reduce(part.contiguous())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # a gradient of the gradient will be taken
+            return sum_over_bands(grad, ctx.transport), None
         return ctx.transport.all_reduce(grad.contiguous()), None
 
 

@@ -139,10 +139,15 @@ class DomainParallelMax(_DomainParallelReduction):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the maximum of the bands' maxima."""
-        maxima = x.amax(self.dims, True)
-        counts = (x.detach() == maxima.detach()).sum(self.dims, True)
-        maximum: Tensor = _MaxOverBands.apply(maxima, counts, self.manager.transport)  # type: ignore[no-untyped-call]
-        return maximum if self.keepdim else maximum.squeeze(self.dims or tuple(range(x.ndim)))
+        return max_over_bands(x, self.dims, self.keepdim, self.manager.transport)
+
+
+def max_over_bands(x: Tensor, dims: tuple[int, ...], keepdim: bool, transport: Transport) -> Tensor:
+    """Return the maximum of all bands, over all dimensions if `dims` is empty; a collective."""
+    maxima = x.amax(dims, True)
+    counts = (x.detach() == maxima.detach()).sum(dims or tuple(range(x.ndim)), True)
+    maximum: Tensor = _MaxOverBands.apply(maxima, counts, transport)  # type: ignore[no-untyped-call]
+    return maximum if keepdim else maximum.squeeze(dims or tuple(range(x.ndim)))
 
 
 class _MaxOverBands(torch.autograd.Function):
@@ -204,10 +209,17 @@ class DomainParallelSoftmax(ReductionLayer):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this band of the softmax over the globe."""
-        x = cast_for_autocast(x)
-        wide = self.sign * x.to(accumulation_dtype(x))
-        y: Tensor = _Softmax.apply(wide, self.dim, self.logarithm, self.manager.transport)  # type: ignore[no-untyped-call]
-        return y.to(x.dtype)
+        return softmax_over_bands(self.sign * x, self.dim, self.logarithm, self.manager.transport)
+
+
+def softmax_over_bands(x: Tensor, dim: int, logarithm: bool, transport: Transport) -> Tensor:
+    """Return a band of the softmax over a dimension of all bands, or its logarithm; a collective.
+
+    Every rank needs a row.
+    """
+    x = cast_for_autocast(x)
+    y: Tensor = _Softmax.apply(x.to(accumulation_dtype(x)), dim, logarithm, transport)  # type: ignore[no-untyped-call]
+    return y.to(x.dtype)
 
 
 @final

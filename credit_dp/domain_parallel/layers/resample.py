@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from credit_dp.constants import constant_tensor
 from credit_dp.domain_parallel.exchange import RowRange
@@ -92,6 +93,7 @@ class InterpolationTable:
 @_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
 @torch.inference_mode(False)  # the table is cached and may be used in training later
 @torch.no_grad()
+@unset_fake_temporarily()  # a trial run has tensors without data, but the table is read off values
 def interpolation_table_of(
     operator: Operator, height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:

@@ -445,6 +445,7 @@ class Planner:
             if len(set(sizes)) < len(sizes):
                 raise UserError(
                     f"{name}: is called at the heights {sorted(heights)}, and rank {rank} has the "
-                    "same number of rows at two of them. Change parallel.domain."
+                    "same number of rows at two of them. Use a separate layer for each height, or "
+                    "change parallel.domain."
                 )
         return dims.pop(), heights

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -357,11 +358,18 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Restore the model to the snapshot."""
         for container, before in self._saved:
+            # Past methods of subclasses, which may forbid changes, as configurations do.
             if isinstance(container, list):
-                container[:] = before
-            else:
-                container.clear()
-                container.update(before)
+                list.__setitem__(container, slice(None), before)
+            elif isinstance(container, set):
+                set.clear(container)
+                set.update(container, before)
+            elif isinstance(before, dict):
+                # An ordered dictionary keeps its order beside what it has as a dictionary.
+                base = OrderedDict if isinstance(container, OrderedDict) else dict
+                base.clear(container)
+                for key, value in before.items():
+                    base.__setitem__(container, key, value)
 
 
 @contextmanager

@@ -202,7 +202,10 @@ def test_rows_under_another_side_of_the_kernel_are_refused(move, conv, message):
     def refused(manager):
         with pytest.raises(UserError, match=message) as caught:
             convert_to_domain_parallel(
-                Moved(copy.deepcopy(conv), move), manager, input_shape=(2, 2, 9, 6)
+                Moved(copy.deepcopy(conv), move),
+                manager,
+                input_shape=(2, 2, 9, 6),
+                whole_ops="refuse",
             )
         assert "\n" not in str(caught.value)
 
@@ -221,7 +224,9 @@ def test_fewer_output_rows_than_ranks_are_refused(layers, message):
     def refused(manager):
         model = nn.Sequential(*copy.deepcopy(layers))
         with pytest.raises(UserError, match=message):
-            convert_to_domain_parallel(model, manager, input_shape=(1, 2, 12, 12))
+            convert_to_domain_parallel(
+                model, manager, input_shape=(1, 2, 12, 12), whole_ops="refuse"
+            )
 
     on_threads(4, refused)
 
@@ -235,7 +240,7 @@ def test_a_subclass_is_not_taken_for_its_parent():
     def refused(manager):
         model = nn.Sequential(_OwnForward(2, 2, 3, padding=1))
         with pytest.raises(UserError, match=r"test_conv.py:\d+: aten.convolution: mixes rows"):
-            convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 6))
+            convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 6), whole_ops="refuse")
 
     on_threads(2, refused)
 

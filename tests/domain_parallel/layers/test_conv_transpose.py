@@ -154,7 +154,10 @@ def test_rows_under_another_side_of_the_kernel_are_refused(conv):
     def refused(manager):
         with pytest.raises(UserError, match="mixes rows"):
             convert_to_domain_parallel(
-                Moved(copy.deepcopy(conv), "turned"), manager, input_shape=(2, 2, 9, 6)
+                Moved(copy.deepcopy(conv), "turned"),
+                manager,
+                input_shape=(2, 2, 9, 6),
+                whole_ops="refuse",
             )
 
     on_threads(3, refused)

@@ -343,7 +343,9 @@ def test_what_cannot_be_exact_is_refused(model, message):
     def refused(manager):
         copied = nn.Sequential(copy.deepcopy(model))
         with pytest.raises(UserError, match=message) as caught:
-            convert_to_domain_parallel(copied, manager, input_shape=(2, 4, 9, 5))
+            convert_to_domain_parallel(
+                copied, manager, input_shape=(2, 4, 9, 5), whole_ops="refuse"
+            )
         assert "\n" not in str(caught.value)
 
     on_threads(3, refused)

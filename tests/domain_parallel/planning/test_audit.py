@@ -164,7 +164,7 @@ def test_row_local_code_passes_and_is_exact(code):
 def _refused(manager, code):
     model = Model(code).double()
     with pytest.raises(UserError, match=r"test_audit\.py:\d+: |^after: ") as caught:
-        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
     assert "\n" not in str(caught.value)
     assert re.search("custom_converters|Move them", str(caught.value))
 
@@ -248,7 +248,9 @@ def test_what_one_run_would_not_show_is_refused(code):
 
 def _refused_at_batch_one(manager, code):
     with pytest.raises(UserError, match=r"test_audit\.py:\d+: "):
-        convert_to_domain_parallel(Model(code), manager, input_shape=(1, *SHAPE[1:]))
+        convert_to_domain_parallel(
+            Model(code), manager, input_shape=(1, *SHAPE[1:]), whole_ops="refuse"
+        )
 
 
 @pytest.mark.parametrize("resize", [F.interpolate, functional.interpolate])
@@ -256,7 +258,7 @@ def test_a_size_taken_from_a_tensor_is_refused_with_what_works(resize):
     def refused(manager):
         model = Model(lambda m, x: resize(x, size=(2 * x.shape[-2], 6)))
         with pytest.raises(UserError, match=r"scale_factor.* constants, or nn\.Upsample"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
 
     on_threads(2, refused)
 
@@ -282,7 +284,9 @@ def test_leaves_of_user_models_are_audited():
 
     def refused(manager):
         with pytest.raises(UserError, match=r"test_audit\.py:\d+: aten\.mean: mixes rows"):
-            convert_to_domain_parallel(nn.Sequential(LosesRows()), manager, input_shape=SHAPE)
+            convert_to_domain_parallel(
+                nn.Sequential(LosesRows()), manager, input_shape=SHAPE, whole_ops="refuse"
+            )
 
     on_threads(2, refused)
 

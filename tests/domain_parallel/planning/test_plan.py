@@ -22,7 +22,7 @@ from tests.ranks import on_threads
 
 
 def _planned(manager, model, shape):
-    convert_to_domain_parallel(model, manager, input_shape=shape)
+    convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="refuse")
 
 
 def _changes_nothing(manager):
@@ -174,7 +174,9 @@ def test_a_refused_model_is_the_plain_one_again():
             _planned(manager, model, (1, 2, 9, 6))
         assert [type(m) for m in model.modules()] == types
         with pytest.raises(UserError):
-            convert_to_domain_parallel(nn.Sequential(model, nn.SyncBatchNorm(2)), manager)
+            convert_to_domain_parallel(
+                nn.Sequential(model, nn.SyncBatchNorm(2)), manager, whole_ops="refuse"
+            )
         assert [type(m) for m in model.modules()] == types
 
     on_threads(3, refused)
@@ -182,7 +184,7 @@ def test_a_refused_model_is_the_plain_one_again():
 
 def test_a_refusal_at_the_first_forward_stays():
     def refused(manager):
-        model = convert_to_domain_parallel(_CropsOutput(), manager)
+        model = convert_to_domain_parallel(_CropsOutput(), manager, whole_ops="refuse")
         for _ in range(2):
             with pytest.raises(UserError, match="mixes rows"):
                 model(torch.zeros(1, 2, 3, 6))

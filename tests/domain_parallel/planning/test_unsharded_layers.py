@@ -83,7 +83,7 @@ def test_along_rows_they_are_refused(name):
     def refused(manager):
         model = _AlongLongitude(LAYERS[name], by_row=False)
         with pytest.raises(UserError, match="rows"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
 
     on_threads(2, refused)
 

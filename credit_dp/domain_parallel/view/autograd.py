@@ -1,0 +1,603 @@
+"""What users do with autograd inside of a model: functions, hooks, gradients, checkpointing.
+
+Autograd sees local tensors only, and a rank's gradient is its share: the sum over ranks counts.
+Whatever code of the user's sees a gradient must see all of it, though, as clipping it is not
+linear. So gradients are shown through the view: those of bands are bands, those of whole tensors
+are summed over the ranks, and what comes back is divided by their number.
+
+torch calls some functions past all subclasses of tensors. `patch_torch` replaces these, once for
+the process; they behave as before where no field takes part and no view's model runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._functorch import apis, eager_transforms
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import BackwardHook
+
+from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
+from credit_dp.domain_parallel.view.running import RunningMode, run_in, running_view
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    call_whole,
+    global_tensors,
+    is_band,
+    local_of,
+    whole,
+    with_layout,
+    with_whole_gradients,
+)
+from credit_dp.errors import UserError
+
+# ---------------------------------------------------------------- gradients through the view
+
+
+class Shown(NamedTuple):
+    """How a tensor and its gradient are shown: by a layout and view, or plain and whole."""
+
+    rows: Layout | None
+    view: GlobalView
+    is_plain: bool
+
+
+def shown_as(x: Any, view: GlobalView) -> Shown | None:
+    """Return how a value is shown inside of a running model; None if it is no tensor."""
+    if type(x) is GlobalTensor:
+        return Shown(x.rows, x.view_, False)
+    return Shown(None, view, True) if isinstance(x, Tensor) else None
+
+
+def show(local: Any, shown: Shown | None) -> Any:
+    """Return a local tensor as it is shown."""
+    if shown is None or shown.is_plain or not isinstance(local, Tensor):
+        return local
+    return GlobalTensor(local, shown.rows, shown.view)
+
+
+def show_gradient(share: Any, shown: Shown | None) -> Any:
+    """Return the gradient of which this rank has a share; a collective if it is whole."""
+    if shown is None or not isinstance(share, Tensor):
+        return share
+    if shown.rows is None:
+        share = sum_over_bands(share.contiguous(), shown.view.manager.transport)
+    return show(_scaled(share, 1 / shown.view.loss_factor), shown)
+
+
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1 else gradient * factor
+
+
+def gradient_share(gradient: Any, shown: Shown | None) -> Any:
+    """Return this rank's share of a gradient."""
+    if shown is None or not isinstance(gradient, Tensor):
+        return gradient
+    factor = shown.view.loss_factor
+    if shown.rows is None:
+        return _scaled(whole(gradient), factor / shown.view.ranks)
+    return _scaled(with_layout(gradient, shown.rows, shown.view), factor)
+
+
+def is_of_library(function: Any) -> bool:
+    """Return whether a function or hook is torch's or ours, which know shares of gradients."""
+    while isinstance(function, partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    return module.split(".")[0] in ("torch", "credit_dp")
+
+
+def register_hook(view: GlobalView, x: Tensor, hook: Callable[[Any], Any]) -> Any:
+    """Register a hook of a tensor's gradient; backward is collective if the tensor is whole."""
+    shown = shown_as(x, view)
+    if is_of_library(hook):
+        return local_of(x).register_hook(hook)
+
+    def local_hook(share: Tensor) -> Tensor | None:
+        with run_in(view):
+            result = hook(show_gradient(share, shown))
+            return None if result is None else gradient_share(result, shown)
+
+    return local_of(x).register_hook(local_hook)
+
+
+def _register_hook_of_field(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    x, hook = (*args, *kwargs.values())
+    return register_hook(x.view_, x, hook)
+
+
+RULES[Tensor.register_hook] = _register_hook_of_field
+RULES_FOR_WHOLE.add(Tensor.register_hook)
+RunningMode.register_hook = register_hook
+
+
+# ---------------------------------------------------------------- autograd.grad
+
+
+def _gradients(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return gradients inside of a model, as on one process; differentiable if they should be.
+
+    Raises:
+        UserError: the gradient of a gradient is not known, or a batch of gradients is wanted.
+    """
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if arguments.pop("is_grads_batched", False):
+        raise UserError(
+            "autograd.grad: batches of gradients of sharded fields can't be computed. Call it once "
+            "for each, without is_grads_batched."
+        )
+    outputs, inputs = _as_list(arguments.pop("outputs")), _as_list(arguments.pop("inputs"))
+    grad_outputs = arguments.pop("grad_outputs", None)
+    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    view = global_tensors((outputs, inputs, given))[0].view_
+    shares = [
+        _output_gradient(y, gradient, view) for y, gradient in zip(outputs, given, strict=True)
+    ]
+    if arguments.get("create_graph"):
+        _check_differentiable_twice(outputs, inputs)
+    local_inputs = [local_of(x) for x in inputs]
+    gradients = func([local_of(y) for y in outputs], local_inputs, shares, **arguments)
+    return tuple(_total(x, share, view) for x, share in zip(inputs, gradients, strict=True))
+
+
+RULES[torch.autograd.grad] = _gradients
+RULES_FOR_WHOLE.add(torch.autograd.grad)
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _output_gradient(y: Any, gradient: Tensor | None, view: GlobalView) -> Tensor | None:
+    """Return this rank's share of the gradient with which a backward pass begins.
+
+    It has the factor of the loss, as functions of the user's in the pass divide by it.
+    """
+    if gradient is None and y.numel() == 1:
+        gradient = torch.ones_like(local_of(y))
+    if is_band(y) or gradient is None:
+        if gradient is None:
+            return None
+        return _scaled(with_layout(gradient, y.rows, view), view.loss_factor)
+    return _scaled(whole(gradient), view.loss_factor / view.ranks)
+
+
+def _total(x: Tensor, share: Tensor | None, view: GlobalView) -> Tensor | None:
+    """Return the gradient of an input of which this rank has a share; differentiable."""
+    if share is None:
+        return None
+    shown = shown_as(x, view)
+    if shown is not None and shown.rows is None:
+        share = sum_over_bands(share, view.manager.transport)
+    return show(_scaled(share, 1 / view.loss_factor), shown)  # type: ignore[no-any-return]
+
+
+def _check_differentiable_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Check that the backward of every function of ours between tensors is differentiable.
+
+    Raises:
+        UserError: names the function.
+    """
+    for node in _nodes_between(outputs, inputs):
+        backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+        if hasattr(backward, "__wrapped__"):  # by `once_differentiable`
+            name = type(node).__name__.removeprefix("_").removesuffix("Backward")
+            raise UserError(
+                f"autograd.grad: create_graph=True needs a second derivative of {name} on bands, "
+                "which is not known. Take gradients outside of the model, or parallel.domain=1."
+            )
+
+
+def _nodes_between(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> set[Any]:
+    """Return the nodes of a graph whose backward is needed for the gradients of `inputs`."""
+    ends = {get_gradient_edge(local_of(x)).node for x in inputs if x.requires_grad}
+    nodes = [local_of(y).grad_fn for y in outputs if y.grad_fn is not None]
+    users: dict[Any, list[Any]] = {node: [] for node in nodes}
+    while nodes:
+        node = nodes.pop()
+        if node in ends:
+            continue
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if following not in users:
+                users[following] = []
+                nodes.append(following)
+            users[following].append(node)
+    needed: set[Any] = set()
+    nodes = [end for end in ends if end in users]
+    while nodes:
+        new = [user for user in users[nodes.pop()] if user not in needed]
+        needed.update(new)
+        nodes += new
+    return needed
+
+
+def _refuse_backward(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse a backward pass inside of a forward.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        "backward: a model can't run a backward pass from a sharded field in its forward. Use "
+        "torch.autograd.grad."
+    )
+
+
+for _function in (torch.autograd.backward, Tensor.backward):
+    RULES[_function] = _refuse_backward
+    RULES_FOR_WHOLE.add(_function)
+
+
+# ---------------------------------------------------------------- functions of the user's
+
+
+_in_function_backward: ContextVar[bool] = ContextVar("runs a user's backward", default=False)
+_guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _guarded_function(cls: Any) -> Any:
+    """Return a user's `autograd.Function` whose backward may not start another backward pass.
+
+    That would add whole gradients to parameters, once a rank, as activation checkpointing of
+    another package does.
+    """
+    if cls not in _guarded:
+        original = cls.backward
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            token = _in_function_backward.set(True)
+            try:
+                return original(ctx, *grads)
+            finally:
+                _in_function_backward.reset(token)
+
+        name = cls.__name__
+        body = {"backward": staticmethod(backward), "__module__": cls.__module__}
+        _guarded[cls] = type(name, (cls,), body) if "backward" in _methods(cls) else cls
+    return _guarded[cls]
+
+
+def _methods(cls: Any) -> set[str]:
+    """Return what a function's class and its bases define, without torch's defaults."""
+    bases = cls.__mro__[: cls.__mro__.index(torch.autograd.Function)]
+    return {name for base in bases for name in vars(base)}
+
+
+def _apply_function(apply: Callable[..., Any], cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Apply an `autograd.Function` in a model that runs through a view.
+
+    Args:
+        apply: `Function.apply` without its class.
+        cls: the function.
+        args: positional arguments, fields among them or not.
+        kwargs: other arguments.
+    """
+    tensors = global_tensors((args, kwargs))
+    if not tensors:
+        results = _apply_plain(apply, cls, args, kwargs)
+        if cls is CheckpointFunction and global_tensors(results):
+            raise UserError(
+                "torch.utils.checkpoint: a function with fields that are not its arguments "
+                "can't be checkpointed reentrantly. Set use_reentrant=False."
+            )
+        return results
+    if cls is CheckpointFunction:
+        return _apply_checkpoint(apply, *args)
+    if cls.__module__.startswith("torch."):
+        return _apply_identity(apply, cls, args)
+    view = tensors[0].view_
+    function = partial(apply, _guarded_function(cls))
+    function.__name__ = cls.__name__  # type: ignore[attr-defined]
+    return call_whole(with_whole_gradients(function, view), args, kwargs)
+
+
+def _apply_plain(apply: Callable[..., Any], cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Apply a function to tensors that are the same on all ranks, as parameters are."""
+    view = running_view()
+    is_differentiable = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in args
+    )
+    if view is None or not is_differentiable or cls.__module__.startswith("torch."):
+        return apply(cls, *args, **kwargs)
+    function = partial(apply, _guarded_function(cls))
+    return with_whole_gradients(function, view)(*args, **kwargs)
+
+
+def _apply_identity(apply: Callable[..., Any], cls: Any, args: Args) -> Any:
+    """Apply a function of torch that returns its tensors, as those of hooks and FSDP2 do.
+
+    Raises:
+        UserError: it returns something else.
+    """
+    fields = [x for x in args if isinstance(x, Tensor)]
+    results = apply(cls, *map(local_of, args))
+    outputs = [results] if isinstance(results, Tensor) else list(results)
+    same = len(outputs) == len(fields) and all(
+        y.shape == local_of(x).shape for x, y in zip(fields, outputs, strict=True)
+    )
+    if not same:
+        raise UserError(
+            f"{cls.__name__}: this function of torch can't be applied to sharded fields. Apply it "
+            "outside of the model."
+        )
+    view = global_tensors(fields)[0].view_
+    shown = [show(y, shown_as(x, view)) for x, y in zip(fields, outputs, strict=True)]
+    return shown[0] if isinstance(results, Tensor) else tuple(shown)
+
+
+# ---------------------------------------------------------------- checkpointing
+
+
+def _apply_checkpoint(apply: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
+    """Checkpoint a function of fields, reentrantly: autograd sees the local tensors.
+
+    They are shown through the view again where the function runs, in forward and in backward.
+    """
+    view = global_tensors(args)[0].view_
+    fields = [shown_as(x, view) for x in args]
+    results: list[Any] = []
+
+    def run(*local: Any) -> Any:
+        with run_in(view):
+            outputs = function(*map(show, local, fields))
+        leaves, spec = tree_flatten(outputs)
+        results[:] = [spec, [shown_as(x, view) for x in leaves]]
+        return tuple(map(local_of, leaves))
+
+    local_outputs = apply(CheckpointFunction, run, preserve, *map(local_of, args))
+    spec, kinds = results
+    return tree_unflatten(list(map(show, local_outputs, kinds)), spec)
+
+
+def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a generator of torch's checkpointing that computes again inside of the view.
+
+    It saves its arguments as autograd does, which must not see fields: only their local tensors.
+    """
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        view = running_view()
+        if view is None:
+            return original(function, *args, **kwargs)
+        shown = [shown_as(x, view) for x in args]
+
+        def recompute(*local: Any, **kwargs: Any) -> Any:
+            # Without torch's options, which precede the function's arguments.
+            fields = shown[len(shown) - len(local) :]
+            with run_in(view):
+                return function(*map(show, local, fields), **kwargs)
+
+        return original(recompute, *map(local_of, args), **kwargs)
+
+    return generator
+
+
+# ---------------------------------------------------------------- backward hooks of modules
+
+
+@final
+class ViewBackwardHook(BackwardHook):
+    """Shows the hooks of a module whole gradients and the globe's shapes."""
+
+    def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
+        view = running_view()
+        self.view = view
+        self.inputs: list[Shown | None] = []
+        self.outputs: list[Shown | None] = []
+        if view is not None:
+            user_hooks = [self._show_to(hook, view) for hook in user_hooks]
+            user_pre_hooks = [self._show_before(hook, view) for hook in user_pre_hooks]
+        super().__init__(module, user_hooks, user_pre_hooks)
+
+    def setup_input_hook(self, args: Any) -> Any:
+        """Begin to watch the gradients of a module's inputs."""
+        if self.view is not None:
+            self.inputs = [shown_as(x, self.view) for x in args]
+        return super().setup_input_hook(args)  # type: ignore[no-untyped-call]
+
+    def setup_output_hook(self, args: Any) -> Any:
+        """Begin to watch the gradients of a module's outputs."""
+        if self.view is not None:
+            outputs = args if isinstance(args, tuple) else (args,)
+            taken = self.view.outputs or {}  # of the root
+            self.outputs = [
+                taken[x] if isinstance(x, Tensor) and x in taken else shown_as(x, self.view)
+                for x in outputs
+            ]
+        return super().setup_output_hook(args)  # type: ignore[no-untyped-call]
+
+    def _show_to(self, hook: Callable[..., Any], view: GlobalView) -> Callable[..., Any]:
+        """Return a backward hook that is called with whole gradients."""
+        if is_of_library(hook):
+            return hook
+
+        def shown(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any:
+            with run_in(view):
+                result = hook(
+                    module,
+                    tuple(map(show_gradient, grad_inputs, self.inputs)),
+                    tuple(map(show_gradient, grad_outputs, self.outputs)),
+                )
+                return self._shares(result, self.inputs)
+
+        return shown
+
+    def _show_before(self, hook: Callable[..., Any], view: GlobalView) -> Callable[..., Any]:
+        """Return a hook before the backward of a module that is called with whole gradients."""
+        if is_of_library(hook):
+            return hook
+
+        def shown(module: nn.Module, grad_outputs: Any) -> Any:
+            with run_in(view):
+                result = hook(module, tuple(map(show_gradient, grad_outputs, self.outputs)))
+                return self._shares(result, self.outputs)
+
+        return shown
+
+    def _shares(self, gradients: Any, shown: Sequence[Shown | None]) -> Any:
+        if gradients is None:
+            return None
+        if len(gradients) != len(shown):  # torch says what is wrong
+            return gradients
+        return tuple(map(gradient_share, gradients, shown))
+
+
+# ---------------------------------------------------------------- functions past subclasses
+
+
+def _whole_transform(original: Callable[..., Any], name: str, options: int) -> Callable[..., Any]:
+    """Return the implementation of a transform of `torch.func`, which runs whole on fields.
+
+    Args:
+        original: the implementation.
+        name: of the transform.
+        options: the number of arguments before those of the transformed function.
+    """
+
+    @wraps(original)
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        view = running_view()
+        inputs = args[options:]
+        if view is None or not global_tensors((inputs, kwargs)):
+            return original(*args, **kwargs)
+        call = partial(original, *args[:options])
+        call.__name__ = name  # type: ignore[attr-defined]
+        with _without_recording(view):
+            return call_whole(with_whole_gradients(call, view), inputs, kwargs)
+
+    return transform
+
+
+@contextmanager
+def _without_recording(view: GlobalView) -> Iterator[None]:
+    """Take away the hooks by which a trial run counts saved tensors, which transforms refuse."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if view.recorder is None or hooks is None:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _refuse_transform(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the implementation of a transform that fields can't go through."""
+
+    @wraps(original)
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        if running_view() is not None and global_tensors((args, kwargs)):
+            raise UserError(
+                f"torch.func: {name} of sharded fields is not known. Use torch.func.grad or "
+                "torch.autograd.grad."
+            )
+        return original(*args, **kwargs)
+
+    return transform
+
+
+def _whole_script(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of scripted functions, which are compiled for plain tensors."""
+
+    @wraps(original)
+    def call_script(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if running_view() is None or not global_tensors((args, kwargs)):
+            return original(self, *args, **kwargs)
+        call = partial(original, self)
+        call.__name__ = getattr(self, "name", "scripted function")  # type: ignore[attr-defined]
+        return call_whole(call, args, kwargs)
+
+    return call_script
+
+
+def _refuse_nested_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `autograd.backward`, refused in the backward of a user's function in a model."""
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if _in_function_backward.get():
+            raise UserError(
+                "autograd.Function: its backward starts another backward pass, which would add "
+                "the gradients of parameters once a rank. Use torch.utils.checkpoint."
+            )
+        return original(*args, **kwargs)
+
+    return backward
+
+
+def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Function.apply`, which does not ask subclasses of tensors, for fields too."""
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Ours get local tensors. In a transform everything is whole, gradients too.
+        is_ours = cls.__module__.startswith("credit_dp.")
+        if is_ours or not running_view() or torch._C._are_functorch_transforms_active():
+            return original(cls, *args, **kwargs)
+        return _apply_function(original, cls, args, kwargs)
+
+    return apply
+
+
+def _apply_bound(cls: Any, *args: Any) -> Any:
+    """Apply a function whose `apply` was taken before torch's was replaced, as modules do.
+
+    torch's own `apply` gets here by `super()`, with fields in this case only.
+    """
+    if running_view() is not None and global_tensors(args):
+        return torch.autograd.Function.apply.__func__(cls, *args)  # type: ignore[attr-defined]
+    return super(_SingleLevelFunction, cls).apply(*args)
+
+
+_patched: list[bool] = []
+
+
+def patch_torch() -> None:
+    """Replace the functions of torch that do not ask subclasses of tensors; once for the process.
+
+    They are looked up when they are called, so that modules imported before use the new ones.
+    Of `apply` a module may have kept the old one: see `_apply_bound`.
+    """
+    if _patched:
+        return
+    _patched.append(True)
+    apply = torch.autograd.Function.__dict__["apply"].__func__
+    torch.autograd.Function.apply = classmethod(_applied_in_view(apply))  # type: ignore[method-assign, assignment]
+    _SingleLevelFunction.apply = classmethod(_apply_bound)  # type: ignore[attr-defined]
+    checkpointing = torch.utils.checkpoint
+    generator = checkpointing._checkpoint_without_reentrant_generator
+    checkpointing._checkpoint_without_reentrant_generator = _recompute_in_view(generator)
+    nn.modules.module.BackwardHook = ViewBackwardHook  # type: ignore[attr-defined]
+    torch.autograd.backward = _refuse_nested_backward(torch.autograd.backward)
+    # Their arguments: function, in_dims, out_dims, randomness, chunk_size; function, argnums, aux.
+    transforms: list[tuple[Any, str, str, int]] = [
+        (apis, "vmap_impl", "vmap", 5),
+        (eager_transforms, "grad_impl", "grad", 3),
+        (eager_transforms, "grad_and_value_impl", "grad_and_value", 3),
+    ]
+    for module, attribute, name, options in transforms:
+        transform = getattr(module, attribute)
+        setattr(module, attribute, _whole_transform(transform, name, options))
+    for name in ("vjp", "jvp"):  # which the transforms of Jacobians call
+        attribute = f"_{name}_with_argnums"
+        transform = getattr(eager_transforms, attribute)
+        setattr(eager_transforms, attribute, _refuse_transform(transform, name))
+    script = torch._C.ScriptFunction
+    script.__call__ = _whole_script(script.__call__)  # type: ignore[method-assign]

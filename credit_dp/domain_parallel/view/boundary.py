@@ -1,0 +1,233 @@
+"""The boundary of a model in the view: bands go in and come out, inside are fields of the globe.
+
+Hooks of the root do it, around the user's hooks: these see the globe's fields as they would on one
+process. Hooks of torch's data parallelism stay outside, where tensors are plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
+from credit_dp.domain_parallel.planning.plan import is_banded
+from credit_dp.domain_parallel.view.autograd import Shown, is_of_library
+from credit_dp.domain_parallel.view.running import run_in, running_view, same_python_numbers
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    whole,
+    with_layout,
+)
+from credit_dp.errors import UserError
+
+# The models whose forwards run in this thread, with what ends then: None inside of another model.
+_running_forwards: ContextVar[tuple[tuple[nn.Module, ExitStack | None], ...]] = ContextVar(
+    "forwards", default=()
+)
+
+
+@final
+class ShowInputs:
+    """Starts a forward, and shows the inputs of the model through the view.
+
+    An input is a band if it is one of the shapes of the global inputs but for samples and rows.
+    """
+
+    def __init__(self, view: GlobalView, shapes: Sequence[Sequence[int]]) -> None:
+        self.view = view
+        self.shapes = [tuple(shape) for shape in shapes if is_banded(tuple(shape))]
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of the forward, inside of the view."""
+        if running_view() is not None:
+            # Inside of another model everything is shown already.
+            _running_forwards.set((*_running_forwards.get(), (module, None)))
+            return None
+        _order_hooks(module)
+        ending = ExitStack()
+        _running_forwards.set((*_running_forwards.get(), (module, ending)))
+        ending.enter_context(run_in(self.view))
+        shown = map_tensors(self._show, (tuple(args), kwargs))
+        ending.enter_context(same_python_numbers(self.view))
+        return shown
+
+    def _show(self, x: Tensor) -> Tensor:
+        if type(x) is GlobalTensor:
+            return x
+        heights = [shape[ROW_DIM] for shape in self.shapes if is_same_field(tuple(x.shape), shape)]
+        for height in heights:
+            partition = self.view.manager.partition(height)
+            if x.shape[ROW_DIM] == partition.sizes[self.view.rank]:
+                return GlobalTensor(x, Layout(x.ndim + ROW_DIM, 1, partition), self.view)
+        if heights:
+            raise UserError(
+                f"rank {self.view.rank}: got {x.shape[ROW_DIM]} rows, planned are the bands of "
+                f"{', '.join(map(str, heights))} rows. Convert with the input_shape of this call."
+            )
+        return GlobalTensor(x, None, self.view)
+
+
+def is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two shapes of fields differ in samples and rows only."""
+    if len(shape) != len(other):
+        return False
+    free = {0, len(shape) + ROW_DIM} if len(shape) > FIELD_DIMS else {len(shape) + ROW_DIM}
+    return all(d in free or a == b for d, (a, b) in enumerate(zip(shape, other, strict=True)))
+
+
+def _order_hooks(module: nn.Module) -> None:
+    """Run the user's forward hooks before those that end the forward, and torch's after them."""
+    hooks: Any = module._forward_hooks
+    ours = [key for key, hook in hooks.items() if isinstance(hook, (TakeOutputs, LeaveModel))]
+    outside = [key for key, hook in hooks.items() if key not in ours and is_of_library(hook)]
+    for key in (*ours, *outside):
+        hooks.move_to_end(key)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return nested values with a function's result in place of each tensor, dataclasses too.
+
+    Raises:
+        UserError: an object that is none of these holds bands, which would not be converted.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(function, value)
+    leaves, spec = tree_flatten(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return tree_unflatten([map_tensors(function, leaf) for leaf in leaves], spec)
+    if isinstance(value, dict):  # of a type that torch does not know
+        result = _shallow_copy(value)
+        _map_entries(function, result, value)
+        return result
+    if type(value) is SimpleNamespace:
+        return SimpleNamespace(**{k: map_tensors(function, x) for k, x in vars(value).items()})
+    _check_object(function, value)
+    return value
+
+
+def _map_dataclass(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a copy of a dataclass, which may be a mapping as well."""
+    result = _shallow_copy(value)
+    if isinstance(value, dict):
+        _map_entries(function, result, value)
+    for each in dataclasses.fields(value):
+        if not hasattr(value, each.name):
+            continue
+        old = getattr(value, each.name)
+        is_entry = isinstance(value, dict) and value.get(each.name) is old and old is not None
+        mapped = result[each.name] if is_entry else map_tensors(function, old)
+        # Past `__setattr__`, which a frozen dataclass forbids.
+        object.__setattr__(result, each.name, mapped)
+    return result
+
+
+def _shallow_copy(value: Any) -> Any:
+    """Return a copy of a dataclass or mapping, also if `copy.copy` can't make one."""
+    try:
+        return copy.copy(value)
+    except TypeError:  # its class needs arguments, or forbids to set entries
+        kind: Any = type(value)
+        result = kind.__new__(kind)
+        vars(result).update(vars(value))
+        return result
+
+
+def _map_entries(function: Callable[[Tensor], Any], result: Any, value: dict[Any, Any]) -> None:
+    """Set the entries of a copied mapping, past methods that may forbid it."""
+    base = OrderedDict if isinstance(value, OrderedDict) else dict
+    for key, entry in dict.items(value):
+        base.__setitem__(result, key, map_tensors(function, entry))
+
+
+def _check_object(function: Callable[[Tensor], Any], value: Any) -> None:
+    """Refuse an object of an unknown type that holds bands."""
+    if isinstance(value, (nn.Module, type)):
+        return
+    for x in tree_leaves(list(getattr(value, "__dict__", {}).values())):
+        if not isinstance(x, Tensor):
+            continue
+        shown = x if type(x) is GlobalTensor else function(x)
+        if type(shown) is GlobalTensor and (type(x) is GlobalTensor or shown.rows is not None):
+            raise UserError(
+                f"{type(value).__name__}: fields in an object of this type can't enter or leave "
+                "the model. Use tensors, mappings, sequences or dataclasses."
+            )
+
+
+@final
+class TakeOutputs:
+    """Takes the outputs of the model out of the view: rows of fields as bands, the rest whole."""
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return the output of the forward, outside of the view."""
+        forwards = _running_forwards.get()
+        if not forwards or forwards[-1][1] is None:
+            return None
+        self.view.outputs = WeakIdKeyDictionary()
+        taken: dict[int, Tensor] = {}
+
+        def take(x: Tensor) -> Tensor:
+            # The same tensor at two positions stays one.
+            if id(x) not in taken:
+                taken[id(x)] = self._take(x)
+            return taken[id(x)]
+
+        result = map_tensors(take, output)
+        self._take_buffers(module)
+        return result
+
+    def _take(self, x: Tensor) -> Tensor:
+        layout = None
+        if x.ndim >= FIELD_DIMS:
+            partition = self.view.partition(x.shape[ROW_DIM])
+            if partition is not None:
+                layout = Layout(x.ndim + ROW_DIM, 1, partition)
+        local: Tensor = whole(x) if layout is None else with_layout(x, layout, self.view)
+        self.view.outputs[local] = Shown(layout, self.view, False)
+        return local
+
+    def _take_buffers(self, module: nn.Module) -> None:
+        """Keep buffers that the forward replaced as whole tensors, as on one process."""
+        for each in module.modules():
+            for name, buffer in each._buffers.items():
+                if type(buffer) is GlobalTensor:
+                    each._buffers[name] = whole(buffer)
+
+
+@final
+class LeaveModel:
+    """Ends what `ShowInputs` of the same call has started, even if the forward fails."""
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the forward that `ShowInputs` has started."""
+        forwards = _running_forwards.get()
+        if not forwards or forwards[-1][0] is not module:  # a hook failed before `ShowInputs`
+            return
+        _running_forwards.set(forwards[:-1])
+        ending = forwards[-1][1]
+        if ending is not None:
+            ending.close()

@@ -1,0 +1,336 @@
+"""Rules of functions that are a few others: losses, distances, and torch's own Python functions."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from credit_dp.domain_parallel.view.pointwise import pointwise
+from credit_dp.domain_parallel.view.rules import (
+    RULES,
+    Args,
+    Function,
+    Kwargs,
+    NoRuleError,
+    bind,
+    layout_of,
+    python_of,
+    require,
+    require_whole,
+    rule_for,
+)
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    Layout,
+    bands_of,
+    is_band,
+    local_of,
+    whole,
+    with_layout,
+    wrap,
+)
+
+# ---------------------------------------------------------------- torch's Python code
+
+
+def run_torch_code(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a Python function of torch, which calls functions that have rules."""
+    return python_of(func)(*args, **kwargs)
+
+
+for _function in (
+    F.normalize,
+    F.local_response_norm,
+    F.lp_pool1d,
+    F.lp_pool2d,
+    F.lp_pool3d,
+):
+    RULES[_function] = run_torch_code
+
+# ---------------------------------------------------------------- distances
+
+
+def _unit_vectors(x: Tensor, dim: int, eps: float) -> Tensor:
+    """Return vectors over their norm, or over `eps` if that is larger, which no gradient sees."""
+    norm = torch.linalg.vector_norm(x, 2, dim, True)
+    difference = (norm.clamp_min(eps) - norm).detach()
+    unit: Tensor = x / (norm + difference)
+    return unit
+
+
+@rule_for("cosine_similarity")
+def cosine_similarity(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The cosine of the angle between vectors."""
+    defaults = {"dim": 1, "eps": 1e-8}
+    arguments = defaults | bind(("x1", "x2", "dim", "eps"), args, _named_x1(kwargs))
+    a, b = require(arguments, "x1", "x2")
+    dim, eps = arguments["dim"], arguments["eps"]
+    ndim = max(a.ndim, b.ndim)
+    dim = dim % ndim - ndim
+    if -dim > min(a.ndim, b.ndim):
+        raise NoRuleError
+    return (_unit_vectors(a, dim, eps) * _unit_vectors(b, dim, eps)).sum(dim)
+
+
+def _named_x1(kwargs: Kwargs) -> Kwargs:
+    return {("x1" if name == "input" else name): x for name, x in kwargs.items()}
+
+
+@rule_for("pairwise_distance")
+def pairwise_distance(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The norm of the differences along the last dimension."""
+    defaults = {"p": 2.0, "eps": 1e-6, "keepdim": False}
+    names = ("x1", "x2", "p", "eps", "keepdim")
+    arguments = defaults | bind(names, args, _named_x1(kwargs))
+    a, b = require(arguments, "x1", "x2")
+    difference = a - b + arguments["eps"]
+    return torch.linalg.vector_norm(difference, arguments["p"], -1, arguments["keepdim"])
+
+
+# ---------------------------------------------------------------- losses
+
+# Losses of each entry, and then their mean or sum.
+POINTWISE_LOSSES = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss",
+)  # fmt: skip
+# A mean weighted by their weights is not the mean of weighted losses.
+WEIGHTED_MEAN = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+def _loss_arguments(func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a loss, without those that torch has replaced by `reduction`.
+
+    Raises:
+        NoRuleError: one of these is passed.
+    """
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    if any(arguments.pop(name, None) is not None for name in ("size_average", "reduce")):
+        raise NoRuleError
+    return arguments
+
+
+def pointwise_loss(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A loss of each entry, and its mean or sum."""
+    arguments = _loss_arguments(func, args, kwargs)
+    reduction = arguments.pop("reduction")
+    if func in WEIGHTED_MEAN and arguments.get("weight") is not None:
+        raise NoRuleError
+    shapes = [arguments[name].shape for name in ("input", "target")]
+    if shapes[0] != shapes[1]:
+        raise NoRuleError
+    losses = pointwise(func, (), arguments | {"reduction": "none"})
+    if reduction == "batchmean":
+        return losses.sum() / shapes[0][0]
+    return losses if reduction == "none" else getattr(losses, reduction)()
+
+
+for _name in POINTWISE_LOSSES:
+    RULES[getattr(F, _name)] = pointwise_loss
+
+
+def class_loss(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Losses of class scores in dimension 1, and their mean or sum."""
+    arguments = _loss_arguments(func, args, kwargs)
+    x, target = arguments.pop("input"), arguments.pop("target")
+    reduction, weight = arguments.pop("reduction"), arguments.get("weight")
+    layout, view = layout_of(x), x.view_
+    require_whole(weight)
+    if layout.dim == 1 or x.ndim < 2:
+        raise NoRuleError
+    result = layout.at(layout.dim - (layout.dim > 1))
+    has_indices = target.ndim == x.ndim - 1
+    local_target = with_layout(target, result if has_indices else layout, view)
+    arguments["weight"] = local_of(weight)
+    losses = func(x.local, local_target, reduction="none", **arguments)
+    losses = wrap(losses, result, view)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    if not has_indices:
+        return losses.mean()
+    if weight is not None:
+        raise NoRuleError
+    return losses.sum() / (target != arguments["ignore_index"]).sum()
+
+
+RULES.update(dict.fromkeys((F.cross_entropy, F.nll_loss), class_loss))
+
+# ---------------------------------------------------------------- tables and samples
+
+
+@rule_for("embedding")
+def embedding(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Vectors from a table that every rank has, for indices with rows."""
+    if func is not F.embedding:
+        raise NoRuleError
+    bound = signature(func).bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    x, weight = arguments.pop("input"), arguments.pop("weight")
+    require_whole(weight)
+    if any(arguments.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")):
+        raise NoRuleError
+    return wrap(func(x.local, local_of(weight), **arguments), layout_of(x), x.view_)
+
+
+@rule_for("one_hot")
+def one_hot(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Unit vectors of classes, if their number is passed and not that of the data."""
+    arguments = {"num_classes": -1} | bind(("input", "num_classes"), args, kwargs)
+    x, classes = arguments["input"], arguments["num_classes"]
+    if classes < 0:
+        raise NoRuleError
+    return wrap(func(x.local, classes), layout_of(x), x.view_)
+
+
+@rule_for("grid_sample")
+def grid_sample(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Samples at positions with rows, of a field that is gathered as a position may be anywhere."""
+    if func is not F.grid_sample:
+        raise NoRuleError
+    arguments = dict(signature(func).bind(*args, **kwargs).arguments)
+    x, grid = arguments.pop("input"), arguments.pop("grid")
+    layout = layout_of(grid)
+    if layout.dim == grid.ndim - 1 or layout.dim == 0:
+        raise NoRuleError
+    result = func(whole(x), grid.local, **arguments)
+    return wrap(result, layout.at(layout.dim + 1), grid.view_)
+
+
+@rule_for("broadcast_tensors")
+def broadcast_tensors(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Tensors that are expanded to their common shape."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
+    return [x.expand(shape) for x in tensors]
+
+
+@rule_for("meshgrid")
+def meshgrid(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Grids of coordinates, of which some have rows."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    indexing = kwargs.get("indexing", "ij")
+    if any(x.ndim != 1 for x in tensors) or len(kwargs) > 1 or indexing not in ("ij", "xy"):
+        raise NoRuleError
+    order = list(range(len(tensors)))
+    if indexing == "xy" and len(order) > 1:
+        order[:2] = [1, 0]
+    shape = [len(tensors[i]) for i in order]
+    grids = []
+    for i, x in enumerate(tensors):
+        sizes = [len(x) if j == i else 1 for j in order]
+        grids.append(x.reshape(sizes).expand(shape))
+    return tuple(grids)
+
+
+# ---------------------------------------------------------------- gathers by indices
+
+
+@rule_for("gather", "take_along_dim")
+def gather(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Entries along a dimension by the indices of each entry; a band takes those of its rows."""
+    is_gather = func.__name__ == "gather"
+    names = ("input", "dim", "index") if is_gather else ("input", "index", "dim")
+    kwargs = {("index" if name == "indices" else name): x for name, x in kwargs.items()}
+    sparse = kwargs.pop("sparse_grad", False)
+    arguments = bind(names, args, kwargs)
+    x, dim, index = require(arguments, "input", "dim", "index")
+    if dim is None or sparse or not isinstance(index, Tensor) or index.ndim != x.ndim:
+        raise NoRuleError
+    dim %= x.ndim
+    bands = [band for band in bands_of([index, x]) if layout_of(band).dim != dim]
+    if not bands:
+        raise NoRuleError
+    layout, view = layout_of(bands[0]), bands[0].view_
+    if x.shape[layout.dim] != layout.size or index.shape[layout.dim] != layout.size:
+        raise NoRuleError
+    if not is_gather and _without(x, dim) != _without(index, dim):  # they are broadcast
+        raise NoRuleError
+    # Rows along which is indexed are moved away: each rank then has all entries of its part.
+    local, local_index = (with_layout(part, layout, view) for part in (x, index))
+    return wrap(local.gather(dim, local_index), layout, view)
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    """Return the sizes of a tensor but for one dimension."""
+    return [size for d, size in enumerate(x.shape) if d != dim]
+
+
+@rule_for("index_add", "scatter_add")
+def add_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Additions at indices of a dimension without rows."""
+    if func.__name__ == "scatter_add":
+        arguments = bind(("input", "dim", "index", "source"), args, _named_source(kwargs))
+    else:
+        names = ("input", "dim", "index", "source", "alpha")
+        arguments = bind(names, args, kwargs)
+    x, dim, index, source = require(arguments, "input", "dim", "index", "source")
+    first = next(band for band in (source, x, index) if is_band(band))
+    layout, view = layout_of(first), first.view_
+    dim %= x.ndim
+    if layout.dim == dim or source.ndim != x.ndim:
+        raise NoRuleError
+    if x.shape[layout.dim] != layout.size or source.shape[layout.dim] != layout.size:
+        raise NoRuleError
+    options = {"alpha": arguments["alpha"]} if "alpha" in arguments else {}
+    local_index = _index_part(index, source, layout)
+    local, local_source = (with_layout(part, layout, view) for part in (x, source))
+    part = getattr(local, func.__name__)(dim, local_index, local_source, **options)
+    return wrap(part, layout, view)
+
+
+def _named_source(kwargs: Kwargs) -> Kwargs:
+    return {("source" if name == "src" else name): x for name, x in kwargs.items()}
+
+
+def _index_part(index: Tensor, source: Any, layout: Layout) -> Tensor:
+    """Return a vector of indices, or this rank's part of indices of each entry."""
+    if index.ndim == 1 != source.ndim:
+        require_whole(index)
+        vector: Tensor = local_of(index)
+        return vector
+    if index.shape != source.shape:
+        raise NoRuleError
+    view = next(x.view_ for x in (source, index) if type(x) is GlobalTensor)
+    return with_layout(index, layout, view)
+
+
+# ---------------------------------------------------------------- orders of channels and dimensions
+
+
+@rule_for("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Channels of groups, interleaved."""
+    arguments = bind(("input", "groups"), args, kwargs)
+    x, groups = arguments["input"], arguments["groups"]
+    parts = x.unflatten(1, (groups, x.shape[1] // groups))
+    return parts.transpose(1, 2).flatten(1, 2)
+
+
+@rule_for("fliplr", "flipud")
+def flip_named(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Flips of columns or rows of matrices."""
+    (x,) = args
+    return x.flip(1 if func.__name__ == "fliplr" else 0)
+
+
+@rule_for("rot90")
+def rot90(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Rotations by right angles."""
+    arguments: dict[str, Any] = {"k": 1, "dims": (0, 1)}
+    arguments |= bind(("input", "k", "dims"), args, kwargs)
+    x, turns, (first, second) = arguments["input"], arguments["k"] % 4, arguments["dims"]
+    if turns == 2:
+        return x.flip((first, second))
+    if turns == 0:
+        return x.clone()
+    if turns == 1:
+        return x.flip(second).transpose(first, second)
+    return x.transpose(first, second).flip(second)

@@ -1,0 +1,347 @@
+"""Rules of slices and indices: rows stay where they are if that is balanced, or move once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.rules import (
+    LARGEST_IMBALANCE,
+    Args,
+    Function,
+    Kwargs,
+    NoRuleError,
+    bind,
+    layout_of,
+    require_whole,
+    rule_for,
+)
+from credit_dp.domain_parallel.view.shapes import as_view
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    Layout,
+    check_in_place,
+    exchange_entries,
+    is_band,
+    local_of,
+    share_memory,
+    shares_storage,
+    wrap,
+)
+
+
+def keep_range(x: GlobalTensor, start: int, stop: int, step: int = 1) -> GlobalTensor | None:
+    """Return the rows `range(start, stop, step)` where they are; None if they'd lie unevenly."""
+    layout, rank = layout_of(x), x.view_.rank
+    size = len(range(start, stop, step))
+    bounds = layout.partition.bounds
+    # The number of rows of the slice that lie before each bound.
+    partition = RowPartition(
+        tuple(min(max(-(-(bound - start) // step), 0), size) for bound in bounds)
+    )
+    largest = max(partition.sizes) * x.view_.ranks
+    if layout.outer != 1 or min(partition.sizes) == 0 or largest > LARGEST_IMBALANCE * size:
+        return None
+    first = start + partition.bounds[rank] * step - bounds[rank]
+    length = (partition.sizes[rank] - 1) * step + 1
+    index = (slice(None),) * layout.dim + (slice(first, first + length, step),)
+    return GlobalTensor(x.local[index], layout._replace(partition=partition), x.view_)
+
+
+def ranges_of(indices: Sequence[int]) -> tuple[RowRange, ...]:
+    """Return indices as ranges, flipped where they fall; -1 stands for zeros."""
+    ranges: list[RowRange] = []
+    i = 0
+    while i < len(indices):
+        first, step = indices[i], _step(indices, i)
+        j = i + 1
+        while (
+            j < len(indices)
+            and indices[j] == indices[j - 1] + step
+            and (indices[j] < 0) == (first < 0)
+        ):
+            j += 1
+        last = indices[j - 1]
+        if first < 0:
+            ranges.append(RowRange(0, j - i, zero_filled=True))
+        elif step < 0:
+            ranges.append(RowRange(last, first + 1, flipped=True))
+        else:
+            ranges.append(RowRange(first, last + 1))
+        i = j
+    return tuple(ranges)
+
+
+def _step(indices: Sequence[int], i: int) -> int:
+    """Return by how much indices change from the i-th on: 0 for zeros, else 1 or -1."""
+    if indices[i] < 0:
+        return 0
+    return -1 if i + 1 < len(indices) and 0 <= indices[i + 1] == indices[i] - 1 else 1
+
+
+def take_rows(x: GlobalTensor, indices: Sequence[int]) -> GlobalTensor:
+    """Return the rows `indices` of the globe along the row dimension; a collective.
+
+    A result with fewer rows than ranks is whole. An index of -1 stands for zeros. The result is a
+    copy, as that of an index is on one process.
+    """
+    layout, ranks = layout_of(x), x.view_.ranks
+    partition = x.view_.partition(len(indices))
+    if partition is None:
+        return exchange_entries(x, (ranges_of(indices),) * ranks, None)
+    result = rearrange_rows(x, indices, layout._replace(partition=partition))
+    if not shares_storage(result, x):
+        return result
+    # All rows in their order: an exchange of nothing returns its argument.
+    return GlobalTensor(result.local.clone(), result.rows, x.view_)
+
+
+def rearrange_rows(x: GlobalTensor, indices: Sequence[int], result: Layout) -> GlobalTensor:
+    """Return the rows `indices` of the globe as bands of the given layout; a collective."""
+    bands = map(result.partition.rows, range(x.view_.ranks))
+    return exchange_entries(x, [ranges_of(indices[rows]) for rows in bands], result)
+
+
+def _slice_rows(x: GlobalTensor, rows: range) -> GlobalTensor:
+    """Return a slice of the rows, which shares memory with `x` on one process."""
+    if not rows:
+        raise NoRuleError
+    result = keep_range(x, rows.start, rows.stop, rows.step) if rows.step > 0 else None
+    if result is None:
+        if layout_of(x).outer != 1:
+            raise NoRuleError
+        result = take_rows(x, rows)
+    share_memory(result, x)
+    return result
+
+
+@rule_for("narrow")
+def narrow(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A range of entries of one dimension."""
+    arguments = bind(("input", "dim", "start", "length"), args, kwargs)
+    x, start, length = arguments["input"], arguments["start"], arguments["length"]
+    layout, dim = layout_of(x), arguments["dim"] % x.ndim
+    if isinstance(start, Tensor):
+        raise NoRuleError
+    if dim != layout.dim:
+        return wrap(x.local.narrow(dim, start, length), layout, x.view_)
+    if start < 0:
+        start += x.shape[dim]
+    if length == x.shape[dim]:
+        return as_view(x.local, layout, x)
+    return _slice_rows(x, range(start, start + length))
+
+
+@rule_for("select")
+def select(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """One entry of a dimension."""
+    arguments = bind(("input", "dim", "index"), args, kwargs)
+    x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
+    layout_of(x)
+    if isinstance(index, Tensor):
+        raise NoRuleError
+    return x[(slice(None),) * (dim % x.ndim) + (index,)]
+
+
+@rule_for("unbind")
+def unbind(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """All entries of a dimension, one by one."""
+    arguments = {"dim": 0} | bind(("input", "dim"), args, kwargs)
+    x = arguments["input"]
+    layout, dim = layout_of(x), arguments["dim"] % x.ndim
+    if dim == layout.dim:
+        return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+    layout = layout.at(layout.dim - (dim < layout.dim))
+    return tuple(GlobalTensor(part, layout, x.view_) for part in x.local.unbind(dim))
+
+
+@rule_for("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes")
+def split(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Splits along a dimension."""
+    x, *others = args
+    layout = layout_of(x)
+    if len(args) > 3:
+        raise NoRuleError
+    dim = (args[2] if len(args) == 3 else kwargs.get("dim", kwargs.get("axis", 0))) % x.ndim
+    if dim != layout.dim:
+        parts = func(x.local, *others, **kwargs)
+        return type(parts)(GlobalTensor(part, layout, x.view_) for part in parts)
+    parts = func(torch.empty(x.shape, device="meta"), *others, **kwargs)
+    results, start = [], 0
+    for part in parts:
+        results.append(x.narrow(dim, start, part.shape[dim]))
+        start += part.shape[dim]
+    return type(parts)(results)
+
+
+@rule_for("__getitem__")
+def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Index by integers, slices, `None`, `...` and tensors that every rank has."""
+    x, index = args
+    if not is_band(x):
+        return _look_up(x, index)
+    layout = layout_of(x)
+    items = _index_of_each_dim(index, x.ndim)
+    is_view = not any(isinstance(item, Tensor) for item in items)
+    position = _position_of_dim(items, layout.dim)
+    item = items[position]
+    source = x
+    if isinstance(item, slice):
+        rows = range(layout.size)[item]
+        if len(rows) != layout.size:
+            source = _slice_rows(x, rows)
+        items[position] = slice(None)
+    elif isinstance(item, int) and layout.outer == 1:
+        row = range(layout.size)[item]
+        # Every rank gets the row: what each contributes to its gradient is summed by its owner.
+        source = exchange_entries(x, ((RowRange(row, row + 1),),) * x.view_.ranks, None)
+        items[position] = 0
+    elif _is_only_index(item, items):
+        source = take_rows(x, indices_of(item, layout.size))
+        items[position] = slice(None)
+    else:
+        raise NoRuleError
+    local_items = tuple(map(local_of, items))
+    local = source.local[local_items]
+    if source.rows is None:
+        result = GlobalTensor(local, None, x.view_)
+    else:
+        dim = _indexed_dim(local_items, source.rows.dim, source.ndim)
+        result = GlobalTensor(local, source.rows.at(dim), x.view_)
+    result.has_order = source.has_order
+    if is_view and source is not x and shares_storage(result, source):
+        share_memory(result, x)
+    return result
+
+
+def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
+    """Return whether an index is a vector, and no other one would be paired with it."""
+    others = [other for other in items if isinstance(other, Tensor)]
+    return isinstance(item, Tensor) and item.ndim == 1 and len(others) == 1
+
+
+def indices_of(index: Tensor, size: int) -> list[int]:
+    """Return a vector of indices, the same on all ranks, as numbers from 0.
+
+    A trial run has no values: it counts the messages for rows in their order.
+
+    Raises:
+        NoRuleError: a row is not in the field, or there are none.
+    """
+    local: Tensor = local_of(index)
+    if local.ndim != 1 or len(local) == 0:
+        raise NoRuleError
+    if isinstance(local, FakeTensor) or local.is_meta:
+        return [i % size for i in range(len(local))]
+    indices = [i + size if i < 0 else i for i in local.tolist()]
+    if min(indices) < 0 or max(indices) >= size:
+        raise NoRuleError
+    return indices
+
+
+def _look_up(x: Tensor, index: Any) -> GlobalTensor:
+    """Return entries of a tensor that every rank has, by indices with rows.
+
+    Raises:
+        NoRuleError: there are other indices, or masks.
+    """
+    if not is_band(index) or index.dtype in (torch.bool, torch.uint8):
+        raise NoRuleError
+    local: Tensor = local_of(x)
+    return GlobalTensor(local[index.local], layout_of(index), index.view_)
+
+
+KNOWN_INDICES = (int, slice, Tensor)
+
+
+def _plain_index(item: Any) -> Any:
+    """Return NumPy's arrays and integers as those of torch and Python, anything else unchanged."""
+    if isinstance(item, np.ndarray):
+        return torch.as_tensor(item)
+    return int(item) if isinstance(item, np.integer) else item
+
+
+def _index_of_each_dim(index: Any, ndim: int) -> list[Any]:
+    """Return an index as a list of one item for each dimension, and `None` for new ones.
+
+    Raises:
+        NoRuleError: a part of it is a mask, a band or of a type that is not known.
+    """
+    items = [_plain_index(item) for item in (index if isinstance(index, tuple) else (index,))]
+    require_whole(items)
+    for i, item in enumerate(items):
+        is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+        if is_mask or isinstance(item, bool):
+            raise NoRuleError
+        if isinstance(item, (list, tuple)):
+            if not item or any(type(entry) is not int for entry in item):
+                raise NoRuleError
+            items[i] = torch.tensor(item)
+        elif item is not None and item is not Ellipsis and not isinstance(item, KNOWN_INDICES):
+            raise NoRuleError
+    missing = ndim - sum(item is not None and item is not Ellipsis for item in items)
+    if missing < 0:
+        raise NoRuleError
+    # `in` would compare tensors.
+    position = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    items[position : position + 1] = [slice(None)] * missing
+    return items
+
+
+def _position_of_dim(items: Sequence[Any], dim: int) -> int:
+    """Return which item of an index is that of a dimension."""
+    positions = [i for i, item in enumerate(items) if item is not None]
+    return positions[dim]
+
+
+def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> int:
+    """Return where a dimension that is indexed by `:` is in the result.
+
+    It is read off a small tensor, in which only this dimension has a size that no index has.
+    """
+    indices = [item for item in items if isinstance(item, Tensor)]
+    mark = 2 + max((size for i in indices for size in i.shape), default=0)
+    sizes = [mark if d == dim else 1 for d in range(ndim)]
+    probe_items: list[Any] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            probe_items.append(torch.zeros(item.shape, dtype=torch.long))
+        elif isinstance(item, int):
+            probe_items.append(0)
+        else:
+            probe_items.append(None if item is None else slice(None))
+    return list(torch.empty(1).expand(sizes)[tuple(probe_items)].shape).index(mark)
+
+
+@rule_for("__setitem__")
+def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Assign to a part whose rows stay where they are."""
+    x, index, value = args
+    layout_of(x)
+    target = x[index]
+    # Rows that were moved are copies on all ranks, and so is what a tensor of indices selects.
+    if not is_band(target) or not shares_storage(target, x):
+        raise NoRuleError
+    check_in_place(x, "__setitem__")
+    target.copy_(value)
+
+
+@rule_for("index_select")
+def index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Select by an index that every rank has; rows move."""
+    arguments = bind(("input", "dim", "index"), args, kwargs)
+    x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
+    layout = layout_of(x)
+    require_whole(index)
+    if dim % x.ndim == layout.dim:
+        if layout.outer != 1:
+            raise NoRuleError
+        return take_rows(x, indices_of(index, layout.size))
+    return wrap(x.local.index_select(dim, local_of(index)), layout, x.view_)

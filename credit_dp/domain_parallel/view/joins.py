@@ -1,0 +1,242 @@
+"""Rules of concatenation, rolls, flips and padding: rows move between ranks, each once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.indexing import (
+    rearrange_rows,
+    take_rows,
+)
+from credit_dp.domain_parallel.view.rules import (
+    LARGEST_IMBALANCE,
+    Args,
+    Function,
+    Kwargs,
+    NoRuleError,
+    bind,
+    layout_of,
+    rule_for,
+)
+from credit_dp.domain_parallel.view.shapes import unpack_sizes, with_bands, with_rows_everywhere
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    Layout,
+    bands_of,
+    exchange_entries,
+    is_band,
+    local_of,
+    with_layout,
+    wrap,
+)
+
+CAT = ("tensors", "dim")
+
+
+@rule_for("cat", "concat", "concatenate")
+def cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Concatenation, along rows too."""
+    arguments = {"dim": 0} | bind(CAT, args, kwargs)
+    tensors = [x for x in arguments["tensors"] if x.ndim != 1 or x.numel()]
+    bands = bands_of(tensors)
+    layout, view_ = layout_of(max(bands, key=GlobalTensor.numel)), bands[0].view_
+    dim = arguments["dim"] % tensors[0].ndim
+    if dim == layout.dim:
+        return _cat_rows(tensors, bands, dim)
+    if any(x.shape[layout.dim] != layout.size for x in tensors):
+        raise NoRuleError
+    return wrap(torch.cat([with_layout(x, layout, view_) for x in tensors], dim), layout, view_)
+
+
+def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> GlobalTensor:
+    """Concatenate along the rows of all bands.
+
+    Every rank joins a part of every tensor, empty if need be: their gradients may need collectives,
+    which all ranks have to reach.
+    """
+    view_ = bands[0].view_
+    if any(layout_of(x).dim == dim and layout_of(x).outer != 1 for x in bands):
+        raise NoRuleError
+    tensors = [_in_bands_of(x, dim) for x in tensors]
+    bands = bands_of(tensors)
+    partition = _extended_partition(tensors, bands, dim) if len(bands) == 1 else None
+    if partition is None:
+        partition = view_.partition(sum(x.shape[dim] for x in tensors))
+        assert partition is not None  # no fewer rows than a band has
+    result = Layout(dim, 1, partition)
+    parts, start = [], 0
+    for x in tensors:
+        ranges = _ranges_within(partition, start, x.shape[dim])
+        if is_band(x):
+            parts.append(exchange_entries(x, ranges, result).local)
+        else:
+            entries = ranges[view_.rank]
+            first, stop = (entries[0].start, entries[0].stop) if entries else (0, 0)
+            parts.append(local_of(x).narrow(dim, first, stop - first))
+        start += x.shape[dim]
+    return GlobalTensor(torch.cat(parts, dim), result, view_)
+
+
+def _in_bands_of(x: Any, dim: int) -> Any:
+    """Return a field with bands along a dimension; other tensors, and those too small, unchanged.
+
+    Raises:
+        NoRuleError: its bands are in another dimension, and can't be in this one.
+    """
+    if not is_band(x) or layout_of(x).dim == dim:
+        return x
+    partition = x.view_.partition(x.shape[dim])
+    if partition is None:
+        raise NoRuleError
+    return with_bands(x, Layout(dim, 1, partition))
+
+
+def _extended_partition(
+    tensors: list[Any], bands: list[GlobalTensor], dim: int
+) -> RowPartition | None:
+    """Return bands with the rows of whole tensors on the first and the last rank, if balanced."""
+    position = next(i for i, x in enumerate(tensors) if x is bands[0])
+    before, after = (
+        sum(x.shape[dim] for x in part) for part in (tensors[:position], tensors[position + 1 :])
+    )
+    layout = layout_of(bands[0])
+    inner = (bound + before for bound in layout.partition.bounds[1:-1])
+    partition = RowPartition((0, *inner, before + layout.size + after))
+    is_balanced = max(partition.sizes) * partition.ranks <= LARGEST_IMBALANCE * partition.height
+    return partition if is_balanced else None
+
+
+def _ranges_within(partition: RowPartition, start: int, size: int) -> list[tuple[RowRange, ...]]:
+    """Return which of `size` entries from `start` on every rank has, counted from `start`."""
+    ranges: list[tuple[RowRange, ...]] = []
+    for rank in range(partition.ranks):
+        rows = partition.rows(rank)
+        first, stop = max(rows.start - start, 0), min(rows.stop - start, size)
+        ranges.append((RowRange(first, stop),) if first < stop else ())
+    return ranges
+
+
+@rule_for("stack")
+def stack(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Stack along a new dimension."""
+    arguments = {"dim": 0} | bind(CAT, args, kwargs)
+    tensors = arguments["tensors"]
+    band = bands_of(tensors)[0]
+    layout, dim = layout_of(band), arguments["dim"] % (band.ndim + 1)
+    local = torch.stack([with_layout(x, layout, band.view_) for x in tensors], dim)
+    return wrap(local, layout.at(layout.dim + (dim <= layout.dim)), band.view_)
+
+
+@rule_for("roll")
+def roll(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Roll rows and other dimensions."""
+    arguments = {"dims": ()} | bind(("input", "shifts", "dims"), args, kwargs)
+    x, shifts, dims = arguments["input"], arguments["shifts"], arguments["dims"]
+    layout = layout_of(x)
+    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
+    dims = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]
+    if not dims:
+        raise NoRuleError
+    pairs = list(zip(shifts, dims, strict=True))
+    others = [(shift, d) for shift, d in pairs if d != layout.dim]
+    shift = sum(shift for shift, d in pairs if d == layout.dim) % layout.size
+    if shift:
+        if layout.outer != 1:
+            raise NoRuleError
+        x = rearrange_rows(x, [(i - shift) % layout.size for i in range(layout.size)], layout)
+    local = (
+        x.local.roll([shift for shift, _ in others], [d for _, d in others]) if others else x.local
+    )
+    return _new_tensor(local, layout, args[0])
+
+
+def _new_tensor(local: Tensor, layout: Layout, x: GlobalTensor) -> GlobalTensor:
+    """Return the result of a function that is no view: a copy even if nothing changes."""
+    return GlobalTensor(local.clone() if local is x.local else local, layout, x.view_)
+
+
+@rule_for("flip")
+def flip(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Flip rows and other dimensions."""
+    x, *dims = *args, *kwargs.values()
+    layout = layout_of(x)
+    flipped = {d % x.ndim for d in unpack_sizes(dims)}
+    others = sorted(flipped - {layout.dim})
+    if layout.dim in flipped:
+        if layout.outer != 1:
+            raise NoRuleError
+        x = rearrange_rows(x, range(layout.size)[::-1], layout)
+    return _new_tensor(x.local.flip(others) if others else x.local, layout, args[0])
+
+
+@rule_for("pad")
+def pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Padding and cropping of any dimensions, in all modes."""
+    defaults = {"mode": "constant", "value": None}
+    arguments = defaults | bind(("input", "pad", "mode", "value"), args, kwargs)
+    x, mode, value = arguments["input"], arguments["mode"], arguments["value"]
+    widths = [int(width) for width in arguments["pad"]]
+    layout = layout_of(x)
+    # Widths are given from the last dimension on, two for each.
+    position = 2 * (x.ndim - 1 - layout.dim)
+    if any(widths[position : position + 2]):
+        north, south = widths[position : position + 2]
+        x = _pad_rows(x, north, south, mode, value)
+        widths[position : position + 2] = [0, 0]
+    if mode != "constant":
+        x = with_rows_everywhere(x)  # torch refuses to reflect columns of no rows
+    local = func(x.local, widths, mode=mode, value=value) if any(widths) else x.local
+    return _new_tensor(local, layout_of(x), args[0])
+
+
+def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) -> GlobalTensor:
+    """Return `x` with more rows, or with fewer where a width is negative."""
+    layout = layout_of(x)
+    size = layout.size
+    positions = range(-north, size + south)
+    if mode == "constant":
+        indices = [i if 0 <= i < size else -1 for i in positions]
+    elif mode == "circular":
+        indices = [i % size for i in positions]
+    elif mode == "replicate":
+        indices = [min(max(i, 0), size - 1) for i in positions]
+    elif mode == "reflect":
+        indices = [abs(i) if i < size else 2 * (size - 1) - i for i in positions]
+    else:
+        raise NoRuleError
+    # A result with fewer rows than ranks runs whole, as one with rows of a folded batch does.
+    if layout.outer != 1 or len(indices) < x.view_.ranks:
+        raise NoRuleError
+    result = take_rows(x, indices)
+    if mode == "constant" and value:
+        outside = [i < 0 for i in indices[layout_of(result).partition.rows(x.view_.rank)]]
+        shape = [-1 if d == layout.dim else 1 for d in range(x.ndim)]
+        mask = torch.tensor(outside, device=x.device).view(shape)
+        result = wrap(result.local.masked_fill(mask, value), result.rows, x.view_)
+    return result
+
+
+@rule_for("repeat", "tile")
+def repeat(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Repeat along any dimensions, rows too."""
+    x, *counts = *args, *kwargs.values()
+    layout, repeats = layout_of(x), unpack_sizes(counts)
+    if func.__name__ == "tile":
+        repeats = [1] * (x.ndim - len(repeats)) + repeats
+    dim = layout.dim + len(repeats) - x.ndim
+    if len(repeats) < x.ndim or 0 in repeats:
+        raise NoRuleError
+    times = repeats[dim]
+    if layout.outer == 1 != times:
+        repeats[dim] = 1
+        x = take_rows(x, list(range(layout.size)) * times)
+        layout = layout_of(x)
+    else:
+        # Copies of folded rows are entries before the rows.
+        layout = layout._replace(outer=layout.outer * times)
+    return wrap(x.local.repeat(repeats), layout.at(dim), x.view_)

@@ -1,0 +1,529 @@
+"""Rules of convolutions, pools, interpolation and recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
+from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
+from credit_dp.domain_parallel.view.rules import (
+    RULES,
+    Args,
+    Function,
+    Kwargs,
+    NoRuleError,
+    bind,
+    functions_named,
+    layout_of,
+    require_whole,
+    rule_for,
+)
+from credit_dp.domain_parallel.view.shapes import (
+    move_rows,
+    with_bands,
+    with_rows_everywhere,
+)
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    local_of,
+    with_layout,
+    wrap,
+)
+from credit_dp.errors import UserError
+
+# ---------------------------------------------------------------- calls of layers
+
+
+def settings_key(settings: Mapping[str, Any]) -> Any:
+    """Return a hashable form of settings."""
+    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in settings.items())
+
+
+def call_layer(
+    func: Function,
+    x: GlobalTensor,
+    kind: type[nn.Module],
+    settings: dict[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Any:
+    """Compute a function on a band by the domain-parallel layer of a torch layer; a collective.
+
+    Args:
+        func: computes the function on the band alone, if the layer doesn't couple its rows.
+        x: the band.
+        kind: the torch layer.
+        settings: the arguments of its constructor.
+        tensors: parameters of this call, by name; the layer keeps none.
+
+    Raises:
+        NoRuleError: the layer does not support these rows.
+    """
+    view, layout = x.view_, layout_of(x)
+    layer = _layer(x, layout, kind, settings)
+    if isinstance(layer, UserError):
+        raise NoRuleError from layer
+    if layer is None:
+        # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
+        x = with_rows_everywhere(x)
+        return wrap(func(x.local), x.rows, view)
+    # A layer computes the bands that the manager has for a height, from those that it has.
+    source = view.manager.partition(layout.size)
+    if 0 in source.sizes:
+        raise NoRuleError
+    result: Layout | None = None
+    bands = Bands(source, source)
+    if layer.output_is_banded:
+        target = view.partition(layer.out_height(layout.size))
+        if target is None:
+            raise NoRuleError
+        bands = Bands(source, target)
+        result = Layout(layout.dim, 1, target)
+    local = with_layout(x, Layout(layout.dim, 1, source), view)  # unfolded, if need be
+    return wrap(_compute(layer, local, bands, tensors or {}), result, view)
+
+
+def _layer(
+    x: GlobalTensor, layout: Layout, kind: type[nn.Module], settings: dict[str, Any]
+) -> RowLayer | UserError | None:
+    """Return the layer of a call, None if it acts on each row, or why there is none."""
+    dim = layout.dim - x.ndim
+    layers: dict[Any, RowLayer | UserError | None] = x.view_.layers
+    key = (kind, settings_key(settings), dim, x.ndim, x.dtype)
+    if key not in layers:
+        layers[key] = _make_layer(x.view_, dim, x.ndim, kind, settings)
+    return layers[key]
+
+
+def _make_layer(
+    view: GlobalView, dim: int, ndim: int, kind: type[nn.Module], settings: dict[str, Any]
+) -> RowLayer | UserError | None:
+    with torch.device("meta"):
+        module = kind(**settings)
+    try:
+        layer = LAYER_RULES[kind](module)
+        if not isinstance(layer, RowLayer):
+            return None
+        layer.adopt_manager(view.manager)
+        if not layer.couples_rows(dim, ndim):
+            return None
+        layer.set_plan(dim, {})
+    except UserError as error:
+        # Its traceback would keep the tensors of all callers alive with the view.
+        return UserError(str(error))
+    return layer
+
+
+def _compute(layer: RowLayer, local: Tensor, bands: Bands, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Compute a layer with the parameters of one call."""
+    wrapped: nn.Module = layer.__dict__["wrapped"]
+    wrapped._parameters.update({name: local_of(x) for name, x in tensors.items()})
+    try:
+        result: Tensor = layer.compute(local, bands)
+        return result
+    finally:
+        # What belongs to the model must not stay alive with the layer, nor be used by another call.
+        wrapped._parameters.update(dict.fromkeys(tensors))
+
+
+def _tuple(value: Any, count: int) -> tuple[Any, ...]:
+    """Return a setting with one value for each spatial dimension."""
+    if isinstance(value, (tuple, list)):
+        return tuple(value) * count if len(value) == 1 else tuple(value)
+    return (value,) * count
+
+
+def with_spatial_rows(x: Any, count: int) -> Any:
+    """Return `(B, C, ...)` with `count` spatial dimensions and bands in one of these, or samples.
+
+    Bands of channels are moved; a collective.
+
+    Raises:
+        NoRuleError: `x` is no such band.
+    """
+    layout = layout_of(x)
+    if x.ndim != count + 2:
+        raise NoRuleError
+    if layout.dim != 1:
+        return x
+    # Rows come before columns, and samples are the last resort.
+    order = [x.ndim - 2, x.ndim - 1, *range(2, x.ndim - 2), 0]
+    for dim in dict.fromkeys(d for d in order if d != 1):
+        partition = x.view_.partition(x.shape[dim])
+        if partition is not None:
+            return with_bands(x, Layout(dim, 1, partition))
+    raise NoRuleError
+
+
+# Settings of convolutions and pools that have one value for each spatial dimension.
+SPATIAL_SETTINGS = (
+    "kernel_size", "stride", "padding", "output_padding", "dilation", "output_size"
+)  # fmt: skip
+
+
+def _rows_before_columns(
+    rule: Callable[[Any, dict[str, Any], dict[str, Tensor]], Any],
+    x: Any,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> Any:
+    """Call a rule for rows in the last dimension but one, with spatial dimensions exchanged.
+
+    Args:
+        rule: of the field, the settings of the layer and its parameters.
+        x: a band with rows in any spatial dimension.
+        settings: of the layer; those that differ by dimension are sequences.
+        tensors: the parameters.
+    """
+    dim = layout_of(x).dim - x.ndim
+    if dim == -2 or x.ndim < 4:
+        return rule(x, settings, tensors)
+    exchanged = dict(settings)
+    for name in SPATIAL_SETTINGS:
+        value = settings.get(name)
+        if isinstance(value, (tuple, list)):
+            values = list(value)
+            values[dim], values[-2] = values[-2], values[dim]
+            exchanged[name] = tuple(values)
+    parameters = {
+        name: local_of(tensor).transpose(dim, -2) if name == "weight" else tensor
+        for name, tensor in tensors.items()
+    }
+    result = rule(x.transpose(dim, -2), exchanged, parameters)
+    return result.transpose(dim, -2)
+
+
+# ---------------------------------------------------------------- convolutions
+
+CONV: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+CONV_NAMES = ("input", "weight", *CONV)
+TRANSPOSE: dict[str, Any] = {
+    "bias": None,
+    "stride": 1,
+    "padding": 0,
+    "output_padding": 0,
+    "groups": 1,
+    "dilation": 1,
+}
+TRANSPOSE_NAMES = ("input", "weight", *TRANSPOSE)
+
+
+def _local_conv(func: Function, arguments: Mapping[str, Any], x: Tensor) -> Any:
+    """Call a convolution on a local tensor, with the other arguments of the call."""
+    return func(x, *[local_of(arguments[name]) for name in arguments if name != "input"])
+
+
+def weights_of(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters among the arguments of a convolution or norm."""
+    return {name: arguments[name] for name in ("weight", "bias") if arguments[name] is not None}
+
+
+def conv(
+    kind: type[nn.Module], count: int, func: Function, args: Args, kwargs: Kwargs
+) -> GlobalTensor:
+    """Convolutions with `count` spatial dimensions."""
+    given = CONV | bind(CONV_NAMES, args, kwargs)
+    arguments = {name: given[name] for name in CONV_NAMES}
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    require_whole(weight, bias)
+    x = with_spatial_rows(x, count)
+    compute = partial(_local_conv, func, arguments)
+    if layout_of(x).dim == 0:
+        return GlobalTensor(compute(x.local), layout_of(x), x.view_)
+    padding = arguments["padding"]
+    settings = {
+        "in_channels": x.shape[1],
+        "out_channels": weight.shape[0],
+        "kernel_size": tuple(weight.shape[2:]),
+        "stride": _tuple(arguments["stride"], count),
+        "padding": padding if isinstance(padding, str) else _tuple(padding, count),
+        "dilation": _tuple(arguments["dilation"], count),
+        "groups": arguments["groups"],
+        "bias": bias is not None,
+    }
+    return _call_conv(func, x, kind, settings, arguments)
+
+
+def _call_conv(
+    func: Function,
+    x: GlobalTensor,
+    kind: type[nn.Module],
+    settings: dict[str, Any],
+    arguments: dict[str, Any],
+) -> GlobalTensor:
+    """Compute a convolution with rows in any spatial dimension."""
+
+    def rule(x: GlobalTensor, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        compute = partial(_local_conv, func, arguments | settings_of_call(settings) | tensors)
+        return call_layer(compute, x, kind, settings, tensors)
+
+    def settings_of_call(settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name in SPATIAL_SETTINGS[1:]}
+
+    result: GlobalTensor = _rows_before_columns(rule, x, settings, weights_of(arguments))
+    return result
+
+
+def conv_transpose(
+    kind: type[nn.Module], count: int, func: Function, args: Args, kwargs: Kwargs
+) -> GlobalTensor:
+    """Transposed convolutions with `count` spatial dimensions."""
+    given = TRANSPOSE | bind(TRANSPOSE_NAMES, args, kwargs)
+    arguments = {name: given[name] for name in TRANSPOSE_NAMES}
+    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    require_whole(weight, bias)
+    x = with_spatial_rows(x, count)
+    if layout_of(x).dim == 0:
+        return GlobalTensor(_local_conv(func, arguments, x.local), layout_of(x), x.view_)
+    settings = {
+        "in_channels": weight.shape[0],
+        "out_channels": weight.shape[1] * arguments["groups"],
+        "kernel_size": tuple(weight.shape[2:]),
+        "stride": _tuple(arguments["stride"], count),
+        "padding": _tuple(arguments["padding"], count),
+        "output_padding": _tuple(arguments["output_padding"], count),
+        "groups": arguments["groups"],
+        "bias": bias is not None,
+        "dilation": _tuple(arguments["dilation"], count),
+    }
+    return _call_conv(func, x, kind, settings, arguments)
+
+
+# ---------------------------------------------------------------- pools and interpolation
+
+
+def pool(
+    kind: type[nn.Module],
+    names: tuple[str, ...],
+    count: int,
+    func: Function,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Pools with `count` spatial dimensions."""
+    settings = bind(names, args, kwargs)
+    if not settings.get("stride"):
+        settings.pop("stride", None)  # the size of the kernel
+    x = with_spatial_rows(settings.pop("input"), count)
+    if layout_of(x).dim == 0:
+        return wrap(func(x.local, **settings), layout_of(x), x.view_)
+    for name in SPATIAL_SETTINGS:
+        if settings.get(name) is not None:
+            settings[name] = _tuple(settings[name], count)
+
+    def rule(x: GlobalTensor, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        if kind in ADAPTIVE_AVERAGES:
+            result = _average_to_few_rows(x, settings["output_size"])
+            if result is not None:
+                return result
+        return call_layer(partial(func, **settings), x, kind, settings)
+
+    if settings.get("return_indices"):
+        return rule(x, settings, {})
+    return _rows_before_columns(rule, x, settings, {})
+
+
+ADAPTIVE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+
+
+def _average_to_few_rows(x: GlobalTensor, sizes: tuple[Any, ...]) -> GlobalTensor | None:
+    """Return an adaptive average with fewer rows than ranks, which each rank adds its rows to.
+
+    None if there are more.
+    """
+    layout, view = layout_of(x), x.view_
+    position = layout.dim - x.ndim
+    rows = layout.size if sizes[position] is None else sizes[position]
+    if not 0 < rows < view.ranks or layout.outer != 1 or not x.is_floating_point():
+        return None
+    # Each row of the result is the mean of some rows of the globe. Sums are in at least float32, as
+    # in torch; a product with weights would be in half precision under autocast.
+    height, first = layout.size, layout.partition.bounds[view.rank]
+    bounds = [(i * height // rows, -(-(i + 1) * height // rows)) for i in range(rows)]
+    local, wide = x.local.movedim(layout.dim, -1), accumulation_dtype(x.local)
+    parts = []
+    for start, stop in bounds:
+        band = local[..., max(start - first, 0) : max(stop - first, 0)]
+        parts.append(band.sum(-1, dtype=wide) / (stop - start))
+    total = sum_over_bands(torch.stack(parts, layout.dim), view.manager.transport)
+    function = getattr(F, f"adaptive_avg_pool{x.ndim - 2}d")
+    return GlobalTensor(function(total, sizes).to(x.dtype), None, view)
+
+
+MAX_POOL = (
+    "input",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "ceil_mode",
+    "return_indices",
+)
+AVG_POOL = (
+    "input",
+    "kernel_size",
+    "stride",
+    "padding",
+    "ceil_mode",
+    "count_include_pad",
+    "divisor_override",
+)
+# Name of a function without its number of dimensions, that of the layer, parameters. max_pool2d of
+# torch.nn.functional chooses between two functions, of which `_max_pool2d` is one.
+POOLS = (
+    ("max_pool", "MaxPool", MAX_POOL),
+    ("_max_pool", "MaxPool", MAX_POOL),
+    ("avg_pool", "AvgPool", AVG_POOL),
+    ("adaptive_avg_pool", "AdaptiveAvgPool", ("input", "output_size")),
+    ("adaptive_max_pool", "AdaptiveMaxPool", ("input", "output_size", "return_indices")),
+)
+
+
+def _register_layers() -> None:
+    """Register the rules of functions that exist for one, two and three spatial dimensions."""
+    for count in (1, 2, 3):
+        rules: list[tuple[str, Callable[..., Any]]] = [
+            (f"conv{count}d", partial(conv, getattr(nn, f"Conv{count}d"), count)),
+            (
+                f"conv_transpose{count}d",
+                partial(conv_transpose, getattr(nn, f"ConvTranspose{count}d"), count),
+            ),
+        ]
+        for name, kind, names in POOLS:
+            rule: Callable[..., Any] = partial(pool, getattr(nn, f"{kind}{count}d"), names, count)
+            rules.append((f"{name}{count}d", rule))
+        for name, rule_of_count in rules:
+            RULES.update(dict.fromkeys(functions_named(name), rule_of_count))
+
+
+_register_layers()
+
+
+@rule_for("pixel_shuffle", "pixel_unshuffle")
+def shuffle(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Pixel shuffles."""
+    is_shuffle = func.__name__ == "pixel_shuffle"
+    name = "upscale_factor" if is_shuffle else "downscale_factor"
+    settings = bind(("input", name), args, kwargs)
+    x = settings.pop("input")
+    layout_of(x)
+    factor = settings[name]
+    return _shuffle_view(x, factor) if is_shuffle else _unshuffle_view(x, factor)
+
+
+def _shuffle_view(x: GlobalTensor, factor: int) -> Any:
+    """Return a pixel shuffle of the last three dimensions."""
+    *batch, channels, height, width = x.shape
+    n = len(batch)
+    parts = x.reshape(*batch, channels // factor**2, factor, factor, height, width)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return parts.permute(order).reshape(*batch, -1, height * factor, width * factor)
+
+
+def _unshuffle_view(x: GlobalTensor, factor: int) -> Any:
+    """Return the inverse of a pixel shuffle of the last three dimensions."""
+    *batch, channels, height, width = x.shape
+    n = len(batch)
+    rows, columns = height // factor, width // factor
+    parts = x.reshape(*batch, channels, rows, factor, columns, factor)
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return parts.permute(order).reshape(*batch, channels * factor**2, rows, columns)
+
+
+INTERPOLATE = (
+    "input",
+    "size",
+    "scale_factor",
+    "mode",
+    "align_corners",
+    "recompute_scale_factor",
+    "antialias",
+)
+
+
+@rule_for("interpolate", "upsample")
+def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Interpolation to a size or by a factor."""
+    settings = bind(INTERPOLATE, args, kwargs)
+    if settings.pop("antialias", False):
+        raise NoRuleError
+    x = settings.pop("input")
+    x = with_spatial_rows(x, x.ndim - 2)
+    layout = layout_of(x)
+    if layout.dim == 0:
+        return wrap(func(x.local, **settings), layout, x.view_)
+    for name in ("size", "scale_factor"):
+        if isinstance(settings.get(name), (list, torch.Size)):
+            settings[name] = tuple(settings[name])
+    if isinstance(settings.get("size"), int):
+        settings["size"] = (settings["size"],) * (x.ndim - 2)
+    exchanged = layout.dim == x.ndim - 1 and x.ndim > 3
+    if layout.dim != x.ndim - 2 and not exchanged and x.ndim > 3:
+        raise NoRuleError
+    if not exchanged:
+        return call_layer(partial(func, **settings), x, nn.Upsample, settings)
+    for name in ("size", "scale_factor"):
+        if isinstance(settings.get(name), tuple):
+            *others, rows, columns = settings[name]
+            settings[name] = (*others, columns, rows)
+    turned: Any = x.transpose(-1, -2)
+    return call_layer(partial(func, **settings), turned, nn.Upsample, settings).transpose(-1, -2)
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+
+
+@rule_for("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Recurrent layers: each rank computes its own sequences."""
+    is_lstm = func.__name__ == "lstm"
+    names = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train",
+             "bidirectional", "batch_first")  # fmt: skip
+    arguments = bind(names, args, kwargs)
+    if len(arguments) != len(names) or isinstance(arguments["has_biases"], (list, tuple)):
+        raise NoRuleError  # of packed sequences, which have no rows
+    x, view = arguments["input"], arguments["input"].view_
+    layout = layout_of(x)
+    require_whole(arguments["params"])
+    draws = arguments["dropout"] and arguments["train"] and arguments["num_layers"] > 1
+    batch = 0 if arguments["batch_first"] else 1
+    if draws or x.ndim != 3:
+        raise NoRuleError
+    if layout.dim != batch:
+        # Rows that are steps of a sequence: each rank gets some of the sequences.
+        x = move_rows(x, [d for d in range(3) if d != batch])
+        layout = layout_of(x)
+    state = layout.at(1)
+    hidden = arguments["hx"] if is_lstm else (arguments["hx"],)
+    local_hidden = [with_layout(h, state, view) for h in hidden]
+    others = [arguments[name] for name in names[3:]]
+    parameters = [local_of(p) for p in arguments["params"]]
+    output, *states = func(
+        x.local, local_hidden if is_lstm else local_hidden[0], parameters, *others
+    )
+    return (wrap(output, layout, view), *(wrap(h, state, view) for h in states))
+
+
+@rule_for(*CELLS)
+def recurrent_cell(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Cells of recurrent layers whose batch has rows."""
+    x, hidden, *parameters = args
+    layout, view = layout_of(x), x.view_
+    require_whole(parameters)
+    if kwargs or layout.dim != 0 or x.ndim != 2:
+        raise NoRuleError
+    if func.__name__ == "lstm_cell":
+        hidden = tuple(with_layout(h, layout, view) for h in hidden)
+    else:
+        hidden = with_layout(hidden, layout, view)
+    return wrap(func(x.local, hidden, *map(local_of, parameters)), layout, view)

@@ -1,0 +1,188 @@
+"""Rules of pointwise functions, which act on each entry, and of dropped channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.rules import (
+    LARGEST_IMBALANCE,
+    RULES,
+    Args,
+    Function,
+    Kwargs,
+    NoRuleError,
+    bind,
+    function_name,
+    functions_named,
+    is_in_place,
+    layout_of,
+    require_whole,
+    rule_for,
+)
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    bands_of,
+    check_in_place,
+    local_of,
+    map_values,
+    same_random_numbers,
+    with_layout,
+    wrap,
+)
+
+POINTWISE = (
+    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "angle", "arccos", "arccosh",
+    "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
+    "clamp_min", "clip", "clone", "conj", "contiguous", "copysign", "cos", "cosh", "deg2rad",
+    "detach", "digamma", "div", "divide", "elu", "eq", "erf", "erfc", "erfinv", "exp", "exp2",
+    "expm1", "fill", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge",
+    "gelu", "greater", "greater_equal", "gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
+    "heaviside", "hypot", "i0", "isclose", "isfinite", "isinf", "isnan", "ldexp", "le",
+    "leaky_relu", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2",
+    "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
+    "logsigmoid", "lt", "maximum", "minimum", "mish", "mul", "multiply", "nan_to_num", "ne", "neg",
+    "negative", "nextafter", "not_equal", "ones_like", "positive", "pow", "rad2deg", "reciprocal",
+    "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sgn", "sigmoid", "sign",
+    "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "threshold", "true_divide",
+    "trunc", "where", "xlogy", "zeros_like", "empty_like", "full_like", "float",
+    "double", "half", "bfloat16", "int", "long", "bool", "dropout", "masked_fill", "cpu", "cuda",
+    "complex", "polar", "real", "imag", "conj_physical", "resolve_conj", "resolve_neg", "isposinf",
+    "isneginf", "isreal", "log_sigmoid", "expit", "copy_", "zero_", "requires_grad_", "hardtanh_",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
+    "__rtruediv__", "__pow__", "__rpow__", "__neg__", "__abs__", "__and__", "__or__", "__xor__",
+    "__invert__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__",
+    "__floordiv__", "__rdiv__", "__div__", "__rfloordiv__", "__rand__", "__ror__", "__rxor__",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__",
+)  # fmt: skip
+
+
+def common_layout(bands: Sequence[GlobalTensor]) -> Layout:
+    """Return the layout in which bands meet, that of the largest; with `dim` from the end.
+
+    Of bands that are as large, those that end at windows stay where they are: the others come to
+    them once, instead of going back and forth around each attention.
+    """
+    largest = bands[0]
+    if len(bands) > 1:
+        largest = max(bands, key=lambda x: (x.numel(), *_preference(layout_of(x).partition)))
+    layout = layout_of(largest)
+    return layout.at(layout.dim - largest.ndim)
+
+
+def _preference(partition: RowPartition) -> tuple[bool, int]:
+    """Return whether bands are balanced, and the rows of which they are multiples."""
+    limit = LARGEST_IMBALANCE * partition.height
+    is_balanced = min(partition.sizes) > 0 and max(partition.sizes) * partition.ranks <= limit
+    return is_balanced, gcd(*partition.bounds[:-1])
+
+
+def align(x: Any, layout: Layout, view: GlobalView) -> Any:
+    """Return the local part of a tensor that broadcasts against others with `layout`.
+
+    Raises:
+        NoRuleError: its rows are in a dimension that the others don't share.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim < -layout.dim or x.shape[layout.dim] == 1:
+        require_whole(x)
+        return local_of(x)
+    if x.shape[layout.dim] != layout.size:
+        raise NoRuleError
+    return with_layout(x, layout.at(x.ndim + layout.dim), view)
+
+
+def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function that acts on each entry, with broadcasting."""
+    bands = bands_of((args, kwargs))
+    view = bands[0].view_
+    layout = common_layout(bands)
+    in_place = is_in_place(func, kwargs)
+    if in_place:
+        target = args[0]
+        layout = layout_of(target)
+        check_in_place(target, function_name(func))
+        layout = layout.at(layout.dim - target.ndim)
+    local_args, local_kwargs = map_values(lambda x: align(x, layout, view), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if in_place:
+        return target
+    if isinstance(result, Tensor):
+        return GlobalTensor(result, layout.at(result.ndim + layout.dim), view)
+    return result  # `x.type()` is a string
+
+
+for _name in POINTWISE:
+    for _function in functions_named(_name, f"{_name}_"):
+        RULES[_function] = pointwise
+
+
+@rule_for("to", "type", "type_as")
+def convert(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Convert to a type or device, maybe that of another tensor, of which nothing else counts."""
+    x = args[0]
+    local_args, local_kwargs = map_values(local_of, (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if type(x) is not GlobalTensor or not isinstance(result, Tensor):
+        return result
+    return x if result is x.local else GlobalTensor(result, x.rows, x.view_)
+
+
+@rule_for("where")
+def where(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Choose entries; with one argument it returns indices, which are the globe's."""
+    if len(args) + len(kwargs) == 1:
+        raise NoRuleError
+    return pointwise(func, args, kwargs)
+
+
+@rule_for("prelu")
+def prelu(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A slope for each channel, which is dimension 1 whatever the weight's shape."""
+    arguments = bind(("input", "weight"), args, kwargs)
+    x, weight = arguments["input"], arguments["weight"]
+    layout = layout_of(x)
+    require_whole(weight)
+    if layout.dim == 1:
+        raise NoRuleError
+    return wrap(func(x.local, local_of(weight)), layout, x.view_)
+
+
+@rule_for("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+def channel_dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Drop whole channels, the same on all ranks of the domain."""
+    if _keeps_all(args, kwargs, is_training=True):
+        return args[0]
+    x = args[0]
+    options = {name: value for name, value in kwargs.items() if name != "inplace"}
+    mask = torch.ones(x.shape[:2], dtype=x.dtype, device=x.device)
+    mask = mask.view(*x.shape[:2], *[1] * (x.ndim - 2))
+    with same_random_numbers(x.view_, x.device):
+        mask = func(mask, *args[1:3], **options)
+    return x.mul_(mask) if kwargs.get("inplace") else x * mask
+
+
+@rule_for("alpha_dropout", "feature_alpha_dropout")
+def alpha_dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return the argument in evaluation; dropped entries are drawn for the globe."""
+    if _keeps_all(args, kwargs, is_training=False):
+        return args[0]
+    raise NoRuleError
+
+
+def _keeps_all(args: Args, kwargs: Kwargs, is_training: bool) -> bool:
+    """Return whether a dropout returns its argument itself; with the default of `training`."""
+    options = {("training" if name == "train" else name): x for name, x in kwargs.items()}
+    defaults = {"p": 0.5, "training": is_training}
+    arguments = defaults | bind(("input", "p", "training", "inplace"), args, options)
+    return not arguments["training"] or arguments["p"] == 0

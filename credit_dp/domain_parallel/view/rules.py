@@ -1,0 +1,471 @@
+"""The table of rules, and what happens to a function that has none.
+
+`call_function` is what every torch function on a `GlobalTensor` comes to. A function without a
+rule, or one whose rule does not fit its arguments (`NoRuleError`), is called whole. Rules decide by
+global shapes and layouts alone, which are the same on all ranks: so all ranks take the same
+decisions, and reach the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    bands_of,
+    call_whole,
+    check_in_place,
+    cut,
+    global_tensors,
+    is_band,
+    local_of,
+    note_whole_call,
+    same_random_numbers,
+    share_memory,
+    shares_storage,
+    whole,
+    with_whole_gradients,
+)
+from credit_dp.errors import UserError
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[[Function, Args, Kwargs], Any]
+RULES: dict[Any, Rule] = {}
+RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
+NAMESPACES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg, torch.fft)
+# Rows stay where they are if no rank gets more than this factor of the mean.
+LARGEST_IMBALANCE = 1.5
+
+
+class NoRuleError(Exception):
+    """A rule does not fit these arguments: the function is called whole."""
+
+
+def functions_named(*names: str) -> list[Any]:
+    """Return torch's functions and methods of these names."""
+    functions: dict[Any, None] = {}
+    for name in names:
+        for namespace in NAMESPACES:
+            function = getattr(namespace, name, None)
+            if function is not None:
+                functions[function] = None
+    return list(functions)
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for torch's functions and methods of these names."""
+
+    def register(rule: Rule) -> Rule:
+        for function in functions_named(*names):
+            RULES[function] = rule
+        return rule
+
+    return register
+
+
+# What torch's Python functions call to see whether a tensor computes them itself.
+OVERRIDE_CHECKS = (
+    "has_torch_function",
+    "has_torch_function_unary",
+    "has_torch_function_variadic",
+)
+
+
+@cache
+def python_of(func: Function) -> Function:
+    """Return one of torch's Python functions with its own code, whatever its arguments are.
+
+    What it calls is computed by rules: a function of other functions needs no rule of its own.
+    """
+    assert isinstance(func, FunctionType)
+    names = func.__globals__ | dict.fromkeys(OVERRIDE_CHECKS, lambda *tensors: False)
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# Other names that torch accepts for its parameters, as numpy has them.
+ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "A": "input"}
+
+
+def bind(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a call by the names of the parameters; without those not passed.
+
+    Raises:
+        NoRuleError: a parameter is not one of those that the rule knows.
+    """
+    if len(args) > len(names):
+        raise NoRuleError
+    arguments = dict(zip(names, args, strict=False))
+    for keyword, value in kwargs.items():
+        name = keyword if keyword in names else ALIASES.get(keyword, keyword)
+        if name not in names or name in arguments:
+            raise NoRuleError
+        arguments[name] = value
+    return arguments
+
+
+def require(arguments: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return arguments that have no default.
+
+    Raises:
+        NoRuleError: one is not passed.
+    """
+    if any(name not in arguments for name in names):
+        raise NoRuleError
+    return [arguments[name] for name in names]
+
+
+def layout_of(x: Any) -> Layout:
+    """Return where the rows of a band are.
+
+    Raises:
+        NoRuleError: every rank holds all of `x`.
+    """
+    if type(x) is not GlobalTensor or x.rows is None:
+        raise NoRuleError
+    return x.rows
+
+
+def require_whole(*tensors: Any) -> None:
+    """Check that no tensor is a band, as parameters are not.
+
+    Raises:
+        NoRuleError: one is.
+    """
+    if bands_of(tensors):
+        raise NoRuleError
+
+
+RANDOM = frozenset(
+    functions_named(
+        "bernoulli", "bernoulli_", "dropout", "dropout1d", "dropout2d", "dropout3d",
+        "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout",
+        "rand_like", "randn_like", "randint_like",
+        "normal", "normal_", "uniform_", "random_", "exponential_", "multinomial",
+        "poisson", "rrelu", "gumbel_softmax", "scaled_dot_product_attention", "dropout_",
+        "multi_head_attention_forward", "geometric_", "cauchy_", "log_normal_", "rrelu_",
+        "_standard_gamma", "_sample_dirichlet", "binomial",
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "svd_lowrank", "pca_lowrank",
+        "fractional_max_pool2d", "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d", "fractional_max_pool3d_with_indices",
+        "alpha_dropout_", "feature_alpha_dropout_",
+    )
+).union(
+    # The others of torch.nn.init are not overridden: what they call is.
+    [nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_]
+)  # fmt: skip
+# Functions whose results share memory with their argument on one process, or may do so.
+VIEWS = frozenset(
+    functions_named(
+        "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "movedim", "narrow",
+        "select", "__getitem__", "unbind", "chunk", "split", "squeeze", "unsqueeze", "expand",
+        "diagonal", "swapaxes", "swapdims", "view_as", "expand_as", "unfold", "tensor_split",
+        "moveaxis", "adjoint", "broadcast_to", "split_with_sizes", "view_as_real",
+        "view_as_complex",
+        "hsplit", "vsplit", "dsplit",
+    )
+) - frozenset([F.unfold])  # fmt: skip
+# Functions that return a view or a copy, by the strides of their argument, which differ for a band.
+MAYBE_VIEWS = frozenset(
+    functions_named("reshape", "flatten", "contiguous", "reshape_as", "ravel", "unflatten")
+)
+# Functions of a tensor's memory, which is not the unsharded one's.
+OF_MEMORY = frozenset(
+    functions_named("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "data_ptr")
+)
+IN_PLACE_OPERATORS = frozenset(
+    [
+        "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__",
+        "__iand__", "__ior__", "__ixor__", "__setitem__", "__imatmul__", "__ilshift__",
+        "__irshift__",
+    ]
+)  # fmt: skip
+
+
+def function_name(func: Function) -> str:
+    """Return the name of a function, for messages and for what a name says."""
+    return getattr(func, "__name__", str(func))
+
+
+def is_in_place(func: Function, kwargs: Kwargs) -> bool:
+    """Return whether a call changes its first argument."""
+    name = function_name(func)
+    # The functions of torch.nn.functional pass `inplace` on by its name.
+    return bool(
+        kwargs.get("inplace")
+        or name in IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def is_custom_operator(func: Function) -> bool:
+    """Return whether a function is an operator of a library, with a backward that may be anything.
+
+    It need not be linear in the gradient, as that of the user's `autograd.Function`s.
+    """
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    packet: Any = getattr(func, "overloadpacket", func)
+    name: str = packet._qualified_op_name
+    return name.split("::")[0] not in ("aten", "prims", "prim")
+
+
+def writes_to_arguments(func: Function) -> bool:
+    """Return whether an operator of a library says that it changes its arguments."""
+    overloads = getattr(func, "overloads", None)  # of a packet of operators
+    operators = [getattr(func, name) for name in overloads()] if callable(overloads) else [func]
+    schemas = [schema for op in operators if (schema := getattr(op, "_schema", None)) is not None]
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for schema in schemas
+        for argument in schema.arguments
+    )
+
+
+def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a torch function on arguments of which some are `GlobalTensor`.
+
+    Raises:
+        UserError: the function can't be computed on bands.
+    """
+    if not args:
+        args, kwargs = _first_by_position(kwargs)
+    if "out" in kwargs and kwargs["out"] is None:
+        del kwargs["out"]
+    rule = RULES.get(func)
+    if rule is None and function_name(func) in ("__get__", "__set__"):
+        rule = _attribute
+    elif kwargs.get("out") is not None or func in OF_MEMORY:
+        raise UserError(
+            f"{function_name(func)}: writes or reads the memory of a tensor, which is not that of "
+            "the globe where rows are sharded. Use functions that return new tensors."
+        )
+    if rule is _attribute:
+        results = _attribute(func, args, kwargs)
+    else:
+        results = _apply_rule(rule, func, args, kwargs)
+        # Not while an exception is handled: it would keep tensors of the rule alive.
+        if results is NO_RULE:
+            results = _whole(func, args, kwargs)
+    _note_shared_memory(func, results, args)
+    return results
+
+
+def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return a call's arguments with the first parameter by position, whatever its name."""
+    for name in ("input", "tensor", *ALIASES):
+        if isinstance(kwargs.get(name), Tensor):
+            return (kwargs[name],), {k: x for k, x in kwargs.items() if k != name}
+    return (), kwargs
+
+
+GlobalTensor.call_function = staticmethod(call_function)
+NO_RULE = object()
+# What a rule raises on arguments that it does not foresee: on all ranks alike as long as it reads
+# shapes and layouts only. If they are wrong, the function itself says so when it is called whole.
+UNFORESEEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+def _apply_rule(rule: Rule | None, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return the results of a rule, or `NO_RULE` if it does not fit or there are no bands."""
+    if rule is None:
+        return NO_RULE
+    tensors = global_tensors((args, kwargs))
+    if not (func in RULES_FOR_WHOLE or any(x.rows is not None for x in tensors)):
+        return NO_RULE
+    sent = _sent(tensors)
+    try:
+        return rule(func, args, kwargs)
+    except NoRuleError:
+        return NO_RULE
+    except UNFORESEEN:
+        # After messages a rule computes with bands, so that the error may be that of this rank.
+        if _sent(tensors) != sent:
+            raise
+        return NO_RULE
+
+
+def _sent(tensors: Sequence[GlobalTensor]) -> tuple[int, int]:
+    """Return the numbers of messages and of collectives of this rank so far."""
+    if not tensors:
+        return 0, 0
+    traffic = tensors[0].view_.manager.transport.traffic
+    return traffic.messages, traffic.collectives
+
+
+def _note_shared_memory(func: Function, results: Any, args: Args) -> None:
+    """Note which results are views of the first argument; rules note copies that would be."""
+    source = args[0] if args else None
+    if type(source) is not GlobalTensor or results is source:
+        return
+    for x in global_tensors(results):
+        if x.memory is not None and x.memory is source.memory:
+            continue
+        if func in MAYBE_VIEWS:
+            share_memory(x, source, is_certain=False)
+        elif shares_storage(x, source):
+            share_memory(x, source)
+
+
+def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function whole, and cut its results again."""
+    tensors = global_tensors((args, kwargs))
+    if is_in_place(func, kwargs) or writes_to_arguments(func):
+        # Of lists and of custom operators it is not known which tensors change.
+        if not args or not isinstance(args[0], Tensor) or not is_in_place(func, kwargs):
+            raise UserError(
+                f"{function_name(func)}: changes tensors in place, which can't be done where rows "
+                "are sharded. Use a function that returns new tensors."
+            )
+        return _whole_in_place(func, args, kwargs)
+    view = tensors[0].view_
+    with _random_numbers(func, view, tensors[0].device, kwargs.get("generator")):
+        call = with_whole_gradients(func, view) if is_custom_operator(func) else func
+        results = call_whole(call, args, kwargs)
+    bands = bands_of(tensors)
+    if not bands:
+        return results
+    results = tree_map(lambda x: _cut_again(x, bands), results)
+    if func in VIEWS and type(args[0]) is GlobalTensor:
+        share_memory(results, args[0])
+    return results
+
+
+def _random_numbers(
+    func: Function, view: GlobalView, device: torch.device, generator: torch.Generator | None
+) -> AbstractContextManager[None]:
+    """Return the context in which a function draws the same numbers on all ranks, if it does."""
+    return same_random_numbers(view, device, generator) if func in RANDOM else nullcontext()
+
+
+def _whole_in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a function in place on the gathered tensor, and copy this rank's part of it."""
+    name, (target, *others) = function_name(func), args
+    tensors = global_tensors((args, kwargs))
+    view = tensors[0].view_
+    if type(target) is GlobalTensor:
+        check_in_place(target, name)
+    with note_whole_call(view, name, tensors):
+        # A tensor of the model, such as a buffer, becomes the same on all ranks.
+        changed: Tensor = whole(target)
+        if is_band(target):
+            changed = changed.clone()
+        others, kwargs = tree_map(whole, (others, kwargs))
+        with _random_numbers(func, view, changed.device, kwargs.get("generator")):
+            func(changed, *others, **kwargs)
+    if is_band(target):
+        target.local.copy_(cut(changed, target.rows, view))
+    return None if name == "__setitem__" else target
+
+
+def _cut_again(x: Any, bands: Sequence[GlobalTensor]) -> Any:
+    """Cut the result of a whole call like one of its arguments, to hold and compute less.
+
+    Where rows are in the result is not known, and need not be: a tensor may be cut along any
+    dimension, as its layout says which. A dimension as large as the rows are is the likeliest one.
+    """
+    if type(x) is not GlobalTensor:
+        return x
+    for band in bands:
+        layout = layout_of(band)
+        candidates = [d for d in range(x.ndim) if x.shape[d] == layout.size]
+        if candidates:
+            from_end = layout.dim - band.ndim
+            near = min(candidates, key=lambda d: (d != layout.dim, d - x.ndim != from_end))
+            layout = layout.at(near)
+            part = GlobalTensor(cut(x.local, layout, x.view_), layout, x.view_)
+            part.has_order = x.has_order
+            return part
+    return x
+
+
+@rule_for(
+    "is_floating_point", "is_complex", "is_signed", "element_size", "is_inference", "is_conj",
+    "is_neg", "get_device",
+)  # fmt: skip
+def query(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Answer what is the same for the globe and for a band."""
+    local_args, local_kwargs = tree_map(local_of, (args, kwargs))
+    return func(*local_args, **local_kwargs)
+
+
+@rule_for("is_contiguous")
+def is_contiguous(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether the bands of all ranks are contiguous; a collective.
+
+    Part of a field may be contiguous on some ranks only, but control flow may depend on it.
+    """
+    x, *others = args
+    layout_of(x)
+    is_here: bool = func(x.local, *others, **kwargs)
+    mine = torch.tensor([is_here], dtype=torch.uint8, device=x.device)
+    everyone = x.view_.manager.transport.all_gather(mine)
+    if isinstance(mine, FakeTensor) or mine.is_meta:
+        return is_here
+    return bool(everyone.all())
+
+
+@rule_for("retain_grad")
+def retain_grad(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse: `grad` would be that of a band, or of a rank.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError("retain_grad: the gradient of a sharded field can't be kept. Use a hook.")
+
+
+RULES_FOR_WHOLE.update(functions_named("register_hook", "retain_grad"))
+
+
+# Attributes that are the same for the globe and for a band.
+SHARED_ATTRIBUTES = frozenset(
+    [
+        "dtype", "device", "layout", "ndim", "is_sparse", "is_nested", "is_meta", "is_quantized",
+        "is_mkldnn", "is_cpu", "is_xla", "is_mps", "itemsize", "names", "requires_grad", "grad",
+        "_grad", "retains_grad", "grad_fn", "is_leaf", "_version",
+    ]
+)  # fmt: skip
+
+
+def _attribute(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Read or set an attribute of the local tensor; shapes are answered by the class.
+
+    Raises:
+        UserError: the local tensor's is not the globe's.
+    """
+    x = args[0]
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
+    if func.__name__ == "__set__" and name == "data":
+        raise UserError(
+            "data: can't be set where rows are sharded. Use functions that return new tensors."
+        )
+    if name == "T":
+        return x.permute(*reversed(range(x.ndim)))
+    if name == "mT":
+        return x.transpose(-1, -2)
+    if name in ("H", "mH"):
+        return x.adjoint()
+    if name in ("real", "imag", "data") and func.__name__ == "__get__":
+        return GlobalTensor(func(x.local), x.rows, x.view_)
+    if name in SHARED_ATTRIBUTES:
+        return func(x.local, *args[1:], **kwargs)
+    raise UserError(
+        f"{name or 'attribute'}: that of a sharded field is not the globe's. Use functions of "
+        "torch that return tensors."
+    )

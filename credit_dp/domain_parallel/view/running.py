@@ -1,0 +1,178 @@
+"""Where a model of the view runs: random numbers, and modules that are called from elsewhere.
+
+While a forward runs, a mode sees every function of torch. It makes random tensors that no field
+takes part in the same on all ranks of the domain, and shows hooks of tensors whole gradients.
+Activation checkpointing, hooks and functions of the user's that run in the backward pass start the
+mode again by `run_in`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from credit_dp.domain_parallel.partition import FIELD_DIMS
+from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.rules import RANDOM, call_function, is_custom_operator
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    check_no_transform,
+    global_tensors,
+    running_views,
+    same_random_numbers,
+    whole,
+    with_whole_gradients,
+)
+from credit_dp.errors import UserError
+
+# Functions that make random tensors without a field.
+FACTORIES = frozenset(
+    getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
+)
+DRAWING = FACTORIES | RANDOM
+VIEW_ATTRIBUTE = "_global_view"  # of a model, holds its view
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# Wraps what the mode does with a hook of a plain tensor; set by `autograd`, which needs this file.
+RegisterHook = Callable[[GlobalView, Tensor, Any], Any]
+
+
+@final
+class RunningMode(TorchFunctionMode):
+    """Sees every function of torch while a model runs."""
+
+    register_hook: RegisterHook | None = None
+
+    def __init__(self, view: GlobalView) -> None:
+        super().__init__()
+        self.view = view
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if GlobalTensor in types:
+            # Rules call functions of local tensors without this mode.
+            check_no_transform()
+            return call_function(func, args, kwargs)
+        if func in DRAWING and not global_tensors((args, kwargs)):
+            device = _device_of_call(args, kwargs)
+            with same_random_numbers(self.view, device, kwargs.get("generator")):
+                return func(*args, **kwargs)
+        if is_custom_operator(func):
+            return with_whole_gradients(func, self.view)(*args, **kwargs)
+        if func == SET_DATA and type(args[1]) is GlobalTensor:
+            return func(args[0], whole(args[1]))
+        if func is Tensor.register_hook and RunningMode.register_hook is not None:
+            return RunningMode.register_hook(self.view, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _device_of_call(args: Any, kwargs: Any) -> torch.device:
+    """Return on which device a function draws: of its tensors, as it says, or torch's default."""
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor):
+            return x.device
+    device = kwargs.get("device")
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
+def running_view() -> GlobalView | None:
+    """Return the view whose model runs in this thread, if there is one."""
+    views = running_views.get()
+    return views[-1] if views else None
+
+
+@contextmanager
+def run_in(view: GlobalView) -> Iterator[None]:
+    """Run a part of a view's model: functions of torch are seen inside of the context."""
+    views = running_views.get()
+    token = running_views.set((*views, view))
+    try:
+        if view in views:  # its mode is on
+            yield
+        else:
+            with RunningMode(view):
+                yield
+    finally:
+        running_views.reset(token)
+
+
+# ---------------------------------------------------------------- modules called from elsewhere
+
+
+@final
+class RequireRunningModel:
+    """Refuses a module that is called past its model's forward, where bands are plain tensors."""
+
+    def __init__(self, view: GlobalView, path: str) -> None:
+        self.view = view
+        self.path = path
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Check that the module's model runs."""
+        if running_views.get():
+            if module._backward_hooks and not module._is_full_backward_hook:
+                raise UserError(
+                    f"{self.path}: register_backward_hook shows gradients of bands. Use "
+                    "register_full_backward_hook."
+                )
+            return
+        if VIEW_ATTRIBUTE in module.__dict__:  # a model of its own
+            return
+        # Without rows, as an embedding of a date, everything is as on one process.
+        if any(isinstance(x, Tensor) and x.ndim >= FIELD_DIMS for x in tree_leaves(args)):
+            raise UserError(
+                f"{self.path}: called outside of the model's forward, where its input would be a "
+                "band that it takes for the globe. Call the model, and let its forward call this."
+            )
+
+
+# ---------------------------------------------------------------- Python's and NumPy's numbers
+
+
+@contextmanager
+def same_python_numbers(view: GlobalView) -> Iterator[None]:
+    """Draw from Python's and NumPy's generators what the first rank draws; a collective."""
+    group = view.manager.domain_group
+    if group is None:  # ranks are threads, which have one generator, or this is a trial run
+        yield
+        return
+    state = _python_state()
+    words = torch.from_numpy(state).to(message_device(group))
+    first = view.manager.transport.all_gather(words)[0]
+    if view.rank:
+        _set_python_state(first.cpu().numpy())
+    try:
+        yield
+    finally:
+        # The other ranks continue from where they were.
+        if view.rank:
+            _set_python_state(state)
+
+
+def _python_state() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the states of Python's and NumPy's generators as integers."""
+    _, words, cached = random.getstate()
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    floats = np.array([np.nan if cached is None else cached, gauss]).view(np.int64)
+    return np.concatenate([words, keys, [position, has_gauss], floats]).astype(np.int64)
+
+
+def _set_python_state(state: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Restore what `_python_state` returned."""
+    cached, gauss = state[-2:].copy().view(np.float64)
+    position, has_gauss = map(int, state[-4:-2])
+    words, keys = np.split(state[:-4], [625])
+    gauss_next = None if np.isnan(cached) else float(cached)
+    random.setstate((3, tuple(words.tolist()), gauss_next))
+    np.random.set_state(("MT19937", keys.astype(np.uint32), position, has_gauss, float(gauss)))

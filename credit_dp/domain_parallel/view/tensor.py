@@ -1,0 +1,679 @@
+"""The tensor of the global view, and how its parts are cut, moved and gathered.
+
+A `GlobalTensor` has the shape of the globe's tensor. Its `local` tensor is this rank's part, or all
+of it if `rows` is None: then every rank holds the same. Gradients follow one convention everywhere:
+a rank's gradient is what its own results contribute, and the sum over the ranks of the domain is
+the gradient of the unsharded model. Cutting a whole tensor is therefore a plain slice, and
+gathering one returns the sum of all ranks' gradients to the owners of the rows.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.moves import move_bands
+from credit_dp.errors import UserError
+
+
+@final
+class Layout(NamedTuple):
+    """Where the rows of a tensor are: dimension `dim` is `(outer, entries)`, cut along entries.
+
+    Attributes:
+        dim: the dimension, from 0.
+        outer: entries before the rows that are folded into the same dimension, as a batch is.
+        partition: the bands of the remaining `size / outer` entries of the dimension.
+    """
+
+    dim: int
+    outer: int
+    partition: RowPartition
+
+    @property
+    def size(self) -> int:
+        """Return the global size of the dimension."""
+        return self.outer * self.partition.height
+
+    def at(self, dim: int) -> Layout:
+        """Return the same layout in another dimension."""
+        return Layout(dim, self.outer, self.partition)
+
+
+class CallRecorder(Protocol):
+    """Records the calls that run whole, in a trial run."""
+
+    def whole_call(
+        self, name: str, tensors: Sequence[GlobalTensor]
+    ) -> AbstractContextManager[None]:
+        """Return the context in which a function gathers these tensors and runs whole."""
+
+
+class GlobalView:
+    """What the tensors of one model share: manager, layers of calls, and counts of whole calls.
+
+    Attributes:
+        layers: domain-parallel layers that compute functional calls, by function and settings.
+        whole_calls: the number of calls of each function that gathered bands and ran whole.
+        recorder: of a trial run.
+        plan: what the trial run found, see `report`.
+        has_model: whether tensors exist only while a model runs, see `running_views`.
+        loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
+        outputs: how the model's latest outputs were shown, by tensor; None before the first.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.layers: dict[Any, Any] = {}
+        self.whole_calls: Counter[str] = Counter()
+        self.recorder: CallRecorder | None = None
+        self.plan: Any = None
+        self.has_model = False
+        self.loss_factor = 1
+        self.outputs: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references can't be copied.
+        return {**self.__dict__, "outputs": None}
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks of the domain."""
+        return self.manager.domain_parallel_size
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's index in the domain."""
+        return self.manager.domain_rank
+
+    def partition(self, entries: int, unit: int = 1) -> RowPartition | None:
+        """Return the bands of a number of entries, in multiples of `unit`; None if too few."""
+        if entries < self.ranks:
+            return None
+        if unit == 1:
+            return self.manager.partition(entries)
+        return RowPartition.in_multiples_of(entries, self.ranks, unit)
+
+
+# The views whose models run in this thread, from the outermost to the innermost.
+running_views: ContextVar[tuple[GlobalView, ...]] = ContextVar("views that run", default=())
+
+
+@final
+class SharedMemory:
+    """Tensors that share memory on one process, though some may be copies of others here.
+
+    Attributes:
+        tensors: those that still exist, and others.
+        is_certain: whether they do share it: `reshape` and `contiguous` copy where they must.
+    """
+
+    def __init__(self, tensor: GlobalTensor) -> None:
+        self.tensors = [weakref.ref(tensor)]
+        self.is_certain = True
+
+
+class GlobalTensor(torch.Tensor):
+    """A tensor of the globe, of which this rank holds a part.
+
+    Attributes:
+        local: this rank's part, with its autograd history.
+        rows: where the rows are; None if every rank holds all.
+        view_: the view that it belongs to.
+        memory: the tensors that share memory with this one on one process, itself among them; None
+            if there are no others.
+        has_order: whether dimensions are in memory in the order that they have on one process, as
+            far as is known: rows that were moved or gathered, and what runs whole, may differ.
+        call_function: computes torch's functions; set by `rules`, which needs this class.
+    """
+
+    local: Tensor
+    rows: Layout | None
+    view_: GlobalView
+    memory: SharedMemory | None
+    has_order: bool = True
+    call_function: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    _shape: torch.Size
+
+    @staticmethod
+    def __new__(cls, local: Tensor, layout: Layout | None, view: GlobalView) -> GlobalTensor:
+        """Return a tensor that shows the global shape of `local`."""
+        shape = list(local.shape)
+        if layout is not None:
+            shape[layout.dim] = layout.size
+        result: GlobalTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        result.local = local
+        result.rows = layout
+        result.view_ = view
+        result.memory = None
+        result._shape = torch.Size(shape)
+        return result
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    # Read often: answered here, as a call through `__torch_function__` takes microseconds.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Return the shape of the globe's tensor."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Return the number of dimensions."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Return the type of entries."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return where this rank's part is."""
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Return whether autograd follows the tensor."""
+        return self.local.requires_grad
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Return whether the tensor is no result of a differentiable function."""
+        return self.local.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Return the function in whose result the gradient arrives."""
+        return self.local.grad_fn
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Return whether this rank's part is on a GPU."""
+        return self.local.is_cuda
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the globe's tensor, or the size of a dimension."""
+        return self._shape if dim is None else self._shape[dim]
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self._shape)
+
+    def numel(self) -> int:
+        """Return the number of entries of the globe's tensor."""
+        return prod(self._shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        """Return the strides of the globe's tensor, or that of a dimension; a collective.
+
+        Raises:
+            UserError: they don't follow from those of the bands.
+        """
+        strides = global_strides(self)
+        return strides if dim is None else strides[dim]
+
+    nelement = numel
+    ndimension = dim
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GlobalTensor({tuple(self.shape)}, rows={self.rows}, local={self.local})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        return GlobalTensor(self.local.clone(), self.rows, self.view_)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Exists because a wrapper needs it. Nothing may get here: `local` would be passed over.
+        raise UserError(
+            f"{func}: reached a sharded field past torch's functions, so that it can't be sharded. "
+            "Call functions of torch on it outside of transforms and compiled code."
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not running_views.get():
+            check_model_runs(func, args, kwargs)
+        check_no_transform()
+        return cls.call_function(func, tuple(args), kwargs)
+
+
+def check_no_transform() -> None:
+    """Refuse a field inside of a transform that runs whole, whose tensors have other dimensions.
+
+    Raises:
+        UserError: a transform is active.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            "torch.func: a transformed function uses a sharded field that is not its argument. "
+            "Pass the field to it."
+        )
+
+
+def check_model_runs(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a call on a field that has left its model by an attribute or a hook.
+
+    Elsewhere tensors are bands, and ranks need not call alike, so that a collective would hang.
+
+    Raises:
+        UserError: a field is that of a model.
+    """
+    if any(x.view_.has_model for x in global_tensors((args, kwargs))):
+        raise UserError(
+            f"{getattr(func, '__name__', func)}: a sharded field from inside of a model is used "
+            "outside of its forward, where fields are bands. Return it from forward."
+        )
+
+
+def global_strides(x: GlobalTensor) -> tuple[int, ...]:
+    """Return the strides of the globe's tensor; a collective.
+
+    Those of a band are those of a tensor without gaps whose dimensions are in memory in the order
+    of the band's.
+
+    Raises:
+        UserError: the band is part of another tensor, was moved, or its order is not certain.
+    """
+    result, is_certain = _strides_of_band(x) if x.rows is not None else (x.local.stride(), True)
+    # All ranks refuse alike.
+    summary = torch.tensor([is_certain and x.has_order, *result], device=x.device)
+    everyone = x.view_.manager.transport.all_gather(summary)
+    if isinstance(summary, FakeTensor) or summary.is_meta:
+        is_certain = is_certain and x.has_order
+    else:
+        is_certain = all(bool(other[0]) and torch.equal(other, summary) for other in everyone)
+    if not is_certain:
+        raise UserError(
+            "stride: the memory of the globe's field does not follow from that of its bands. Use "
+            "shapes instead."
+        )
+    return tuple(result)
+
+
+def _strides_of_band(x: GlobalTensor) -> tuple[Sequence[int], bool]:
+    """Return the strides of the globe's tensor by those of the band, and whether they are certain.
+
+    An order that is not that of the dimensions is certain for views only: elsewhere it depends on
+    how a function was computed.
+    """
+    sizes, strides = x.local.shape, x.local.stride()
+    order = sorted(range(x.ndim), key=lambda d: -strides[d])
+    is_certain = all(n != 1 or size == 1 for n, size in zip(sizes, x.shape, strict=True))
+    local, entries = 1, 1
+    result = [0] * x.ndim
+    for d in reversed(order):
+        is_certain = is_certain and (strides[d] == local or sizes[d] == 1)
+        result[d] = entries
+        local, entries = local * sizes[d], entries * x.shape[d]
+    # A view on one process that is no view here has been moved.
+    source = x if x.memory is None else x.memory.tensors[0]()
+    is_certain = is_certain and source is not None and shares_storage(source, x)
+    return result, is_certain and (x.memory is not None or order == list(range(x.ndim)))
+
+
+# Types of arguments without others in them. A look-up is ten times as fast as torch's trees, which
+# matters as every function of torch comes along here.
+LEAVES = frozenset(
+    [Tensor, nn.Parameter, int, float, bool, str, type(None), slice, torch.dtype, torch.device]
+)
+
+
+def global_tensors(values: Any) -> list[GlobalTensor]:
+    """Return the view's tensors in nested arguments."""
+    found: list[GlobalTensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[GlobalTensor]) -> None:
+    kind = type(value)
+    if kind is GlobalTensor:
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for entry in value:
+            _collect(entry, found)
+    elif kind is dict:
+        for entry in value.values():
+            _collect(entry, found)
+    elif kind not in LEAVES:
+        found += [x for x in tree_leaves(value) if type(x) is GlobalTensor]
+
+
+def map_values(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested arguments with a function's results in place of the leaves."""
+    kind = type(value)
+    if kind is GlobalTensor or kind in LEAVES:
+        return function(value)
+    if kind is tuple:
+        return tuple([map_values(function, entry) for entry in value])
+    if kind is list:
+        return [map_values(function, entry) for entry in value]
+    if kind is dict:
+        return {key: map_values(function, entry) for key, entry in value.items()}
+    return tree_map(function, value)
+
+
+def bands_of(values: Any) -> list[GlobalTensor]:
+    """Return the tensors in nested arguments of which this rank holds a part only."""
+    return [x for x in global_tensors(values) if x.rows is not None]
+
+
+def is_band(x: object) -> bool:
+    """Return whether this rank holds only a part of a tensor."""
+    return type(x) is GlobalTensor and x.rows is not None
+
+
+def wrap(values: Any, layout: Layout | None, view: GlobalView) -> Any:
+    """Show results of a function through the view; those of several tensors have one layout."""
+    if isinstance(values, Tensor):
+        return GlobalTensor(values, layout, view)
+    return map_values(
+        lambda x: GlobalTensor(x, layout, view) if isinstance(x, Tensor) else x, values
+    )
+
+
+def local_of(x: Any) -> Any:
+    """Return the local part of a view's tensor, anything else unchanged."""
+    return x.local if type(x) is GlobalTensor else x
+
+
+def _unfold_outer(x: Tensor, layout: Layout, entries: int) -> Tensor:
+    """Return `x` with its row dimension split into `(outer, entries)`."""
+    if layout.outer == 1:
+        return x
+    dim = layout.dim
+    return x.reshape(*x.shape[:dim], layout.outer, entries, *x.shape[dim + 1 :])
+
+
+def exchange_entries(
+    x: GlobalTensor, required: Sequence[tuple[RowRange, ...]], result: Layout | None
+) -> GlobalTensor:
+    """Return a tensor whose rank `r` holds the entries `required[r]` of `x`; a collective.
+
+    Args:
+        x: a band.
+        required: for each rank the ranges of entries, in the order of the result.
+        result: the layout of the result; None if all ranks require the same.
+    """
+    layout = x.rows
+    assert layout is not None
+    view = x.view_
+    exchange = RowExchange(layout.partition, tuple(required), view.rank)
+    local = _unfold_outer(x.local, layout, layout.partition.sizes[view.rank])
+    dim = layout.dim + (layout.outer > 1)
+    moved = exchange.apply(local, view.manager.transport, dim - local.ndim)
+    if layout.outer > 1:
+        moved = moved.flatten(layout.dim, dim)
+    taken = GlobalTensor(moved, result, view)
+    taken.has_order = x.has_order and moved is x.local
+    return taken
+
+
+def whole(x: Any) -> Any:
+    """Return the global tensor on every rank; a collective. Anything else is returned unchanged."""
+    if type(x) is not GlobalTensor:
+        return x
+    if x.rows is None:
+        return x.local
+    everything = (RowRange(0, x.rows.partition.height),)
+    return exchange_entries(x, (everything,) * x.view_.ranks, None).local
+
+
+def cut(x: Tensor, layout: Layout, view: GlobalView) -> Tensor:
+    """Return this rank's part of a tensor that every rank holds.
+
+    A plain slice: what the other ranks' parts contribute to its gradient, the other ranks add.
+    """
+    rows = layout.partition.rows(view.rank)
+    unfolded = _unfold_outer(x, layout, layout.partition.height)
+    dim = layout.dim + (layout.outer > 1)
+    part = unfolded.narrow(dim, rows.start, rows.stop - rows.start)
+    return part.flatten(layout.dim, dim) if layout.outer > 1 else part
+
+
+def with_layout(x: Any, layout: Layout, view: GlobalView) -> Tensor:
+    """Return the local part of `x` in a layout; a collective if `x` is a band with another one."""
+    if type(x) is not GlobalTensor:
+        return cut(x, layout, view)
+    if x.rows == layout:
+        return x.local
+    if x.rows is None:
+        return cut(x.local, layout, view)
+    if (x.rows.dim, x.rows.outer) == (layout.dim, layout.outer):
+        required = tuple(
+            (RowRange(rows.start, rows.stop),)
+            for rows in map(layout.partition.rows, range(view.ranks))
+        )
+        return exchange_entries(x, required, layout).local
+    if x.rows.dim != layout.dim:
+        return move_bands(x.local, x.rows, layout, view.manager.transport)
+    return cut(whole(x), layout, view)
+
+
+def note_whole_call(
+    view: GlobalView, name: str, tensors: Sequence[GlobalTensor]
+) -> AbstractContextManager[None]:
+    """Count a call that gathers bands; return the context in which it does so and runs whole."""
+    if any(x.rows is not None for x in tensors):
+        view.whole_calls[name] += 1
+    return nullcontext() if view.recorder is None else view.recorder.whole_call(name, tensors)
+
+
+def call_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function as on one process: on gathered tensors, with the result on every rank."""
+    tensors = global_tensors((args, kwargs))
+    view = tensors[0].view_
+    name = getattr(func, "__name__", str(func))
+    with note_whole_call(view, name, tensors):
+        # A tensor that is passed twice is gathered once.
+        gathered = {id(x): whole(x) for x in tensors}
+        args, kwargs = tree_map(
+            lambda x: gathered[id(x)] if type(x) is GlobalTensor else x, (args, kwargs)
+        )
+        # What a function writes to a gathered copy would be lost. Its name or schema need not say
+        # that it writes, but torch counts the writes to each tensor and to its views.
+        copies = [y for x in tensors if (y := gathered[id(x)]) is not x.local]
+        versions = [_version(y) for y in copies]
+        results = func(*args, **kwargs)
+        if versions != [_version(y) for y in copies]:
+            raise UserError(
+                f"{name}: changes its arguments in place, which can't be done where rows are "
+                "sharded. Use a function that returns new tensors."
+            )
+        results = wrap(results, None, view)
+        has_order = all(x.rows is None and x.has_order for x in tensors)
+        for x in global_tensors(results):
+            x.has_order = has_order
+        return results
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 in inference mode, which does not count."""
+    return 0 if x.is_inference() else x._version
+
+
+def shares_storage(a: GlobalTensor, b: GlobalTensor) -> bool:
+    """Return whether an operation in place on one tensor's part changes the other's."""
+    shares: bool = torch._C._is_alias_of(a.local, b.local)  # type: ignore[attr-defined]
+    return shares
+
+
+def share_memory(results: Any, source: GlobalTensor, is_certain: bool = True) -> None:
+    """Note that results share memory with `source` on one process, whether they do here or not.
+
+    Args:
+        results: tensors in a tree.
+        source: the tensor whose memory they have.
+        is_certain: False if they may be copies on one process.
+    """
+    for x in global_tensors(results):
+        if x is source:
+            continue
+        memory = source.memory or SharedMemory(source)
+        memory.tensors.append(weakref.ref(x))
+        memory.is_certain &= is_certain
+        source.memory = x.memory = memory
+        x.has_order &= source.has_order and shares_storage(x, source)
+
+
+# Of ranks that are threads: a collection that starts during another one does nothing.
+_collecting = threading.Lock()
+
+
+def check_in_place(x: GlobalTensor, name: str) -> None:
+    """Refuse an operation in place whose effect other tensors should see, but would not.
+
+    Raises:
+        UserError: names the function.
+    """
+    if x.memory is None:
+        return
+    if not _has_lost_views(x, x.memory):
+        return
+    # Tensors in reference cycles are freed at another time on each rank, but all refuse alike.
+    with _collecting:
+        gc.collect()
+    if _has_lost_views(x, x.memory):
+        raise UserError(
+            f"{name}: changes a tensor in place that shares memory with another on one process, "
+            "but not where rows are sharded. Use the function that returns a new tensor."
+        )
+
+
+def _has_lost_views(x: GlobalTensor, memory: SharedMemory) -> bool:
+    """Return whether a tensor exists that shares memory with `x` on one process, but not here."""
+    others = [other for ref in memory.tensors if (other := ref()) is not None and other is not x]
+    if not others:
+        return False
+    return not (memory.is_certain and all(shares_storage(other, x) for other in others))
+
+
+@contextmanager
+def same_random_numbers(
+    view: GlobalView, device: torch.device, generator: torch.Generator | None = None
+) -> Iterator[None]:
+    """Draw on all ranks of the domain what its first rank draws on a device; a collective.
+
+    Args:
+        view: of the ranks.
+        device: where numbers are drawn.
+        generator: one of the model's; None for that of the device.
+    """
+    on_gpu = device.type == "cuda"
+
+    def read() -> Tensor:
+        if generator is not None:
+            return generator.get_state()
+        return torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+
+    def restore(state: Tensor) -> None:
+        if generator is not None:
+            generator.set_state(state.cpu())
+        elif on_gpu:
+            torch.cuda.set_rng_state(state.cpu(), device)
+        else:
+            torch.set_rng_state(state.cpu())
+
+    state = read()
+    group = view.manager.domain_group
+    messages = torch.device("cpu") if group is None else message_device(group)
+    first = view.manager.transport.all_gather(state.to(messages))[0]
+    if isinstance(first, FakeTensor):  # a trial run: no numbers are drawn
+        yield
+        return
+    restore(first)
+    try:
+        yield
+    finally:
+        # The first rank continues from where it is, the others from where they were, one step on.
+        # A generator of the model's is the same on all ranks from now on.
+        if view.rank and generator is None:
+            restore(state)
+            if not torch._C._are_functorch_transforms_active():
+                torch.rand(1, device=device)
+
+
+# ---------------------------------------------------------------- whole gradients
+
+
+def share_gradient(x: Any, view: GlobalView) -> Any:
+    """Return a tensor whose gradient is a whole one, of which each rank returns a share."""
+    is_differentiable = isinstance(x, Tensor) and x.requires_grad
+    return _ScaleGradient.apply(x, view.loss_factor / view.ranks) if is_differentiable else x  # type: ignore[no-untyped-call]
+
+
+def sum_gradient(x: Any, view: GlobalView) -> Any:
+    """Return a tensor whose gradient is shown whole on every rank; backward is collective."""
+    is_differentiable = isinstance(x, Tensor) and x.requires_grad
+    return _SumGradient.apply(x, view) if is_differentiable else x  # type: ignore[no-untyped-call]
+
+
+@final
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+@final
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GlobalView) -> Tensor:
+        ctx.view = view
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = sum_over_bands(grad, ctx.view.manager.transport)
+        return total / ctx.view.loss_factor, None
+
+
+def with_whole_gradients(function: Callable[..., Any], view: GlobalView) -> Callable[..., Any]:
+    """Return a function of whole tensors whose backward sees whole gradients on every rank.
+
+    What its backward returns then counts once, not once a rank.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda x: share_gradient(x, view), (args, kwargs))
+        return tree_map(lambda x: sum_gradient(x, view), function(*args, **kwargs))
+
+    call.__name__ = getattr(function, "__name__", str(function))
+    return call

@@ -1,0 +1,476 @@
+"""A trial run of a model through the global view: as one rank, without data and messages.
+
+Tensors have shapes only, and the transport counts what all ranks would send. A recorder notes which
+module runs, which calls run whole and for which line of the model's code, what autograd saves, and
+the floating-point operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.functional import in_backward
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
+from credit_dp.domain_parallel.planning.plan import (
+    InputFactory,
+    Shape,
+    is_banded,
+)
+from credit_dp.domain_parallel.planning.trace import (
+    DATA_DEPENDENT_ERRORS,
+    ShapeMemo,
+    dtype_and_device,
+    preserve_model,
+    tensor_leaves,
+    tensors_in,
+    use_fake_tensors,
+)
+from credit_dp.domain_parallel.view.model import attach_view, detach_view
+from credit_dp.domain_parallel.view.tensor import GlobalTensor
+from credit_dp.errors import UserError
+
+# A smaller excess is never refused: no memory needs protection from it.
+SMALL_EXCESS = 256 * 2**20
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# Frames in these folders are not the model's code; our own models are in one of them, but are.
+LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE, contextlib.__file__)
+EINOPS = f"{os.sep}einops{os.sep}"
+MODELS = PACKAGE + "models" + os.sep
+
+
+@final
+@dataclass(frozen=True)
+class WholeCall:
+    """The calls of one function, in one line of a model's code, that run whole on every rank.
+
+    Attributes:
+        path: of the module that runs.
+        location: file and line of the model's code; empty if it has none, as a `Sequential`.
+        function: its name.
+        calls: number of calls in a forward.
+        gathered_bytes: of the rows that a rank gathers in a forward, its own among them.
+        saved_bytes: of what a rank holds for backward because the function runs whole.
+        work: share of the forward's floating-point operations on a rank, which every rank repeats;
+            None if torch can't count those of this function.
+    """
+
+    path: str
+    location: str
+    function: str
+    calls: int
+    gathered_bytes: int
+    saved_bytes: int
+    work: float | None
+
+
+@final
+@dataclass(frozen=True)
+class TrialRun:
+    """What a step through the view costs on one rank; messages are those of all ranks.
+
+    Attributes:
+        ranks: number of bands.
+        rank: the one that was run.
+        whole_calls: those that gather or hold most come first.
+        saved_bytes: tensors saved for backward.
+        whole_bytes: those of them that are held whole.
+        largest_gathered: bytes of the largest tensor that is gathered.
+        forward: traffic of each rank by the path of the module; empty paths are the model itself.
+        backward: the same of the backward; without traffic if it was not run.
+        types: of the modules, by path.
+        sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
+    """
+
+    ranks: int
+    rank: int
+    whole_calls: tuple[WholeCall, ...]
+    saved_bytes: int
+    whole_bytes: int
+    largest_gathered: int
+    forward: dict[str, tuple[RankTraffic, ...]]
+    backward: dict[str, tuple[RankTraffic, ...]]
+    types: Mapping[str, str]
+    sent_bytes: Mapping[RowPartition, int]
+
+    @property
+    def least_bytes(self) -> int:
+        """Return what the rank would save if every operation had a rule for bands."""
+        return self.saved_bytes - self.whole_bytes + self.whole_bytes // self.ranks
+
+    def is_within(self, limit: float) -> bool:
+        """Return whether the rank saves at most `limit` times the least, or little more than it."""
+        excess = self.saved_bytes - self.least_bytes
+        return excess <= SMALL_EXCESS or self.saved_bytes <= limit * self.least_bytes
+
+
+@final
+@dataclass
+class _Costs:
+    """A `WholeCall` under construction."""
+
+    calls: int = 0
+    gathered_bytes: int = 0
+    saved_bytes: int = 0
+    flops: int = 0
+    is_counted: bool = False
+
+
+class _CallSite(NamedTuple):
+    """The module, line of the model's code and function of whole calls, which share one entry."""
+
+    path: str
+    location: str
+    function: str
+
+
+@final
+class _TrialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations once for equal operands, counts their work, and notes what whole calls make.
+
+    Below autograd: what an operation saves is created in here.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+        self._memo = ShapeMemo()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while planning, so torch need not check for it."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation."""
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        result = self._memo.run(func, args, kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry and not in_backward():
+            self.recorder.add_work(int(flop_registry[packet](*args, **kwargs, out_val=result)))
+        if self.recorder.costs is not None:
+            self.recorder.add_whole_results([args, list(kwargs.values())], [result])
+        return result
+
+
+@final
+class _Recorder:
+    """Notes what happens in a trial run; the view calls `whole_call` of it.
+
+    Attributes:
+        costs: of the whole call that runs now.
+        costs_by_site: of all whole calls.
+        whole: storages that hold all rows, by address, with the costs of the call that made them.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.costs: _Costs | None = None
+        self.costs_by_site: dict[_CallSite, _Costs] = defaultdict(_Costs)
+        self.whole: dict[int, tuple[torch.UntypedStorage, _Costs]] = {}
+        self.flops = 0
+        self.largest_gathered = 0
+        self.saved_bytes = self.whole_bytes = 0
+        self.modules: list[str] = []
+        self.types: dict[str, str] = {}
+        self.counters: dict[str, CountingTransport] = {}
+        self._saved: dict[int, torch.UntypedStorage] = {}
+
+    @contextmanager
+    def whole_call(self, name: str, tensors: Sequence[GlobalTensor]) -> Iterator[None]:
+        """Note a call that runs whole; what it makes is held whole on every rank.
+
+        Also one without bands, if it gets what another whole call returned.
+        """
+        bands = [x for x in tensors if x.rows is not None]
+        if (
+            in_backward()
+            or self.costs is not None
+            or not (bands or any(map(self._is_whole, tensors)))
+        ):
+            yield
+            return
+        self.costs = self.costs_by_site[_CallSite(self.module, model_line(), name)]
+        self.costs.calls += 1
+        sizes = [x.numel() * x.element_size() for x in bands]
+        self.costs.gathered_bytes += sum(sizes)
+        self.largest_gathered = max([self.largest_gathered, *sizes])
+        try:
+            yield
+        finally:
+            self.costs = None
+
+    def _is_whole(self, x: GlobalTensor) -> bool:
+        return x.local.untyped_storage()._cdata in self.whole
+
+    def add_whole_results(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Note the new storages among the results of an operation inside a whole call."""
+        assert self.costs is not None
+        known = {x.untyped_storage()._cdata for x in tensors_in(operands)}
+        for x in tensors_in(results):
+            storage = x.untyped_storage()
+            if storage._cdata not in known:
+                self.whole[storage._cdata] = (storage, self.costs)
+
+    def add_work(self, flops: int) -> None:
+        """Count floating-point operations."""
+        self.flops += flops
+        if self.costs is not None:
+            self.costs.flops += flops
+            self.costs.is_counted = True
+
+    def exclude(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count these tensors, which are held anyway, as saved."""
+        for x in tensors:
+            self._saved[x.untyped_storage()._cdata] = x.untyped_storage()
+
+    def save(self, x: Tensor) -> Tensor:
+        """Count a tensor that autograd saves and return it, as a pack hook; each storage once."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._saved:
+            # Kept alive, as the address of a freed storage would be reused.
+            self._saved[storage._cdata] = storage
+            self.saved_bytes += storage.nbytes()
+            if storage._cdata in self.whole:
+                self.whole_bytes += storage.nbytes()
+                self.whole[storage._cdata][1].saved_bytes += storage.nbytes()
+        return x
+
+    @property
+    def module(self) -> str:
+        """Return the path of the module that runs."""
+        return self.modules[-1] if self.modules else ""
+
+    @property
+    def where(self) -> str:
+        """Return the module that runs or has failed, as messages name it."""
+        return f"{self.module or 'model'} ({self.types.get(self.module, '')})"
+
+    def count_for(self, path: str) -> None:
+        """Count messages for a module from now on; autograd functions keep this for backward."""
+        if path not in self.counters:
+            manager = self.manager
+            self.counters[path] = CountingTransport(
+                manager.rank, manager.domain_parallel_size, manager.bands.planned_partitions
+            )
+        self.manager.transport = self.counters[path]
+
+    @contextmanager
+    def follow(self, model: nn.Module) -> Iterator[None]:
+        """Follow which module runs."""
+        self.count_for("")
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                self.types[path] = type(module).__name__
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+
+                def enter(*_: Any, path: str = path) -> None:
+                    self.modules.append(path)
+                    self.count_for(path)
+
+                def leave(*_: Any, path: str = path) -> None:
+                    # Not called after an error: then the failed module stays the innermost. If the
+                    # model handled the error, the modules above it are still in the list.
+                    while self.modules and self.modules.pop() != path:
+                        pass
+                    self.count_for(self.module)
+
+                enter_hook = module.register_forward_pre_hook(enter, prepend=True)
+                stack.callback(enter_hook.remove)
+                stack.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def traffic(self) -> dict[str, tuple[RankTraffic, ...]]:
+        """Return the traffic of each rank so far, by module."""
+        return {path: counter.sent for path, counter in self.counters.items()}
+
+    def whole_calls(self) -> tuple[WholeCall, ...]:
+        """Return the calls that ran whole, largest first."""
+        total = max(self.flops, 1)
+        calls = [
+            WholeCall(
+                *site,
+                costs.calls,
+                costs.gathered_bytes,
+                costs.saved_bytes,
+                costs.flops / total if costs.is_counted else None,
+            )
+            for site, costs in self.costs_by_site.items()
+        ]
+        return tuple(sorted(calls, key=lambda c: -max(c.gathered_bytes, c.saved_bytes)))
+
+
+def trial_run(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    inputs: InputFactory | None = None,
+    *,
+    rank: int = 0,
+    backward: bool = False,
+    training: bool | None = None,
+) -> TrialRun:
+    """Run a model's step through the view as one of the ranks, without data and messages.
+
+    Args:
+        model: a model without a view, whose layers are not converted; it does not change.
+        manager: this rank's position in the mesh, with the planned bands.
+        shapes: the shapes of its global inputs.
+        inputs: returns the arguments of the call; by default one tensor of each shape.
+        rank: the rank to run as.
+        backward: whether to run the backward, too; memory is known without it.
+        training: the mode of the model; None for its own.
+
+    Raises:
+        UserError: the model fails, or can't be computed on bands.
+    """
+    ranks = manager.domain_parallel_size
+    trial = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
+    for partition in manager.bands.planned_partitions:
+        trial.bands.register(partition)
+
+    def local_shape(shape: Shape) -> Shape:
+        if not is_banded(shape):
+            return shape
+        rows = trial.partition(shape[ROW_DIM]).sizes[rank]
+        return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
+
+    recorder = _Recorder(trial)
+    view = attach_view(model, trial, shapes)
+    view.recorder = recorder
+    try:
+        with preserve_model(model), use_fake_tensors(model), recorder.follow(model):
+            if training is not None:
+                model.train(training)
+            args, kwargs = (inputs or empty_inputs(model, shapes))(local_shape)
+            recorder.exclude([*model.parameters(), *model.buffers()])
+            with torch.enable_grad(), _TrialMode(recorder):
+                outputs = _forward(model, args, kwargs, recorder)
+                forward = recorder.traffic()
+                outputs = [x for x in outputs if x.requires_grad]
+                if backward and outputs:
+                    torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+    finally:
+        detach_view(model)
+    return _result(recorder, ranks, forward)
+
+
+def _result(
+    recorder: _Recorder, ranks: int, forward: dict[str, tuple[RankTraffic, ...]]
+) -> TrialRun:
+    """Return what a recorder has noted, given the traffic of the forward."""
+    no_traffic = (RankTraffic(),) * ranks
+    # Counters only grow: the backward is the difference to the counts after the forward.
+    forward = {path: forward.get(path, no_traffic) for path in recorder.counters}
+    backward = {
+        path: tuple(a - b for a, b in zip(sent, forward[path], strict=True))
+        for path, sent in recorder.traffic().items()
+    }
+    sent_bytes: Counter[RowPartition] = Counter()
+    for counter in recorder.counters.values():
+        sent_bytes += counter.row_bytes
+    return TrialRun(
+        ranks=ranks,
+        rank=recorder.manager.rank,
+        whole_calls=recorder.whole_calls(),
+        saved_bytes=recorder.saved_bytes,
+        whole_bytes=recorder.whole_bytes,
+        largest_gathered=recorder.largest_gathered,
+        forward=forward,
+        backward=backward,
+        types=recorder.types,
+        sent_bytes=sent_bytes,
+    )
+
+
+def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
+    """Return a function that makes one tensor of each shape, without values."""
+    dtype, device = dtype_and_device(model)
+
+    def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
+        return [torch.empty(shape_of(s), dtype=dtype, device=device) for s in shapes], {}
+
+    return inputs
+
+
+class NoFakeKernelError(Exception):
+    """A custom operator does not say which shape its result has, so that there is no trial run."""
+
+
+def _forward(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: _Recorder
+) -> list[Tensor]:
+    """Return the tensors of a model's outputs.
+
+    Raises:
+        UserError: names the module and the line of the model that failed.
+        NoFakeKernelError: an operator can't run on tensors without data.
+    """
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x):
+            return tensor_leaves(model(*args, **kwargs))
+    except Exception as error:  # the model's code may raise anything
+        where = ", ".join(filter(None, [recorder.where, _failed_line(error)]))
+        if isinstance(error, UserError):
+            raise UserError(f"{where}: {error}") from error
+        if isinstance(error, DATA_DEPENDENT_ERRORS):
+            raise UserError(
+                f"{where}: control flow or shapes that depend on data can't be planned. Decide "
+                "from shapes or configuration instead."
+            ) from error
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+            reason = first_line.rstrip(".") or f"{getattr(error, 'func', 'a custom operator')}"
+            raise NoFakeKernelError(
+                f"{where}: {reason}. Register one with torch.library.register_fake."
+            ) from error
+        raise UserError(
+            f"{where}: fails on the global input ({type(error).__name__}: {first_line}). Set "
+            "input_shape to that of the model's calls."
+        ) from error
+
+
+def _is_model_code(path: str) -> bool:
+    is_library = path.startswith(LIBRARIES) or EINOPS in path
+    return path.startswith(MODELS) or not is_library
+
+
+def model_line() -> str:
+    """Return the innermost line of the model that runs now, in a trial run; empty if none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _forward.__code__:
+        if _is_model_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _failed_line(error: BaseException) -> str:
+    """Return the innermost line of the model in an error's traceback; empty if there is none."""
+    lines = [
+        f"{frame.f_code.co_filename}:{number}"
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if _is_model_code(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else ""

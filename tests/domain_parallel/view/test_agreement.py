@@ -1,0 +1,212 @@
+"""Ranks decide alike, and what can't be as on one process is refused on all of them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.thread_ranks import RankError
+from credit_dp.domain_parallel.view import rules
+from credit_dp.domain_parallel.view.model import attach_view, attached_view
+from credit_dp.errors import UserError
+from tests.domain_parallel.view.test_functions import check
+from tests.ranks import on_threads
+
+SHAPE = (2, 8, 7, 6)
+
+
+class _Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def _run(function, ranks=2, shape=SHAPE):
+    """Return what a function of the shown field returns on each rank, and the view."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def run(manager):
+        results = []
+
+        def forward(x):
+            results.append(function(x))
+            return x * 1
+
+        model = _Model(forward)
+        attach_view(model, manager, [shape])
+        model(shard_tensor(x, manager=manager).clone())
+        return results[0], attached_view(model)
+
+    return list(zip(*on_threads(ranks, run), strict=True))
+
+
+def _refuses(function, message, ranks=2):
+    """Check that all ranks refuse a function."""
+
+    def refuse(x):
+        with pytest.raises(UserError, match=message):
+            function(x)
+        return True
+
+    assert _run(refuse, ranks)[0] == (True,) * ranks
+
+
+def test_rows_that_leave_the_batch_stay_where_they_are():
+    def split_batch(x):
+        tokens = x.permute(0, 2, 3, 1).flatten(0, 1)
+        traffic = x.view_.manager.transport.traffic
+        before = traffic.messages, traffic.collectives
+        tokens.view(2, 7, 6, 8)
+        return (traffic.messages, traffic.collectives) == before
+
+    assert _run(split_batch)[0] == (True, True)
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _scripted = torch.jit.script(_add_one)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("function", [_scripted, lambda x: _Scale.apply(x)])
+def test_functions_that_write_to_a_gathered_field_are_refused(function):
+    _refuses(function, "in place")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x[:, np.array([[0, 1], [2, 0]])].sum((1, 2)),
+        lambda m, x: x[:, np.array([0, 1]), :, [0, 1]].sum((0, 1)),
+        lambda m, x: x[:, np.int64(3)].sum(1),
+        lambda m, x: x[:, :, np.array([6, 0, 3, 3])],
+    ],
+)
+def test_indices_of_numpy_are_those_of_torch(function):
+    check(function, SHAPE, 2)
+
+
+def test_a_range_as_an_index_is_that_of_one_process():
+    results = _run(lambda x: x[:, range(3)].sum(1).shape)[0]
+    assert results == ((2, 7, 6),) * 2
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5)),
+        lambda x: F.fractional_max_pool2d(x.mean(1), 2, output_ratio=(0.5, 0.5)),
+        lambda x: nn.init.normal_(torch.empty(8)),
+        lambda x: nn.init.kaiming_uniform_(torch.empty(8, 8)),
+        lambda x: nn.init.uniform_(x.mean((2, 3)).detach()),
+        lambda x: torch.svd_lowrank(x.mean(2).detach(), 2)[0],
+    ],
+)
+def test_functions_that_draw_draw_on_all_ranks_alike(draw, monkeypatch):
+    # Threads have one generator: it is read which functions agree on its state before they draw.
+    agreed = []
+    original = rules.same_random_numbers
+
+    def record(*args):
+        agreed.append(args[0].rank)
+        return original(*args)
+
+    monkeypatch.setattr(rules, "same_random_numbers", record)
+    monkeypatch.setattr("credit_dp.domain_parallel.view.running.same_random_numbers", record)
+    _run(draw)
+    assert sorted(set(agreed)) == [0, 1]
+
+
+def test_ranks_agree_whether_a_field_is_contiguous():
+    # The middle band of a slice is contiguous, the others are not.
+    assert _run(lambda x: x[:, :, 1:-1].is_contiguous(), 3)[0] == (False,) * 3
+    assert _run(lambda x: (x * 2).is_contiguous(), 3)[0] == (True,) * 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.special.i1(x.permute(0, 2, 3, 1)),
+        lambda x: x.permute(0, 2, 3, 1)[:, torch.tensor([6, 5, 4, 3, 2, 1, 0])],
+        lambda x: x[:, :, -1],
+    ],
+)
+def test_strides_of_what_was_moved_or_gathered_are_refused(function):
+    _refuses(lambda x: function(x).stride(), "stride")
+
+
+def test_strides_of_whole_tensors_and_of_views_are_known():
+    assert _run(lambda x: x.mean(2).transpose(1, 2).stride())[0] == ((48, 1, 6),) * 2
+    assert _run(lambda x: x.permute(0, 2, 3, 1).stride())[0] == ((336, 6, 1, 42),) * 2
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x: x[:, :, torch.arange(x.shape[2])],
+        lambda x: x.index_select(2, torch.arange(x.shape[2])),
+    ],
+)
+def test_all_rows_in_their_order_are_a_copy(select):
+    def function(m, x):
+        y = select(x)
+        y += 1
+        return x + y
+
+    check(function, SHAPE, 2)
+
+
+def test_an_error_after_messages_is_raised(monkeypatch):
+    def fail_after_messages(func, args, kwargs):
+        args[0].view_.manager.transport.all_gather(torch.zeros(1))
+        raise IndexError("of this rank")
+
+    monkeypatch.setitem(rules.RULES, torch.sin, fail_after_messages)
+    with pytest.raises(RankError, match="of this rank"):
+        _run(torch.sin)
+
+
+def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
+    def fail(func, args, kwargs):
+        raise IndexError
+
+    monkeypatch.setitem(rules.RULES, torch.sin, fail)
+    _, views = _run(torch.sin)
+    assert [dict(view.whole_calls) for view in views] == [{"sin": 1}] * 2
+
+
+def test_fields_in_reference_cycles_do_not_refuse_a_change_in_place():
+    def change(x):
+        y = x * 2
+        cycle = [y.flip(2).view(y.shape), y[:, :, :2]]
+        cycle.append(cycle)
+        del cycle
+        y.add_(1)
+        return True
+
+    gc.disable()
+    try:
+        assert _run(change)[0] == (True, True)
+    finally:
+        gc.enable()

@@ -1,0 +1,293 @@
+"""The boundary of a model in the view: what goes in and out, and what is called from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
+from credit_dp.domain_parallel.thread_ranks import RankError
+from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.errors import UserError
+from tests.ranks import on_threads
+
+SHAPE = (2, 3, 7, 8)
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Fields:
+    y: Tensor
+    name: str = "fields"
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Frozen(OrderedDict):
+    """A mapping that forbids changes, as configurations of other packages do."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError
+
+    def clear(self):
+        raise TypeError
+
+
+@dataclass
+class Output(OrderedDict):
+    """A dataclass that is a mapping as well, as outputs of other packages are."""
+
+    sample: Tensor
+
+    def __post_init__(self):
+        dict.__setitem__(self, "sample", self.sample)
+
+
+class Model(nn.Module):
+    """Centred fields between two convolutions: not what one band alone can compute."""
+
+    def __init__(self, forward=None):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, 3, 1)
+        self.settings = Frozen(width=4)
+        self.cache = None
+        self.register_buffer("mean", torch.zeros(4))
+        self.function = forward
+
+    def core(self, x):
+        y = self.stem(x)
+        return self.head((y - y.mean()) * torch.linspace(0, 1, y.shape[-2])[:, None])
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs) if self.function else self.core(*args)
+
+
+def compare(model, call, prepare=lambda model: model, shape=SHAPE, ranks=RANKS):
+    """Check that a call of the model in the view equals that of the unsharded one."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        _compare(model.double(), call, prepare, shape, ranks)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _compare(model, call, prepare, shape, ranks):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    unsharded = prepare(copy.deepcopy(model))
+    whole_x = x.clone().requires_grad_()
+    outputs = call(unsharded, whole_x)
+    weights = [torch.randn(y.shape, generator=generator) for y in outputs]
+    sum((y * w).sum() for y, w in zip(outputs, weights, strict=True)).backward()
+
+    def on_rank(manager):
+        converted = copy.deepcopy(model)
+        attach_view(converted, manager, (shape,))
+        converted = prepare(converted)
+        local_x = shard_tensor(x, manager=manager).clone().requires_grad_()
+        local = call(converted, local_x)
+        total = 0
+        for y, w in zip(local, weights, strict=True):
+            assert type(y) is Tensor
+            share = w / ranks if y.shape == w.shape else shard_tensor(w, manager=manager)
+            total = total + (y * share).sum()
+        total.backward()
+        return local, local_x.grad, [p.grad for p in converted.parameters()], converted
+
+    results = on_threads(ranks, on_rank)
+    for i, y in enumerate(outputs):
+        parts = [local[i].detach() for local, *_ in results]
+        torch.testing.assert_close(
+            parts[0] if parts[0].shape == y.shape else torch.cat(parts, -2), y.detach()
+        )
+    torch.testing.assert_close(torch.cat([r[1] for r in results], -2), whole_x.grad)
+    for i, p in enumerate(unsharded.parameters()):
+        shares = [r[2][i] for r in results if r[2][i] is not None]
+        if p.grad is not None:
+            torch.testing.assert_close(sum(shares), p.grad)
+    for converted in (r[3] for r in results):
+        for buffer, other in zip(converted.buffers(), unsharded.buffers(), strict=True):
+            torch.testing.assert_close(buffer.detach(), other.detach())
+
+
+def _keep(model, x):
+    y = model.core(x)
+    result = y if model.cache is None else y + model.cache
+    model.cache = y
+    return result
+
+
+def _replace_buffer(model, x):
+    model.mean = model.stem(x).mean((0, 2, 3)).detach()
+    return model.core(x) * model.mean.sum()
+
+
+def _set_buffer(model, x):
+    model.mean.data = model.stem(x).mean((0, 2, 3)).detach()
+    return model.core(x) * model.mean.sum()
+
+
+def _same_twice(model, x):
+    y = model.core(x)
+    return y, y
+
+
+CASES = {
+    "dataclass in": (lambda m, b: m.core(b.y), lambda m, x: [m(Fields(x))]),
+    "frozen mapping in": (lambda m, b: m.core(b["x"]), lambda m, x: [m(Frozen(x=x))]),
+    "keyword and others in": (
+        lambda m, a, b, *, x, c: m.core(x) * b,
+        lambda m, x: [m(None, 2, x=x, c="name")],
+    ),
+    "input twice": (lambda m, a, b: m.core(a) + b, lambda m, x: [m(x, x)]),
+    "whole input": (
+        lambda m, x, c: m.core(x) * c.mean() * c.shape[0],
+        lambda m, x: [m(x, torch.arange(6.0).view(2, 3))],
+    ),
+    "dataclass out": (lambda m, x: Fields(m.core(x)), lambda m, x: [m(x).y]),
+    "named tuple out": (
+        lambda m, x: Pair(m.core(x), m.core(2 * x).mean((2, 3))),
+        lambda m, x: list(m(x)),
+    ),
+    "mapping out": (lambda m, x: Frozen(y=m.core(x)), lambda m, x: [m(x)["y"]]),
+    "dataclass and mapping out": (
+        lambda m, x: Output(m.core(x)),
+        lambda m, x: [m(x)["sample"], m(x).sample],
+    ),
+    "same twice out": (_same_twice, lambda m, x: list(m(x))),
+    "channels last out": (lambda m, x: m.core(x).permute(0, 2, 3, 1), lambda m, x: [m(x)]),
+    "tokens out": (lambda m, x: m.core(x).flatten(2).transpose(1, 2), lambda m, x: [m(x)]),
+    "scalar out": (lambda m, x: m.core(x).square().mean(), lambda m, x: [m(x)]),
+    "sample out": (lambda m, x: m.core(x)[0, 0], lambda m, x: [m(x)]),
+    "rollout": (None, lambda m, x: [m(m(m(x)))]),
+    "siamese": (None, lambda m, x: [m(x) * m(x.roll(1, 3))]),
+    "field in an attribute": (_keep, lambda m, x: [m(x), m(2 * x)]),
+    "buffer": (_replace_buffer, lambda m, x: [m(x)]),
+    "data of a buffer": (_set_buffer, lambda m, x: [m(x)]),
+    "functional_call": (
+        None,
+        lambda m, x: [
+            torch.func.functional_call(m, {k: 2 * p for k, p in m.named_parameters()}, (x,))
+        ],
+    ),
+    "deep copy": (None, lambda m, x: [copy.deepcopy(m)(x).detach() + m(x)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_unsharded_model(name):
+    forward, call = CASES[name]
+    compare(Model(forward), call)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(3, 3), (5, 4)])
+def test_few_rows(rows, ranks):
+    compare(Model(), lambda m, x: [m(x)], shape=(1, 3, rows, 8), ranks=ranks)
+
+
+def _add_root_hooks(model):
+    model.register_forward_pre_hook(lambda m, args: (args[0] - args[0].mean(),))
+    model.register_forward_hook(lambda m, args, y: y - y.mean((2, 3), keepdim=True))
+    model.register_full_backward_hook(lambda m, gi, go: (gi[0] / (1 + gi[0].norm()),))
+    model.register_full_backward_pre_hook(lambda m, go: (go[0] / (1 + go[0].norm()),))
+    return model
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_hooks_of_the_root_see_the_globe(is_before):
+    call = lambda m, x: [m(1 * x)]  # noqa: E731
+    if is_before:
+        compare(_add_root_hooks(Model()), call)
+    else:
+        compare(Model(), call, _add_root_hooks)
+
+
+def test_a_model_in_the_view_may_be_part_of_another_one():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            y = self.inner(x - x.mean())
+            return y / y.std()
+
+    compare(Outer(Model()), lambda m, x: [m(x)])
+
+    model, x = Model(), torch.randn(SHAPE)
+
+    def on_rank(manager):
+        inner = copy.deepcopy(model)
+        attach_view(inner, manager, (SHAPE,))
+        outer = Outer(inner)
+        attach_view(outer, manager, (SHAPE,))
+        band = shard_tensor(x, manager=manager)
+        return outer(band).detach(), inner(band).detach()
+
+    results = on_threads(RANKS, on_rank)
+    for i, y in enumerate((Outer(model)(x), model(x))):
+        torch.testing.assert_close(torch.cat([result[i] for result in results], -2), y.detach())
+
+
+class _Object:
+    def __init__(self, x):
+        self.x = x
+
+
+REFUSED = {
+    "method": (None, lambda m, x: m.core(x), "stem: called outside of the model's forward"),
+    "module": (None, lambda m, x: m.stem(x), "stem: called outside of the model's forward"),
+    "attribute": (_keep, lambda m, x: m(x) + m.cache, "used outside of its forward"),
+    "object in": (lambda m, o: m.core(o.x), lambda m, x: m(_Object(x)), "_Object: fields"),
+    "object out": (lambda m, x: _Object(m.core(x)), lambda m, x: m(x), "_Object: fields"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_fields_that_enter_or_leave_unseen(name):
+    forward, call, message = REFUSED[name]
+
+    def on_rank(manager):
+        model = Model(forward)
+        attach_view(model, manager, (SHAPE,))
+        call(model, shard_tensor(torch.randn(SHAPE), manager=manager))
+
+    with pytest.raises(RankError, match=message) as error:
+        on_threads(RANKS, on_rank)
+    assert isinstance(error.value.__cause__, UserError)
+
+
+def test_a_model_that_failed_can_run_again():
+    def fail(model, x):
+        raise ValueError
+
+    def on_rank(manager):
+        model = Model(fail)
+        attach_view(model, manager, (SHAPE,))
+        x = shard_tensor(torch.randn(SHAPE), manager=manager)
+        with pytest.raises(ValueError, match=r"^$"):
+            model(x)
+        model.function = None
+        return model(x).shape
+
+    assert on_threads(RANKS, on_rank) == [(2, 3, 4, 8), (2, 3, 3, 8)]
+
+
+def test_a_mapping_that_forbids_changes_is_planned():
+    def on_rank(manager):
+        model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1))
+        model.settings = Frozen(width=3)
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+        return list(model.settings.items())
+
+    assert on_threads(RANKS, on_rank) == [[("width", 3)]] * RANKS

@@ -1,0 +1,692 @@
+"""Functions on bands equal those of the globe: outputs and gradients, and none runs whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.view import rules
+from credit_dp.domain_parallel.view.model import attach_view
+from tests.ranks import on_threads
+
+CHANNELS = 8
+COLUMNS = 6
+TOLERANCE = 1e-11
+RANKS = (2, 3, 4)
+# On one of the numbers of ranks each has a single row, on others bands are uneven.
+HEIGHTS = {2: 7, 3: 13, 4: 4}
+
+
+class Model(nn.Module):
+    """A function between parameters that all entries depend on."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.rand(CHANNELS) + 0.5)
+        self.matrix = nn.Parameter(torch.randn(CHANNELS, CHANNELS))
+        self.rows = nn.Parameter(torch.randn(16, COLUMNS))
+        self.attention = nn.MultiheadAttention(CHANNELS, 2)
+        self.lstm = nn.LSTM(CHANNELS, CHANNELS, 2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(CHANNELS, CHANNELS)
+        self.cell = nn.LSTMCell(CHANNELS, CHANNELS)
+        self.encoder = nn.TransformerEncoderLayer(CHANNELS, 2, 8, 0.0, batch_first=True)
+        self.instance_norm = nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        return self.function(self, x * self.scale[:, None, None])
+
+    def outputs(self, x):
+        """Return the outputs as a list, complex ones as pairs of real numbers."""
+        tensors = [y for y in tree_leaves(self(x)) if isinstance(y, torch.Tensor)]
+        return [torch.view_as_real(y).movedim(-1, 0) if y.is_complex() else y for y in tensors]
+
+
+def run_whole(model, x):
+    """Return outputs and gradients of the unsharded model, and the weights of its loss."""
+    model = copy.deepcopy(model)
+    x = x.clone().requires_grad_()
+    outputs = model.outputs(x)
+    weights = [torch.randn(y.shape, dtype=x.dtype) for y in outputs]
+    return outputs, weights, *backward(model, x, outputs, weights)
+
+
+def backward(model, x, outputs, weights):
+    """Return the gradients of the weighted sum of outputs, of input and parameters; and buffers."""
+    losses = [
+        (y * weight).sum()
+        for y, weight in zip(outputs, weights, strict=True)
+        if y.dtype.is_floating_point and y.requires_grad
+    ]
+    if losses:
+        sum(losses).backward()
+    parameters = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
+    input_grad = torch.zeros_like(x) if x.grad is None else x.grad
+    return input_grad, parameters, dict(model.named_buffers())
+
+
+def run_band(manager, model, x, expected, weights):
+    """Return a rank's outputs and gradients, and the functions that ran whole."""
+    model = copy.deepcopy(model)
+    view = attach_view(model, manager, [tuple(x.shape)])
+    local = shard_tensor(x, manager=manager).clone().requires_grad_()
+    outputs = model.outputs(local)
+    parts = [
+        weight / manager.domain_parallel_size
+        if y.shape == whole.shape
+        else shard_tensor(weight, manager=manager)
+        for y, whole, weight in zip(outputs, expected, weights, strict=True)
+    ]
+    return outputs, *backward(model, local, outputs, parts), set(view.whole_calls)
+
+
+def check(function, shape, ranks):
+    """Compare a function on ranks with that of the globe, and check that nothing runs whole."""
+    torch.manual_seed(0)
+    model = Model(function).double()
+    x = torch.randn(shape, dtype=torch.float64)
+    expected, weights, input_grad, parameters, buffers = run_whole(model, x)
+    detached = [y.detach() for y in expected]
+    results = on_threads(ranks, run_band, model, x, detached, weights)
+    outputs, input_grads, all_parameters, all_buffers, whole_calls = zip(*results, strict=True)
+    for i, y in enumerate(detached):
+        parts = [part[i].detach() for part in outputs]
+        joined = parts[0] if parts[0].shape == y.shape else torch.cat(parts, -2)
+        assert_close(joined, y, "output")
+    assert_close(torch.cat(input_grads, -2), input_grad, "input gradient")
+    # Gradients that are zero but for rounding are compared with the largest one of the model.
+    largest = max(float(grad.abs().max()) for grad in parameters.values())
+    for name, grad in parameters.items():
+        total = sum(part[name] for part in all_parameters)
+        assert_close(total, grad, name, 1e-3 * largest)
+    for name, buffer in buffers.items():
+        assert_close(all_buffers[0][name], buffer, name)
+    assert whole_calls[0] == set()
+
+
+def assert_close(actual, expected, what, scale=0.0):
+    __tracebackhide__ = True
+    assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
+    if actual.dtype.is_floating_point:
+        largest = max(float(expected.nan_to_num().abs().max()), scale, 1e-3)
+        assert torch.equal(actual.isnan(), expected.isnan()), what
+        difference = (actual - expected).nan_to_num().abs()
+        assert (float(difference.max()) if difference.numel() else 0.0) <= TOLERANCE * largest, what
+    else:
+        assert torch.equal(actual, expected), what
+
+
+def tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+def image(tokens, x):
+    return tokens.transpose(1, 2).reshape(x.shape)
+
+
+def heads(x):
+    """Return `(B, heads, tokens, features)` with rows among the tokens."""
+    return tokens(x).unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+SDPA = F.scaled_dot_product_attention
+
+
+def attend(x, **options):
+    q = heads(x)
+    return SDPA(q, q.flip(2), q * 2, **options)
+
+
+def attend_with_mask(model, x):
+    count = x.shape[2] * x.shape[3]
+    mask = torch.linspace(-1, 1, count * count, dtype=x.dtype).view(count, count)
+    return attend(x, attn_mask=mask), attend(x, attn_mask=mask > -0.9)
+
+
+def attend_by_columns(model, x):
+    y = x.permute(0, 2, 3, 1)
+    return SDPA(y, y, y), SDPA(y, y[:, :, :2], y[:, :, :2], is_causal=True, scale=0.3)
+
+
+def attend_by_heads(model, x):
+    y = x.transpose(1, 2)
+    mask = model.rows[: x.shape[2], 0].view(-1, 1, 1)
+    return SDPA(y, y, y), SDPA(y, y, y, attn_mask=mask)
+
+
+def grouped_queries(model, x):
+    q = heads(x)
+    return SDPA(q, q[:, :1], q[:, 1:], enable_gqa=True)
+
+
+def attend_class(model, x):
+    q = model.matrix[None, None, :3, :4].expand(2, 2, 3, 4)
+    return SDPA(q, heads(x), heads(x) * 2), SDPA(q, heads(x), heads(x), scale=0.1)
+
+
+def multi_head(model, x, **options):
+    y = x.flatten(2).permute(2, 0, 1)
+    return model.attention(y, y, y, **options)
+
+
+def multi_head_with_masks(model, x):
+    y = x.flatten(2).permute(2, 0, 1)
+    count = len(y)
+    mask = torch.ones(count, count, dtype=torch.bool).triu(1)
+    padding = torch.arange(count)[None].expand(2, -1) > count - 3
+    return (
+        model.attention(y, y, y, attn_mask=mask)[0],
+        model.attention(y, y, y, key_padding_mask=padding, need_weights=False)[0],
+        model.attention(y, y, y, attn_mask=mask, is_causal=True, need_weights=False)[0],
+    )
+
+
+def multi_head_with_class(model, x):
+    y = x.flatten(2).permute(2, 0, 1)
+    y = torch.cat([model.scale.expand(1, 2, -1), y])
+    y = y + model.attention(y, y, y, need_weights=False)[0]
+    query = y[:1]
+    return y[0], model.attention(query, y[1:], y[1:], need_weights=False)[0]
+
+
+def multi_head_of_windows(model, x):
+    y = x.permute(3, 0, 2, 1).flatten(1, 2)  # columns attend, rows are samples
+    return model.attention(y, y, y)
+
+
+def encode(model, x):
+    return image(model.encoder(tokens(x)), x)
+
+
+ATTENTION = {
+    "tokens": lambda m, x: attend(x),
+    "causal": lambda m, x: attend(x, is_causal=True, scale=0.7),
+    "masks": attend_with_mask,
+    "columns": attend_by_columns,
+    "heads": attend_by_heads,
+    "grouped queries": grouped_queries,
+    "class queries": attend_class,
+    "rows in features": lambda m, x: SDPA(x.mT, x.mT, x.mT),
+    "fewer dims of keys": lambda m, x: SDPA(x.permute(0, 2, 3, 1), m.matrix[None], m.matrix[None]),
+    "multi-head": multi_head,
+    "multi-head without weights": lambda m, x: multi_head(m, x, need_weights=False)[0],
+    "multi-head, all weights": lambda m, x: multi_head(m, x, average_attn_weights=False),
+    "multi-head with masks": multi_head_with_masks,
+    "multi-head with class token": multi_head_with_class,
+    "multi-head of windows": multi_head_of_windows,
+    "encoder": encode,
+}
+
+REDUCTIONS = {
+    "sums": lambda m, x: (x.sum(), x.sum(2), x.mean((0, 2), True), x.sum(dim=(), keepdim=True)),
+    "means of nothing": lambda m, x: (x.mean(()), x.mean(dim=[]), torch.std(x)),
+    "spellings": lambda m, x: (
+        torch.sum(input=x, axis=2, keepdims=True),
+        torch.mean(x, dim=[2]),
+        x.amax(dim=2),
+        torch.var(x, (1, 2), correction=0),
+        torch.var(x, 2, False),
+        x.std(2, True, True),
+    ),
+    "types": lambda m, x: (x.float().sum(2, dtype=torch.float64), (x > 0).sum(2), (x > 0).sum()),
+    "nan": lambda m, x: (lambda y: (y.nansum(2), y.nanmean(2), y.nanmean()))(
+        x.where(x > 0, torch.nan)
+    ),
+    "extrema": lambda m, x: (
+        x.amax(2),
+        x.amin((1, 2)),
+        x.max(),
+        x.min(),
+        x.relu().amax(2),
+        x.relu().amax(),
+        x.max(2),
+        x.min(2, keepdim=True),
+        x.argmax(2),
+        x.argmin(2, True),
+        (x * 9).int().amax(2),
+    ),
+    "all and any": lambda m, x: (
+        (x > 0).all(2),
+        (x > 3).any(2),
+        (x > 9).any(),
+        (x > -99).all(2, True),
+    ),
+    "products": lambda m, x: (x.prod(2), x.relu().prod(2, True), x.prod()),
+    "logsumexp": lambda m, x: (
+        x.logsumexp(2),
+        x.logsumexp((1, 2), True),
+        torch.special.logsumexp(x, 2),
+    ),
+    "norms": lambda m, x: (
+        x.norm(),
+        x.norm(dim=2),
+        x.norm(3, 2, True),
+        torch.linalg.norm(x, dim=(2, 3)),
+        torch.linalg.vector_norm(x, 1, (1, 2)),
+        torch.linalg.vector_norm(x, float("inf"), 2),
+        torch.linalg.vector_norm(x, 0, 2),
+        (x * 0).norm(dim=2),
+        torch.linalg.norm(x, 2, 2),
+    ),
+    "variances": lambda m, x: (
+        x.var(2),
+        x.std(),
+        x.std((2, 3), keepdim=True),
+        *torch.var_mean(x, (1, 2)),
+        *torch.std_mean(x, 2, keepdim=True),
+        (x * 0).std(2),
+        torch.std(x, 2, correction=2),
+    ),
+    "count_nonzero": lambda m, x: (x.relu().count_nonzero(2), x.relu().count_nonzero()),
+    "softmax": lambda m, x: (
+        x.softmax(2),
+        F.log_softmax(x, 2),
+        F.softmin(x, 2),
+        x.softmax(3),
+        x.softmax(-1),
+        torch.softmax(x, 2, torch.float64),
+        F.softmax(x.float(), dim=2, dtype=torch.float64),
+        x.where(x > -0.5, -torch.inf).softmax(1),
+    ),
+    "scans": lambda m, x: (
+        x.cumsum(2),
+        x.cumprod(2),
+        torch.cumsum(x, dim=1),
+        x.relu().cumprod(axis=2),
+        x.flatten(0, 1).cumsum(1),
+        x.flip(2).cumsum(2).flip(2),
+        (x > 0).cumsum(2),
+    ),
+    "scans of folded rows": lambda m, x: x.transpose(1, 2).flatten(0, 1).cumsum(0),
+    "sorts": lambda m, x: (
+        x.sort(2),
+        x.sort(),
+        x.argsort(2, descending=True),
+        x.topk(2, 2),
+        x.topk(2, dim=1)[0],
+        x.cummax(2),
+        x.logcumsumexp(2),
+        F.glu(x, 1),
+        torch.sort(x, stable=True, dim=2),
+    ),
+    "order statistics": lambda m, x: (
+        x.kthvalue(2, 2),
+        x.median(2, keepdim=True),
+        x.median(1),
+        x.mode(3),
+        x.nanmedian(2)[0],
+    ),
+    "differences": lambda m, x: (
+        x.diff(dim=2),
+        x.diff(),
+        x.diff(1, 2, x[:, :, :1]),
+        torch.diff(x, n=2, dim=2),
+        x.diff(dim=2, append=x[:, :, -1:]),
+    ),
+}
+
+MIXTURES = {
+    "normalize": lambda m, x: (F.normalize(x), F.normalize(x, dim=2), F.normalize(x, 1.0, (2, 3))),
+    "cosine": lambda m, x: (
+        F.cosine_similarity(x, x.roll(1, 2)),
+        F.cosine_similarity(x, m.rows[: x.shape[2]], dim=2),
+        F.cosine_similarity(x * 0, x, 2),
+        F.pairwise_distance(x, x * 2),
+        F.cosine_similarity(x1=x, x2=x, dim=-1),
+    ),
+    "group norm": lambda m, x: (
+        F.group_norm(x, 2),
+        F.group_norm(x, 4, m.scale),
+        F.group_norm(x, 2, weight=m.scale, bias=m.scale, eps=1e-3),
+        F.group_norm(x.transpose(0, 2), 2),
+        F.group_norm(x.transpose(1, 2), x.shape[2]),
+    ),
+    "instance norm": lambda m, x: (
+        F.instance_norm(x),
+        F.instance_norm(x, weight=m.scale),
+        m.instance_norm(x),
+        F.instance_norm(x.mT),
+        F.instance_norm(x, m.scale.detach(), m.scale.detach(), use_input_stats=False),
+    ),
+    "layer norm": lambda m, x: (
+        F.layer_norm(x, x.shape[2:]),
+        F.layer_norm(x, x.shape[1:], eps=0.1),
+        F.layer_norm(x, (COLUMNS,)),
+        F.layer_norm(x, x.shape[2:], m.rows[: x.shape[2]], m.rows[: x.shape[2]]),
+        F.rms_norm(x, x.shape[2:], m.rows[: x.shape[2]]),
+        F.rms_norm(x, x.shape[3:]),
+        F.rms_norm(x.mT, (x.shape[2],)),
+        nn.functional.layer_norm(input=x, normalized_shape=[COLUMNS], weight=m.rows[0]),
+    ),
+    "batch norm": lambda m, x: (
+        torch.batch_norm(x, m.scale, None, None, None, True, 0.1, 1e-5, False),
+        F.batch_norm(x, None, None, m.scale, training=True),
+        F.batch_norm(x.transpose(0, 2), None, None, training=True),
+    ),
+    "local response norm": lambda m, x: F.local_response_norm(x, 3),
+    "lp pool": lambda m, x: (
+        F.lp_pool2d(x.abs(), 2, (1, 2)),
+        F.lp_pool2d(x.abs(), 3, (1, 3), (1, 2)),
+    ),
+    "matrix products": lambda m, x: (
+        x @ x.mT,
+        x.mT @ x,
+        m.matrix @ x.flatten(2),
+        x @ m.rows[0],
+        x[0, 0] @ m.rows[0],
+        m.rows[: x.shape[2]].T @ x,
+        torch.matmul(x, other=x.mT),
+        x[0, 0, :, 0].dot(x[0, 1, :, 0]),
+        torch.inner(x[0, 0, :, 0], x[1, 0, :, 0]),
+        torch.outer(x[0, 0, :, 0], m.scale),
+        torch.mv(x[0, 0], m.rows[0]),
+        m.rows[:, 0][: x.shape[2]] @ x,
+        torch.tensordot(x, m.matrix, ([1], [0])),
+        torch.tensordot(x, x, 4),
+        torch.tensordot(x, x, ([2, 3], [2, 3])),
+    ),
+    "einsum": lambda m, x: (
+        torch.einsum("...hw,...gw->...hg", x, x),
+        torch.einsum("bchw,cd", x, m.matrix),
+        torch.einsum("b...,b...->...", x, x),
+        torch.einsum("bchw->bc", x),
+        torch.einsum("...c,hc->h...", x, m.rows[: x.shape[2]]),
+        torch.einsum("bchw, dc -> bdhw", x, m.matrix),
+        torch.einsum("hw,hw", x[0, 0], x[1, 0]),
+    ),
+    "linear": lambda m, x: (
+        F.linear(x.movedim(1, -1), m.matrix),
+        F.linear(x.mT, m.rows[: x.shape[2]].T, m.scale[:6]),
+        F.linear(x[:1, :1].flatten(1), m.rows[: x.shape[2]].reshape(1, -1), m.scale[:1]),
+    ),
+    "losses": lambda m, x: (
+        F.mse_loss(x, x.roll(1, 2)),
+        F.l1_loss(x, x.flip(2), reduction="sum"),
+        F.smooth_l1_loss(x, x * 3),
+        F.huber_loss(x, x * 3, "none"),
+        F.binary_cross_entropy_with_logits(x, (x > 0).double()),
+        F.kl_div(x.log_softmax(1), x.softmax(1), reduction="batchmean"),
+        F.cross_entropy(x, x.argmax(1)),
+        F.cross_entropy(x, x.softmax(1)),
+        F.cross_entropy(x, x.argmax(1), ignore_index=2, label_smoothing=0.1),
+        F.nll_loss(x.log_softmax(1), x.argmax(1), m.scale.detach(), reduction="sum"),
+    ),
+    "lstm": lambda m, x: m.lstm(x.permute(0, 2, 3, 1).flatten(0, 1)),
+    "gru": lambda m, x: m.gru(x.permute(3, 0, 2, 1).flatten(1, 2)),
+    "lstm of rows": lambda m, x: m.lstm(x.permute(0, 3, 2, 1).flatten(0, 1)),
+    "cell": lambda m, x: m.cell(x.permute(0, 2, 3, 1).flatten(0, 2)),
+}
+
+
+def moved(x):
+    """Return `x` with bands of columns, and rows in one piece."""
+    return torch.fft.ifft(x, dim=2).real
+
+
+SPECTRAL = {
+    "one dim": lambda m, x: (
+        torch.fft.rfft(x),
+        torch.fft.fft(x, dim=2),
+        torch.fft.irfft(torch.fft.rfft(x, dim=2), x.shape[2], 2),
+    ),
+    "two dims": lambda m, x: (
+        torch.fft.rfft2(x, norm="ortho"),
+        torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]),
+        torch.fft.fft2(x, (4, 4)),
+        torch.fft.fftn(x, dim=(1, 2)),
+        torch.fft.ifft2(x, dim=(2, 1)),
+    ),
+    "all dims": lambda m, x: torch.fft.rfftn(x),
+    "shifts": lambda m, x: (
+        torch.fft.fftshift(x),
+        torch.fft.ifftshift(x, 2),
+        torch.fft.fftshift(x, dim=(2, 3)),
+    ),
+    "neural operator": lambda m, x: (
+        x
+        + torch.fft.irfft2(
+            torch.einsum("bihw,io->bohw", torch.fft.rfft2(x), m.matrix.to(torch.complex128)),
+            s=x.shape[-2:],
+        )
+    ),
+    "complex": lambda m, x: (
+        torch.view_as_real(torch.complex(x, x * 2)),
+        torch.view_as_complex(x.unflatten(-1, (3, 2))).abs(),
+        torch.polar(x.abs(), x).real,
+        torch.complex(x, x).conj().imag,
+        torch.complex(x, x).angle(),
+        torch.real(torch.complex(x, -x)),
+    ),
+    "convolution of moved bands": lambda m, x: F.conv2d(
+        moved(x), m.matrix[:, :, None, None].expand(-1, -1, 3, 1), padding=(1, 0)
+    ),
+    "sums of moved bands": lambda m, x: (
+        moved(x) + x,
+        x * moved(x),
+        torch.cat([x, moved(x)], 2),
+        torch.stack([moved(x), x]),
+    ),
+}
+
+INDEXING = {
+    "steps": lambda m, x: (
+        x[:, :, ::2],
+        x[:, :, 1::2],
+        x[:, :, 1:-1],
+        x[..., ::3],
+        x.narrow(dim=2, start=1, length=2),
+    ),
+    "select": lambda m, x: (
+        x[:, :, -1],
+        x.select(1, index=2),
+        x[0],
+        x.unbind(2)[1],
+        x[:, (0, 1)],
+        x[[1, 0]],
+    ),
+    "whole index of rows": lambda m, x: (
+        x[:, :, torch.tensor([3, 0, 0, -1])],
+        x.index_select(2, torch.tensor([1, 1, 2, 3, 0])),
+        x[:, :, [2, 1]],
+        x[0, :, torch.tensor([0, 2])],
+        x.index_select(dim=1, index=torch.tensor([0, 7])),
+    ),
+    "index with rows": lambda m, x: (
+        m.matrix[x.argmax(1)],
+        F.embedding(x.argmax(1), m.matrix),
+        F.one_hot(x.argmax(1), 8),
+    ),
+    "gather": lambda m, x: (
+        x.gather(1, x.argsort(1)[:, :2]),
+        x.take_along_dim(x.argsort(3), 3),
+        x.gather(2, x.argsort(2)),
+        torch.gather(x, dim=1, index=x.argmax(1, keepdim=True)),
+        x.take_along_dim(indices=x.argmax(1, True), dim=1),
+    ),
+    "index_add": lambda m, x: (
+        x.index_add(1, torch.tensor([0, 0]), x[:, :2], alpha=2),
+        x.scatter_add(1, x.argsort(1), x),
+    ),
+    "repeat": lambda m, x: (
+        x.repeat(1, 1, 2, 1),
+        x.repeat(2, 1, 1, 1, 2),
+        torch.tile(x, (2, 1)),
+        x.repeat_interleave(2, 2),
+        x.expand(3, *x.shape),
+        x[:, :1].expand(-1, 4, -1, -1),
+        x.tile(2, 1, 1, 1),
+        x.repeat(1, 1, 2, 1).sum(2),
+    ),
+    "joins": lambda m, x: (
+        torch.cat([x, x], axis=2),
+        torch.concat((x, m.scale.expand(2, 8, 8)[:, :, :COLUMNS, None].mT), 2),
+        torch.stack([x, x], dim=-1),
+        torch.cat([x[:, :, :2], x], 2),
+        torch.cat([x, x.mT.flip(2).mT], 2),
+    ),
+    "flips and rolls": lambda m, x: (
+        x.flip(2, 3),
+        torch.flip(x, dims=[2]),
+        x.roll((1, -2), (2, 3)),
+        x[0].fliplr(),
+        x.rot90(1, (1, 3)),
+        x[:, 0].rot90(1, (1, 2)),
+        x[:, 0].rot90(-1, [1, 2]),
+        x.rot90(2, (2, 3)),
+        x.flipud(),
+        x.roll(shifts=-3, dims=2),
+    ),
+    "triangles": lambda m, x: (
+        x.triu(),
+        x.tril(1),
+        x.mT.triu(-1),
+        x.transpose(0, 2).tril(),
+        x.diagonal(0, 1, 3),
+        x.diagonal(0, -1, 1),
+    ),
+    "shuffles": lambda m, x: (
+        F.pixel_shuffle(x, 2),
+        F.pixel_unshuffle(torch.cat([x, x], 2), 2),
+        F.pixel_shuffle(x.mT, 2),
+        F.pixel_shuffle(x[0], 2),
+        F.channel_shuffle(x, 4),
+        F.pixel_shuffle(x[None], upscale_factor=2),
+    ),
+    "meshgrid": lambda m, x: (
+        torch.meshgrid(x[0, 0, :, 0], m.scale, indexing="xy"),
+        torch.meshgrid(m.scale, x[0, 0, :, 0], indexing="ij"),
+        torch.broadcast_tensors(x, x[:, :1], m.scale[:, None, None]),
+    ),
+    "grid_sample": lambda m, x: F.grid_sample(
+        x, x[:, :2].movedim(1, -1).tanh(), align_corners=True
+    ),
+    "queries": lambda m, x: x * x.is_floating_point() + x.is_complex() + x.element_size() + x.dim(),
+    "names": lambda m, x: (
+        torch.permute(input=x, dims=(0, 1, 3, 2)),
+        torch.unsqueeze(input=x, dim=1),
+        x.reshape(shape=(2, -1)),
+        x.flatten(end_dim=1),
+    ),
+}
+
+
+def kernel(m, *sizes):
+    return m.matrix[:, :, None, None].expand(-1, -1, *sizes) / 8
+
+
+LAYERS = {
+    "convolutions in other dims": lambda m, x: (
+        F.conv2d(x.mT, kernel(m, 3, 5), m.scale, stride=(2, 1), padding=(1, 2)),
+        F.conv2d(x.mT, kernel(m, 3, 1), padding="same"),
+        F.conv_transpose2d(x.mT, kernel(m, 2, 4), None, (1, 2), (0, 1)),
+        F.conv2d(x.mT, kernel(m, 3, 1)[:, :2], groups=4),
+        F.conv3d(x[:, :, None].transpose(2, 3), kernel(m, 3, 1)[..., None], padding=(1, 0, 0)),
+        F.conv1d(
+            x.permute(0, 3, 1, 2).flatten(0, 1), m.matrix[:, :, None].expand(-1, -1, 3), padding=1
+        ),
+        F.conv1d(x.permute(0, 2, 1, 3).flatten(0, 1), m.matrix[:, :, None].expand(-1, -1, 3)),
+        F.conv2d(x.transpose(0, 2), kernel(m, 1, 3)),
+        F.conv_transpose2d(x.transpose(0, 2), kernel(m, 1, 3)),
+        F.conv2d(
+            x.transpose(1, 2),
+            m.rows[: x.shape[2], :3, None, None].mT.transpose(0, 1).reshape(3, -1, 1, 1),
+        ),
+    ),
+    "pools in other dims": lambda m, x: (
+        F.max_pool2d(x.mT, (2, 1)),
+        F.avg_pool2d(x.mT, 3, 1, 1),
+        F.adaptive_avg_pool2d(x.mT, (2, None)),
+        F.max_pool2d(x.transpose(0, 2), 2),
+        F.interpolate(x.mT, scale_factor=(1, 2)),
+        F.interpolate(x.mT, size=(4, 5), mode="bilinear"),
+    ),
+    "adaptive average of few rows": lambda m, x: (
+        F.adaptive_avg_pool2d(x, 1),
+        F.adaptive_avg_pool2d(x, (1, 3)),
+        F.adaptive_avg_pool1d(x[0].mT, 1),
+    ),
+}
+
+
+def fold_again(model, x, size, **settings):
+    windows = F.unfold(x, size, **settings)
+    factors = torch.linspace(1, 2, windows[0].numel(), dtype=x.dtype).view(windows.shape[1:])
+    return F.fold(windows * factors, x.shape[-2:], size, **settings)
+
+
+def swin_windows(model, x, size=4):
+    """Return `x` after attention in windows, of which there may be fewer than ranks."""
+    height = x.shape[2]
+    x = F.pad(x, (0, 0, 0, -height % size))
+    windows = x.unflatten(2, (-1, size)).unflatten(4, (-1, 2)).permute(0, 2, 4, 3, 5, 1)
+    tokens = windows.reshape(-1, size * 2, CHANNELS)
+    tokens = SDPA(tokens, tokens, tokens) @ model.matrix
+    y = tokens.view(windows.shape).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
+    return (x + y)[:, :, :height]
+
+
+WINDOWS = {
+    "swin": swin_windows,
+    "rows that are spread": lambda m, x: x.reshape(2, CHANNELS, COLUMNS, -1).softmax(-1),
+    "unfold": lambda m, x: (
+        F.unfold(x, 3, padding=1),
+        F.unfold(x, (1, 2), stride=(1, 2)),
+        F.unfold(x.transpose(1, 2), (2, 2), padding=(0, 1)),
+        F.unfold(x.transpose(0, 2), (1, 3)),
+        F.unfold(input=x, kernel_size=(3, 1), dilation=(2, 1), padding=(2, 0)),
+    ),
+    "fold": lambda m, x: (
+        fold_again(m, x, (3, 2), padding=(1, 0)),
+        fold_again(m, x, (3, 3), padding=(2, 1), dilation=(2, 1)),
+    ),
+    "windows along a dimension": lambda m, x: (
+        x.unfold(1, 3, 2),
+        x.unfold(2, 1, 1),
+        F.pad(x, (0, 0, 1, 1), mode="circular").unfold(2, 3, 1).mean(-1),
+    ),
+}
+
+FAMILIES = {
+    "windows": WINDOWS,
+    "attention": ATTENTION,
+    "reductions": REDUCTIONS,
+    "mixtures": MIXTURES,
+    "spectral": SPECTRAL,
+    "indexing": INDEXING,
+    "layers": LAYERS,
+}
+
+
+@pytest.fixture
+def strict_rules(monkeypatch):
+    """Let what a rule does not foresee fail the test instead of running whole."""
+    monkeypatch.setattr(rules, "UNFORESEEN", ())
+
+
+@pytest.mark.usefixtures("strict_rules")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family]]
+)
+def test_equals_the_function_of_the_globe(family, name, ranks):
+    check(FAMILIES[family][name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
+
+
+def change_every_other_row(model, x):
+    x = x + 0
+    x[:, :, ::2].mul_(2)
+    x[:, :, 1:-1] = 3
+    return x
+
+
+def test_every_other_row_is_changed_in_place_where_it_stays():
+    check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)

@@ -1,0 +1,191 @@
+"""Functions on bands in half precision and under autocast, and what rules keep of their call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.layers.norm import accumulation_dtype
+from credit_dp.domain_parallel.view import norms, reductions
+from credit_dp.domain_parallel.view.layers import call_layer
+from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.rules import NoRuleError
+from credit_dp.errors import UserError
+from tests.ranks import on_threads
+
+SHAPE = (1, 3, 13, 6)
+INF = float("inf")
+
+
+class _Model(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def _run_band(manager, function, x):
+    """Return a rank's output, and its band's gradient if it has one."""
+    model = _Model(function)
+    attach_view(model, manager, [tuple(x.shape)])
+    local = shard_tensor(x.detach(), manager=manager).clone().requires_grad_()
+    y = model(local)
+    if y.requires_grad:  # each rank's loss is its share of the globe's
+        (y.float().sum() / manager.domain_parallel_size).backward()
+    return y.detach(), local.grad
+
+
+def _on_ranks(function, x, ranks=3):
+    """Return the output and the gradient of the globe."""
+    results = on_threads(ranks, _run_band, function, x)
+    outputs, gradients = zip(*results, strict=True)
+    for y in outputs[1:]:
+        assert torch.equal(outputs[0], y) or y.shape[-2] != outputs[0].shape[-2]
+    return outputs, None if gradients[0] is None else torch.cat(gradients, -2)
+
+
+WIDENED = {
+    "sum": lambda x: x.sum((2, 3)),
+    "norm": lambda x: x.norm(2, (2, 3)),
+    "largest": lambda x: torch.linalg.vector_norm(x, INF, (2, 3)),
+    "sum of a type": lambda x: x.sum((2, 3), dtype=torch.bfloat16),
+    "mean": lambda x: x.mean((2, 3)),
+    "nansum": lambda x: x.nansum((2, 3)),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-2:]),
+}
+KEEP_THEIR_TYPE = ("sum of a type", "mean", "nansum")
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_autocast_on_gpus_widens_sums_and_norms_over_rows(name, monkeypatch):
+    for module in (reductions, norms):
+        monkeypatch.setattr(module, "cast_for_autocast", lambda x: x.to(accumulation_dtype(x)))
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE).bfloat16()
+    outputs, _ = _on_ranks(WIDENED[name], x)
+    y = outputs[0] if name != "layer norm" else torch.cat(outputs, -2)
+    is_kept = name in KEEP_THEIR_TYPE
+    assert y.dtype == (torch.bfloat16 if is_kept else torch.float32)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if is_kept else {"rtol": 1e-5, "atol": 1e-5}
+    expected = WIDENED[name](x if is_kept else x.float())
+    torch.testing.assert_close(y, expected, **tolerance)
+
+
+@pytest.mark.parametrize("size", [1, (2, 3)])
+def test_autocast_leaves_an_average_to_few_rows_as_it_is(size):
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE)
+
+    def average(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.adaptive_avg_pool2d(x, size)
+
+    (y, *_), _ = _on_ranks(average, x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, F.adaptive_avg_pool2d(x, size))
+
+
+def test_an_average_of_halves_to_one_row_is_rounded_once():
+    # 1 / 131 is 0.3 % larger in bfloat16.
+    x = torch.full((1, 1, 131, 1), 200.0, dtype=torch.bfloat16)
+    (y, *_), _ = _on_ranks(lambda x: F.adaptive_avg_pool2d(x, 1), x)
+    assert y.dtype == torch.bfloat16
+    assert float(y) == 200
+
+
+SPREADS = {
+    "var": lambda x: x.var((2, 3)),
+    "std": lambda x: x.std((2, 3), keepdim=True),
+    "var_mean": lambda x: torch.var_mean(x, (2, 3))[0],
+    "mean of std_mean": lambda x: torch.std_mean(x, (2, 3))[1],
+}
+
+
+@pytest.mark.parametrize("name", SPREADS)
+def test_the_variance_of_halves_keeps_its_digits_beside_a_large_mean(name):
+    torch.manual_seed(0)
+    x = (280.5 + 2 * torch.randn(1, 3, 64, 16)).bfloat16()
+    (y, *_), _ = _on_ranks(SPREADS[name], x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, SPREADS[name](x.float()).bfloat16())
+
+
+def test_the_root_of_a_large_variance_of_halves_is_finite():
+    torch.manual_seed(0)
+    x = (2000 * torch.randn(1, 1, 64, 64)).half()
+    (y, *_), _ = _on_ranks(lambda x: x.std((2, 3)), x)
+    torch.testing.assert_close(y, x.std((2, 3)))
+
+
+@pytest.mark.parametrize("order", [INF, -INF])
+def test_equal_extrema_of_all_bands_share_the_gradient(order):
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE).sign()
+    x[:, 0, 2:5] *= 3
+    x[:, 1, :7] *= 0.5
+
+    def norm(x):
+        return torch.linalg.vector_norm(x, order, (2, 3))
+
+    whole = x.clone().requires_grad_()
+    expected = norm(whole)
+    expected.sum().backward()
+    (y, *_), gradient = _on_ranks(norm, x)
+    torch.testing.assert_close(y, expected.detach())
+    torch.testing.assert_close(gradient, whole.grad)
+
+
+DROPOUTS = {
+    "evaluation": lambda x: F.dropout2d(x, 0.5, False),
+    "named": lambda x: F.dropout2d(x, training=False),
+    "nothing dropped": lambda x: F.dropout2d(x, 0.0),
+    "torch": lambda x: torch.feature_dropout(x, 0.5, False),
+    "train": lambda x: torch.feature_dropout(x, p=0.5, train=False),
+    "alpha": F.alpha_dropout,
+    "channels of alpha": lambda x: F.feature_alpha_dropout(x, training=False),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_a_dropout_that_drops_nothing_returns_its_argument(name):
+    def add_in_place(x):
+        x = x + 0
+        y = DROPOUTS[name](x)
+        y += 1
+        return x + y
+
+    x = torch.randn(SHAPE)
+    outputs, _ = _on_ranks(add_in_place, x)
+    torch.testing.assert_close(torch.cat(outputs, -2), 2 * (x + 1))
+
+
+def test_a_call_without_a_layer_keeps_no_tensors_alive():
+    settings = {"output_size": (1, 4), "return_indices": True}
+
+    def run(manager):
+        fields = []
+
+        def pool_columns(x):
+            y = x * 1
+            fields.append(weakref.ref(y))
+            with pytest.raises(NoRuleError):
+                call_layer(nn.Identity(), y.transpose(2, 3), nn.AdaptiveMaxPool2d, settings)
+            return y + 1
+
+        model = _Model(pool_columns)
+        view = attach_view(model, manager, [SHAPE])
+        with torch.no_grad():
+            model(shard_tensor(torch.randn(SHAPE), manager=manager))
+        gc.collect()
+        assert [type(layer) for layer in view.layers.values()] == [UserError]
+        return fields[0]() is None
+
+    assert all(on_threads(2, run))

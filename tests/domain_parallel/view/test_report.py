@@ -1,0 +1,369 @@
+"""Any model converts by default; what runs whole is planned, reported and limited."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.cli.plan import view_lines
+from credit_dp.domain_parallel import (
+    convert_from_domain_parallel,
+    convert_to_domain_parallel,
+    gather_tensor,
+    plan_report,
+    replan,
+    shard_tensor,
+    verify_domain_parallel,
+)
+from credit_dp.domain_parallel.costs.report import dry_run
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.view import trial as trial_module
+from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.report import whole_call_lines
+from credit_dp.domain_parallel.view.trial import WholeCall
+from credit_dp.errors import UserError
+from credit_dp.training.summary import whole_lines
+from tests.domain_parallel.equality import RANDOM_LOCK
+from tests.ranks import on_threads
+
+SHAPE = (2, 4, 13, 6)
+
+
+class _Spectral(nn.Module):
+    """A Fourier transform over rows, for which no layer has a rule."""
+
+    def forward(self, x):
+        return torch.fft.irfft2(torch.fft.rfft2(x) * 0.5, s=x.shape[-2:])
+
+
+class _Rows(nn.Module):
+    """A recurrent layer over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x):
+        y, _ = self.lstm(x.permute(0, 3, 2, 1).flatten(0, 1))
+        return x + y.reshape(x.shape[0], x.shape[3], x.shape[2], 4).permute(0, 3, 2, 1)
+
+
+class _Code(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def _around(*layers):
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), *layers, nn.Conv2d(4, 4, 1)).double()
+
+
+def _global_norm(x):
+    return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
+
+
+REFUSED = {
+    "fft": _Spectral,
+    "lstm": _Rows,
+    "fold": lambda: nn.Sequential(nn.Unfold(1), nn.Fold(SHAPE[-2:], 1)),
+    "norm of the globe": lambda: _Code(_global_norm),
+    "flip": lambda: _Code(lambda x: x + x.flip(-2)),
+    "roll": lambda: _Code(lambda x: x * x.roll(1, -2)),
+    "crop": lambda: _Code(lambda x: x[:, :, 1:-1]),
+    "control flow": lambda: _Code(lambda x: x * 2 if x.shape[-2] > 8 else x),
+    "few rows": lambda: nn.Sequential(nn.Conv2d(4, 4, 6, 6), nn.Upsample(SHAPE[-2:])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_layers_refuse_is_exact_by_default(name):
+    result = verify_domain_parallel(lambda: _around(REFUSED[name]()), SHAPE, 3)
+    assert result.passed, result.worst
+
+
+def _first_forward(manager, model, x):
+    model = convert_to_domain_parallel(copy.deepcopy(model), manager)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    y = model(band)
+    assert attached_view(model) is not None
+    assert len(attached_view(model).plan.shapes) == 1
+    with torch.no_grad():
+        assert torch.equal(model(band), y)
+    y.square().sum().backward()
+    weight = manager.transport.all_reduce(model[0].weight.grad)
+    joined = [gather_tensor(t.detach(), manager=manager) for t in (y, band.grad)]
+    restored = convert_from_domain_parallel(model)
+    assert not restored._forward_pre_hooks
+    return *joined, weight
+
+
+@pytest.mark.parametrize("name", ["fft", "fold", "lstm"])
+def test_the_first_forward_plans_without_an_input_shape(name):
+    model, x = _around(REFUSED[name]()), torch.randn(SHAPE, dtype=torch.float64)
+    x.requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    expected = y.detach(), x.grad, model[0].weight.grad
+    for tensors in on_threads(3, _first_forward, model, x.detach()):
+        for pair in zip(tensors, expected, strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-11)
+
+
+class _TwoFields(nn.Module):
+    def forward(self, fields, scale=None):
+        return {"y": torch.fft.fft(fields["x"], dim=-2).real * scale, "z": fields["x"]}
+
+
+def test_the_first_forward_takes_nested_and_keyword_inputs():
+    x = torch.randn(SHAPE, dtype=torch.float64)
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    expected = _TwoFields()({"x": x}, scale=scale)["y"]
+
+    def run(manager):
+        model = convert_to_domain_parallel(_TwoFields(), manager)
+        y = model({"x": shard_tensor(x, manager=manager)}, scale=scale)["y"]
+        torch.testing.assert_close(gather_tensor(y, manager=manager), expected)
+
+    on_threads(2, run)
+
+
+def test_a_model_whose_layers_convert_does_without_the_view():
+    def run(manager):
+        model = convert_to_domain_parallel(_around().float(), manager)
+        model(torch.zeros(2, 4, manager.partition(13).sizes[manager.rank], 6))
+        assert attached_view(model) is None
+        assert type(model[0]) is not nn.Conv2d
+
+    on_threads(2, run)
+
+
+def _manager(ranks=2):
+    return DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+
+
+def _converted(model, ranks=2, **options):
+    options = {"input_shape": SHAPE, **options}
+    return convert_to_domain_parallel(model, _manager(ranks), **options)
+
+
+class _Inverts(nn.Module):
+    """A function of matrices whose rows are those of the globe."""
+
+    def forward(self, x):
+        return x + torch.linalg.pinv(x).mT
+
+
+def test_whole_calls_are_reported_with_module_line_bytes_and_memory(caplog):
+    with caplog.at_level(logging.INFO):
+        model = _converted(_around(_Inverts(), _Inverts()).float())
+    trial = attached_view(model).plan.trial
+    assert [(call.path, call.function) for call in trial.whole_calls] == [
+        ("1", "linalg_pinv"),
+        ("2", "linalg_pinv"),
+    ]
+    call = trial.whole_calls[0]
+    size = 4 * torch.Size(SHAPE).numel()
+    assert (call.calls, call.gathered_bytes) == (1, size)
+    assert call.saved_bytes > size
+    assert call.work is None
+    assert call.location.startswith(f"{__file__}:")
+    assert trial.largest_gathered == size
+    assert caplog.records[-1].message.startswith("domain parallel: 2 functions run whole")
+    assert "test_report.py:" in caplog.text
+
+
+def test_the_work_of_whole_calls_is_counted():
+    power = _Code(lambda x: torch.linalg.matrix_power(x @ x.mT, 3))
+    (call,) = attached_view(_converted(_around(power).float())).plan.trial.whole_calls
+    assert call.function == "linalg_matrix_power"
+    assert 0 < call.work < 1
+
+
+def test_memory_of_whole_calls_is_counted_apart():
+    function = _Code(lambda x: torch.linalg.matrix_exp(x @ x.mT))
+    model = _converted(_around(function).float())
+    trial = attached_view(model).plan.trial
+    assert 0 < trial.whole_bytes < trial.saved_bytes
+    assert trial.whole_bytes == sum(call.saved_bytes for call in trial.whole_calls)
+    banded = trial.saved_bytes - trial.whole_bytes
+    assert trial.least_bytes == banded + trial.whole_bytes // 2
+
+
+def test_at_most_eight_lines():
+    calls = [WholeCall(f"layer.{i}", "m.py:1", "sort", 1, 10, 10, 0.5) for i in range(11)]
+    lines = whole_call_lines(calls)
+    assert len(lines) == 9
+    assert lines[-1] == "and 3 more"
+    assert lines[0] == (
+        "layer.0, m.py:1: sort runs whole on every rank, once, gathers 10 bytes, holds 10 bytes, "
+        "50% of a rank's work"
+    )
+
+
+def _sorts(x):
+    return x.sort(-2)[0].sort(-2)[0].sort(-2)[0]
+
+
+def test_a_rank_that_would_hold_too_much_is_refused(monkeypatch):
+    monkeypatch.setattr(trial_module, "SMALL_EXCESS", 0)
+    shape = (2, 4, 32, 6)
+    smooth = [layer for _ in range(8) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
+    model = _around(*smooth, _Code(_sorts))
+    with pytest.raises(UserError, match=r"parallel\.whole_ops_limit: a rank of 8 would") as caught:
+        _converted(model, 8, input_shape=shape)
+    message = str(caught.value)
+    assert "sort runs whole" in message
+    assert "test_report.py" in message
+    assert "\n" not in message
+    assert attached_view(model) is None
+    most = int(message.split("Lower parallel.domain to ")[1].split(",")[0])
+    assert 2 <= most < 8
+    assert attached_view(_converted(copy.deepcopy(model), most, input_shape=shape)) is not None
+    with pytest.raises(UserError, match="whole_ops_limit"):
+        _converted(copy.deepcopy(model), most + 1, input_shape=shape)
+    for limit in (None, 100.0):
+        converted = _converted(copy.deepcopy(model), 8, input_shape=shape, whole_ops_limit=limit)
+        assert attached_view(converted) is not None
+
+
+def test_a_small_excess_is_not_refused():
+    assert attached_view(_converted(_around(_Code(_sorts)), 8)) is not None
+
+
+def test_refusals_name_module_and_line_of_the_model_first():
+    def change(x):
+        x[:, :, :5].mul_(2)
+        return x
+
+    with pytest.raises(UserError, match=r"^1 \(_Code\), \S+test_report\.py:\d+: mul_: ") as caught:
+        _converted(_around(_Code(change)))
+    assert "Nor can its layers be converted: " in str(caught.value)
+    with pytest.raises(UserError, match=r"^1 \(_Code\), \S+test_report\.py:\d+: .* depend on data"):
+        _converted(_around(_Code(lambda x: x * 2 if x.sum() > 0 else x)))
+
+
+def test_an_unknown_word_is_refused():
+    with pytest.raises(UserError, match="whole_ops: needs allow or refuse"):
+        _converted(_around(), whole_ops="alow")
+
+
+@torch.library.custom_op("credit_dp_tests::reverse_rows", mutates_args=())
+def _reverse_rows(x: torch.Tensor) -> torch.Tensor:
+    """A custom operator without a fake kernel."""
+    return x.flip(-2)
+
+
+class _Reverses(nn.Module):
+    def forward(self, x):
+        return _reverse_rows(x)
+
+
+def test_operators_without_a_fake_kernel_run_and_are_said_to_be_that(caplog):
+    x = torch.randn(SHAPE)
+    plain = _Reverses()
+
+    def run(manager, input_shape):
+        with RANDOM_LOCK:
+            model = copy.deepcopy(plain)
+            model = convert_to_domain_parallel(model, manager, input_shape=input_shape)
+        y = model(shard_tensor(x, manager=manager))
+        torch.testing.assert_close(gather_tensor(y, manager=manager), x.flip(-2))
+
+    on_threads(2, run, SHAPE)
+    on_threads(2, run, None)
+    assert "no fake kernel" in caplog.text
+    assert "reverse_rows" in caplog.text
+
+
+def test_replan_for_another_grid():
+    model = _converted(_around(_Spectral()).float(), 3)
+    replan(model, (1, 4, 20, 6))
+    assert attached_view(model).plan.shapes == ((1, 4, 20, 6),)
+    with pytest.raises(UserError, match="2 rows can't be shared"):
+        replan(model, (1, 4, 2, 6))
+    assert attached_view(model).plan.shapes == ((1, 4, 20, 6),)
+
+
+def _traffic(manager):
+    return Counter(vars(manager.transport.traffic))
+
+
+def _real_step(manager, model, shape):
+    with RANDOM_LOCK:
+        model = convert_to_domain_parallel(copy.deepcopy(model), manager, input_shape=shape)
+        rows = manager.partition(shape[-2]).sizes[manager.rank]
+        x = torch.randn(*shape[:-2], rows, shape[-1], dtype=torch.float64)
+    y = model.train()(x)
+    forward = _traffic(manager)
+    y.sum().backward()
+    return forward, _traffic(manager) - forward
+
+
+@pytest.mark.parametrize("name", ["fft", "norm of the globe", "roll", "crop", "few rows"])
+def test_the_plan_counts_what_a_real_step_sends(name):
+    model, ranks = _around(REFUSED[name](), nn.GroupNorm(2, 4)), 3
+    plan = plan_report(model, SHAPE, ranks)
+    assert plan.problems == ()
+    assert plan.refusal
+    for rank, (forward, backward) in enumerate(on_threads(ranks, _real_step, model, SHAPE)):
+        assert Counter(vars(plan.forward[rank])) == forward
+        assert Counter(vars(plan.backward[rank])) == backward
+    assert len(plan.saved_bytes) == ranks
+    sent = sum(traffic.bytes for traffic in (*plan.forward, *plan.backward))
+    by_level = sum(level.sent_bytes for level in plan.levels)
+    assert 0 < by_level <= sent
+
+
+def test_the_dry_run_of_a_converted_model_counts_the_same():
+    model = _around(REFUSED["fft"]())
+    plan = plan_report(model, SHAPE, 3)
+    manager = _manager(3)
+    converted = convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+    hooks = [len(module._forward_hooks) for module in converted.modules()]
+    step = dry_run(converted, manager, [SHAPE], 0)
+    for rank in range(3):
+        sent = sum((traffic[rank] for traffic in step.forward.values()), RankTraffic())
+        returned = sum((traffic[rank] for traffic in step.backward.values()), RankTraffic())
+        assert (sent, returned) == (plan.forward[rank], plan.backward[rank])
+    assert step.saved_bytes == plan.saved_bytes[0]
+    assert attached_view(converted) is not None
+    assert [len(module._forward_hooks) for module in converted.modules()] == hooks
+
+
+def test_the_plan_and_the_summary_have_lines_about_whole_calls():
+    model = _around(_Inverts(), _Inverts())
+    lines = "\n".join(view_lines(plan_report(model, SHAPE, 2)))
+    assert "Computes through the global view, as its layers can't be converted:\n  1 (" in lines
+    assert "test_report.py:" in lines
+    assert "linalg_pinv runs whole on every rank, once, gathers 5.0 kB, holds" in lines
+    assert "the largest gathered tensor: " in lines
+    state = SimpleNamespace(parts=(_converted(model), nn.Identity()))
+    training = SimpleNamespace(trainer=SimpleNamespace(state=state))
+    assert [line in lines for line in whole_lines(training)] == [True] * 2
+    without = view_lines(plan_report(_around(_Code(lambda x: x + x.roll(1, -2))), SHAPE, 2))
+    assert without[-1] == "Every function has a rule for bands: none runs whole."
+
+
+class _NotCopied(_Spectral):
+    def __deepcopy__(self, memo):
+        raise TypeError("a handle of a file")
+
+
+def test_a_model_that_can_not_be_copied_is_planned():
+    model = _around(_NotCopied())
+    plan = plan_report(model, SHAPE, 2)
+    assert plan.problems == ()
+    assert "can't be copied" in plan.refusal
+    (problem,) = plan_report(model, SHAPE, 2, whole_ops="refuse").problems
+    assert "a handle of a file" in problem

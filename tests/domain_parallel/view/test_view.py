@@ -1,0 +1,451 @@
+"""Models whose layers can't be converted, through the global view: equal to the unsharded model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from credit_dp.domain_parallel import (
+    DomainParallelManager,
+    convert_from_domain_parallel,
+    convert_to_domain_parallel,
+    verify_domain_parallel,
+)
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.errors import UserError
+
+WIDTH = 8
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class _Block(nn.Module):
+    """A residual block that draws random numbers, without effect."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm2d(WIDTH)
+
+    def forward(self, x):
+        factor = torch.rand(x.shape[0], 1, 1, 1).mul(0).add(1)
+        return x + F.gelu(self.norm(self.conv(x))) * factor
+
+
+class _Model(nn.Module):
+    """A function of fields between two convolutions, beside modules that it may call.
+
+    Multiplying by coordinates made from the height is what conversion refuses.
+    """
+
+    def __init__(self, function, trains=True):
+        super().__init__()
+        self.function = function
+        self.trains = trains
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.block = _Block()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Conv2d(WIDTH, 3, 1)
+
+    def train(self, mode=True):
+        return super().train(mode and self.trains)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x * torch.linspace(-1, 1, x.shape[-2], dtype=x.dtype)[:, None]
+        return self.head(self.function(self, x))
+
+
+def _tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+def _attend(model, x):
+    tokens = _tokens(x)
+    tokens = tokens + model.attention(tokens, tokens, tokens)[0]
+    return tokens.transpose(1, 2).reshape(x.shape)
+
+
+def _change_in_place(model, x):
+    y = x[:, :4]
+    y.mul_(2)
+    x = x + 0
+    x[:, 4:] = x[:, 4:] * 3
+    x.add_(1)
+    return F.relu(x, inplace=True)
+
+
+def _index(model, x):
+    x = x[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])]
+    x = x[:, :, ::2].repeat_interleave(2, 2)[:, :, : x.shape[2]]
+    return x * (x > 0) + x[:, :, 3:4] + x[:, :, -1][:, :, None]
+
+
+def _assign_by_index(model, x):
+    x = x.clone()
+    x[:, torch.tensor([0, 2])] = 0
+    x[:, :, 1] = 1
+    return x
+
+
+def _einsum(model, x):
+    scores = torch.einsum("bchw,bcgw->bhg", x, x).softmax(-1)
+    return torch.einsum("bhg,bcgw->bchw", scores, x)
+
+
+def _grid_sample(model, x):
+    height, width = x.shape[-2:]
+    axes = [torch.linspace(-1, 1, n, dtype=x.dtype) for n in (width, height)]
+    grid = torch.stack(torch.meshgrid(*axes, indexing="xy"), -1)
+    return F.grid_sample(x, grid.expand(len(x), -1, -1, -1) * 0.9, align_corners=True)
+
+
+def _shifted_windows(model, x):
+    batch, channels, height, width = x.shape
+    size = 4
+    padded = math.ceil(height / size) * size
+    count, columns = padded // size, width // size
+    y = torch.roll(F.pad(x, (0, 0, 0, padded - height)), -2, 2)
+    y = y.view(batch, channels, count, size, columns, size).permute(0, 2, 4, 3, 5, 1)
+    y = y.reshape(-1, size * size, channels)
+    y = y + F.scaled_dot_product_attention(y, y, y)
+    y = y.view(batch, count, columns, size, size, channels).permute(0, 5, 1, 3, 2, 4)
+    return torch.roll(y.reshape(batch, channels, padded, width), 2, 2)[:, :, :height] + x
+
+
+def _mixed_sizes(model, x):
+    small = F.conv2d(F.avg_pool2d(x, 2), model.block.conv.weight, padding=1)
+    small = F.interpolate(small, size=x.shape[-2:], mode="bilinear")
+    y = F.pad(x + small, (1, 1, 0, 0), mode="circular")
+    y = F.pad(y, (0, 0, 1, 1), mode="reflect")[..., 1:-1, 1:-1]
+    return y.flip(-2) + torch.roll(y, 3, -2)
+
+
+def _class_token(model, x):
+    tokens = torch.cat([x.mean((2, 3))[:, None], _tokens(x)], 1)
+    tokens = tokens + F.scaled_dot_product_attention(tokens, tokens, tokens)
+    return tokens[:, 1:].transpose(1, 2).reshape(x.shape) * tokens[:, 0, :, None, None]
+
+
+class _Clip(torch.autograd.Function):
+    """A backward that is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1 + grad.norm())
+
+
+# Taken when the module is imported, as models of other packages do.
+_clip_gradient = _Clip.apply
+
+
+@torch.library.custom_op("credit_dp_tests::clip", mutates_args=())
+def _clip(x: torch.Tensor) -> torch.Tensor:
+    return x * 1
+
+
+_clip.register_fake(torch.empty_like)
+_clip.register_autograd(lambda ctx, grad: grad / (1 + grad.norm()))
+
+
+def _flip(x: torch.Tensor, factor: int) -> torch.Tensor:
+    return x.flip(2) * factor
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _scripted = torch.jit.script(_flip)
+
+
+def _penalty(model, x):
+    with torch.enable_grad():
+        x = x * 1 if x.requires_grad else x.requires_grad_()
+        y = (model.linear(x.transpose(1, 3)) ** 2).sum() + x.roll(1, 2).mul(x).mean()
+        return x + torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+def _gradient_of_a_parameter(model, x):
+    with torch.enable_grad():
+        bias = model.linear.bias * 1
+        y = (x * bias[:, None, None]).square().mean((2, 3))
+        return x + torch.autograd.grad(y, bias, y, create_graph=True)[0][:, None, None]
+
+
+def _hook_tensors(model, x):
+    if x.requires_grad:
+        x = x * 1
+        x.register_hook(lambda grad: grad / (1 + grad.norm()))
+        bias = model.linear.bias * 1
+        bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return x * bias[:, None, None]
+    return x * model.linear.bias[:, None, None]
+
+
+def _hook_modules(model, x):
+    handles = [
+        model.linear.register_full_backward_hook(lambda m, gi, go: (gi[0] * go[0].mean(),)),
+        model.linear.register_full_backward_pre_hook(lambda m, go: (go[0] / (1 + go[0].norm()),)),
+    ]
+    y = model.linear(x.transpose(1, 3)).transpose(1, 3)
+    pooled = model.linear(x.mean((2, 3)))
+    for handle in handles:
+        handle.remove()
+    return y * pooled[:, :, None, None]
+
+
+def _checkpoint_within(model, x):
+    def inner(y):
+        return y.roll(1, 2) * model.linear.bias[:, None, None] * _Clip.apply(y)
+
+    def outer(y):
+        return checkpoint(inner, y.sin(), use_reentrant=False) * y
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def _use_strides(model, x):
+    return x * x.stride(0) * x.permute(0, 2, 3, 1).stride()[1] * x.mean(2).stride(1)
+
+
+FUNCTIONS = {
+    "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
+    "clipped gradients": lambda m, x: _Clip.apply(x) * _Clip.apply(m.linear.bias)[:, None, None],
+    "custom operator": lambda m, x: _clip(x) * _clip(m.linear.bias)[:, None, None],
+    "scripted function": lambda m, x: _scripted(x, factor=3) + x,
+    "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),
+    "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
+    "autograd.grad": _penalty,
+    "autograd.grad of a parameter": _gradient_of_a_parameter,
+    "hooks of tensors": _hook_tensors,
+    "hooks of modules": _hook_modules,
+    "checkpoint within another": _checkpoint_within,
+    "strides": _use_strides,
+    "checkpoint": lambda m, x: checkpoint(m.block, x, use_reentrant=False),
+    "reentrant checkpoint": lambda m, x: checkpoint(m.block, x, use_reentrant=True),
+    "autograd function": lambda m, x: _Square.apply(m.block(x)),
+    "multihead attention": _attend,
+    "fft": lambda m, x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]) * x,
+    "in place": _change_in_place,
+    "index": _index,
+    "assign": _assign_by_index,
+    "cumsum and sort": lambda m, x: x.cumsum(2) * 0.1 + x.sort(2)[0],
+    "where": lambda m, x: torch.where(x > x.mean((2, 3), keepdim=True), x, x.amax(2, keepdim=True)),
+    "einsum": _einsum,
+    "unfold": lambda m, x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1),
+    "grid_sample": _grid_sample,
+    "shifted windows": _shifted_windows,
+    "normalize": lambda m, x: (
+        F.normalize(x.flatten(2), dim=2).view(x.shape) + F.normalize(x, dim=1)
+    ),
+    "std": lambda m, x: (x - x.mean()) / x.std() + x.std(False) + x.var((2, 3), keepdim=True),
+    "linalg.norm": lambda m, x: x / torch.linalg.norm(x, 3, 2, True),
+    "linear over tokens": lambda m, x: m.linear(_tokens(x)).transpose(1, 2).reshape(x.shape),
+    "mixed sizes": _mixed_sizes,
+    "class token": _class_token,
+    "stack": lambda m, x: torch.stack([x, x.flip(2)], 1).sum(1) + torch.cat([x, x], 2)[:, :, ::2],
+    "prelu": lambda m, x: (
+        F.prelu(x.flatten(2).transpose(0, 1), m.linear.bias[:2]).transpose(0, 1).reshape(x.shape)
+    ),
+}
+HEIGHTS = (13, 14, 17)
+
+
+# The model runs without gradients first, to see whether it is random.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equals_the_unsharded_model(name, trains):
+    position = list(FUNCTIONS).index(name)
+    ranks = 2 + (position + trains) % 2
+    shape = (2, 3, HEIGHTS[position % 3], 8)
+    _check(lambda: _Model(FUNCTIONS[name], trains), shape, ranks)
+
+
+def test_equals_the_unsharded_model_on_4_ranks():
+    _check(lambda: _Model(_shifted_windows), (1, 3, 17, 8), 4)
+
+
+def _check(build_model, shape, ranks):
+    report = verify_domain_parallel(build_model, shape, ranks, whole_ops="allow")
+    assert report.passed, report.worst
+
+
+def _convert(model, shape=(2, 3, 14, 8), whole_ops="allow"):
+    """Return the converted model of the first of two ranks, and its manager."""
+    manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
+    return convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops=whole_ops)
+
+
+def _hooks(model):
+    names = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
+    names += ["_forward_hooks_always_called"]
+    return [key for m in model.modules() for name in names for key in vars(m)[name]]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")
+def test_scripted_layers_run_whole():
+    class Scripted(_Model):
+        def __init__(self):
+            super().__init__(lambda m, x: m.script(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+            self.script = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    _check(Scripted, (2, 3, 13, 8), 2)
+
+
+def test_parameter_names_stay_and_conversion_can_be_undone():
+    model = _Model(FUNCTIONS["fft"])
+    names = list(model.state_dict())
+    hooks = _hooks(model)
+    converted = _convert(model)
+    assert converted is model
+    assert attached_view(model) is not None
+    assert list(model.state_dict()) == names
+    assert _hooks(model) != hooks
+    restored = convert_from_domain_parallel(model)
+    assert attached_view(restored) is None
+    assert _hooks(restored) == hooks
+    assert restored(torch.randn(2, 3, 14, 8)).shape == (2, 3, 14, 8)
+
+
+def test_refuses_unless_allowed():
+    with pytest.raises(UserError, match="linspace"):
+        _convert(_Model(FUNCTIONS["fft"]), whole_ops="refuse")
+
+
+def test_layers_that_convert_do_without_the_view():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8))
+    assert attached_view(_convert(model)) is None
+
+
+def _change_few_rows(model, x):
+    x[:, :, :5].mul_(2)
+    return x
+
+
+def _change_a_view_of_a_copy(model, x):
+    rows = x[:, :, :5]
+    rows[:, 0].mul_(2)
+    return x
+
+
+def _change_what_has_a_copy(model, x):
+    rows = x[:, :, :5]
+    x[:, :4].mul_(2)
+    return x + rows.mean()
+
+
+def _change_by_an_activation(model, x):
+    F.relu(x[:, :, :5], inplace=True)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _change_few_rows,
+        _change_a_view_of_a_copy,
+        _change_what_has_a_copy,
+        _change_by_an_activation,
+    ],
+)
+def test_refuses_to_change_in_place_what_should_share_memory(function):
+    with pytest.raises(UserError, match="in place"):
+        _convert(_Model(function))
+
+
+def _backward(model, x):
+    with torch.enable_grad():
+        (x.detach().requires_grad_() * 2).sum().backward()
+    return x
+
+
+def _batch_of_gradients(model, x):
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = x.mean((2, 3))
+        torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    return x
+
+
+def _penalty_of_a_convolution(model, x):
+    with torch.enable_grad():
+        x = x * 1 if x.requires_grad else x.requires_grad_()
+        y = F.conv2d(x, model.block.conv.weight, padding=1).square().sum()
+        return x + torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+def _hook_old(model, x):
+    model.linear.register_backward_hook(lambda m, gi, go: None)
+    return model.linear(x.transpose(1, 3)).transpose(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
+        (_backward, "backward"),
+        (_penalty_of_a_convolution, "second derivative of BandConv"),
+        (_hook_old, "linear: register_backward_hook"),
+        (lambda m, x: torch.vmap(lambda y: y * x.mean())(x), "not its argument"),
+        (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], "vjp of sharded fields"),
+        (_batch_of_gradients, "batches"),
+    ],
+)
+def test_refuses_what_is_not_known_of_gradients(function, message):
+    with pytest.raises(UserError, match=message):
+        _convert(_Model(function))
+
+
+def test_refuses_a_backward_within_the_backward_of_a_function():
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, x):
+            ctx.function = function
+            ctx.save_for_backward(x)
+            return function(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.function(x)
+            torch.autograd.backward(y, grad)
+            return None, x.grad
+
+    def recompute(model, x):
+        return Recompute.apply(lambda y: y * model.linear.bias[:, None, None], x)
+
+    with pytest.raises(UserError, match="starts another backward pass"):
+        _check(lambda: _Model(recompute), (2, 3, 13, 8), 2)
+
+
+def test_other_heights_are_refused():
+    model = _convert(_Model(FUNCTIONS["fft"]))
+    with pytest.raises(UserError, match="got 5 rows"):
+        model(torch.randn(2, 3, 5, 8))
+
+
+def test_shapes_that_depend_on_data_are_refused():
+    with pytest.raises(UserError, match="depend on data"):
+        _convert(_Model(lambda m, x: x + len(torch.where(x > 0)[0])))

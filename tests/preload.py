@@ -30,6 +30,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.commands import WITHOUT_PLOTS
 from tests.training.meshes import MODELS, ROWS
+from tests.zoo.torchvision_operators import prepare_torchvision
 
 COLUMNS = 16
 FIELDS = Fields(((0, 1), (2, 3)), (4,), others=2)
@@ -76,6 +77,7 @@ def skip_plots(draw: Callable[..., None]) -> Callable[..., None]:
     return draw_unless
 
 
+prepare_torchvision()
 import_package()
 credit_dp.training.run._Run.draw = skip_plots(credit_dp.training.run._Run.draw)
 draw()

@@ -1,0 +1,93 @@
+"""Write docs/model-zoo.md: the families of the tests' zoo, their road, and what they cost.
+
+Usage: python scripts/write_model_zoo.py [--measure [NAME ...]]
+
+With `--measure` the memory of the models, all or those named, is measured first, which needs the
+extra `zoo`. It is kept in `tests/zoo/memory.json`.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tests.zoo.families import Family, all_families  # noqa: E402
+
+PAGE = ROOT / "docs/model-zoo.md"
+CALLS = ROOT / "tests/zoo/whole_calls.json"
+MEMORY = ROOT / "tests/zoo/memory.json"
+BEGIN, END = "<!-- families -->\n", "<!-- /families -->\n"
+RANKS = 4
+
+
+def measure(family: Family) -> float:
+    """Return the part of one process's activations that a rank keeps, on four ranks."""
+    from zoo import measure
+
+    from tests.zoo.comparison import build_model
+
+    def saved(ranks: int) -> int:
+        return measure(lambda: build_model(family), family.shape, ranks).saved
+
+    return saved(RANKS) / saved(1)
+
+
+def measure_all(names: list[str]) -> None:
+    """Measure families, and write what is known of all."""
+    from tests.zoo.torchvision_operators import prepare_torchvision
+
+    prepare_torchvision()
+    shares = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
+    for name, family in all_families().items():
+        if not family.refusal and name in (names or [name]):
+            shares[name] = round(measure(family), 2)
+            print(name, shares[name], flush=True)
+            MEMORY.write_text(json.dumps(dict(sorted(shares.items())), indent=1) + "\n")
+
+
+def table() -> str:
+    """Return a row for each family."""
+    calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
+    lines = [
+        "| model | package | road | runs whole on 3 ranks | memory on 4 ranks |",
+        "|---|---|---|---|---|",
+    ]
+    for name, family in all_families().items():
+        if family.refusal:
+            lines.append(f"| {name} | {family.package} | refused | | |")
+            continue
+        whole = [f"`{f}` {n} x" for f, n in calls[name]["whole_calls"].items()]
+        share = shares.get(name)
+        cells = (
+            name,
+            family.package,
+            calls[name]["road"],
+            ", ".join(whole),
+            "" if share is None else f"{share:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return the page with the current table."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+def main() -> None:
+    """Measure memory with `--measure`, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--measure", nargs="*", metavar="NAME")
+    names = parser.parse_args().measure
+    if names is not None:
+        measure_all(names)
+    PAGE.write_text(written(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

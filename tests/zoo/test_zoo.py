@@ -1,0 +1,64 @@
+"""Models of other packages are exact as they are, and run no more functions whole than before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from credit_dp.errors import UserError
+from tests.zoo.comparison import Comparison, compare
+from tests.zoo.families import Family, all_families
+
+# For each family whether rules replace its layers or it computes through the global view, and, by
+# function, the calls that run whole on three ranks. Their numbers may only fall.
+TABLE = Path(__file__).with_name("whole_calls.json")
+# In the fast tier: a second each, both roads among them.
+FAST = (
+    "vit", "swin", "crossformer", "pangu", "fourcastnet", "graphcast", "fno", "attentive_unet",
+    "noise_level_unet", "dataclass_output", "own_layers", "plain", "frozen_settings",
+    "tall_windows", "timm_vit", "smp_pspnet",
+)  # fmt: skip
+
+FAMILIES = all_families()
+EXACT = [name for name, family in FAMILIES.items() if not family.refusal]
+REFUSED = [name for name, family in FAMILIES.items() if family.refusal]
+
+
+def _check(family: Family, result: Comparison) -> None:
+    name, error = result.worst
+    assert error <= family.tolerance, f"{name}: {error}"
+    expected = json.loads(TABLE.read_text())[family.name]
+    assert result.road == expected["road"]
+    calls = result.whole_calls.items()
+    more = {f: n for f, n in calls if n > expected["whole_calls"].get(f, 0)}
+    assert not more, f"run whole, beyond what is in {TABLE.name}"
+
+
+@pytest.mark.filterwarnings("default")  # what other packages warn of is theirs
+@pytest.mark.parametrize("name", FAST)
+def test_common_models_are_exact_on_three_ranks(name: str) -> None:
+    _check(FAMILIES[name], compare(FAMILIES[name], 3, trains=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "eval"), (3, "train")])
+@pytest.mark.parametrize("name", EXACT)
+def test_all_models_are_exact(name: str, ranks: int, mode: str) -> None:
+    _check(FAMILIES[name], compare(FAMILIES[name], ranks, trains=mode == "train"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_can_not_be_exact_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=FAMILIES[name].refusal):
+        compare(FAMILIES[name], 3, trains=True)
+
+
+def test_the_table_of_whole_calls_has_exactly_the_families() -> None:
+    assert sorted(json.loads(TABLE.read_text())) == sorted(EXACT)
+
+
+def test_the_zoo_is_large() -> None:
+    assert len(EXACT) >= 150

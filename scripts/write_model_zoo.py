@@ -1,4 +1,4 @@
-"""Write docs/model-zoo.md: the families of the tests' zoo, their road, and what they cost.
+"""Write docs/model-zoo.md: the models of the tests' zoo, how they are converted, their memory.
 
 Usage: python scripts/write_model_zoo.py [--measure [NAME ...]]
 
@@ -37,9 +37,6 @@ def measure(family: Family) -> float:
 
 def measure_all(names: list[str]) -> None:
     """Measure families, and write what is known of all."""
-    from tests.zoo.torchvision_operators import prepare_torchvision
-
-    prepare_torchvision()
     shares = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
     for name, family in all_families().items():
         if not family.refusal and name in (names or [name]):
@@ -52,7 +49,7 @@ def table() -> str:
     """Return a row for each family."""
     calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
     lines = [
-        "| model | package | road | runs whole on 3 ranks | memory on 4 ranks |",
+        "| model | package | converted by | runs whole on 3 ranks | memory on 4 ranks |",
         "|---|---|---|---|---|",
     ]
     for name, family in all_families().items():
@@ -64,7 +61,7 @@ def table() -> str:
         cells = (
             name,
             family.package,
-            calls[name]["road"],
+            calls[name]["conversion"],
             ", ".join(whole),
             "" if share is None else f"{share:.2f}",
         )

@@ -80,10 +80,7 @@ def user(tmp_path_factory):
 def _environment(user):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     cache = str(user / "cache")
-    # Torchvision, which models of other packages import, may lack its compiled operators here.
-    start = os.pathsep.join([str(ROOT / "tests/zoo/start"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PATH": path, "CREDIT_DP_CACHE": cache, "WANDB_MODE": "disabled"}
-    return environment | {"PYTHONPATH": start.rstrip(os.pathsep)}
+    return {**os.environ, "PATH": path, "CREDIT_DP_CACHE": cache, "WANDB_MODE": "disabled"}
 
 
 def test_pages_have_only_known_languages():

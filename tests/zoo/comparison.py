@@ -51,12 +51,12 @@ class Comparison:
     """What a family's model did on a number of ranks.
 
     Attributes:
-        road: `layers` or `view`.
+        conversion: `layers` or `view`.
         errors: the relative errors of outputs, gradients and buffers, by name.
         whole_calls: functions that ran whole in the forward of one step -> number of calls.
     """
 
-    road: str
+    conversion: str
     errors: dict[str, float]
     whole_calls: dict[str, int]
 

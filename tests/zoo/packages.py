@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from tests.zoo.families import Family
+from tests.zoo.torchvision_operators import prepare_torchvision
 
+prepare_torchvision()
 SHAPE = (2, 3, 64, 64)
 SMALL = (1, 3, 32, 32)
 

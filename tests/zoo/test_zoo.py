@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from tests.zoo.families import Family, all_families
 # For each family whether rules replace its layers or it computes through the global view, and, by
 # function, the calls that run whole on three ranks. Their numbers may only fall.
 TABLE = Path(__file__).with_name("whole_calls.json")
-# In the fast tier: a second each, both roads among them.
+# In the fast tier: a second each, models of both conversions among them.
 FAST = (
     "vit", "swin", "crossformer", "pangu", "fourcastnet", "graphcast", "fno", "attentive_unet",
     "noise_level_unet", "dataclass_output", "own_layers", "plain", "frozen_settings",
     "tall_windows", "timm_vit", "smp_pspnet",
 )  # fmt: skip
 
+ROOT = Path(__file__).parents[2]
+SCRIPT = runpy.run_path(str(ROOT / "scripts/write_model_zoo.py"))
 FAMILIES = all_families()
 EXACT = [name for name, family in FAMILIES.items() if not family.refusal]
 REFUSED = [name for name, family in FAMILIES.items() if family.refusal]
@@ -31,7 +34,7 @@ def _check(family: Family, result: Comparison) -> None:
     assert error <= family.tolerance, f"{name}: {error}"
     expected = json.loads(TABLE.read_text())[family.name]
     # The table is of three ranks: on two, a level may have rows enough for its layers.
-    assert result.road in ("layers", expected["road"])
+    assert result.conversion in ("layers", expected["conversion"])
     calls = result.whole_calls.items()
     more = {f: n for f, n in calls if n > expected["whole_calls"].get(f, 0)}
     assert not more, f"run whole, beyond what is in {TABLE.name}"
@@ -59,6 +62,15 @@ def test_models_that_can_not_be_exact_are_refused(name: str) -> None:
 
 def test_the_table_of_whole_calls_has_exactly_the_families() -> None:
     assert sorted(json.loads(TABLE.read_text())) == sorted(EXACT)
+
+
+def test_the_page_of_the_docs_has_the_tables() -> None:
+    page = (ROOT / "docs/model-zoo.md").read_text()
+    assert SCRIPT["written"](page) == page, "run scripts/write_model_zoo.py"
+
+
+def test_measured_families_exist() -> None:
+    assert set(json.loads(SCRIPT["MEMORY"].read_text())) <= set(FAMILIES)
 
 
 def test_the_zoo_is_large() -> None:

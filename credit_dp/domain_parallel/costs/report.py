@@ -109,8 +109,8 @@ class PlanReport:
     is empty and `levels` have balanced bands.
 
     A model that computes through the global view has a `refusal`, the reason why its layers can't
-    be converted. `whole_calls` are the functions that run whole on every rank, those that gather or
-    hold most first; `whole_bytes` is the part of the fullest rank's `saved_bytes` that it holds
+    be converted. `whole_calls` are the functions that run whole on every rank, the largest
+    first; `whole_bytes` is the part of the fullest rank's `saved_bytes` that it holds
     because of them, and `largest_gathered` the bytes of the largest tensor that is gathered. Its
     `levels` are the bands of all that is exchanged, also of tokens and of columns.
     """

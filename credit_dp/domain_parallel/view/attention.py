@@ -18,7 +18,6 @@ from credit_dp.domain_parallel.view.rules import (
     NoRuleError,
     bind,
     layout_of,
-    python_of,
     require,
     require_whole,
     rule_for,
@@ -147,9 +146,3 @@ def _attend_to_bands(query: Any, key: Any, value: Any, mask: Any, options: dict[
         scale = 1 / sqrt(query.shape[-1])
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     return torch.matmul(scores.softmax(-1), value)
-
-
-@rule_for("multi_head_attention_forward")
-def multi_head_attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Multi-head attention by torch's own code, as projections and attention of fields."""
-    return python_of(func)(*args, **kwargs)

@@ -90,7 +90,7 @@ def is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _order_hooks(module: nn.Module) -> None:
-    """Run the user's forward hooks before those that end the forward, and torch's after them."""
+    """Run the user's forward hooks first, then `TakeOutputs` and `LeaveModel`, then torch's."""
     hooks: Any = module._forward_hooks
     ours = [key for key, hook in hooks.items() if isinstance(hook, (TakeOutputs, LeaveModel))]
     outside = [key for key, hook in hooks.items() if key not in ours and is_of_library(hook)]

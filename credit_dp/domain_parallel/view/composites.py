@@ -48,6 +48,7 @@ for _function in (
     F.lp_pool1d,
     F.lp_pool2d,
     F.lp_pool3d,
+    F.multi_head_attention_forward,
 ):
     RULES[_function] = run_torch_code
 
@@ -103,10 +104,10 @@ WEIGHTED_MEAN = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 
 
 def _loss_arguments(func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Return the arguments of a loss, without those that torch has replaced by `reduction`.
+    """Return the arguments of a loss, but for `size_average` and `reduce`.
 
     Raises:
-        NoRuleError: one of these is passed.
+        NoRuleError: one of those two is passed; torch has replaced them by `reduction`.
     """
     bound = signature(func).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -75,7 +75,7 @@ def call_layer(
         # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
         x = with_rows_everywhere(x)
         return wrap(func(x.local), x.rows, view)
-    # A layer computes the bands that the manager has for a height, from those that it has.
+    # Layers take and return the manager's bands of a height; the rule may get other ones.
     source = view.manager.partition(layout.size)
     if 0 in source.sizes:
         raise NoRuleError
@@ -180,7 +180,7 @@ def _rows_before_columns(
     Args:
         rule: of the field, the settings of the layer and its parameters.
         x: a band with rows in any spatial dimension.
-        settings: of the layer; those that differ by dimension are sequences.
+        settings: arguments of the layer's constructor; a sequence has a value per dimension.
         tensors: the parameters.
     """
     dim = layout_of(x).dim - x.ndim

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.view import (
+
+# Rules are registered when their modules are imported.
+from credit_dp.domain_parallel.view import (  # noqa: F401
     attention,
     composites,
     indexing,
@@ -34,21 +36,6 @@ from credit_dp.domain_parallel.view.tensor import GlobalView
 
 __all__ = ["attach_view", "attached_view", "detach_view"]
 
-# The modules that register rules.
-RULE_MODULES = (
-    attention,
-    composites,
-    indexing,
-    joins,
-    layers,
-    norms,
-    pointwise,
-    products,
-    reductions,
-    shapes,
-    spectral,
-    windows,
-)
 # Where modules keep which of their hooks have which option.
 HOOK_OPTIONS = (
     "_forward_hooks_always_called",

@@ -69,8 +69,8 @@ POINTWISE = (
 def common_layout(bands: Sequence[GlobalTensor]) -> Layout:
     """Return the layout in which bands meet, that of the largest; with `dim` from the end.
 
-    Of bands that are as large, those that end at windows stay where they are: the others come to
-    them once, instead of going back and forth around each attention.
+    If several are the largest, it is that of bands that end at windows: the other bands move once,
+    instead of going back and forth around each attention.
     """
     largest = bands[0]
     if len(bands) > 1:

@@ -144,7 +144,7 @@ def view_model(
 ) -> GlobalView:
     """Make a model that was refused compute through the global view, in place.
 
-    Logs what stopped its conversion, and which operations run whole, those that gather most first.
+    Logs what stopped its conversion, and which operations run whole, the largest first.
 
     Args:
         model: the model, not converted.
@@ -164,7 +164,7 @@ def view_model(
         logger.warning("domain parallel: not planned, as an operator has no fake kernel: %s", error)
         trial = None
     except UserError as error:
-        # A model that fails unsharded, too, has said so already.
+        # The model fails unsharded, too: its own error is the one to show.
         if isinstance(refusal, GlobalForwardError):
             raise refusal from None
         raise UserError(f"{error} Nor can its layers be converted: {refusal}") from error

@@ -106,7 +106,7 @@ def bind(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the arguments of a call by the names of the parameters; without those not passed.
 
     Raises:
-        NoRuleError: a parameter is not one of those that the rule knows.
+        NoRuleError: the rule does not know a parameter.
     """
     if len(args) > len(names):
         raise NoRuleError

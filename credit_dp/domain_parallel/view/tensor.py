@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
@@ -121,7 +122,7 @@ class SharedMemory:
     """Tensors that share memory on one process, though some may be copies of others here.
 
     Attributes:
-        tensors: those that still exist, and others.
+        tensors: weak references, also to tensors that no longer exist.
         is_certain: whether they do share it: `reshape` and `contiguous` copy where they must.
     """
 
@@ -171,7 +172,7 @@ class GlobalTensor(torch.Tensor):
     def __init__(self, *args: Any) -> None:
         pass
 
-    # Read often: answered here, as a call through `__torch_function__` takes microseconds.
+    # Read often: not answered through `__torch_function__`, which takes microseconds.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Return the shape of the globe's tensor."""
@@ -181,36 +182,6 @@ class GlobalTensor(torch.Tensor):
     def ndim(self) -> int:  # type: ignore[override]
         """Return the number of dimensions."""
         return len(self._shape)
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Return the type of entries."""
-        return self.local.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Return where this rank's part is."""
-        return self.local.device
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        """Return whether autograd follows the tensor."""
-        return self.local.requires_grad
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """Return whether the tensor is no result of a differentiable function."""
-        return self.local.is_leaf
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        """Return the function in whose result the gradient arrives."""
-        return self.local.grad_fn
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        """Return whether this rank's part is on a GPU."""
-        return self.local.is_cuda
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape of the globe's tensor, or the size of a dimension."""
@@ -267,6 +238,11 @@ class GlobalTensor(torch.Tensor):
             check_model_runs(func, args, kwargs)
         check_no_transform()
         return cls.call_function(func, tuple(args), kwargs)
+
+
+# What is true of this rank's part is true of the tensor.
+for _name in ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "is_cuda"):
+    setattr(GlobalTensor, _name, property(attrgetter(f"local.{_name}")))
 
 
 def check_no_transform() -> None:

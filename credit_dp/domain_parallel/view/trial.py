@@ -88,9 +88,9 @@ class TrialRun:
     Attributes:
         ranks: number of bands.
         rank: the one that was run.
-        whole_calls: those that gather or hold most come first.
+        whole_calls: functions that run whole, the largest first.
         saved_bytes: tensors saved for backward.
-        whole_bytes: those of them that are held whole.
+        whole_bytes: the part of `saved_bytes` that is held whole.
         largest_gathered: bytes of the largest tensor that is gathered.
         forward: traffic of each rank by the path of the module; empty paths are the model itself.
         backward: the same of the backward; without traffic if it was not run.

@@ -78,7 +78,7 @@ def _rows_of_windows(x: GlobalTensor, windows: Windows) -> tuple[Tensor, RowPart
 
 @rule_for("unfold")
 def unfold(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Windows along one dimension, or those that a convolution would see."""
+    """Windows along one dimension, or the windows of a convolution."""
     if func is F.unfold:
         return _unfold_image(args, kwargs)
     arguments = bind(("input", "dimension", "size", "step"), args, kwargs)

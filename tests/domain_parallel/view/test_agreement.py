@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view, attached_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.test_functions import check
 from tests.ranks import on_threads
 
 SHAPE = (2, 8, 7, 6)
@@ -94,19 +92,6 @@ def test_functions_that_write_to_a_gathered_field_are_refused(function):
     _refuses(function, "in place")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda m, x: x[:, np.array([[0, 1], [2, 0]])].sum((1, 2)),
-        lambda m, x: x[:, np.array([0, 1]), :, [0, 1]].sum((0, 1)),
-        lambda m, x: x[:, np.int64(3)].sum(1),
-        lambda m, x: x[:, :, np.array([6, 0, 3, 3])],
-    ],
-)
-def test_indices_of_numpy_are_those_of_torch(function):
-    check(function, SHAPE, 2)
-
-
 def test_a_range_as_an_index_is_that_of_one_process():
     results = _run(lambda x: x[:, range(3)].sum(1).shape)[0]
     assert results == ((2, 7, 6),) * 2
@@ -159,22 +144,6 @@ def test_strides_of_what_was_moved_or_gathered_are_refused(function):
 def test_strides_of_whole_tensors_and_of_views_are_known():
     assert _run(lambda x: x.mean(2).transpose(1, 2).stride())[0] == ((48, 1, 6),) * 2
     assert _run(lambda x: x.permute(0, 2, 3, 1).stride())[0] == ((336, 6, 1, 42),) * 2
-
-
-@pytest.mark.parametrize(
-    "select",
-    [
-        lambda x: x[:, :, torch.arange(x.shape[2])],
-        lambda x: x.index_select(2, torch.arange(x.shape[2])),
-    ],
-)
-def test_all_rows_in_their_order_are_a_copy(select):
-    def function(m, x):
-        y = select(x)
-        y += 1
-        return x + y
-
-    check(function, SHAPE, 2)
 
 
 def test_an_error_after_messages_is_raised(monkeypatch):

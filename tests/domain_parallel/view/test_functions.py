@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -477,7 +478,24 @@ SPECTRAL = {
     ),
 }
 
+
+def copy_of_all_rows(x, select):
+    y = select(x, torch.arange(x.shape[2]))
+    y += 1
+    return x + y
+
+
 INDEXING = {
+    "indices of numpy": lambda m, x: (
+        x[:, np.array([[0, 1], [2, 0]])].sum((1, 2)),
+        x[:, np.array([0, 1]), :, [0, 1]].sum((0, 1)),
+        x[:, np.int64(3)].sum(1),
+        x[:, :, np.array([3, 0, 2, 2])],
+    ),
+    "all rows in their order are a copy": lambda m, x: (
+        copy_of_all_rows(x, lambda x, rows: x[:, :, rows]),
+        copy_of_all_rows(x, lambda x, rows: x.index_select(2, rows)),
+    ),
     "steps": lambda m, x: (
         x[:, :, ::2],
         x[:, :, 1::2],

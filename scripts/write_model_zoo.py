@@ -2,8 +2,9 @@
 
 Usage: python scripts/write_model_zoo.py [--measure [NAME ...]]
 
-With `--measure` the memory of the models, all or those named, is measured first, which needs the
-extra `zoo`. It is kept in `tests/zoo/memory.json`.
+With `--measure` the models, all or the named ones, are run first, which needs the extra `zoo`: for
+the memory, which is kept in `tests/zoo/memory.json`, and for the functions that run whole on three
+ranks, kept in `tests/zoo/whole_calls.json`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ BEGIN, END = "<!-- families -->\n", "<!-- /families -->\n"
 RANKS = 4
 
 
-def measure(family: Family) -> float:
+def share_of_memory(family: Family) -> float:
     """Return the part of one process's activations that a rank keeps, on four ranks."""
     from zoo import measure
 
@@ -37,12 +38,19 @@ def measure(family: Family) -> float:
 
 def measure_all(names: list[str]) -> None:
     """Measure families, and write what is known of all."""
-    shares = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
+    from tests.zoo.comparison import compare
+
+    calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
     for name, family in all_families().items():
-        if not family.refusal and name in (names or [name]):
-            shares[name] = round(measure(family), 2)
-            print(name, shares[name], flush=True)
-            MEMORY.write_text(json.dumps(dict(sorted(shares.items())), indent=1) + "\n")
+        if family.refusal or name not in (names or [name]):
+            continue
+        result = compare(family, 3, trains=True)
+        whole = dict(sorted(result.whole_calls.items()))
+        calls[name] = {"conversion": result.conversion, "whole_calls": whole}
+        shares[name] = round(share_of_memory(family), 2)
+        print(name, shares[name], whole, flush=True)
+        for path, table in ((CALLS, calls), (MEMORY, shares)):
+            path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
 
 
 def table() -> str:
@@ -77,7 +85,7 @@ def written(page: str) -> str:
 
 
 def main() -> None:
-    """Measure memory with `--measure`, and write the page."""
+    """Measure with `--measure`, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--measure", nargs="*", metavar="NAME")
     names = parser.parse_args().measure

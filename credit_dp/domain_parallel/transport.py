@@ -59,12 +59,14 @@ class Transport(ABC):
 
     Attributes:
         traffic: what this rank has sent so far.
+        calls: exchanges and collectives so far, also those in which this rank sends nothing.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self.calls = 0
 
     def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:  # noqa: B027
         """Hook for transports that only count messages: called before all ranks start an exchange.
@@ -94,6 +96,7 @@ class Transport(ABC):
         """
         # torch conjugates and negates when a tensor is read, which messages of its memory do not.
         send = [(peer, t.resolve_conj().resolve_neg()) for peer, t in send]
+        self.calls += 1
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
         with profile_region(EXCHANGE):
@@ -112,6 +115,7 @@ class Transport(ABC):
             return self._all_reduce(x.resolve_conj().resolve_neg())
 
     def _count_collective(self, x: Tensor) -> None:
+        self.calls += 1
         self.traffic.collectives += 1
         self.traffic.collective_bytes += x.numel() * x.element_size()
 

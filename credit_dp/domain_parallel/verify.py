@@ -18,13 +18,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
 from credit_dp.domain_parallel.halo_exchange import shard_tensor
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.plan import Shape, as_shapes, is_banded
-from credit_dp.domain_parallel.planning.trace import copy_model
+from credit_dp.domain_parallel.planning.trace import copy_model, named_leaves
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
@@ -48,7 +47,7 @@ class VerifyReport:
         ranks: number of bands.
         input_shapes: the shapes of the global inputs.
         tolerance: the largest error that passes.
-        outputs: by position in the model's output (`output`, `output[1]`, `output['u']`).
+        outputs: by position in the model's output (`output[1]`, `output['u']`, `output.u`).
         input_gradients: by number of the input (`input 0`).
         gradients: by name of the parameter.
         buffers: by name of the buffer.
@@ -264,9 +263,9 @@ def run_step(
 
 
 def named_tensors(output: object) -> NamedTensors:
-    """Return the tensors of an output by their position: `output`, `output[1]`, `output['u']`."""
-    leaves, _ = tree_flatten_with_path(output)
-    return {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    """Return the tensors of an output by their position: `output[1]`, `output['u']`, `output.u`."""
+    leaves = named_leaves(output)
+    return {f"output{name}": leaf for name, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def gradient_or_zeros(x: Tensor) -> Tensor:

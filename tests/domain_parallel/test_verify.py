@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,6 +84,28 @@ def test_outputs_without_rows_several_inputs_and_buffers():
         f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
     }
     assert "gradient of head.weight" in report.errors
+
+
+@dataclass
+class _Fields:
+    field: torch.Tensor
+    others: tuple
+
+
+class _Mean(NamedTuple):
+    mean: torch.Tensor
+
+
+class _NamedOutputs(_TwoOutputs):
+    def forward(self, x, time):
+        output = super().forward(x, time)
+        return _Fields(output["field"], (_Mean(output["number"][0]), "no tensor"))
+
+
+def test_outputs_in_dataclasses_are_compared():
+    report = verify_domain_parallel(_NamedOutputs, (SHAPE, (2, 4)), 3)
+    assert report.passed
+    assert list(report.outputs) == ["output.field", "output.others[0].mean"]
 
 
 class _WrongBackward(torch.autograd.Function):

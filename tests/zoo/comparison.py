@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ SECONDS = 240.0
 
 
 class _WithArguments(nn.Module):
-    """A model of one input, whose other arguments are always the same; its fields in a dict."""
+    """A model of one input, whose other arguments are always the same."""
 
     def __init__(self, model: nn.Module, others: tuple[Any, ...]) -> None:
         super().__init__()
@@ -40,10 +39,7 @@ class _WithArguments(nn.Module):
         self.others = others
 
     def forward(self, x: Tensor) -> Any:
-        output = self.model(x, *self.others)
-        if dataclasses.is_dataclass(output):
-            return dict(output if isinstance(output, dict) else vars(output))
-        return output
+        return self.model(x, *self.others)
 
 
 @dataclass(frozen=True)

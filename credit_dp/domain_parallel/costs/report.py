@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.convert import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
@@ -46,6 +46,7 @@ from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
     ShapeMemo,
     copy_model,
+    named_leaves,
     tensors_in,
 )
 from credit_dp.domain_parallel.view.model import attached_view, detach_view
@@ -457,7 +458,7 @@ def _run_step(
     saved = SavedTensors([*model.parameters(), *model.buffers()])
     with _count_by_layer(model, manager) as counters:
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
-            outputs = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
+            outputs = [x for _, x in named_leaves(model(*inputs)) if isinstance(x, Tensor)]
         forward = counters.by_layer()
         outputs = [x for x in outputs if x.requires_grad]
         if outputs and backward:

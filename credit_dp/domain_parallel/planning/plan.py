@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
@@ -26,6 +25,7 @@ from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
     Trace,
     dtype_and_device,
+    named_leaves,
     preserve_model,
     tensor_leaves,
     use_fake_tensors,
@@ -279,7 +279,7 @@ def _trace_run(
             # where rows are, and checks in the second that they are in the same dimension.
             trace.record_boundary((), tensor_leaves((args, kwargs)))
             try:
-                outputs = tree_leaves(planner.model(*args, **kwargs))
+                outputs = [leaf for _, leaf in named_leaves(planner.model(*args, **kwargs))]
             except (UserError, *DATA_DEPENDENT_ERRORS):
                 raise
             except Exception as error:  # user code may raise anything

@@ -10,12 +10,13 @@ behind in the model.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -490,6 +491,28 @@ class _CachedResult(NamedTuple):
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """Return the tensors in any nested arguments or outputs."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what nested outputs hold, by position: `[1]`, `['u']`, or `.u` in a dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # some are dicts, too
+        parts = {
+            f".{field.name}": getattr(value, field.name, None)
+            for field in dataclasses.fields(value)
+        }
+    elif isinstance(value, Mapping):
+        parts = {f"[{key!r}]": item for key, item in value.items()}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = {f".{key}": item for key, item in zip(value._fields, value, strict=True)}
+    else:
+        leaves = tree_leaves(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            yield name, value
+            return
+        items = value if isinstance(value, (list, tuple)) else leaves
+        parts = {f"[{i}]": item for i, item in enumerate(items)}
+    for key, part in parts.items():
+        yield from named_leaves(part, name + key)
 
 
 def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:

@@ -11,7 +11,6 @@ the process; they behave as before where no field takes part and no view's model
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -248,8 +247,8 @@ for _function in (torch.autograd.backward, Tensor.backward):
 # ---------------------------------------------------------------- functions of the user's
 
 
+GUARDED = "_credit_dp_guarded"
 _in_function_backward: ContextVar[bool] = ContextVar("runs a user's backward", default=False)
-_guarded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _guarded_function(cls: Any) -> Any:
@@ -258,7 +257,10 @@ def _guarded_function(cls: Any) -> Any:
     That would add whole gradients to parameters, once a rank, as activation checkpointing of
     another package does.
     """
-    if cls not in _guarded:
+    if "backward" not in _methods(cls):
+        return cls
+    # Kept by the class itself, which a forward may define anew at each call.
+    if GUARDED not in cls.__dict__:
         original = cls.backward
 
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -270,8 +272,8 @@ def _guarded_function(cls: Any) -> Any:
 
         name = cls.__name__
         body = {"backward": staticmethod(backward), "__module__": cls.__module__}
-        _guarded[cls] = type(name, (cls,), body) if "backward" in _methods(cls) else cls
-    return _guarded[cls]
+        setattr(cls, GUARDED, type(name, (cls,), body))
+    return cls.__dict__[GUARDED]
 
 
 def _methods(cls: Any) -> set[str]:

@@ -20,10 +20,11 @@ from credit_dp.domain_parallel.view.rules import (
     NoRuleError,
     bind,
     layout_of,
+    of_first_rank,
     require_whole,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import as_view
+from credit_dp.domain_parallel.view.shapes import as_view, move_rows
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
@@ -109,15 +110,16 @@ def rearrange_rows(x: GlobalTensor, indices: Sequence[int], result: Layout) -> G
     return exchange_entries(x, [ranges_of(indices[rows]) for rows in bands], result)
 
 
-def _slice_rows(x: GlobalTensor, rows: range) -> GlobalTensor:
+def _slice_rows(x: GlobalTensor, rows: range) -> Any:
     """Return a slice of the rows, which shares memory with `x` on one process."""
     if not rows:
         raise NoRuleError
     result = keep_range(x, rows.start, rows.stop, rows.step) if rows.step > 0 else None
-    if result is None:
-        if layout_of(x).outer != 1:
-            raise NoRuleError
-        result = take_rows(x, rows)
+    return _view_of(take_rows(x, rows) if result is None else result, x)
+
+
+def _view_of(result: Any, x: GlobalTensor) -> Any:
+    """Return a result that is a view of `x` on one process, and may be a copy here."""
     share_memory(result, x)
     return result
 
@@ -136,6 +138,8 @@ def narrow(func: Function, args: Args, kwargs: Kwargs) -> Any:
         start += x.shape[dim]
     if length == x.shape[dim]:
         return as_view(x.local, layout, x)
+    if layout.outer != 1:
+        return _view_of(move_rows(x, [dim]).narrow(dim, start, length), x)
     return _slice_rows(x, range(start, start + length))
 
 
@@ -195,6 +199,10 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     source = x
     if isinstance(item, slice):
         rows = range(layout.size)[item]
+        if len(rows) != layout.size and layout.outer != 1:
+            kept = [isinstance(i, slice) and i == slice(None) for i in items if i is not None]
+            result = move_rows(x, [d for d in range(x.ndim) if not kept[d]])[index]
+            return _view_of(result, x) if is_view else result
         if len(rows) != layout.size:
             source = _slice_rows(x, rows)
         items[position] = slice(None)
@@ -228,14 +236,14 @@ def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
 
 
 def indices_of(index: Tensor, size: int) -> list[int]:
-    """Return a vector of indices, the same on all ranks, as numbers from 0.
+    """Return a vector of indices, those of the first rank, as numbers from 0.
 
     A trial run has no values: it counts the messages for rows in their order.
 
     Raises:
         NoRuleError: a row is not in the field, or there are none.
     """
-    local: Tensor = local_of(index)
+    local: Tensor = local_of(of_first_rank(index))
     if local.ndim != 1 or len(local) == 0:
         raise NoRuleError
     if isinstance(local, FakeTensor) or local.is_meta:

@@ -492,8 +492,8 @@ def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = bind(names, args, kwargs)
     if len(arguments) != len(names) or isinstance(arguments["has_biases"], (list, tuple)):
         raise NoRuleError  # of packed sequences, which have no rows
-    x, view = arguments["input"], arguments["input"].view_
-    layout = layout_of(x)
+    x = with_rows_everywhere(arguments["input"])
+    layout, view = layout_of(x), x.view_
     require_whole(arguments["params"])
     draws = arguments["dropout"] and arguments["train"] and arguments["num_layers"] > 1
     batch = 0 if arguments["batch_first"] else 1
@@ -518,6 +518,7 @@ def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def recurrent_cell(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Cells of recurrent layers whose batch has rows."""
     x, hidden, *parameters = args
+    x = with_rows_everywhere(x)
     layout, view = layout_of(x), x.view_
     require_whole(parameters)
     if kwargs or layout.dim != 0 or x.ndim != 2:

@@ -43,14 +43,14 @@ def _reduction(x: GlobalTensor, layout: Layout, dims: list[int]) -> GlobalReduct
     """Return the reduction of a band over dimensions, from 0, that include its rows.
 
     Raises:
-        NoRuleError: a rank has no rows, or rows are folded into another dimension.
+        NoRuleError: a rank has no rows.
     """
-    if layout.outer != 1 or 0 in layout.partition.sizes:
+    if 0 in layout.partition.sizes:
         raise NoRuleError
     return GlobalReduction(
         tuple(d - x.ndim for d in dims),
         layout.dim - x.ndim,
-        layout.partition.sizes,
+        tuple(layout.outer * rows for rows in layout.partition.sizes),
         x.view_.manager.transport,
     )
 
@@ -72,12 +72,11 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     names = BATCH_NORM_TENSORS if func is F.batch_norm else TORCH_BATCH_NORM_TENSORS
     arguments = NORM | {"training": False, "momentum": 0.1}
     arguments |= bind((*names, "training", "momentum", "eps", "cudnn_enabled"), args, kwargs)
-    x, training, eps = arguments["input"], arguments["training"], arguments["eps"]
+    x = with_spatial_rows(arguments["input"], arguments["input"].ndim - 2)
+    training, eps = arguments["training"], arguments["eps"]
     layout = layout_of(x)
     require_whole(arguments["weight"], arguments["bias"])
     running = (arguments["running_mean"], arguments["running_var"])
-    if layout.dim == 1:
-        raise NoRuleError
     if not training and running[0] is not None:
         weight, bias = local_of(arguments["weight"]), local_of(arguments["bias"])
         result = F.batch_norm(x.local, *running, weight, bias, False, 0.0, eps)

@@ -269,17 +269,28 @@ def _variance(name: str, x: GlobalTensor, dims: list[int], arguments: Kwargs) ->
     # In at least float32, as torch does: halves have few digits beside a large mean.
     dtype = x.dtype
     x = GlobalTensor(x.local.to(accumulation_dtype(x.local)), x.rows, x.view_)
-    mean = x.mean(dims, keepdim=True)
+    mean = x.mean(dims, keepdim=keepdim) if name.endswith("_mean") else None
+    # Less one of its entries a constant field is exactly zero, and so is its variance.
+    shifted: Tensor = x - _first_entry(x, dims)
+    deviation: Tensor = shifted - shifted.mean(dims, keepdim=True)
     count = max(prod(x.shape[d] for d in dims) - correction, 0)
     # The root by a norm, whose gradient is zero where all entries are equal, as that of `std` is.
-    root = torch.linalg.vector_norm(x - mean, 2, dims, keepdim)
+    root = torch.linalg.vector_norm(deviation, 2, dims, keepdim)
     if name.startswith("std"):
         result = root / torch.tensor(float(count), dtype=x.dtype, device=x.device).sqrt()
     else:
-        result = (x - mean).square().sum(dims, keepdim) / count
-    if not name.endswith("_mean"):
-        return result.to(dtype)
-    return result.to(dtype), (mean if keepdim else x.mean(dims)).to(dtype)
+        result = deviation.square().sum(dims, keepdim) / count
+    return result.to(dtype) if mean is None else (result.to(dtype), mean.to(dtype))
+
+
+def _first_entry(x: GlobalTensor, dims: list[int]) -> GlobalTensor:
+    """Return the first entry along dimensions that are reduced, as a constant; a collective."""
+    sizes = layout_of(x).partition.sizes
+    first = x.local.detach()[tuple(slice(0, 1 if d in dims else None) for d in range(x.ndim))]
+    if sizes[x.view_.rank] == 0:
+        first = first.new_zeros([1 if d in dims else n for d, n in enumerate(first.shape)])
+    parts = x.view_.manager.transport.all_gather(first)
+    return GlobalTensor(parts[sizes.index(max(sizes))], None, x.view_)
 
 
 OverBands = Callable[[str, GlobalTensor, list[int], Kwargs], Any]

@@ -268,8 +268,8 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return a call's arguments with the first parameter by position, whatever its name."""
-    for name in ("input", "tensor", *ALIASES):
-        if isinstance(kwargs.get(name), Tensor):
+    for name in ("input", "tensor", "tensors", *ALIASES):
+        if isinstance(kwargs.get(name), Tensor) or (name == "tensors" and name in kwargs):
             return (kwargs[name],), {k: x for k, x in kwargs.items() if k != name}
     return (), kwargs
 
@@ -288,24 +288,21 @@ def _apply_rule(rule: Rule | None, func: Function, args: Args, kwargs: Kwargs) -
     tensors = global_tensors((args, kwargs))
     if not (func in RULES_FOR_WHOLE or any(x.rows is not None for x in tensors)):
         return NO_RULE
-    sent = _sent(tensors)
+    calls = _transport_calls(tensors)
     try:
         return rule(func, args, kwargs)
     except NoRuleError:
         return NO_RULE
     except UNFORESEEN:
         # After messages a rule computes with bands, so that the error may be that of this rank.
-        if _sent(tensors) != sent:
+        if _transport_calls(tensors) != calls:
             raise
         return NO_RULE
 
 
-def _sent(tensors: Sequence[GlobalTensor]) -> tuple[int, int]:
-    """Return the numbers of messages and of collectives of this rank so far."""
-    if not tensors:
-        return 0, 0
-    traffic = tensors[0].view_.manager.transport.traffic
-    return traffic.messages, traffic.collectives
+def _transport_calls(tensors: Sequence[GlobalTensor]) -> int:
+    """Return the number of exchanges and collectives of this rank so far."""
+    return tensors[0].view_.manager.transport.calls if tensors else 0
 
 
 def _note_shared_memory(func: Function, results: Any, args: Args) -> None:
@@ -334,6 +331,8 @@ def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
             )
         return _whole_in_place(func, args, kwargs)
     view = tensors[0].view_
+    if func in SELECTED_BY_MASK:
+        args, kwargs = tree_map(lambda x: of_first_rank(x) if _is_mask(x) else x, (args, kwargs))
     with _random_numbers(func, view, tensors[0].device, kwargs.get("generator")):
         call = with_whole_gradients(func, view) if is_custom_operator(func) else func
         results = call_whole(call, args, kwargs)
@@ -392,6 +391,47 @@ def _cut_again(x: Any, bands: Sequence[GlobalTensor]) -> Any:
             part.has_order = x.has_order
             return part
     return x
+
+
+# ---------------------------------------------------------------- values that decide
+
+# The shapes of their results depend on the values of masks.
+SELECTED_BY_MASK = frozenset(functions_named("masked_select", "__getitem__"))
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
+def of_first_rank(x: Any) -> Any:
+    """Return a whole tensor as the first rank has computed it, and anything else unchanged.
+
+    On a GPU ranks that compute the same may differ by the last bit, and so would what is decided by
+    it: shapes, messages, which code runs. A collective for whole tensors.
+    """
+    if type(x) is not GlobalTensor or x.rows is not None:
+        return x
+    local = x.local.detach()
+    message = local.to(torch.uint8) if local.dtype == torch.bool else local
+    first = x.view_.manager.transport.all_gather(message.reshape(-1))[0]
+    if isinstance(local, FakeTensor) or local.is_meta:
+        return x
+    return GlobalTensor(first.to(local.dtype).view(local.shape), None, x.view_)
+
+
+@rule_for(
+    "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero",
+    "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive",
+)  # fmt: skip
+def read_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Read values, by which a model may decide what to do: all ranks read those of the first."""
+    args, kwargs = tree_map(of_first_rank, (args, kwargs))
+    return _whole(func, args, kwargs)
+
+
+RULES_FOR_WHOLE.update(func for func, rule in RULES.items() if rule is read_values)
+
+# ---------------------------------------------------------------- attributes
 
 
 @rule_for(

@@ -129,6 +129,15 @@ class SharedMemory:
     def __init__(self, tensor: GlobalTensor) -> None:
         self.tensors = [weakref.ref(tensor)]
         self.is_certain = True
+        self._limit = 8
+
+    def add(self, tensor: GlobalTensor) -> None:
+        """Add a tensor; of a state that lasts, views of all steps would become many."""
+        self.tensors.append(weakref.ref(tensor))
+        if len(self.tensors) > self._limit:
+            first, *others = self.tensors  # the first is the tensor that the others are views of
+            self.tensors = [first, *(other for other in others if other() is not None)]
+            self._limit = 2 * max(4, len(self.tensors))
 
 
 class GlobalTensor(torch.Tensor):
@@ -518,7 +527,7 @@ def share_memory(results: Any, source: GlobalTensor, is_certain: bool = True) ->
         if x is source:
             continue
         memory = source.memory or SharedMemory(source)
-        memory.tensors.append(weakref.ref(x))
+        memory.add(x)
         memory.is_certain &= is_certain
         source.memory = x.memory = memory
         x.has_order &= source.has_order and shares_storage(x, source)

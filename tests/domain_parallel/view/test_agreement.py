@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view, attached_view
+from credit_dp.domain_parallel.view.tensor import GlobalTensor
 from credit_dp.errors import UserError
 from tests.ranks import on_threads
 
@@ -146,9 +148,12 @@ def test_strides_of_whole_tensors_and_of_views_are_known():
     assert _run(lambda x: x.permute(0, 2, 3, 1).stride())[0] == ((336, 6, 1, 42),) * 2
 
 
-def test_an_error_after_messages_is_raised(monkeypatch):
+@pytest.mark.parametrize(
+    "call", [lambda t: t.all_gather(torch.zeros(1)), lambda t: t.start([], [])()]
+)
+def test_an_error_after_messages_is_raised(monkeypatch, call):
     def fail_after_messages(func, args, kwargs):
-        args[0].view_.manager.transport.all_gather(torch.zeros(1))
+        call(args[0].view_.manager.transport)
         raise IndexError("of this rank")
 
     monkeypatch.setitem(rules.RULES, torch.sin, fail_after_messages)
@@ -163,6 +168,69 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
     monkeypatch.setitem(rules.RULES, torch.sin, fail)
     _, views = _run(torch.sin)
     assert [dict(view.whole_calls) for view in views] == [{"sin": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda score, x: score.max().item(),
+        lambda score, x: score.tolist(),
+        lambda score, x: [bool(s > 0.5) for s in score],
+        lambda score, x: [float(s) for s in score],
+        lambda score, x: [int(s * 2**52) for s in score],
+        lambda score, x: score.equal(torch.full_like(score, 0.5)),
+        lambda score, x: torch.allclose(score, torch.full_like(score, 0.5), rtol=0, atol=0),
+        lambda score, x: (score > 0.5).nonzero().tolist(),
+        lambda score, x: torch.argwhere(score > 0.5).tolist(),
+        lambda score, x: (score.unique().tolist(), torch.unique(score).tolist()),
+        lambda score, x: score.unique_consecutive().tolist(),
+        lambda score, x: len(score[score > 0.5]),
+        lambda score, x: len(torch.masked_select(score, score > 0.5)),
+        lambda score, x: x[:, score > 0.5].shape,
+        lambda score, x: torch.cat(
+            [y.sum((1, 2, 3)) for y in (x[:, :, score.argsort()],)]
+        ).tolist(),
+        lambda score, x: x.index_select(2, score.argsort())[0, 0, :, 0].tolist(),
+    ],
+)
+def test_ranks_decide_by_the_values_of_the_first_rank(decide):
+    # As on GPUs, where the last bit of what each rank computes may differ.
+    def function(x):
+        score = 0.5 + 1e-15 * torch.arange(7, dtype=torch.float64) * x.view_.rank
+        return decide(GlobalTensor(score, None, x.view_), x[:, :7].double())
+
+    results = _run(function, 3)[0]
+    assert results == (results[0],) * 3
+
+
+def test_functions_defined_in_a_forward_are_freed():
+    functions = []
+
+    def forward(x):
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * 2
+
+        functions.append(weakref.ref(Double))
+        return Double.apply(x).shape
+
+    _run(forward)
+    gc.collect()
+    assert [function() for function in functions] == [None] * 2
+
+
+def test_views_of_a_state_that_lasts_are_forgotten():
+    def read_often(state):
+        for i in range(100):
+            state[:, i % 8].sum()
+        return len(state.memory.tensors) < 20
+
+    assert _run(read_often)[0] == (True, True)
 
 
 def test_fields_in_reference_cycles_do_not_refuse_a_change_in_place():

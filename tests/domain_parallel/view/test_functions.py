@@ -285,6 +285,7 @@ REDUCTIONS = {
         *torch.var_mean(x, (1, 2)),
         *torch.std_mean(x, 2, keepdim=True),
         (x * 0).std(2),
+        (x * 0 + 3.1).std((2, 3)),
         torch.std(x, 2, correction=2),
     ),
     "count_nonzero": lambda m, x: (x.relu().count_nonzero(2), x.relu().count_nonzero()),
@@ -372,6 +373,11 @@ MIXTURES = {
         torch.batch_norm(x, m.scale, None, None, None, True, 0.1, 1e-5, False),
         F.batch_norm(x, None, None, m.scale, training=True),
         F.batch_norm(x.transpose(0, 2), None, None, training=True),
+        F.batch_norm(x.transpose(1, 2), None, None, training=True),
+        F.batch_norm(folded(x), None, None, training=True),
+        F.group_norm(folded(x), 2),
+        F.instance_norm(folded(x)),
+        F.layer_norm(folded(x), (2 * x.shape[2], COLUMNS)),
     ),
     "local response norm": lambda m, x: F.local_response_norm(x, 3),
     "lp pool": lambda m, x: (
@@ -485,7 +491,19 @@ def copy_of_all_rows(x, select):
     return x + y
 
 
+def folded(x):
+    """Return the field with its rows repeated, each rank with bands of both copies."""
+    return torch.stack([x, x * 2], 2).flatten(2, 3)
+
+
 INDEXING = {
+    "slices of folded rows": lambda m, x: (
+        folded(x)[:, :, 1:6],
+        folded(x)[:, :, :5, None, 2:],
+        folded(x)[:, torch.tensor([0, 2]), 3:],
+        folded(x).narrow(2, 2, 3),
+        folded(x)[0, ..., 4:5, :],
+    ),
     "indices of numpy": lambda m, x: (
         x[:, np.array([[0, 1], [2, 0]])].sum((1, 2)),
         x[:, np.array([0, 1]), :, [0, 1]].sum((0, 1)),

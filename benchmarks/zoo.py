@@ -54,13 +54,13 @@ class Step:
     Attributes:
         saved: bytes that autograd keeps.
         sent: bytes that the rank sends.
-        road: `layers` or `view`.
+        conversion: `layers`, `view`, or `none` for one process.
         whole_calls: functions that ran whole -> number of calls.
     """
 
     saved: int
     sent: int = 0
-    road: str = "plain"
+    conversion: str = "none"
     whole_calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -128,7 +128,7 @@ def main(names: list[str]) -> None:
     from tests.zoo.torchvision_operators import prepare_torchvision
 
     prepare_torchvision()
-    print("| model | road | of the memory | sent | whole calls |")
+    print("| model | converted by | of the memory | sent | whole calls |")
     print("|---|---|---|---|---|")
     for name, build, size in MODELS:
         if names and not any(part.lower() in name.lower() for part in names):
@@ -140,7 +140,7 @@ def main(names: list[str]) -> None:
         verdict = "" if share <= GOAL else f" (**goal {GOAL}**)"
         cells = (
             name,
-            rank.road,
+            rank.conversion,
             f"{share:.2f}{verdict}",
             f"{rank.sent / 1e6:.1f} MB",
             calls,

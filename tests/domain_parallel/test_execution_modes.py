@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, error
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 SHAPE = (2, 3, 13, 8)
 
@@ -100,6 +100,7 @@ def _channels_last(x):
     return x.to(memory_format=torch.channels_last)
 
 
+TWO_OR_THREE = [pytest.param(2, marks=pytest.mark.slow), 3]
 WAYS = {
     "plain, an input without gradient": {},
     "recomputed activations": {"prepare": _recomputing},
@@ -110,7 +111,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_step_is_the_same(ranks, way):
     on_threads(ranks, _way, way)
@@ -124,7 +125,7 @@ def _recomputed_on_gloo(manager):
     _same_step(manager, prepare=_recomputing)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_recomputed_activations_on_gloo_ranks(ranks):
     on_processes(ranks, _recomputed_on_gloo)
 
@@ -140,7 +141,7 @@ def _without_gradients(manager):
             assert error(gather_tensor(y, manager=manager), whole(x)) <= MODEL
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_no_gradients(ranks):
     on_threads(ranks, _without_gradients)
 
@@ -167,7 +168,7 @@ def _gradient(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_autocast(ranks):
     on_threads(ranks, _autocast)
 

@@ -20,7 +20,7 @@ from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupAttention, RowGroupModel
-from tests.ranks import RankError, on_processes, on_threads
+from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
 
 @st.composite
@@ -31,7 +31,7 @@ def cases(draw):
     return kind, size, draw(st.integers(0, padded - 1)), height
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 @given(case=cases())
 def test_same_as_the_whole_globe(ranks, case):
     shape = (2, 2, case[-1], 3)

@@ -238,6 +238,7 @@ def _refused(manager, config):
     return None
 
 
+@pytest.mark.slow
 def test_compilation_is_refused_in_one_line(reference):
     config, _ = reference(steps=3)
     config = on_mesh(replace(config, compile=True), Mesh(1, 1, 2))

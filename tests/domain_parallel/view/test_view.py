@@ -273,7 +273,10 @@ HEIGHTS = (13, 14, 17)
 
 # The model runs without gradients first, to see whether it is random.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "trains",
+    [pytest.param(True, id="train"), pytest.param(False, id="eval", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_the_unsharded_model(name, trains):
     position = list(FUNCTIONS).index(name)

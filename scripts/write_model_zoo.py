@@ -65,13 +65,12 @@ def table() -> str:
             lines.append(f"| {name} | {family.package} | refused | | |")
             continue
         whole = [f"`{f}` {n} x" for f, n in calls[name]["whole_calls"].items()]
-        share = shares.get(name)
         cells = (
             name,
             family.package,
             calls[name]["conversion"],
             ", ".join(whole),
-            "" if share is None else f"{share:.2f}",
+            f"{shares[name]:.2f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.view.rules import (
     require_whole,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import as_view, move_rows
+from credit_dp.domain_parallel.view.shapes import as_view, unfolded
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
@@ -139,7 +139,7 @@ def narrow(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if length == x.shape[dim]:
         return as_view(x.local, layout, x)
     if layout.outer != 1:
-        return _view_of(move_rows(x, [dim]).narrow(dim, start, length), x)
+        return _view_of(unfolded(x, [dim]).narrow(dim, start, length), x)
     return _slice_rows(x, range(start, start + length))
 
 
@@ -196,17 +196,18 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     is_view = not any(isinstance(item, Tensor) for item in items)
     position = _position_of_dim(items, layout.dim)
     item = items[position]
+    if layout.outer != 1 and not _is_all(item, layout.size):
+        of_dims = zip((item for item in items if item is not None), x.shape, strict=True)
+        cut = [d for d, (item, size) in enumerate(of_dims) if not _is_all(item, size)]
+        result = unfolded(x, cut)[index]
+        return _view_of(result, x) if is_view else result
     source = x
     if isinstance(item, slice):
         rows = range(layout.size)[item]
-        if len(rows) != layout.size and layout.outer != 1:
-            kept = [isinstance(i, slice) and i == slice(None) for i in items if i is not None]
-            result = move_rows(x, [d for d in range(x.ndim) if not kept[d]])[index]
-            return _view_of(result, x) if is_view else result
         if len(rows) != layout.size:
             source = _slice_rows(x, rows)
         items[position] = slice(None)
-    elif isinstance(item, int) and layout.outer == 1:
+    elif isinstance(item, int):
         row = range(layout.size)[item]
         # Every rank gets the row: what each contributes to its gradient is summed by its owner.
         source = exchange_entries(x, ((RowRange(row, row + 1),),) * x.view_.ranks, None)
@@ -227,6 +228,11 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if is_view and source is not x and shares_storage(result, source):
         share_memory(result, x)
     return result
+
+
+def _is_all(item: Any, size: int) -> bool:
+    """Return whether an index keeps all entries of a dimension."""
+    return isinstance(item, slice) and range(size)[item] == range(size)
 
 
 def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
@@ -346,10 +352,9 @@ def index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Select by an index that every rank has; rows move."""
     arguments = bind(("input", "dim", "index"), args, kwargs)
     x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
+    x = unfolded(x, [dim % x.ndim])
     layout = layout_of(x)
     require_whole(index)
     if dim % x.ndim == layout.dim:
-        if layout.outer != 1:
-            raise NoRuleError
         return take_rows(x, indices_of(index, layout.size))
     return wrap(x.local.index_select(dim, local_of(index)), layout, x.view_)

@@ -23,7 +23,12 @@ from credit_dp.domain_parallel.view.rules import (
     layout_of,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import unpack_sizes, with_bands, with_rows_everywhere
+from credit_dp.domain_parallel.view.shapes import (
+    unfolded,
+    unpack_sizes,
+    with_bands,
+    with_rows_everywhere,
+)
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
@@ -137,17 +142,16 @@ def roll(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Roll rows and other dimensions."""
     arguments = {"dims": ()} | bind(("input", "shifts", "dims"), args, kwargs)
     x, shifts, dims = arguments["input"], arguments["shifts"], arguments["dims"]
-    layout = layout_of(x)
     shifts = [shifts] if isinstance(shifts, int) else list(shifts)
     dims = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]
     if not dims:
         raise NoRuleError
+    x = unfolded(x, dims)
+    layout = layout_of(x)
     pairs = list(zip(shifts, dims, strict=True))
     others = [(shift, d) for shift, d in pairs if d != layout.dim]
     shift = sum(shift for shift, d in pairs if d == layout.dim) % layout.size
     if shift:
-        if layout.outer != 1:
-            raise NoRuleError
         x = rearrange_rows(x, [(i - shift) % layout.size for i in range(layout.size)], layout)
     local = (
         x.local.roll([shift for shift, _ in others], [d for _, d in others]) if others else x.local
@@ -164,12 +168,11 @@ def _new_tensor(local: Tensor, layout: Layout, x: GlobalTensor) -> GlobalTensor:
 def flip(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Flip rows and other dimensions."""
     x, *dims = *args, *kwargs.values()
-    layout = layout_of(x)
     flipped = {d % x.ndim for d in unpack_sizes(dims)}
+    x = unfolded(x, list(flipped))
+    layout = layout_of(x)
     others = sorted(flipped - {layout.dim})
     if layout.dim in flipped:
-        if layout.outer != 1:
-            raise NoRuleError
         x = rearrange_rows(x, range(layout.size)[::-1], layout)
     return _new_tensor(x.local.flip(others) if others else x.local, layout, args[0])
 
@@ -181,8 +184,10 @@ def pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = defaults | bind(("input", "pad", "mode", "value"), args, kwargs)
     x, mode, value = arguments["input"], arguments["mode"], arguments["value"]
     widths = [int(width) for width in arguments["pad"]]
-    layout = layout_of(x)
     # Widths are given from the last dimension on, two for each.
+    padded = [x.ndim - 1 - i // 2 for i, width in enumerate(widths) if width]
+    x = unfolded(x, padded)
+    layout = layout_of(x)
     position = 2 * (x.ndim - 1 - layout.dim)
     if any(widths[position : position + 2]):
         north, south = widths[position : position + 2]
@@ -209,8 +214,7 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
         indices = [abs(i) if i < size else 2 * (size - 1) - i for i in positions]
     else:
         raise NoRuleError
-    # A result with fewer rows than ranks runs whole, as one with rows of a folded batch does.
-    if layout.outer != 1 or len(indices) < x.view_.ranks:
+    if len(indices) < x.view_.ranks:  # runs whole
         raise NoRuleError
     result = take_rows(x, indices)
     if mode == "constant" and value:

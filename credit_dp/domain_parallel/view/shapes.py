@@ -199,6 +199,16 @@ def move_rows(x: GlobalTensor, dims: Sequence[int], preferred: Sequence[int] = (
     return with_bands(x, Layout(dim, 1, partition))
 
 
+def unfolded(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
+    """Return `x` with bands that a function of `dims` can cut: those of folded rows move elsewhere.
+
+    Raises:
+        NoRuleError: no other dimension has an entry for each rank.
+    """
+    layout = layout_of(x)
+    return x if layout.outer == 1 or layout.dim not in dims else move_rows(x, dims)
+
+
 def with_rows_everywhere(x: GlobalTensor) -> GlobalTensor:
     """Return `x` with a row on each rank; a collective if one has none.
 

@@ -503,6 +503,16 @@ INDEXING = {
         folded(x)[:, torch.tensor([0, 2]), 3:],
         folded(x).narrow(2, 2, 3),
         folded(x)[0, ..., 4:5, :],
+        folded(x)[:, :, -3],
+        folded(x)[:, :, : 2 * x.shape[2]],
+        folded(x).index_select(2, torch.tensor([5, 0, 1])),
+    ),
+    "moves of folded rows": lambda m, x: (
+        folded(x).roll((1, 2), (2, 3)),
+        folded(x).flip(2, 0),
+        folded(x).flip(3),
+        F.pad(folded(x), (1, 1, 2, 1), mode="circular"),
+        F.pad(folded(x), (0, 0, -1, 3), value=2.0),
     ),
     "indices of numpy": lambda m, x: (
         x[:, np.array([[0, 1], [2, 0]])].sum((1, 2)),

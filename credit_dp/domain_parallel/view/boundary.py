@@ -61,8 +61,12 @@ class ShowInputs:
         ending = ExitStack()
         _running_forwards.set((*_running_forwards.get(), (module, ending)))
         ending.enter_context(run_in(self.view))
-        shown = map_tensors(self._show, (tuple(args), kwargs))
-        ending.enter_context(same_python_numbers(self.view))
+        shown, error = None, None
+        try:
+            shown = map_tensors(self._show, (tuple(args), kwargs))
+        except UserError as caught:
+            error = caught
+        ending.enter_context(same_python_numbers(self.view, error))
         return shown
 
     def _show(self, x: Tensor) -> Tensor:

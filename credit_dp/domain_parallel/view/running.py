@@ -141,17 +141,31 @@ class RequireRunningModel:
 
 
 @contextmanager
-def same_python_numbers(view: GlobalView) -> Iterator[None]:
-    """Draw from Python's and NumPy's generators what the first rank draws; a collective."""
+def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Iterator[None]:
+    """Draw from Python's and NumPy's generators what the first rank draws; a collective.
+
+    Args:
+        view: of the ranks.
+        error: why this rank can't go on.
+
+    Raises:
+        UserError: that of this rank, or one that names another rank with an error.
+    """
     group = view.manager.domain_group
     if group is None:  # ranks are threads, which have one generator, or this is a trial run
+        if error is not None:
+            raise error
         yield
         return
     state = _python_state()
-    words = torch.from_numpy(state).to(message_device(group))
-    first = view.manager.transport.all_gather(words)[0]
+    # An error of one rank travels along: the others would wait for it in the forward.
+    words = torch.from_numpy(np.append(state, error is not None)).to(message_device(group))
+    everyone = view.manager.transport.all_gather(words)
+    failed = everyone[:, -1].nonzero().flatten().tolist()
+    if failed:
+        raise error or UserError(f"rank {failed[0]} of the domain can't run: see its message.")
     if view.rank:
-        _set_python_state(first.cpu().numpy())
+        _set_python_state(everyone[0, :-1].cpu().numpy())
     try:
         yield
     finally:

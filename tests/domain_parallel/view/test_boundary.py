@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.view.model import attach_view
 from credit_dp.errors import UserError
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 
 SHAPE = (2, 3, 7, 8)
 RANKS = 2
@@ -291,3 +291,18 @@ def test_a_mapping_that_forbids_changes_is_planned():
         return list(model.settings.items())
 
     assert on_threads(RANKS, on_rank) == [[("width", 3)]] * RANKS
+
+
+def _call_with_wrong_rows(manager):
+    model = convert_to_domain_parallel(Model(), manager, input_shape=SHAPE)
+    x = shard_tensor(torch.randn(SHAPE), manager=manager)
+    with pytest.raises(UserError) as error:
+        model(x.repeat(1, 1, 2, 1) if manager.domain_rank == 1 else x)
+    return str(error.value), model(x).shape[-2]
+
+
+def test_all_ranks_refuse_what_one_of_them_can_not_take():
+    messages, rows = zip(*on_processes(3, _call_with_wrong_rows), strict=True)
+    assert rows == (3, 2, 2)
+    assert messages[1].startswith("rank 1: got 4 rows, planned are the bands of 7 rows.")
+    assert {messages[0], messages[2]} == {"rank 1 of the domain can't run: see its message."}

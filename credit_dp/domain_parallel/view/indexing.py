@@ -316,11 +316,11 @@ def _position_of_dim(items: Sequence[Any], dim: int) -> int:
 
 
 def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> int:
-    """Return where a dimension that is indexed by `:` is in the result.
-
-    It is read off a small tensor, in which only this dimension has a size that no index has.
-    """
+    """Return where a dimension that is indexed by `:` is in the result."""
     indices = [item for item in items if isinstance(item, Tensor)]
+    if not indices:
+        return sum(not isinstance(item, int) for item in items[: _position_of_dim(items, dim)])
+    # It is read off a small tensor, in which only this dimension has a size that no index has.
     mark = 2 + max((size for i in indices for size in i.shape), default=0)
     sizes = [mark if d == dim else 1 for d in range(ndim)]
     probe_items: list[Any] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -204,13 +204,14 @@ def function_name(func: Function) -> str:
 
 def is_in_place(func: Function, kwargs: Kwargs) -> bool:
     """Return whether a call changes its first argument."""
-    name = function_name(func)
     # The functions of torch.nn.functional pass `inplace` on by its name.
-    return bool(
-        kwargs.get("inplace")
-        or name in IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
-    )
+    return bool(kwargs.get("inplace")) or _is_named_in_place(func)
+
+
+@lru_cache(4096)
+def _is_named_in_place(func: Function) -> bool:
+    name = function_name(func)
+    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_custom_operator(func: Function) -> bool:
@@ -285,24 +286,27 @@ def _apply_rule(rule: Rule | None, func: Function, args: Args, kwargs: Kwargs) -
     """Return the results of a rule, or `NO_RULE` if it does not fit or there are no bands."""
     if rule is None:
         return NO_RULE
-    tensors = global_tensors((args, kwargs))
-    if not (func in RULES_FOR_WHOLE or any(x.rows is not None for x in tensors)):
-        return NO_RULE
-    calls = _transport_calls(tensors)
+    source = args[0] if args else None
+    if type(source) is not GlobalTensor or source.rows is None:
+        tensors = global_tensors((args, kwargs))
+        if not (func in RULES_FOR_WHOLE or any(x.rows is not None for x in tensors)):
+            return NO_RULE
+        source = tensors[0] if tensors else None
+    calls = _transport_calls(source)
     try:
         return rule(func, args, kwargs)
     except NoRuleError:
         return NO_RULE
     except UNFORESEEN:
         # After messages a rule computes with bands, so that the error may be that of this rank.
-        if _transport_calls(tensors) != calls:
+        if _transport_calls(source) != calls:
             raise
         return NO_RULE
 
 
-def _transport_calls(tensors: Sequence[GlobalTensor]) -> int:
+def _transport_calls(x: GlobalTensor | None) -> int:
     """Return the number of exchanges and collectives of this rank so far."""
-    return tensors[0].view_.manager.transport.calls if tensors else 0
+    return 0 if x is None else x.view_.manager.transport.calls
 
 
 def _note_shared_memory(func: Function, results: Any, args: Args) -> None:

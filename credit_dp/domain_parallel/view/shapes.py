@@ -6,6 +6,7 @@ Windows may need bands that end where windows end: then rows move between ranks,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -45,13 +46,13 @@ def unpack_sizes(sizes: Sequence[Any]) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def resolve_shape(sizes: Sequence[Any], numel: int) -> list[int]:
+def resolve_shape(sizes: Sequence[Any], numel: int) -> tuple[int, ...]:
     """Return sizes with -1 replaced."""
     shape = unpack_sizes(sizes)
     if -1 in shape:
         known = prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = numel // known if known else 0
-    return shape
+    return tuple(shape)
 
 
 def _matching_dims(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[list[int], list[int]]:
@@ -81,7 +82,8 @@ def _matching_dims(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[li
     raise NoRuleError
 
 
-def view_layout(shape: Sequence[int], layout: Layout, new: Sequence[int]) -> tuple[Layout, int]:
+@lru_cache(4096)
+def view_layout(shape: tuple[int, ...], layout: Layout, new: tuple[int, ...]) -> tuple[Layout, int]:
     """Return where rows are in a view, and the unit whose multiples the bands must be.
 
     Args:
@@ -131,7 +133,7 @@ def in_units(x: GlobalTensor, unit: int) -> GlobalTensor:
     return with_bands(x, layout._replace(partition=partition))
 
 
-def _is_balanced_view(x: GlobalTensor, layout: Layout, shape: Sequence[int]) -> bool:
+def _is_balanced_view(x: GlobalTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Return whether rows stay in one dimension of a view, with units for all ranks."""
     try:
         _, unit = view_layout(x.shape, layout, shape)
@@ -140,7 +142,7 @@ def _is_balanced_view(x: GlobalTensor, layout: Layout, shape: Sequence[int]) -> 
     return unit == 1 or -(-layout.partition.height // unit) >= x.view_.ranks
 
 
-def _moved_for_view(x: GlobalTensor, shape: Sequence[int]) -> GlobalTensor:
+def _moved_for_view(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     """Return `x` with bands along a dimension in which each rank gets a part of the view.
 
     A few windows of rows would leave ranks without any. If there is no such dimension, `x` itself
@@ -156,7 +158,7 @@ def _moved_for_view(x: GlobalTensor, shape: Sequence[int]) -> GlobalTensor:
     return x
 
 
-def reshape_to(x: GlobalTensor, shape: Sequence[int], is_view: bool = False) -> GlobalTensor:
+def reshape_to(x: GlobalTensor, shape: tuple[int, ...], is_view: bool = False) -> GlobalTensor:
     """Return `x` with another shape.
 
     Args:
@@ -277,11 +279,22 @@ def permute(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Permutations of dimensions."""
     x, *others = args
     layout = layout_of(x)
-    # Which dimension goes where is read off a tensor without data, whose sizes all differ.
-    marks = torch.empty(tuple(range(2, 2 + x.ndim)), device="meta")
-    moved = list(func(marks, *others, **kwargs).shape)
+    options = tuple((name, _hashable(value)) for name, value in kwargs.items())
+    order = _permutation(func, x.ndim, tuple(map(_hashable, others)), options)
     result = func(x.local, *others, **kwargs)
-    return wrap(result, layout.at(moved.index(2 + layout.dim)), x.view_)
+    return wrap(result, layout.at(order.index(layout.dim)), x.view_)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@lru_cache(4096)
+def _permutation(func: Function, ndim: int, args: Args, kwargs: Args) -> tuple[int, ...]:
+    """Return which dimension a function moves to each position."""
+    # It is read off a tensor without data, whose sizes all differ.
+    marks = torch.empty(tuple(range(ndim)), device="meta")
+    return tuple(func(marks, *args, **dict(kwargs)).shape)
 
 
 @rule_for("unsqueeze")

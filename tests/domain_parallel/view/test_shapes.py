@@ -47,7 +47,7 @@ def reshapes(draw):
 @settings(max_examples=200, deadline=None)
 @given(reshapes(), st.sampled_from([1, 2]), st.sampled_from([2, 3]))
 def test_the_part_of_a_reshaped_tensor_is_the_part_reshaped(case, outer, ranks):
-    shape, new, dim = case
+    shape, new, dim = tuple(case[0]), tuple(case[1]), case[2]
     if shape[dim] % outer or shape[dim] // outer < ranks:
         return
     entries = shape[dim] // outer

@@ -131,6 +131,11 @@ class RowExchange:
         return sum(row_range.length for row_range in self.required_rows[self.rank])
 
     @cached_property
+    def greatest_length(self) -> int:
+        """Return the number of rows in the result of the rank that needs most."""
+        return max(sum(rows.length for rows in ranges) for ranges in self.required_rows)
+
+    @cached_property
     def receives(self) -> tuple[RowMessage, ...]:
         """Return the forward messages to this rank, by sender; backward goes the other way."""
         owner = self.partition.owner

@@ -333,6 +333,21 @@ class Halo:
     column_padding: ColumnPadding
     dim: int
 
+    @property
+    def is_wide(self) -> bool:
+        """Return whether either side has more rows than a band: backward fetches them again.
+
+        The same on all ranks. A kernel that is dilated that far would keep more than the globe.
+        """
+        bands = self.exchange.partition
+        return self.exchange.greatest_length * bands.ranks > 2 * bands.height
+
+    def fetch(self, padded: Tensor) -> Callable[[], Tensor]:
+        """Start to fetch the rows of the halo; return a function that waits for them."""
+        x = self.column_padding.unpad(padded)
+        finish = start_fetching(x, self.exchange, self.transport, self.dim)
+        return lambda: self.column_padding.pad(finish())
+
     def is_blank(self, edge: BandEdge) -> bool:
         """Return whether the halo on that side is zero: beyond a pole."""
         return edge.halo in self.exchange.zero_ranges
@@ -382,16 +397,15 @@ class _BandConv(torch.autograd.Function):
         settings: ConvSettings,
         halo: Halo,
     ) -> Tensor:
-        x = halo.column_padding.unpad(padded)
         # Every rank starts the exchange, whichever edges it skips below: sends match receives.
-        finish = start_fetching(x, halo.exchange, halo.transport, halo.dim)
+        finish = halo.fetch(padded)
         y = settings.convolve(padded, weight, bias)  # while the halo travels
-        rows = halo.column_padding.pad(finish())
+        rows = finish()
         north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
         edges = [edge for edge in north_and_south if not halo.is_blank(edge)]
         for edge in edges:
             edge.add(y, rows, weight)
-        ctx.save_for_backward(padded, weight, rows)
+        ctx.save_for_backward(padded, weight, *(() if halo.is_wide else (rows,)))
         ctx.settings = settings
         ctx.halo = halo
         ctx.edges = edges
@@ -400,8 +414,9 @@ class _BandConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        padded, weight, rows = ctx.saved_tensors
+        padded, weight, *kept = ctx.saved_tensors
         halo = ctx.halo
+        rows = kept[0] if kept else halo.fetch(padded)()
         needs_grad = tuple(ctx.needs_input_grad[:3])
         # The edges come first: the halo's gradient is sent while that of the band is computed. The
         # gradients of the taps are computed in the same call, as they concern a few rows only.

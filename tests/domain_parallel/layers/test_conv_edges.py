@@ -163,6 +163,30 @@ def test_bands_are_convolved_while_halos_travel():
     on_threads(3, _overlap)
 
 
+def _wide(manager, width):
+    """Return the most rows of a tensor that a dilated convolution keeps, and its messages.
+
+    They are the exchanges and collectives in forward, one of which is for the bands, and backward.
+    """
+    x = torch.randn(1, 2, 12, 6)
+    conv = nn.Conv2d(2, 2, 3, padding=width, dilation=width)
+    layer = DomainParallelConv2d(conv, manager=manager)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    layer(band)  # learns the bands
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        calls = manager.transport.calls
+        y = layer(band)
+        forward = manager.transport.calls - calls
+    y.sum().backward()
+    return max(y.shape[-2] for y in kept), forward, manager.transport.calls - calls - forward
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4, (8, 2, 1)), (5, (4, 2, 2))])
+def test_a_halo_wider_than_the_band_is_fetched_again(width, expected):
+    assert on_threads(3, _wide, width) == [expected] * 3
+
+
 def _dtype(manager, dtype):
     x = torch.randn(1, 2, 12, 6, dtype=dtype)
     layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1).to(dtype), manager=manager)

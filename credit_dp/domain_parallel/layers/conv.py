@@ -335,9 +335,9 @@ class Halo:
 
     @property
     def is_wide(self) -> bool:
-        """Return whether either side has more rows than a band: backward fetches them again.
+        """Return whether either side has more rows than a band, the same on all ranks.
 
-        The same on all ranks. A kernel that is dilated that far would keep more than the globe.
+        Kept for backward, such halos would take more memory than the bands.
         """
         bands = self.exchange.partition
         return self.exchange.greatest_length * bands.ranks > 2 * bands.height
@@ -347,6 +347,12 @@ class Halo:
         x = self.column_padding.unpad(padded)
         finish = start_fetching(x, self.exchange, self.transport, self.dim)
         return lambda: self.column_padding.pad(finish())
+
+    def zeros(self, padded: Tensor) -> Tensor:
+        """Return zeros in place of the rows."""
+        shape = list(padded.shape)
+        shape[self.dim] = self.exchange.length
+        return padded.new_zeros(shape)
 
     def is_blank(self, edge: BandEdge) -> bool:
         """Return whether the halo on that side is zero: beyond a pole."""
@@ -416,8 +422,10 @@ class _BandConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
         halo = ctx.halo
-        rows = kept[0] if kept else halo.fetch(padded)()
         needs_grad = tuple(ctx.needs_input_grad[:3])
+        if not kept:  # only the gradient of the weight needs the values
+            kept = [halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)]
+        rows = kept[0]
         # The edges come first: the halo's gradient is sent while that of the band is computed. The
         # gradients of the taps are computed in the same call, as they concern a few rows only.
         edge_gradients = [

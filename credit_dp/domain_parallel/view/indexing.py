@@ -160,6 +160,8 @@ def unbind(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = {"dim": 0} | bind(("input", "dim"), args, kwargs)
     x = arguments["input"]
     layout, dim = layout_of(x), arguments["dim"] % x.ndim
+    if dim == layout.dim and layout.outer != 1:
+        return _view_of(unfolded(x, [dim]).unbind(dim), x)
     if dim == layout.dim:
         return tuple(x.select(dim, i) for i in range(x.shape[dim]))
     layout = layout.at(layout.dim - (dim < layout.dim))
@@ -177,6 +179,8 @@ def split(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dim != layout.dim:
         parts = func(x.local, *others, **kwargs)
         return type(parts)(GlobalTensor(part, layout, x.view_) for part in parts)
+    if layout.outer != 1:
+        return _view_of(func(unfolded(x, [dim]), *others, **kwargs), x)
     parts = func(torch.empty(x.shape, device="meta"), *others, **kwargs)
     results, start = [], 0
     for part in parts:
@@ -242,7 +246,7 @@ def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
 
 
 def indices_of(index: Tensor, size: int) -> list[int]:
-    """Return a vector of indices, those of the first rank, as numbers from 0.
+    """Return a vector of indices, of the first rank if computed from a field, as numbers from 0.
 
     A trial run has no values: it counts the messages for rows in their order.
 
@@ -352,9 +356,9 @@ def index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Select by an index that every rank has; rows move."""
     arguments = bind(("input", "dim", "index"), args, kwargs)
     x, dim, index = arguments["input"], arguments["dim"], arguments["index"]
+    require_whole(index)
     x = unfolded(x, [dim % x.ndim])
     layout = layout_of(x)
-    require_whole(index)
     if dim % x.ndim == layout.dim:
         return take_rows(x, indices_of(index, layout.size))
     return wrap(x.local.index_select(dim, local_of(index)), layout, x.view_)

@@ -105,9 +105,9 @@ def align(x: Any, layout: Layout, view: GlobalView) -> Any:
 
 
 def _layout_of_all(args: Args, kwargs: Kwargs) -> Layout | None:
-    """Return the one layout of bands with the same number of dimensions; None if there are others.
+    """Return the layout of bands that all have the same, beside numbers and the like.
 
-    Other arguments may be numbers and the like, but no tensors.
+    None if layouts or numbers of dimensions differ, or an argument is another tensor.
     """
     first: GlobalTensor | None = None
     for x in args:

@@ -271,7 +271,7 @@ def _variance(name: str, x: GlobalTensor, dims: list[int], arguments: Kwargs) ->
     x = GlobalTensor(x.local.to(accumulation_dtype(x.local)), x.rows, x.view_)
     mean = x.mean(dims, keepdim=keepdim) if name.endswith("_mean") else None
     # Less one of its entries a constant field is exactly zero, and so is its variance.
-    shifted: Tensor = x - _first_entry(x, dims)
+    shifted: Tensor = x - _an_entry(x, dims)
     deviation: Tensor = shifted - shifted.mean(dims, keepdim=True)
     count = max(prod(x.shape[d] for d in dims) - correction, 0)
     # The root by a norm, whose gradient is zero where all entries are equal, as that of `std` is.
@@ -283,8 +283,8 @@ def _variance(name: str, x: GlobalTensor, dims: list[int], arguments: Kwargs) ->
     return result.to(dtype) if mean is None else (result.to(dtype), mean.to(dtype))
 
 
-def _first_entry(x: GlobalTensor, dims: list[int]) -> GlobalTensor:
-    """Return the first entry along dimensions that are reduced, as a constant; a collective."""
+def _an_entry(x: GlobalTensor, dims: list[int]) -> GlobalTensor:
+    """Return an entry along dimensions that are reduced, as a constant; a collective."""
     sizes = layout_of(x).partition.sizes
     first = x.local.detach()[tuple(slice(0, 1 if d in dims else None) for d in range(x.ndim))]
     if sizes[x.view_.rank] == 0:

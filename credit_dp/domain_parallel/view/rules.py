@@ -2,15 +2,15 @@
 
 `call_function` is what every torch function on a `GlobalTensor` comes to. A function without a
 rule, or one whose rule does not fit its arguments (`NoRuleError`), is called whole. Rules decide by
-global shapes and layouts alone, which are the same on all ranks: so all ranks take the same
-decisions, and reach the same collectives in the same order.
+global shapes and layouts, which are the same on all ranks, or by values of the first rank: so all
+ranks take the same decisions, and reach the same collectives in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -205,12 +206,11 @@ def function_name(func: Function) -> str:
 def is_in_place(func: Function, kwargs: Kwargs) -> bool:
     """Return whether a call changes its first argument."""
     # The functions of torch.nn.functional pass `inplace` on by its name.
-    return bool(kwargs.get("inplace")) or _is_named_in_place(func)
+    return bool(kwargs.get("inplace")) or _is_in_place_by_name(function_name(func))
 
 
-@lru_cache(4096)
-def _is_named_in_place(func: Function) -> bool:
-    name = function_name(func)
+@cache
+def _is_in_place_by_name(name: str) -> bool:
     return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -335,8 +335,7 @@ def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
             )
         return _whole_in_place(func, args, kwargs)
     view = tensors[0].view_
-    if func in SELECTED_BY_MASK:
-        args, kwargs = tree_map(lambda x: of_first_rank(x) if _is_mask(x) else x, (args, kwargs))
+    args, kwargs = _agreed(func, args, kwargs)
     with _random_numbers(func, view, tensors[0].device, kwargs.get("generator")):
         call = with_whole_gradients(func, view) if is_custom_operator(func) else func
         results = call_whole(call, args, kwargs)
@@ -358,7 +357,9 @@ def _random_numbers(
 
 def _whole_in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a function in place on the gathered tensor, and copy this rank's part of it."""
-    name, (target, *others) = function_name(func), args
+    name = function_name(func)
+    args, kwargs = _agreed(func, args, kwargs)
+    target, *others = args
     tensors = global_tensors((args, kwargs))
     view = tensors[0].view_
     if type(target) is GlobalTensor:
@@ -399,12 +400,41 @@ def _cut_again(x: Any, bands: Sequence[GlobalTensor]) -> Any:
 
 # ---------------------------------------------------------------- values that decide
 
-# The shapes of their results depend on the values of masks.
-SELECTED_BY_MASK = frozenset(functions_named("masked_select", "__getitem__"))
+# How many entries they select or take depends on the values of masks.
+SELECTED_BY_MASK = frozenset(
+    functions_named(
+        "masked_select", "masked_scatter", "masked_scatter_", "__getitem__", "__setitem__"
+    )
+)
+# The shapes of their results depend on the values of integers.
+SIZED_BY_VALUES = frozenset(
+    functions_named("one_hot", "bincount", "repeat_interleave", "tensor_split", "where")
+)
 
 
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
+def _agreed(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return arguments with the first rank's values where these decide about shapes."""
+    if func in SELECTED_BY_MASK:
+        first, *others = args
+        others, kwargs = tree_map(
+            lambda x: of_first_rank(x) if _is_of(x, torch.bool, torch.uint8) else x,
+            (others, kwargs),
+        )
+        return (first, *others), kwargs
+    # With three arguments `where` chooses entries.
+    if func in SIZED_BY_VALUES and (func not in WHERE or len(args) + len(kwargs) == 1):
+        return tree_map(  # type: ignore[no-any-return]
+            lambda x: of_first_rank(x) if _is_of(x, torch.bool, *INTEGERS) else x, (args, kwargs)
+        )
+    return args, kwargs
+
+
+WHERE = frozenset(functions_named("where"))
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _is_of(x: Any, *dtypes: torch.dtype) -> bool:
+    return isinstance(x, Tensor) and x.dtype in dtypes
 
 
 def of_first_rank(x: Any) -> Any:
@@ -415,17 +445,21 @@ def of_first_rank(x: Any) -> Any:
     """
     if type(x) is not GlobalTensor or x.rows is not None:
         return x
-    local = x.local.detach()
-    message = local.to(torch.uint8) if local.dtype == torch.bool else local
-    first = x.view_.manager.transport.all_gather(message.reshape(-1))[0]
+    local, manager = x.local.detach().resolve_conj().resolve_neg(), x.view_.manager
+    # As bytes, since not every type can be sent, and on the device of messages.
+    message = local.reshape(-1).contiguous().view(torch.uint8)
     if isinstance(local, FakeTensor) or local.is_meta:
+        manager.transport.all_gather(message)
         return x
-    return GlobalTensor(first.to(local.dtype).view(local.shape), None, x.view_)
+    if manager.domain_group is not None:
+        message = message.to(message_device(manager.domain_group))
+    first = manager.transport.all_gather(message)[0].to(local.device)
+    return GlobalTensor(first.view(local.dtype).view(local.shape), None, x.view_)
 
 
 @rule_for(
     "item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__", "is_nonzero",
-    "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive",
+    "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive", "__contains__",
 )  # fmt: skip
 def read_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Read values, by which a model may decide what to do: all ranks read those of the first."""

@@ -17,7 +17,7 @@ from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view, attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor
 from credit_dp.errors import UserError
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 
 SHAPE = (2, 8, 7, 6)
 
@@ -187,6 +187,13 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
         lambda score, x: len(score[score > 0.5]),
         lambda score, x: len(torch.masked_select(score, score > 0.5)),
         lambda score, x: x[:, score > 0.5].shape,
+        lambda score, x: len(torch.where(score > 0.5)[0]),
+        lambda score, x: 0.5 + 3e-15 in score,
+        lambda score, x: len(torch.bincount((score > 0.5).long())),
+        lambda score, x: F.one_hot((score > 0.5).long()).shape,
+        lambda score, x: score.repeat_interleave((score > 0.5).long()).shape,
+        lambda score, x: [len(y) for y in score.tensor_split((score > 0.5).long()[:3])],
+        lambda score, x: _assign_by_mask(score).shape,
         lambda score, x: torch.cat(
             [y.sum((1, 2, 3)) for y in (x[:, :, score.argsort()],)]
         ).tolist(),
@@ -196,11 +203,59 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
 def test_ranks_decide_by_the_values_of_the_first_rank(decide):
     # As on GPUs, where the last bit of what each rank computes may differ.
     def function(x):
-        score = 0.5 + 1e-15 * torch.arange(7, dtype=torch.float64) * x.view_.rank
+        sign = (1, -1, 0)[x.view_.rank]
+        score = 0.5 + sign * 1e-15 * torch.arange(7, dtype=torch.float64)
         return decide(GlobalTensor(score, None, x.view_), x[:, :7].double())
 
     results = _run(function, 3)[0]
     assert results == (results[0],) * 3
+
+
+def _assign_by_mask(score):
+    score = score * 1
+    score[score > 0.5] = score[score > 0.5] * 2
+    return score
+
+
+def test_a_part_of_a_mask_is_a_view():
+    def change(x):
+        mask = x.mean((0, 2, 3)) > 99
+        mask[:4].fill_(True)
+        mask[5] |= True
+        return mask.tolist()
+
+    expected = [True] * 4 + [False, True, False, False]
+    assert _run(change)[0] == (expected, expected)
+
+
+def _read_types(manager):
+    def forward(x):
+        values = x.mean((0, 2, 3))
+        types = (torch.int16, torch.bool, torch.complex64, torch.bfloat16, torch.uint8)
+        results.append([(values.abs() * 9).to(dtype).tolist() for dtype in types])
+        return x * 1
+
+    results = []
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    model = _Model(forward)
+    attach_view(model, manager, [SHAPE])
+    model(shard_tensor(x, manager=manager).clone())
+    return results[0]
+
+
+def test_values_of_all_types_are_read_on_processes():
+    results = on_processes(3, _read_types)
+    assert results == results[:1] * 3
+
+
+def test_parts_of_folded_rows_move_once():
+    def split(x):
+        y = torch.stack([x, x * 2], 2).flatten(2, 3)
+        calls = x.view_.manager.transport.calls
+        functions = (lambda: y.unbind(2), lambda: y.split(1, 2), lambda: y.chunk(2, 2))
+        return [len(function()) for function in functions], x.view_.manager.transport.calls - calls
+
+    assert _run(split)[0] == (([14, 14, 2], 3),) * 2
 
 
 def test_functions_defined_in_a_forward_are_freed():

@@ -128,3 +128,15 @@ def _sharded(
 def _floats(output: Any) -> list[Tensor]:
     """Return the outputs that have gradients."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+class Clip(torch.autograd.Function):
+    """A backward that is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1 + grad.norm())

@@ -20,7 +20,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.convert import Conversion, Converter
@@ -44,6 +43,7 @@ from credit_dp.domain_parallel.planning.plan import (
 )
 from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
+    PlanningMode,
     ShapeMemo,
     copy_model,
     named_leaves,
@@ -584,17 +584,12 @@ def use_meta_tensors() -> Iterator[None]:
 
 
 @final
-class _MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MetaTensorMode(PlanningMode):
     """Moves operands to the meta device if an operation combines CPU and meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memo = ShapeMemo()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while planning, so torch need not check for it."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -27,6 +27,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
+    empty_rows_like,
     start_fetching,
     start_returning_gradients,
 )
@@ -350,9 +351,7 @@ class Halo:
 
     def zeros(self, padded: Tensor) -> Tensor:
         """Return zeros in place of the rows."""
-        shape = list(padded.shape)
-        shape[self.dim] = self.exchange.length
-        return padded.new_zeros(shape)
+        return empty_rows_like(padded, self.dim, self.exchange.length).zero_()
 
     def is_blank(self, edge: BandEdge) -> bool:
         """Return whether the halo on that side is zero: beyond a pole."""

@@ -100,8 +100,17 @@ def _refs_in(values: Iterable[Any]) -> Iterator[TensorRef]:
             yield from _refs_in(value)
 
 
+class PlanningMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of a run that plans."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while planning, so torch need not check for it."""
+        return False
+
+
 @final
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(PlanningMode):
     """The operations of one run, in order. Two runs of the same code number tensors alike.
 
     Args:
@@ -128,11 +137,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running_modules: list[str] = []  # outermost first
         # Storages that no operation may write to -> the parameter or buffer that they belong to.
         self.read_only_storages: dict[int, str] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while planning, so torch need not check for it."""
-        return False
 
     @property
     def location(self) -> str:

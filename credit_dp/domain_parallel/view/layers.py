@@ -203,8 +203,8 @@ def _rows_before_columns(
 
 # ---------------------------------------------------------------- convolutions
 
+# Parameters after input and weight, in the order of torch's functions, with their defaults.
 CONV: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-CONV_NAMES = ("input", "weight", *CONV)
 TRANSPOSE: dict[str, Any] = {
     "bias": None,
     "stride": 1,
@@ -213,7 +213,6 @@ TRANSPOSE: dict[str, Any] = {
     "groups": 1,
     "dilation": 1,
 }
-TRANSPOSE_NAMES = ("input", "weight", *TRANSPOSE)
 
 
 def _local_conv(func: Function, arguments: Mapping[str, Any], x: Tensor) -> Any:
@@ -227,74 +226,42 @@ def weights_of(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def conv(
-    kind: type[nn.Module], count: int, func: Function, args: Args, kwargs: Kwargs
-) -> GlobalTensor:
-    """Convolutions with `count` spatial dimensions."""
-    given = CONV | bind(CONV_NAMES, args, kwargs)
-    arguments = {name: given[name] for name in CONV_NAMES}
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-    require_whole(weight, bias)
-    x = with_spatial_rows(x, count)
-    compute = partial(_local_conv, func, arguments)
-    if layout_of(x).dim == 0:
-        return GlobalTensor(compute(x.local), layout_of(x), x.view_)
-    padding = arguments["padding"]
-    settings = {
-        "in_channels": x.shape[1],
-        "out_channels": weight.shape[0],
-        "kernel_size": tuple(weight.shape[2:]),
-        "stride": _tuple(arguments["stride"], count),
-        "padding": padding if isinstance(padding, str) else _tuple(padding, count),
-        "dilation": _tuple(arguments["dilation"], count),
-        "groups": arguments["groups"],
-        "bias": bias is not None,
-    }
-    return _call_conv(func, x, kind, settings, arguments)
-
-
-def _call_conv(
-    func: Function,
-    x: GlobalTensor,
     kind: type[nn.Module],
-    settings: dict[str, Any],
-    arguments: dict[str, Any],
+    defaults: dict[str, Any],
+    count: int,
+    func: Function,
+    args: Args,
+    kwargs: Kwargs,
 ) -> GlobalTensor:
-    """Compute a convolution with rows in any spatial dimension."""
-
-    def rule(x: GlobalTensor, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        compute = partial(_local_conv, func, arguments | settings_of_call(settings) | tensors)
-        return call_layer(compute, x, kind, settings, tensors)
-
-    def settings_of_call(settings: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in settings.items() if name in SPATIAL_SETTINGS[1:]}
-
-    result: GlobalTensor = _rows_before_columns(rule, x, settings, weights_of(arguments))
-    return result
-
-
-def conv_transpose(
-    kind: type[nn.Module], count: int, func: Function, args: Args, kwargs: Kwargs
-) -> GlobalTensor:
-    """Transposed convolutions with `count` spatial dimensions."""
-    given = TRANSPOSE | bind(TRANSPOSE_NAMES, args, kwargs)
-    arguments = {name: given[name] for name in TRANSPOSE_NAMES}
+    """Convolutions with `count` spatial dimensions, transposed ones too."""
+    names = ("input", "weight", *defaults)
+    given = defaults | bind(names, args, kwargs)
+    arguments = {name: given[name] for name in names}
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     require_whole(weight, bias)
     x = with_spatial_rows(x, count)
     if layout_of(x).dim == 0:
         return GlobalTensor(_local_conv(func, arguments, x.local), layout_of(x), x.view_)
+    groups = arguments["groups"]
+    of_call = [name for name in SPATIAL_SETTINGS if name in arguments]
     settings = {
-        "in_channels": weight.shape[0],
-        "out_channels": weight.shape[1] * arguments["groups"],
+        "in_channels": x.shape[1],
+        "out_channels": weight.shape[1] * groups if defaults is TRANSPOSE else weight.shape[0],
         "kernel_size": tuple(weight.shape[2:]),
-        "stride": _tuple(arguments["stride"], count),
-        "padding": _tuple(arguments["padding"], count),
-        "output_padding": _tuple(arguments["output_padding"], count),
-        "groups": arguments["groups"],
+        "groups": groups,
         "bias": bias is not None,
-        "dilation": _tuple(arguments["dilation"], count),
     }
-    return _call_conv(func, x, kind, settings, arguments)
+    for name in of_call:
+        value = arguments[name]
+        settings[name] = value if isinstance(value, str) else _tuple(value, count)
+
+    def rule(x: GlobalTensor, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        local_arguments = arguments | {name: settings[name] for name in of_call} | tensors
+        compute = partial(_local_conv, func, local_arguments)
+        return call_layer(compute, x, kind, settings, tensors)
+
+    result: GlobalTensor = _rows_before_columns(rule, x, settings, weights_of(arguments))
+    return result
 
 
 # ---------------------------------------------------------------- pools and interpolation
@@ -391,10 +358,10 @@ def _register_layers() -> None:
     """Register the rules of functions that exist for one, two and three spatial dimensions."""
     for count in (1, 2, 3):
         rules: list[tuple[str, Callable[..., Any]]] = [
-            (f"conv{count}d", partial(conv, getattr(nn, f"Conv{count}d"), count)),
+            (f"conv{count}d", partial(conv, getattr(nn, f"Conv{count}d"), CONV, count)),
             (
                 f"conv_transpose{count}d",
-                partial(conv_transpose, getattr(nn, f"ConvTranspose{count}d"), count),
+                partial(conv, getattr(nn, f"ConvTranspose{count}d"), TRANSPOSE, count),
             ),
         ]
         for name, kind, names in POOLS:

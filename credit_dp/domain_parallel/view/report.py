@@ -187,7 +187,8 @@ def _choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> li
     """Choose the bands of the inputs and return their heights.
 
     Raises:
-        UserError: an input has fewer rows than there are ranks, or two can't be told apart.
+        UserError: an input has fewer rows than there are ranks, or a rank would have as many rows
+            of two inputs with different heights.
     """
     heights = [shape[ROW_DIM] for shape in shapes if is_banded(shape)]
     for height in heights:

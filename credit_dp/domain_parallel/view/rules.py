@@ -410,6 +410,8 @@ SELECTED_BY_MASK = frozenset(
 SIZED_BY_VALUES = frozenset(
     functions_named("one_hot", "bincount", "repeat_interleave", "tensor_split", "where")
 )
+WHERE = frozenset(functions_named("where"))
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _agreed(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -427,10 +429,6 @@ def _agreed(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             lambda x: of_first_rank(x) if _is_of(x, torch.bool, *INTEGERS) else x, (args, kwargs)
         )
     return args, kwargs
-
-
-WHERE = frozenset(functions_named("where"))
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _is_of(x: Any, *dtypes: torch.dtype) -> bool:

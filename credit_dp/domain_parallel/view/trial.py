@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
@@ -35,6 +34,7 @@ from credit_dp.domain_parallel.planning.plan import (
 )
 from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
+    PlanningMode,
     ShapeMemo,
     dtype_and_device,
     preserve_model,
@@ -141,7 +141,7 @@ class _CallSite(NamedTuple):
 
 
 @final
-class _TrialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TrialMode(PlanningMode):
     """Runs operations once for equal operands, counts their work, and notes what whole calls make.
 
     Below autograd: what an operation saves is created in here.
@@ -151,11 +151,6 @@ class _TrialMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._memo = ShapeMemo()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while planning, so torch need not check for it."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -20,6 +20,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
+from tests.domain_parallel.equality import Clip
 
 WIDTH = 8
 
@@ -144,20 +145,8 @@ def _class_token(model, x):
     return tokens[:, 1:].transpose(1, 2).reshape(x.shape) * tokens[:, 0, :, None, None]
 
 
-class _Clip(torch.autograd.Function):
-    """A backward that is not linear in the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / (1 + grad.norm())
-
-
 # Taken when the module is imported, as models of other packages do.
-_clip_gradient = _Clip.apply
+_clip_gradient = Clip.apply
 
 
 @torch.library.custom_op("credit_dp_tests::clip", mutates_args=())
@@ -216,7 +205,7 @@ def _hook_modules(model, x):
 
 def _checkpoint_within(model, x):
     def inner(y):
-        return y.roll(1, 2) * model.linear.bias[:, None, None] * _Clip.apply(y)
+        return y.roll(1, 2) * model.linear.bias[:, None, None] * Clip.apply(y)
 
     def outer(y):
         return checkpoint(inner, y.sin(), use_reentrant=False) * y
@@ -230,7 +219,7 @@ def _use_strides(model, x):
 
 FUNCTIONS = {
     "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
-    "clipped gradients": lambda m, x: _Clip.apply(x) * _Clip.apply(m.linear.bias)[:, None, None],
+    "clipped gradients": lambda m, x: Clip.apply(x) * Clip.apply(m.linear.bias)[:, None, None],
     "custom operator": lambda m, x: _clip(x) * _clip(m.linear.bias)[:, None, None],
     "scripted function": lambda m, x: _scripted(x, factor=3) + x,
     "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -282,7 +283,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[None]:
             no_autocast,
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
-            _replace_by_fakes(model),
+            _replace_by_fakes(model, fake),
         ):
             yield
     except DATA_DEPENDENT_ERRORS as error:
@@ -298,7 +299,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _replace_by_fakes(model: nn.Module) -> Iterator[None]:
+def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Replace parameters and buffers by fake tensors; those on the meta device become CPU ones.
 
     Every operation would convert real tensors again. Constants in a model's code are on the CPU and
@@ -314,7 +315,7 @@ def _replace_by_fakes(model: nn.Module) -> Iterator[None]:
                     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                         continue
                     if tensor not in fakes:
-                        fakes[tensor] = _fake_like(tensor)
+                        fakes[tensor] = _fake_like(tensor, mode)
                     replaced.append((holder, name, tensor))
         for holder, name, tensor in replaced:
             holder[name] = fakes[tensor]
@@ -324,10 +325,14 @@ def _replace_by_fakes(model: nn.Module) -> Iterator[None]:
             holder[name] = tensor
 
 
-def _fake_like(tensor: Tensor) -> Tensor:
-    device = "cpu" if tensor.device.type == "meta" else tensor.device
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    spec = _TensorSpec(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, device, mode)
+    fake = spec.create()
+    if isinstance(tensor, nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True  # so it is an instance of `nn.Parameter`
+    return fake
 
 
 def dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -417,22 +422,24 @@ UNBOUNDED_VIEW = torch.ops.aten.as_strided.default
 class ShapeMemo:
     """Runs torch operations on tensors without data, only once for equal operands.
 
-    Results are reused only if they are new tensors or views of a fake first operand. Operations
-    that change or return an operand run every time. So do views on the meta device, which are as
-    fast as the cache. A memo serves a single `FakeTensorMode`.
+    Results are reused only if they are new tensors, views of a fake first operand, or that operand,
+    changed in place. Other operations run every time, and so do views and changes on the meta
+    device, which are as fast as the cache. A memo serves a single `FakeTensorMode`.
     """
 
     def __init__(self) -> None:
         self._results: dict[Hashable, _CachedResult | None] = {}
-        self._is_pure: dict[Any, bool] = {}
+        self._changes: set[Hashable] = set()
+        self._properties: dict[Any, _Properties] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation."""
         first: Any = args[0] if args else None
         signature = func, type(first) is FakeTensor
-        if signature not in self._is_pure:
-            self._is_pure[signature] = _is_pure(*signature)
-        if not self._is_pure[signature]:
+        properties = self._properties.get(signature)
+        if properties is None:
+            properties = self._properties[signature] = _properties_of(*signature)
+        if not (properties.is_pure or properties.changes_first):
             return func(*args, **kwargs)
         try:
             key = (
@@ -444,14 +451,102 @@ class ShapeMemo:
             cached = self._results.get(key)
         except (_UncacheableError, TypeError):  # TypeError: an operand has no hash
             return func(*args, **kwargs)
-        if cached is None:
+        if properties.changes_first:
+            # It has no data to change. Autograd counts versions of tensors before it gets here.
+            if key in self._changes:
+                return first
             result = func(*args, **kwargs)
+            if result is first:
+                self._changes.add(key)
+            return result
+        if cached is None:
+            result = _run_on_meta(func, args, kwargs) if properties.runs_on_meta else None
+            if result is None:
+                result = func(*args, **kwargs)
             if key not in self._results:
                 self._results[key] = _cacheable_result(result, args, kwargs)
             return result
         storage = first.untyped_storage() if cached.is_view else None
         tensors = [one and one.create(storage) for one in cached.outputs]
         return tensors[0] if cached.container is None else cached.container(tensors)
+
+
+class _Properties(NamedTuple):
+    """What is known of an operation, on a fake or another first operand.
+
+    Attributes:
+        is_pure: it only creates new tensors, or views of fake tensors.
+        changes_first: it only changes values of its first operand, a fake tensor, and returns it.
+        runs_on_meta: its kernel for the meta device alone gives the shapes of fake results.
+    """
+
+    is_pure: bool
+    changes_first: bool
+    runs_on_meta: bool
+
+
+def _properties_of(func: Any, on_fake: bool) -> _Properties:
+    schema = func._schema
+    results = [x.alias_info for x in schema.returns]
+    is_view = any(alias is not None for alias in results)
+    is_torch = func.namespace in TORCH_NAMESPACES
+    is_reproducible = (on_fake and func is not UNBOUNDED_VIEW) or not is_view
+    is_pure = is_torch and not schema.is_mutable and is_reproducible
+    changed = [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments]
+    changes_first = (
+        is_torch
+        and on_fake
+        and len(results) == 1
+        and is_view
+        and changed == [True] + [False] * (len(changed) - 1)
+        and torch.Tag.inplace_view not in func.tags  # its strides change
+    )
+    depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    runs_on_meta = (
+        is_pure
+        and not any(x.name == "device" for x in schema.arguments)
+        and not depends_on_data.intersection(func.tags)
+        and (is_view or func not in op_implementations_dict)
+    )
+    return _Properties(is_pure, changes_first, runs_on_meta)
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on fake tensors of one device by its meta kernel; None if that can't be.
+
+    A fake tensor finds the kernel, the device and the strides of a result in Python, and takes an
+    operation apart that has no kernel of its own: milliseconds instead of microseconds.
+    """
+    operands: list[Any] = [*tensors_in(args), *tensors_in(kwargs.values())]
+    if not all(type(x) is FakeTensor and _is_describable(x) for x in operands):
+        return None
+    devices = {x.fake_device for x in operands}
+    if len(devices) != 1:
+        return None
+    with torch._C._DisableTorchDispatch():
+        try:
+            result = func(*map(_on_meta, args), **{k: _on_meta(x) for k, x in kwargs.items()})
+        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+            return None  # with fake operands it works, or fails with a better message
+        container = type(result) if isinstance(result, tuple | list) else None
+        leaves = [result] if container is None else result
+        if not all(x is None or (isinstance(x, Tensor) and _is_describable(x)) for x in leaves):
+            return None
+    mode, device = operands[0].fake_mode, devices.pop()
+    fakes = [x if x is None else FakeTensor(mode, x, device) for x in leaves]
+    return fakes[0] if container is None else container(fakes)
+
+
+def _on_meta(value: Any) -> Any:
+    """Return an operand with its fake tensors as tensors of the meta device with their storage."""
+    if type(value) is FakeTensor:
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        return meta.set_(
+            value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+        )
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_meta, value))
+    return value
 
 
 class _UncacheableError(Exception):
@@ -526,14 +621,6 @@ def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:
             yield operand
         elif isinstance(operand, list | tuple):
             yield from tensors_in(operand)
-
-
-def _is_pure(func: Any, on_fake: bool) -> bool:
-    """Return whether an operation only creates new tensors, or views of fake tensors."""
-    schema = func._schema
-    is_view = any(returned.alias_info is not None for returned in schema.returns)
-    is_reproducible = (on_fake and func is not UNBOUNDED_VIEW) or not is_view
-    return func.namespace in TORCH_NAMESPACES and not schema.is_mutable and is_reproducible
 
 
 def _cache_key(value: Any) -> Hashable:

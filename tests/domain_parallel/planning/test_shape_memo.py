@@ -1,9 +1,13 @@
 """Results cached by shape equal torch's, and are never used for other inputs."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.planning.trace import ShapeMemo
 
@@ -15,7 +19,7 @@ class _Counted:
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func, self.runs = func, 0
-        self._schema, self.namespace = func._schema, func.namespace
+        self._schema, self.namespace, self.tags = func._schema, func.namespace, func.tags
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.runs += 1
@@ -95,6 +99,68 @@ def test_fakes_stay_fakes_of_their_device() -> None:
 def fakes(mode: FakeTensorMode, *shape: int, number: int = 1) -> list[Tensor]:
     with mode:
         return [torch.empty(shape) for _ in range(number)]
+
+
+X, WEIGHT, INDEX = torch.randn(2, 4, 6, 6), torch.randn(4), torch.tensor([1, 0])
+OPERATIONS: list[tuple[torch._ops.OpOverload, tuple[object, ...]]] = [
+    (aten.native_batch_norm.default, (X, WEIGHT, WEIGHT, WEIGHT, WEIGHT.exp(), True, 0.1, 1e-5)),
+    (aten.native_group_norm.default, (X, WEIGHT, WEIGHT, 2, 4, 36, 2, 1e-5)),
+    (aten.mean.dim, (X.transpose(1, 3), [1, 2], True)),
+    (aten.add.Tensor, (X.to(memory_format=torch.channels_last), WEIGHT[:, None, None].double())),
+    (aten.cat.default, ([X, X.double()], -1)),
+    (aten.max_pool2d_with_indices.default, (X, [2, 2])),
+    (aten.upsample_bilinear2d.default, (X, [9, 11], False)),
+    (aten.index_select.default, (X, 1, INDEX)),
+    (aten.slice.Tensor, (X, 2, 1, 5, 2)),
+    (aten.split.Tensor, (X, 4, 3)),
+    (aten.nonzero.default, (INDEX,)),  # depends on data: fake tensors refuse it
+    (aten.add.Tensor, (X, X[..., :5])),  # has no result
+]
+
+
+@pytest.mark.parametrize(("func", "args"), OPERATIONS)
+def test_results_are_those_of_fake_tensors_in_all_that_can_be_asked(
+    func: torch._ops.OpOverload, args: tuple[object, ...]
+) -> None:
+    def described(run: Callable[..., Any], mode: FakeTensorMode) -> object:
+        operands = tree_map_only(Tensor, mode.from_tensor, args)
+        with mode:
+            try:
+                made = run(func, operands, {})
+            except (RuntimeError, ValueError) as error:
+                return type(error), str(error)
+        leaves = made if isinstance(made, list | tuple) else [made]
+        return type(made), [
+            (type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in leaves
+        ]
+
+    memo = ShapeMemo().run
+    expected = described(lambda func, args, kwargs: func(*args, **kwargs), FakeTensorMode())
+    assert described(memo, FakeTensorMode()) == expected
+
+
+def test_a_change_in_place_runs_once_and_returns_the_operand() -> None:
+    mode, memo, add = FakeTensorMode(), ShapeMemo(), _Counted(aten.add_.Tensor)
+    for x in fakes(mode, 4, 6, number=3):
+        with mode:
+            assert memo.run(add, (x, 1), {}) is x
+    assert add.runs == 1
+
+
+def test_a_change_of_strides_in_place_runs_every_time() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    for x in fakes(mode, 4, 6, number=2):
+        with mode:
+            memo.run(aten.t_.default, (x,), {})
+        assert x.shape == (6, 4)
+
+
+def test_what_does_not_fit_in_place_is_an_error_every_time() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    x, y = *fakes(mode, 4, 6), *fakes(mode, 4, 5)
+    for _ in range(2):
+        with mode, pytest.raises(RuntimeError, match="broadcast"):
+            memo.run(aten.add_.Tensor, (x, y), {})
 
 
 @pytest.mark.parametrize(

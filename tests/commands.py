@@ -28,8 +28,6 @@ from pathlib import Path
 
 from tests.ranks import warm_context
 
-# With this variable a warm training draws no plots, which take nearly half of a short one's time.
-WITHOUT_PLOTS = "CREDIT_DP_TESTS_WITHOUT_PLOTS"
 SHELL = set("|&;<>$`*?{}~")  # characters that need a shell to mean what they do
 LITERAL = re.compile(r"'[^']*'")  # in which they mean nothing
 SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)

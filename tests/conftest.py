@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 
+import tests.plots  # noqa: F401
+
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)

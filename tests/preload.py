@@ -7,9 +7,7 @@ planning it again. Matplotlib keeps the fonts that it has read, and hydra its gr
 
 import importlib
 import io
-import os
 import pkgutil
-from collections.abc import Callable
 
 import dask.array  # noqa: F401
 import matplotlib.backends.backend_agg
@@ -22,13 +20,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from matplotlib.figure import Figure
 
-import credit_dp.training.run
+import credit_dp
+import tests.plots  # noqa: F401
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from tests.commands import WITHOUT_PLOTS
 from tests.training.meshes import MODELS, ROWS
 from tests.zoo.torchvision_operators import prepare_torchvision
 
@@ -67,19 +65,8 @@ def draw() -> None:
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure).print_png(io.BytesIO())
 
 
-def skip_plots(draw: Callable[..., None]) -> Callable[..., None]:
-    """Return the method that draws a run's plots, less where the environment wants none."""
-
-    def draw_unless(*args: object) -> None:
-        if WITHOUT_PLOTS not in os.environ:
-            draw(*args)
-
-    return draw_unless
-
-
 prepare_torchvision()
 import_package()
-credit_dp.training.run._Run.draw = skip_plots(credit_dp.training.run._Run.draw)
 draw()
 with torch.random.fork_rng():
     plan_and_train()

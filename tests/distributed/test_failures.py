@@ -217,7 +217,6 @@ def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) ->
         pytest.param(one_machine, signal.SIGTERM, "launcher", id="torchrun"),
         pytest.param(two_machines, signal.SIGUSR1, "rank", id="a rank of two agents"),
         pytest.param(srun, signal.SIGTERM, "launcher", id="srun"),
-        pytest.param(srun, signal.SIGUSR1, "rank", id="a rank of srun"),
     ],
 )
 def test_a_launchers_ranks_that_train_stop_after_the_same_step(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import WITHOUT_PLOTS, run, run_line
+from tests.commands import run, run_line
 from tests.docs import era5
+from tests.plots import DRAW_PLOTS
 
 ROOT = Path(__file__).parents[2]
 FIRST = ROOT / "docs/first-forecast.md"  # runs as it stands, in a clean clone
@@ -124,8 +125,8 @@ def _run_line(line, page, user):
     elif "quickstart_realism.py" in line:
         command = f"{line} {CLIMATE}"
     environment = _environment(user)
-    if page.name not in DRAWN:
-        environment[WITHOUT_PLOTS] = "1"
+    if page.name in DRAWN:
+        environment[DRAW_PLOTS] = "1"
     done = run_line(command, user, environment)
     what, codes = next((said for key, said in ELSEWHERE.items() if key in line), ("", (0,)))
     said = f"{command}\n{done.stdout}\n{done.stderr}"

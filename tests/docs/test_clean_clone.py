@@ -35,8 +35,7 @@ def test_the_page_after_the_first_run(tmp_path):
     script = "\n".join(BLOCK.findall((ROOT / "docs/first-forecast.md").read_text()))
     first, activate, *lines = script.replace("\\\n", " ").splitlines()
     assert (first, activate) == ("make run", "source .venv/bin/activate")
-    environment = {key: os.environ[key] for key in os.environ if key != "OMP_NUM_THREADS"}
-    environment.update(CREDIT_DP_CACHE=str(tmp_path / "cache"), WANDB_MODE="disabled")
+    environment = {**os.environ, "CREDIT_DP_CACHE": str(tmp_path / "cache")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for line in lines:
         for long, short in FEWER.items():

@@ -49,14 +49,12 @@ def _built(dtype=torch.float64):
     return Model().to(dtype), torch.randn(SHAPE, dtype=dtype)
 
 
-def _both(manager, prepare=lambda model: None, dtype=torch.float64, planned=True):
+def _both(manager, prepare=lambda model: None, dtype=torch.float64):
     """The whole model and its sharded copy, a globe and its band."""
     with RANDOM_LOCK:
         whole, x = _built(dtype)
         prepare(whole)
-        sharded = convert_to_domain_parallel(
-            copy.deepcopy(whole), manager, input_shape=SHAPE if planned else None
-        )
+        sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=SHAPE)
     return whole, sharded, x, shard_tensor(x, manager=manager)
 
 
@@ -174,7 +172,15 @@ def test_autocast(ranks):
 
 
 def _compiled(manager, planned):
-    whole, sharded, x, band = _both(manager, planned=planned)
+    """Few layers: `tests/training/test_compilation.py` compiles a U-Net, which takes a minute."""
+    with RANDOM_LOCK:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh()]
+        whole = nn.Sequential(*layers, nn.Conv2d(4, 2, 3, stride=2, padding=1)).double()
+        x = torch.randn(SHAPE, dtype=torch.float64)
+        shape = SHAPE if planned else None
+        sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shape)
+    band = shard_tensor(x, manager=manager)
     compiled = torch.compile(sharded, backend="aot_eager")
     for _ in range(2):  # the second run takes the compiled code
         y = _step(compiled, band)

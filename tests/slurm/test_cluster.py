@@ -273,7 +273,8 @@ def test_a_job_on_two_nodes_is_stopped_by_a_signal_and_ends_as_if_it_had_not_bee
     assert cluster.job(number)["JobState"] == "COMPLETED", log
     assert "SIGUSR1: stopped after step " in log
     assert "resumed after step " in log
-    assert "span several nodes" in log
+    line = "1 of 1 domain groups span several nodes, the first is ranks 0 to 1 on nodes 0 and"
+    assert line in log
     until(lambda: record(first / "0").get("state") == "done", "the undisturbed run")
     assert weights(folder) == weights(first / "0")
     scores = [(run / "metrics.json").read_text() for run in (folder, first / "0")]

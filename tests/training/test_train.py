@@ -27,6 +27,7 @@ from credit_dp.training.checkpoint import find_checkpoint
 from credit_dp.training.run import dates_of_checkpoint, resolve_dates, run
 from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
+from tests.plots import DRAW_PLOTS
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -47,7 +48,8 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     store = make_store(folder, 12)
     config = make_config(store, folder / "run", steps=4, checkpoint_every=3, log_every=2)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DRAW_PLOTS, "1")
         assert run(config, RankInfo()) == 0
     return config, out.getvalue()
 
@@ -223,6 +225,7 @@ def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):
     def fail(field: FieldMap, path: Path) -> None:
         raise UserError("no plot")
 
+    monkeypatch.setenv(DRAW_PLOTS, "1")
     monkeypatch.setattr("credit_dp.evaluation.plots.draw_map", fail)
     with pytest.raises(UserError, match="no plot"):
         run(config, RankInfo())
@@ -245,7 +248,9 @@ def test_a_gap_in_the_held_out_dates_is_refused_before_training(config, variable
 
 def whole_run(manager: DomainParallelManager, config: Config) -> int:
     parallel = replace(config.parallel, domain=manager.domain_world_size)
-    return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DRAW_PLOTS, "1")
+        return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
 
 
 @pytest.mark.slow

@@ -452,7 +452,7 @@ class ShapeMemo:
         except (_UncacheableError, TypeError):  # TypeError: an operand has no hash
             return func(*args, **kwargs)
         if properties.changes_first:
-            # It has no data to change. Autograd counts its versions outside of this.
+            # It has no data to change. Autograd counts versions of tensors before it gets here.
             if key in self._changes:
                 return first
             result = func(*args, **kwargs)
@@ -492,7 +492,6 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
     is_torch = func.namespace in TORCH_NAMESPACES
     is_reproducible = (on_fake and func is not UNBOUNDED_VIEW) or not is_view
     is_pure = is_torch and not schema.is_mutable and is_reproducible
-    takes_device = any(x.name == "device" for x in schema.arguments)
     changed = [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments]
     changes_first = (
         is_torch
@@ -500,13 +499,12 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
         and len(results) == 1
         and is_view
         and changed == [True] + [False] * (len(changed) - 1)
-        and not takes_device  # `_resize_output_` has another shape afterwards
         and torch.Tag.inplace_view not in func.tags  # its strides change
     )
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     runs_on_meta = (
         is_pure
-        and not takes_device
+        and not any(x.name == "device" for x in schema.arguments)
         and not depends_on_data.intersection(func.tags)
         and (is_view or func not in op_implementations_dict)
     )

@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2 # test files or classes that run at once
-SLOW_WORKERS ?= 3 # the same of the long tier, whose tests also wait for processes
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 SETTINGS := pyproject.toml constraints.txt
 
@@ -30,7 +29,7 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	HYPOTHESIS_PROFILE=long $(PYTEST) -n $(SLOW_WORKERS) -m "slow or hypothesis"
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or hypothesis"
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=long $(PYTEST)

@@ -45,7 +45,10 @@ def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def warm_context() -> ForkServerContext:
-    """The context of processes that are forked from one that has imported everything."""
+    """The context of processes that are forked from one that has imported everything.
+
+    For every test that forks: a test process has one fork server, with what its first user wants.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload", "tests.ranks"])
     return context
@@ -124,13 +127,14 @@ def on_processes(
     `domain` of them share a globe, `pipeline` x `domain` a model.
     """
     if ranks not in _POOLS:
-        _close_pools()
+        close_pools()
         _POOLS[ranks] = _Pool(ranks)
     return _POOLS[ranks].run((domain or ranks // pipeline, pipeline), fn, args)
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
+    """End all live ranks; the next test that needs some starts them."""
     for pool in list(_POOLS.values()):
         pool.close()
 

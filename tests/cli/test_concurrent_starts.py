@@ -1,6 +1,5 @@
 """Two runs can't write to one folder; a killed run does not keep it locked."""
 
-import multiprocessing as mp
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import pytest
 from credit_dp.cli.compose import lock_folder
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint
+from tests.ranks import warm_context
 
 LONGEST = 120.0  # seconds until a process that does not answer is given up
 
@@ -27,8 +27,7 @@ def hold(folder: Path, ready: Event) -> None:
 @contextmanager
 def held(folder: Path) -> Iterator[ForkServerProcess]:
     """Hold the folder's lock in another process, which is killed at the end."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "tests.training.runs", "tests.ranks"])
+    context = warm_context()
     ready = context.Event()
     process = context.Process(target=hold, args=(folder, ready), daemon=True)
     process.start()

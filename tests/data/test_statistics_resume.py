@@ -1,4 +1,3 @@
-import multiprocessing
 import random
 import shutil
 import time
@@ -11,6 +10,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.streaming import ThreadWorkers
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.ranks import warm_context
 
 STEPS = 60
 SPANS = {"train": ["2000-01-01", "2000-01-14T18"]}
@@ -159,8 +159,7 @@ def test_killed_at_twenty_random_moments(tmp_path, monkeypatch):
     path = stores.write(stores.dataset(steps=100), tmp_path / "store.zarr")
     spans = {"train": ["2000-01-01", "2000-01-24"]}
     whole = computed(opened(path, **spans), tmp_path / "whole.json")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = warm_context()
     kills, finished, parts = 0, 0, set()
     out = tmp_path / "stats-0.json"
     moments = random.Random(0)

@@ -7,6 +7,7 @@ import pytest
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from tests.ranks import close_pools
 from tests.training.meshes import (
     ONE,
     Mesh,
@@ -36,7 +37,16 @@ def plain(manager: DomainParallelManager, config: Config) -> Trajectory:
     return record_trajectory(built(replace(config, compile=False), manager))
 
 
+@pytest.fixture
+def new_ranks():
+    """Ranks that no test has used: torch can't compile where the global view has run."""
+    close_pools()
+    yield
+    close_pools()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2")], ids=str)
 def test_a_compiled_model_trains_the_same(config, mesh):

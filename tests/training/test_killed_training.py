@@ -1,7 +1,6 @@
 """Runs that are killed repeatedly end like an undisturbed run."""
 
 import csv
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import list_checkpoints, step_of
 from credit_dp.training.run_folder import RunFolder
+from tests.ranks import warm_context
 from tests.training.runs import alone, built, make_config, make_store
 
 ROWS, STEPS = 12, 48
@@ -58,8 +58,7 @@ def live(config: Config, ranks: RankInfo, init_method: str, late: float) -> None
 @contextmanager
 def lives(config: Config, folder: Path, late: float = 0.0) -> Iterator[list[ForkServerProcess]]:
     """The ranks of one life, forked from a process that has imported everything; killed at last."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "tests.training.test_killed_training"])
+    context = warm_context()
     world = config.parallel.domain
     init_method = f"file://{folder}/store-{time.monotonic_ns()}"
     processes = []

@@ -14,37 +14,43 @@ from credit_dp.data.rechunk.run import RechunkJob
 from tests.data.rechunk.requests import request, run, tree
 
 
-def forked(store: Path, out: Path, patience: float | None = None) -> float:
-    """Prepare in a child process, killed after `patience` seconds; return how long it ran."""
-    start = time.monotonic()
+def forked(store: Path, out: Path, kill_at: int | None = None) -> None:
+    """Prepare in a child process, killed when `kill_at` files of the copy are there."""
     child = os.fork()
     if child == 0:
         run(RechunkJob(request(store, out)))
         os._exit(0)
-    if patience is not None:
-        time.sleep(patience)
+    if kill_at is not None:
+        partial = partial_copy(out)
+        while not out.exists() and count_files(partial) < kill_at:
+            time.sleep(0.0005)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if patience is None and status:
+    if kill_at is None and status:
         raise SystemExit(f"ended with {status}")
-    return time.monotonic() - start
+
+
+def partial_copy(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial")
+
+
+def count_files(folder: Path) -> int:
+    return sum(len(files) for _, _, files in os.walk(folder))
 
 
 def main(store: Path, folder: Path, kills: int) -> None:
     undisturbed = folder / "undisturbed.zarr"
-    whole = forked(store, undisturbed)
+    forked(store, undisturbed)
     wanted = tree(undisturbed)
     moments = random.Random(0)
     for number in range(kills):
         out = folder / f"killed{number}.zarr"
-        forked(store, out, moments.uniform(0.1, 1.0) * whole)
-        if out.exists():  # too late: a whole run is quicker by now than the first one was
-            whole *= 0.9
-        state = "whole" if out.exists() else f"{len(tree(folder / f'{out.name}.partial'))} files"
+        forked(store, out, moments.randrange(len(wanted)))
+        state = "whole" if out.exists() else f"{len(tree(partial_copy(out)))} files"
         if not out.exists():
             forked(store, out)
         same = tree(out) == wanted
-        alone = not (folder / f"{out.name}.partial").exists()
+        alone = not partial_copy(out).exists()
         print(number, state, "equal" if same and alone else "DIFFERENT")
 
 

@@ -22,11 +22,10 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A block that begins with a file's name is in that file when the page's commands run.
 FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
-SMALL = "experiment=fast"
+SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
+STEPS = "trainer.steps=2"  # unless the command says how many
 # On this page as it stands, but for its length: its store and its dates are what it is about.
-SHORT = {
-    "your-era5.md": "model=unet_tiny trainer.steps=3 trainer.evaluate_stride_hours=240 logger=csv"
-}
+SHORT = {"your-era5.md": "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"}
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
 # With fewer ranks: `tests/distributed/test_training.py` trains on four bands and on three axes.
@@ -121,7 +120,8 @@ def _run_line(line, page, user):
     elif _trains(line):
         for many, few in FEWER.items():
             line = line.replace(many, few)
-        command = f"{line} {SHORT.get(page.name, SMALL)}"
+        steps = "" if "trainer.steps=" in line else STEPS
+        command = f"{line} {SHORT.get(page.name, SMALL)} {steps}"
     elif "quickstart_realism.py" in line:
         command = f"{line} {CLIMATE}"
     environment = _environment(user)

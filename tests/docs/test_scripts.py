@@ -17,7 +17,7 @@ def test_the_comparison_of_models(tmp_path):
     command = [sys.executable, SCRIPTS / "compare_models.py", "--models", "crossformer,unet"]
     environment = {**os.environ, "WANDB_MODE": "disabled"}
     done = subprocess.run(
-        [*command, "experiment=fast", "trainer.steps=2"],
+        [*command, "experiment=fast", "trainer.steps=2", "trainer.evaluate_stride_hours=2000"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -33,7 +33,26 @@ KEYS = (
 )  # fmt: skip
 RUN = (*KEYS, f"trainer.steps={STEPS}")
 SWEEP = ("-m", *RUN, "parallel.domain=2,1", "seed=1,2")
-ENDLESS = "trainer.steps=100000"
+ENDLESS = ("trainer.steps=100000", "loss=waiting")
+# A loss that leaves the cores to other tests, for runs that only have to last.
+PLUGIN = """
+import time
+from dataclasses import dataclass
+
+from credit_dp.config import OwnLossConfig
+
+
+@dataclass
+class WaitingConfig(OwnLossConfig):
+    name: str = "waiting"
+
+    def build(self):
+        def error(forecast, truth):
+            time.sleep(0.2)
+            return (forecast - truth) ** 2
+
+        return error
+"""
 SLURM = "hydra/launcher=slurm"
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks/4_reading_a_sweep.ipynb"
@@ -82,6 +101,8 @@ def cluster(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     cache = str(folder / "cache")
     environment = {"CREDIT_DP_CACHE": cache, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment["CREDIT_DP_PLUGINS"] = str(folder / "waiting.py")
+    (folder / "waiting.py").write_text(PLUGIN)
     return Cluster(folder, {**slurm, **environment})
 
 
@@ -131,7 +152,7 @@ def first(cluster: Cluster) -> Path:
 def overrunning(cluster: Cluster, first: Path) -> Iterator[Path]:
     """A job that takes longer than its minute, submitted so that others run meanwhile."""
     code, _, err = cluster.train(
-        "-m", *KEYS, ENDLESS, SLURM, "run.name=long",
+        "-m", *KEYS, *ENDLESS, SLURM, "run.name=long",
         "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1",
     )  # fmt: skip
     assert (code, err) == (0, "")
@@ -143,7 +164,7 @@ def overrunning(cluster: Cluster, first: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def bare(cluster: Cluster, first: Path) -> str:
     """The number of a job without any signal, which also takes longer than its minute."""
-    keys = shlex.join((*KEYS, ENDLESS, "run.name=bare"))
+    keys = shlex.join((*KEYS, *ENDLESS, "run.name=bare"))
     program = f"srun {sys.executable} -m credit_dp train {keys}"
     options = ["--parsable", "--ntasks=1", "--time=1", "--output=bare.log", f"--wrap={program}"]
     return cluster.ask("sbatch", *options).strip()

@@ -349,7 +349,7 @@ class GriddedSource(Source):
         stored_rows = (
             slice(height - south, height - north) if self._flipped else slice(north, south)
         )
-        array = self._dataset[name].variable
+        array = self._dataset.variables[name]
         selection: dict[str, Indexer] = {"latitude": stored_rows}
         if "time" in array.dims:
             selection["time"] = times

@@ -280,13 +280,14 @@ def test_windows_are_read_from_the_model():
     down = (nn.Conv2d(1, 1, 4, 2, 1), nn.Conv3d(1, 1, (1, 3, 3), (1, 3, 1)))
     model = nn.Sequential(
         _Attention(window_size=(2, 7, 12)), down[0], _Attention(window=4, window_size=5),
-        _Attention(window_size=None), down[1], nn.ModuleList([_Attention(window_size=[1, 3])]),
+        _Attention(window_size=None), down[1], nn.ModuleList([_Attention(window_size=[5, 3])]),
     )  # fmt: skip
     assert validate_sharding_constraints(model, 2 * 3 * 7 * 20) == []
     assert validate_sharding_constraints(model, 16) == [
         "level 0: 16 rows are not a multiple of the window 7",
         "level 1: 8 rows are not a multiple of the stride 3",
         "level 1: 8 rows are not a multiple of the window 5",
+        "level 2: 2 rows are not a multiple of the window 5",
     ]
     assert validate_sharding_constraints(model, 16, [8, 4, 1]) == [
         "level 1: 8 rows are not a multiple of the stride 3",

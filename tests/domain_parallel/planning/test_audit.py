@@ -81,6 +81,7 @@ ROW_LOCAL = {
     "largest channel": lambda m, x: x / (1 + x.abs().max(1, keepdim=True).values),
     "unit length": lambda m, x: F.normalize(x, dim=1),
     "repeat": lambda m, x: x.repeat(1, 2, 1, 1)[:, ::2],
+    "expand": lambda m, x: x.expand(3, *x.shape)[1:].mean(0),
     "spectrum along longitude": lambda m, x: torch.fft.irfft(2 * torch.fft.rfft(x), n=x.shape[-1]),
     "spread embedding": lambda m, x: torch.cat([m.scale.expand_as(x), x], 1)[:, 2:6],
     "zeros like tokens": lambda m, x: _columns(torch.zeros_like(_columns(x)) + _columns(x), x),

@@ -427,6 +427,7 @@ MIXTURES = {
         F.cross_entropy(x, x.argmax(1), ignore_index=2, label_smoothing=0.1),
         F.nll_loss(x.log_softmax(1), x.argmax(1), m.scale.detach(), reduction="sum"),
     ),
+    "prelu": lambda m, x: (F.prelu(x, m.scale), F.prelu(x.permute(2, 1, 0, 3), m.scale[:1])),
     "lstm": lambda m, x: m.lstm(x.permute(0, 2, 3, 1).flatten(0, 1)),
     "gru": lambda m, x: m.gru(x.permute(3, 0, 2, 1).flatten(1, 2)),
     "lstm of rows": lambda m, x: m.lstm(x.permute(0, 3, 2, 1).flatten(0, 1)),

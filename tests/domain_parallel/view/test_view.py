@@ -18,6 +18,7 @@ from credit_dp.domain_parallel import (
     verify_domain_parallel,
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.domain_parallel.view import report
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
@@ -217,6 +218,11 @@ def _use_strides(model, x):
     return x * x.stride(0) * x.permute(0, 2, 3, 1).stride()[1] * x.mean(2).stride(1)
 
 
+def _prelu_of_rows(model, x):
+    slopes = torch.linspace(0, 1, x.shape[2], dtype=x.dtype)
+    return F.prelu(x.transpose(1, 2), slopes).transpose(1, 2)
+
+
 FUNCTIONS = {
     "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
     "clipped gradients": lambda m, x: Clip.apply(x) * Clip.apply(m.linear.bias)[:, None, None],
@@ -256,6 +262,7 @@ FUNCTIONS = {
     "prelu": lambda m, x: (
         F.prelu(x.flatten(2).transpose(0, 1), m.linear.bias[:2]).transpose(0, 1).reshape(x.shape)
     ),
+    "prelu of rows": _prelu_of_rows,
 }
 HEIGHTS = (13, 14, 17)
 
@@ -341,6 +348,12 @@ def _change_a_view_of_a_copy(model, x):
     return x
 
 
+def _change_some_of_folded_rows(model, x):
+    y = (x * 2).flatten(1, 2)
+    y[:, 3:9].mul_(2)
+    return x + y.mean()
+
+
 def _change_what_has_a_copy(model, x):
     rows = x[:, :, :5]
     x[:, :4].mul_(2)
@@ -357,6 +370,7 @@ def _change_by_an_activation(model, x):
     [
         _change_few_rows,
         _change_a_view_of_a_copy,
+        _change_some_of_folded_rows,
         _change_what_has_a_copy,
         _change_by_an_activation,
     ],
@@ -364,6 +378,31 @@ def _change_by_an_activation(model, x):
 def test_refuses_to_change_in_place_what_should_share_memory(function):
     with pytest.raises(UserError, match="in place"):
         _convert(_Model(function))
+
+
+def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(report, "trial_run", _recorded(report.trial_run, tried))
+    _convert(_Model(FUNCTIONS["fft"]), (2, 3, 13, 8))
+    assert tried == [0, 1]  # of 7 and 6 rows
+
+
+def _recorded(trial_run, tried):
+    def run(*args, **kwargs):
+        tried.append(kwargs["rank"])
+        return trial_run(*args, **kwargs)
+
+    return run
+
+
+def _set_data(model, x):
+    x.data = x * 2
+    return x
+
+
+def test_refuses_to_set_data():
+    with pytest.raises(UserError, match="data: can't be set"):
+        _convert(_Model(_set_data))
 
 
 def _backward(model, x):

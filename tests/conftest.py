@@ -22,6 +22,14 @@ hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, der
 hypothesis.settings.register_profile("long", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
+# A file's tests run one after the other: the longest files first, or one worker ends alone.
+FIRST = ("tests/zoo/", "tests/docs/", "tests/slurm/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show seconds and numbers of tests by folder, their fixtures included."""

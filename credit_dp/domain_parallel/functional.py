@@ -27,6 +27,7 @@ from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPad, DomainParallelRoll
 from credit_dp.domain_parallel.layers.reduce import DomainParallelMean
 from credit_dp.domain_parallel.layers.resample import (
+    AntialiasedUpsample,
     DomainParallelInterpolate,
     DomainParallelUpsample,
 )
@@ -73,6 +74,7 @@ def interpolate(
     mode: str = "nearest",
     align_corners: bool | None = None,
     *,
+    antialias: bool = False,
     manager: DomainParallelManager | None = None,
 ) -> Tensor:
     """Return this rank's rows of `F.interpolate` of the global field.
@@ -81,8 +83,9 @@ def interpolate(
         x: `(B, C, H_local, W)`, also `(B, C, D, H_local, W)`.
         size: rows and columns of the global result.
         scale_factor: instead of `size`.
-        mode: as in torch, without antialias.
+        mode: as in torch.
         align_corners: as in torch.
+        antialias: as in torch, in the modes `bilinear` and `bicubic`.
         manager: only needed outside of a converted model's modules.
     """
 
@@ -90,16 +93,25 @@ def interpolate(
         # The audit refuses a `size` that is computed from a band's rows. Without a plan the layer
         # itself refuses a `size` that looks like one.
         if _is_planned():
-            upsample = nn.Upsample(size, scale_factor, mode, align_corners)
+            kind = AntialiasedUpsample if antialias else nn.Upsample
+            upsample = kind(size, scale_factor, mode, align_corners)
             return DomainParallelUpsample(upsample, manager=manager)
         return DomainParallelInterpolate(
-            size, mode, scale_factor=scale_factor, align_corners=align_corners, manager=manager
+            size,
+            mode,
+            scale_factor=scale_factor,
+            align_corners=align_corners,
+            antialias=antialias,
+            manager=manager,
         )
 
-    settings = f"size={size}, scale_factor={scale_factor}, mode={mode}, align={align_corners}"
+    settings = (
+        f"size={size}, scale_factor={scale_factor}, mode={mode}, align={align_corners}, "
+        f"antialias={antialias}"
+    )
     layer = _layer_for_call(f"functional.interpolate({settings})", x, make, manager)
     if layer is None:
-        return F.interpolate(x, size, scale_factor, mode, align_corners)
+        return F.interpolate(x, size, scale_factor, mode, align_corners, antialias=antialias)
     output: Tensor = layer(x)
     return output
 

@@ -49,6 +49,7 @@ from credit_dp.domain_parallel.layers.pool import (
     AdaptiveMaxPool,
     output_size_along,
 )
+from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
 from credit_dp.domain_parallel.partition import ROW_DIM
 
 Rule = Callable[[Any], nn.Module]
@@ -152,7 +153,8 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.RMSNorm: _trailing_norm_rule(DomainParallelRMSNorm),
     **dict.fromkeys((nn.LogSoftmax, nn.Softmax, nn.Softmin), DomainParallelSoftmax),
     **dict.fromkeys(
-        (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d), DomainParallelUpsample
+        (nn.Upsample, AntialiasedUpsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
+            DomainParallelUpsample,
     ),
     nn.PixelShuffle: DomainParallelPixelShuffle,
     nn.PixelUnshuffle: DomainParallelPixelUnshuffle,

@@ -23,6 +23,8 @@ CLIMATE = (
 )
 FEWER = {
     r"steps=\d+": "steps=4",
+    r"\[24,72,120,240\]": "[24,72]",
+    r"lead=240h": "lead=72h",
     r"/6d": "/60d",
     r"(train\.py)": rf"\1 trainer.evaluate_stride_hours=2000 {CLIMATE}",
 }

@@ -61,6 +61,10 @@ PAIRS = {
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
         lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
     ),
+    "interpolate with antialias": (
+        lambda x: F.interpolate(x, (6, 9), mode="bilinear", antialias=True),
+        lambda x: functional.interpolate(x, (6, 9), mode="bilinear", antialias=True),
+    ),
     "interpolate to a size": (
         lambda x: F.interpolate(x, (21, 9), mode="bicubic", align_corners=True),
         lambda x: functional.interpolate(x, (21, 9), mode="bicubic", align_corners=True),
@@ -84,7 +88,8 @@ PAIRS = {
 }
 SUBSTITUTE = {
     "mean": "mean", "mean over rows": "mean", "mean of all": "mean", "sum": "mean",
-    "interpolate": "interpolate", "interpolate to a size": "interpolate",
+    "interpolate": "interpolate", "interpolate with antialias": "interpolate",
+    "interpolate to a size": "interpolate",
     "down and up": "interpolate", "pad": "pad", "crop": "pad", "roll": "roll",
 }  # fmt: skip
 

@@ -251,6 +251,37 @@ NEAREST = ("nearest", "nearest-exact")
 # The same operator along one dimension.
 LINEAR = ("linear", "bilinear", "trilinear")
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
+ANTIALIASED_MODES = ("bilinear", "bicubic")
+
+
+@final
+class AntialiasedUpsample(nn.Module):
+    """`F.interpolate` with `antialias=True`, in the modes `bilinear` and `bicubic`."""
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...] | None = None,
+        scale_factor: float | tuple[float, ...] | None = None,
+        mode: str = "bilinear",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.scale_factor, self.mode = size, scale_factor, mode
+        self.align_corners = align_corners
+        self.recompute_scale_factor = recompute_scale_factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the interpolation of `(B, C, H, W)`."""
+        return F.interpolate(
+            x,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            self.align_corners,
+            recompute_scale_factor=self.recompute_scale_factor,
+            antialias=True,
+        )
 
 
 class _Interpolate(InterpolationLayer, ABC):
@@ -269,14 +300,19 @@ class _Interpolate(InterpolationLayer, ABC):
             mode=mode,
             align_corners=self.align_corners,
             recompute_scale_factor=self.recompute_scale_factor,
+            antialias=isinstance(self.__dict__["wrapped"], AntialiasedUpsample),
         )
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the interpolation of a single column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
+        # Of a single column torch 2.13 returns wrong rows with antialias on a CPU.
+        x = x.expand(*x.shape[:-1], 2)
         if self.size is not None:
-            return self._interpolate(x, (self.row_setting(self.size), 1), None, mode)
-        return self._interpolate(x, None, (self.row_setting(self.scale_factor), 1.0), mode)
+            y = self._interpolate(x, (self.row_setting(self.size), 2), None, mode)
+        else:
+            y = self._interpolate(x, None, (self.row_setting(self.scale_factor), 1.0), mode)
+        return y[..., :1]
 
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the interpolation along columns and levels."""
@@ -325,7 +361,7 @@ class DomainParallelUpsample(_Interpolate):
 
     def __init__(
         self,
-        upsample: nn.Upsample,
+        upsample: nn.Upsample | AntialiasedUpsample,
         shard_dim: int = ROW_DIM,
         *,
         manager: DomainParallelManager | None = None,
@@ -346,7 +382,7 @@ class DomainParallelInterpolate(_Interpolate):
         scale_factor: instead of `size`, one for all dimensions or one for each.
         align_corners: see `torch.nn.functional.interpolate`.
         recompute_scale_factor: see `torch.nn.functional.interpolate`.
-        antialias: must be False.
+        antialias: see `torch.nn.functional.interpolate`; in the modes `bilinear` and `bicubic`.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -354,7 +390,7 @@ class DomainParallelInterpolate(_Interpolate):
         `(B, C, H_local)`.
 
     Raises:
-        UserError: the mode is unknown or `antialias` is set; or `size` has as many rows as an input
+        UserError: the mode is unknown, or has no antialias; or `size` has as many rows as an input
             band, which is most likely a mistake (convert an `nn.Upsample` if it is not).
     """
 
@@ -370,13 +406,15 @@ class DomainParallelInterpolate(_Interpolate):
         antialias: bool = False,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        if mode not in MODES or antialias:
-            got = f"{mode} with antialias" if antialias else mode
+        modes = ANTIALIASED_MODES if antialias else MODES
+        if mode not in modes:
+            setting = " with antialias" if antialias else ""
             raise UserError(
-                f"DomainParallelInterpolate: mode must be one of {', '.join(MODES)}, without "
-                f"antialias, got {got}."
+                f"DomainParallelInterpolate: mode must be one of {', '.join(modes)}{setting}, got "
+                f"{mode}."
             )
-        upsample = nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
+        kind = AntialiasedUpsample if antialias else nn.Upsample
+        upsample = kind(size, scale_factor, mode, align_corners, recompute_scale_factor)
         super().__init__(upsample, shard_dim, manager)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:

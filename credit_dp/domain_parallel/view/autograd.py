@@ -15,11 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._functorch import apis, eager_transforms
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import get_gradient_edge
@@ -43,6 +48,8 @@ from credit_dp.domain_parallel.view.tensor import (
     with_whole_gradients,
 )
 from credit_dp.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # ---------------------------------------------------------------- gradients through the view
 
@@ -464,6 +471,16 @@ class ViewBackwardHook(BackwardHook):
 # ---------------------------------------------------------------- functions past subclasses
 
 
+def _run_as_it_is(function: F) -> F:
+    """Return a function in place of torch's, which torch.compile does not trace either.
+
+    This is what `torch._dynamo.skip_code` does, without importing that, which takes seconds.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def _whole_transform(original: Callable[..., Any], name: str, options: int) -> Callable[..., Any]:
     """Return the implementation of a transform of `torch.func`, which runs whole on fields.
 
@@ -475,7 +492,7 @@ def _whole_transform(original: Callable[..., Any], name: str, options: int) -> C
 
     @wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
-        view = running_view()
+        view = None if torch.compiler.is_compiling() else running_view()
         inputs = args[options:]
         if view is None or not global_tensors((inputs, kwargs)):
             return original(*args, **kwargs)
@@ -506,6 +523,8 @@ def _refuse_transform(original: Callable[..., Any], name: str) -> Callable[..., 
 
     @wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         if running_view() is not None and global_tensors((args, kwargs)):
             raise UserError(
                 f"torch.func: {name} of sharded fields is not known. Use torch.func.grad or "
@@ -534,6 +553,7 @@ def _refuse_nested_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `autograd.backward`, refused in the backward of a user's function in a model."""
 
     @wraps(original)
+    @_run_as_it_is
     def backward(*args: Any, **kwargs: Any) -> Any:
         if _in_function_backward.get():
             raise UserError(
@@ -548,6 +568,7 @@ def _refuse_nested_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `Function.apply`, which does not ask subclasses of tensors, for fields too."""
 
+    @_run_as_it_is
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Ours get local tensors. In a transform everything is whole, gradients too.
         is_ours = cls.__module__.startswith("credit_dp.")
@@ -558,6 +579,7 @@ def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+@_run_as_it_is
 def _apply_bound(cls: Any, *args: Any) -> Any:
     """Apply a function whose `apply` was taken before torch's was replaced, as modules do.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
+from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
 from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
 from credit_dp.domain_parallel.view.rules import (
     RULES,
@@ -420,9 +421,10 @@ INTERPOLATE = (
 def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Interpolation to a size or by a factor."""
     settings = bind(INTERPOLATE, args, kwargs)
-    if settings.pop("antialias", False):
-        raise NoRuleError
     x = settings.pop("input")
+    kind: type[nn.Module] = nn.Upsample
+    if settings.pop("antialias", False):
+        func, kind = partial(func, antialias=True), AntialiasedUpsample
     x = with_spatial_rows(x, x.ndim - 2)
     layout = layout_of(x)
     if layout.dim == 0:
@@ -436,13 +438,13 @@ def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if layout.dim != x.ndim - 2 and not exchanged and x.ndim > 3:
         raise NoRuleError
     if not exchanged:
-        return call_layer(partial(func, **settings), x, nn.Upsample, settings)
+        return call_layer(partial(func, **settings), x, kind, settings)
     for name in ("size", "scale_factor"):
         if isinstance(settings.get(name), tuple):
             *others, rows, columns = settings[name]
             settings[name] = (*others, columns, rows)
     turned: Any = x.transpose(-1, -2)
-    return call_layer(partial(func, **settings), turned, nn.Upsample, settings).transpose(-1, -2)
+    return call_layer(partial(func, **settings), turned, kind, settings).transpose(-1, -2)
 
 
 # ---------------------------------------------------------------- recurrent layers

@@ -17,6 +17,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelPixelUnshuffle,
     DomainParallelRoll,
 )
+from credit_dp.domain_parallel.layers.resample import ANTIALIASED_MODES, AntialiasedUpsample
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicUpsample
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
@@ -46,9 +47,11 @@ def targets(draw, ranks, height):
 def test_upsample(ranks, mode, more, data):
     height = ranks + more
     options = {"mode": mode, **data.draw(targets(ranks, height))}
-    if mode in ("bilinear", "bicubic"):
+    kind = nn.Upsample
+    if mode in ANTIALIASED_MODES:
         options["align_corners"] = data.draw(st.sampled_from([None, True, False]))
-    on_threads(ranks, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (2, 2, height, 5))
+        kind = data.draw(st.sampled_from([nn.Upsample, AntialiasedUpsample]))
+    on_threads(ranks, assert_same_as_whole_globe, _moved, (kind, options), (2, 2, height, 5))
 
 
 @given(
@@ -136,11 +139,14 @@ def _interpolated(manager, x, options, dtype):
     return gather_tensor(made, manager=manager)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "antialias"),
+    [*((mode, False) for mode in MODES), ("bilinear", True), ("bicubic", True)],
+)
 @pytest.mark.parametrize("size", [(23, 4), (7, 11)])
-def test_interpolate_by_hand_in_single_precision(mode, size):
+def test_interpolate_by_hand_in_single_precision(mode, antialias, size):
     x = torch.randn(2, 3, 10, 6)
-    options = {"size": size, "mode": mode}
+    options = {"size": size, "mode": mode, "antialias": antialias}
     whole = F.interpolate(x, **options)
     for made in on_threads(4, _interpolated, x, options, torch.float32):
         assert made.dtype == torch.float32
@@ -181,7 +187,7 @@ def test_scale_factor_by_hand_follows_another_dtype_and_height():
         ({"size": (4, 6)}, "size is the whole globe's output, got 4 rows"),
         ({"size": (3, 6)}, "size is the whole globe's output, got 3 rows"),
         ({"size": (24, 6), "mode": "cubic"}, "mode must be one of nearest"),
-        ({"size": (24, 6), "antialias": True}, "bilinear with antialias"),
+        ({"size": (24, 6), "mode": "area", "antialias": True}, "bicubic with antialias, got area"),
     ],
 )
 def test_interpolate_refuses(options, message):

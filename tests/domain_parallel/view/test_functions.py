@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, is_band
 from tests.ranks import on_threads
 
 CHANNELS = 8
@@ -655,13 +656,23 @@ LAYERS = {
         F.max_pool2d(x.transpose(0, 2), 2),
         F.interpolate(x.mT, scale_factor=(1, 2)),
         F.interpolate(x.mT, size=(4, 5), mode="bilinear"),
+        F.interpolate(x.mT, size=(4, 5), mode="bicubic", antialias=True),
+        F.interpolate(x, scale_factor=0.7, mode="bilinear", antialias=True),
     ),
+    "adaptive average of many rows": lambda m, x: banded_like(x, F.adaptive_avg_pool2d(x, (4, 2))),
     "adaptive average of few rows": lambda m, x: (
         F.adaptive_avg_pool2d(x, 1),
         F.adaptive_avg_pool2d(x, (1, 3)),
         F.adaptive_avg_pool1d(x[0].mT, 1),
     ),
 }
+
+
+def banded_like(x, y):
+    """Return `y`, which has to be in bands if `x` is."""
+    assert isinstance(y, GlobalTensor) == isinstance(x, GlobalTensor)
+    assert is_band(y) == is_band(x)
+    return y
 
 
 def fold_again(model, x, size, **settings):

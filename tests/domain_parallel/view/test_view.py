@@ -395,6 +395,37 @@ def _recorded(trial_run, tried):
     return run
 
 
+class _Untraceable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+COMPILED = {
+    "function": lambda x: Clip.apply(x.sin()).cos(),
+    "function that is not traced": lambda x: _Untraceable.apply(x.sin()).cos(),
+    "vmap": torch.vmap(lambda y: y.sin() * 2),
+    "grad": lambda x: torch.func.grad(lambda y: (y**3).sum())(x),
+    "vjp": lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
+@pytest.mark.parametrize("name", COMPILED)
+def test_torch_compiles_what_it_does_without_views(name):
+    _convert(_Model(FUNCTIONS["fft"]))
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled = torch.compile(COMPILED[name], backend="eager", fullgraph="traced" not in name)
+    wanted, found = (torch.autograd.grad(f(x).sum(), x)[0] for f in (COMPILED[name], compiled))
+    assert torch.equal(found, wanted)
+
+
 def _set_data(model, x):
     x.data = x * 2
     return x

@@ -657,7 +657,6 @@ LAYERS = {
         F.interpolate(x.mT, scale_factor=(1, 2)),
         F.interpolate(x.mT, size=(4, 5), mode="bilinear"),
         F.interpolate(x.mT, size=(4, 5), mode="bicubic", antialias=True),
-        F.interpolate(x, scale_factor=0.7, mode="bilinear", antialias=True),
     ),
     "adaptive average of many rows": lambda m, x: banded_like(x, F.adaptive_avg_pool2d(x, (4, 2))),
     "adaptive average of few rows": lambda m, x: (
@@ -748,3 +747,13 @@ def change_every_other_row(model, x):
 
 def test_every_other_row_is_changed_in_place_where_it_stays():
     check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)
+
+
+@pytest.mark.usefixtures("strict_rules")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_antialiased_interpolation_to_fewer_rows_stays_in_bands(mode, ranks):
+    def shrink(model, x):
+        return F.interpolate(x, scale_factor=0.4, mode=mode, antialias=True)
+
+    check(shrink, (2, CHANNELS, 13, COLUMNS), ranks)

@@ -154,7 +154,7 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.LogSoftmax, nn.Softmax, nn.Softmin), DomainParallelSoftmax),
     **dict.fromkeys(
         (nn.Upsample, AntialiasedUpsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
-            DomainParallelUpsample,
+        DomainParallelUpsample,
     ),
     nn.PixelShuffle: DomainParallelPixelShuffle,
     nn.PixelUnshuffle: DomainParallelPixelUnshuffle,

@@ -7,6 +7,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from credit_dp.cli import run
 from credit_dp.cli.entry import dispatch, run_command
@@ -43,6 +44,21 @@ def refusal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
 def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of `credit-dp plan ARGUMENTS`."""
     return answer(monkeypatch, "plan", *arguments, program="credit-dp")
+
+
+@contextmanager
+def forget_plugins() -> Iterator[None]:
+    """Remove at the end what plug-ins registered meanwhile in this process."""
+    repo, modules = ConfigStore.instance().repo, set(sys.modules)
+    groups = {group: repo.setdefault(group, {}) for group in ("model", "loss", "optimizer")}
+    known = {group: dict(nodes) for group, nodes in groups.items()}
+    yield
+    for group, nodes in groups.items():
+        nodes.clear()
+        nodes.update(known[group])
+    for name in set(sys.modules) - modules:
+        if name.startswith("credit_dp.plugins."):
+            del sys.modules[name]
 
 
 @contextmanager

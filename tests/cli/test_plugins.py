@@ -30,7 +30,7 @@ from credit_dp.models import build_model
 from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.run_folder import resolved_yaml
 from tests import commands
-from tests.cli.invocation import answer, refusal
+from tests.cli.invocation import answer, forget_plugins, refusal
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -107,16 +107,8 @@ ALL = ["loss=logcosh", "optimizer=sgd", "optimizer.schedule=power"]
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Remove after each test what it registered."""
-    repo, modules = ConfigStore.instance().repo, set(sys.modules)
-    groups = {group: repo.setdefault(group, {}) for group in ("model", "loss", "optimizer")}
-    known = {group: dict(nodes) for group, nodes in groups.items()}
-    yield
-    for group, nodes in groups.items():
-        nodes.clear()
-        nodes.update(known[group])
-    for name in set(sys.modules) - modules:
-        if name.startswith("credit_dp.plugins."):
-            del sys.modules[name]
+    with forget_plugins():
+        yield
 
 
 def refusal_with_plugins(monkeypatch: pytest.MonkeyPatch, variable: object, *arguments: str) -> str:

@@ -62,8 +62,8 @@ PAIRS = {
         lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
     ),
     "interpolate with antialias": (
-        lambda x: F.interpolate(x, (6, 9), mode="bilinear", antialias=True),
-        lambda x: functional.interpolate(x, (6, 9), mode="bilinear", antialias=True),
+        lambda x: F.interpolate(x, (9, 9), mode="bilinear", antialias=True),
+        lambda x: functional.interpolate(x, (9, 9), mode="bilinear", antialias=True),
     ),
     "interpolate to a size": (
         lambda x: F.interpolate(x, (21, 9), mode="bicubic", align_corners=True),

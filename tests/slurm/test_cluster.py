@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import best
-from tests.cli.invocation import answer
+from tests.cli.invocation import answer, forget_plugins
 from tests.slurm.cluster import CORES
 
 pytestmark = pytest.mark.slow
@@ -96,14 +96,15 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def cluster(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("work")
     cache = str(folder / "cache")
     environment = {"CREDIT_DP_CACHE": cache, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment["CREDIT_DP_PLUGINS"] = str(folder / "waiting.py")
     (folder / "waiting.py").write_text(PLUGIN)
-    return Cluster(folder, {**slurm, **environment})
+    with forget_plugins():
+        yield Cluster(folder, {**slurm, **environment})
 
 
 def until(done: Callable[[], object], what: str) -> None:

@@ -284,8 +284,19 @@ class AntialiasedUpsample(nn.Module):
         )
 
 
+def has_one_column(width: int, size: Any, scale_factor: Any) -> bool:
+    """Return whether an interpolation of fields with `width` columns returns one column."""
+    setting = scale_factor if size is None else size
+    last = setting[-1] if isinstance(setting, (tuple, list)) else setting
+    return int(last if size is not None else width * last) == 1
+
+
 class _Interpolate(InterpolationLayer, ABC):
     """`F.interpolate` with the settings of an `nn.Upsample`."""
+
+    @property
+    def _antialias(self) -> bool:
+        return isinstance(self.__dict__["wrapped"], AntialiasedUpsample)
 
     def _check_dim(self) -> None:
         one_dimensional = self.dim == -1 and self.shard_dim == -1
@@ -300,13 +311,13 @@ class _Interpolate(InterpolationLayer, ABC):
             mode=mode,
             align_corners=self.align_corners,
             recompute_scale_factor=self.recompute_scale_factor,
-            antialias=isinstance(self.__dict__["wrapped"], AntialiasedUpsample),
+            antialias=self._antialias,
         )
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the interpolation of a single column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
-        # Of a single column torch 2.13 returns wrong rows with antialias on a CPU.
+        # Two columns, as torch 2.13 returns wrong rows of a single one with antialias on a CPU.
         x = x.expand(*x.shape[:-1], 2)
         if self.size is not None:
             y = self._interpolate(x, (self.row_setting(self.size), 2), None, mode)
@@ -316,6 +327,11 @@ class _Interpolate(InterpolationLayer, ABC):
 
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the interpolation along columns and levels."""
+        if self._antialias and has_one_column(x.shape[-1], self.size, self.scale_factor):
+            raise UserError(
+                "interpolate: with antialias torch returns wrong rows if the output has a single "
+                "column. Set antialias=False or interpolate to two columns or more."
+            )
         setting = self.scale_factor if self.size is None else self.size
         one_for_all = isinstance(setting, (int, float))
         settings = [setting] * (x.ndim - NON_SPATIAL) if one_for_all else list(setting)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
-from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
+from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
 from credit_dp.domain_parallel.view.rules import (
     RULES,
@@ -423,7 +423,8 @@ def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     settings = bind(INTERPOLATE, args, kwargs)
     x = settings.pop("input")
     kind: type[nn.Module] = nn.Upsample
-    if settings.pop("antialias", False):
+    antialias = settings.pop("antialias", False)
+    if antialias:
         func, kind = partial(func, antialias=True), AntialiasedUpsample
     x = with_spatial_rows(x, x.ndim - 2)
     layout = layout_of(x)
@@ -437,14 +438,17 @@ def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     exchanged = layout.dim == x.ndim - 1 and x.ndim > 3
     if layout.dim != x.ndim - 2 and not exchanged and x.ndim > 3:
         raise NoRuleError
-    if not exchanged:
-        return call_layer(partial(func, **settings), x, kind, settings)
-    for name in ("size", "scale_factor"):
-        if isinstance(settings.get(name), tuple):
-            *others, rows, columns = settings[name]
-            settings[name] = (*others, columns, rows)
-    turned: Any = x.transpose(-1, -2)
-    return call_layer(partial(func, **settings), turned, kind, settings).transpose(-1, -2)
+    if exchanged:
+        for name in ("size", "scale_factor"):
+            if isinstance(settings.get(name), tuple):
+                *others, rows, columns = settings[name]
+                settings[name] = (*others, columns, rows)
+        x = x.transpose(-1, -2)
+    width = x.shape[-1]
+    if antialias and has_one_column(width, settings.get("size"), settings.get("scale_factor")):
+        raise NoRuleError
+    output: Any = call_layer(partial(func, **settings), x, kind, settings)
+    return output.transpose(-1, -2) if exchanged else output
 
 
 # ---------------------------------------------------------------- recurrent layers

@@ -33,10 +33,10 @@ def _moved(kind, options, move="nothing"):
 
 
 @st.composite
-def targets(draw, ranks, height):
+def targets(draw, ranks, height, columns=1):
     """A size, or a scale factor, for rows and columns, that leaves every rank a row."""
     if draw(st.booleans()):
-        return {"size": (draw(st.integers(ranks, 3 * height)), draw(st.integers(1, 9)))}
+        return {"size": (draw(st.integers(ranks, 3 * height)), draw(st.integers(columns, 9)))}
     rows = draw(st.floats(ranks / height + 1e-3, 4)) if draw(st.booleans()) else None
     rows = rows or draw(st.sampled_from([1.0, 1.5, 2.0, 3.0]))
     recompute = {"recompute_scale_factor": True} if draw(st.booleans()) else {}
@@ -46,11 +46,11 @@ def targets(draw, ranks, height):
 @given(ranks=RANKS, mode=st.sampled_from(MODES), more=st.integers(0, 20), data=st.data())
 def test_upsample(ranks, mode, more, data):
     height = ranks + more
-    options = {"mode": mode, **data.draw(targets(ranks, height))}
-    kind = nn.Upsample
+    antialias = mode in ANTIALIASED_MODES and data.draw(st.booleans())
+    options = {"mode": mode, **data.draw(targets(ranks, height, 1 + antialias))}
     if mode in ANTIALIASED_MODES:
         options["align_corners"] = data.draw(st.sampled_from([None, True, False]))
-        kind = data.draw(st.sampled_from([nn.Upsample, AntialiasedUpsample]))
+    kind = AntialiasedUpsample if antialias else nn.Upsample
     on_threads(ranks, assert_same_as_whole_globe, _moved, (kind, options), (2, 2, height, 5))
 
 
@@ -188,6 +188,7 @@ def test_scale_factor_by_hand_follows_another_dtype_and_height():
         ({"size": (3, 6)}, "size is the whole globe's output, got 3 rows"),
         ({"size": (24, 6), "mode": "cubic"}, "mode must be one of nearest"),
         ({"size": (24, 6), "mode": "area", "antialias": True}, "bicubic with antialias, got area"),
+        ({"size": (24, 1), "mode": "bilinear", "antialias": True}, "has a single column"),
     ],
 )
 def test_interpolate_refuses(options, message):

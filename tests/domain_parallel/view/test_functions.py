@@ -766,3 +766,14 @@ def test_antialiased_interpolation_to_one_column_runs_whole():
         return F.interpolate(x, size=(7, 1), mode="bilinear", antialias=True) * x[..., :7, :]
 
     check(narrow, (2, CHANNELS, 13, COLUMNS), 3, whole={"interpolate"})
+
+
+def test_recurrent_layers_that_drop_out_run_whole():
+    """All ranks draw the same numbers; here each number is dropped, so that values are known."""
+
+    def drop(model, x):
+        model.lstm.dropout = 1.0
+        columns = x.permute(0, 2, 3, 1)
+        return model.lstm(columns.flatten(0, 1))[0].unflatten(0, columns.shape[:2]).transpose(1, 2)
+
+    check(drop, (2, CHANNELS, 13, COLUMNS), 3, whole={"lstm"})

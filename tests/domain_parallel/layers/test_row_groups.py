@@ -125,6 +125,12 @@ def test_a_shifted_window_sends_half_of_itself_there_and_back():
     assert found == [((8, 8, 8, 8), 2, 2, 4)] * 4
 
 
+def test_shifted_windows_go_to_the_rank_whose_band_ends_nearest():
+    # Bands end at row 10, windows at rows 7, 11 and 15: one row travels, and the three of the pole.
+    found = on_threads(2, _forward, "windows", 4, 3, 20)
+    assert found == [((10, 10), 2, 2, 4), ((10, 10), 3, 2, 4)]
+
+
 def test_dilated_groups_send_each_row_of_others_once_there_and_back():
     found = on_threads(4, _forward, "dilated", 4, 0, 16)
     # A rank treats one group of four: one row of it is its own.

@@ -22,9 +22,8 @@ from side_by_side import Row, ratio
 from table import show
 
 from credit_dp.cli.evaluate import open_forecast
-from credit_dp.evaluation.alignment import align
+from credit_dp.evaluation.alignment import ScoreRequest, align
 from credit_dp.evaluation.blocks import read_blocks
-from credit_dp.evaluation.request import ScoreRequest
 
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
 ROUNDS = 3

@@ -20,6 +20,6 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> Forecaster:
     Raises:
         UserError: nothing is there, it can't be read, or its model is unknown.
     """
-    from credit_dp.export.load import load as load_model  # torch, which takes seconds
+    from credit_dp.export.forecaster import load as load_model  # torch, which takes seconds
 
     return load_model(os.fspath(path), device)

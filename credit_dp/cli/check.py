@@ -179,7 +179,7 @@ def open_with_timeout(data: DataConfig, remote: Sequence[str]) -> "Store":
 
 def quickstart_summary(config: Config) -> DataSummary:
     """Return the quickstart's times without making its store; its variables are checked by name."""
-    from credit_dp.data.channel_preview import expected_channels, expected_grid, quickstart_times
+    from credit_dp.data.setup import expected_channels, expected_grid, quickstart_times
 
     times = quickstart_times(config.data)
     grid = expected_grid(config.data)

@@ -22,9 +22,9 @@ from credit_dp.cli.output import format_table
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
+    from credit_dp.evaluation.alignment import ScoreRequest
     from credit_dp.evaluation.comparison import Comparison
     from credit_dp.evaluation.forecast_store import ForecastStore
-    from credit_dp.evaluation.request import ScoreRequest
     from credit_dp.evaluation.scorecard import Scorecard
 
 
@@ -119,8 +119,8 @@ def open_forecast(where: str) -> "ForecastStore":
         UserError: there are none, or they do not have the form of forecasts.
     """
     from credit_dp.data.sources.address import is_remote, local_path
+    from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
-    from credit_dp.evaluation.request import translate_error_keys
     from credit_dp.forecast import open_sharded
 
     with translate_error_keys("forecast"):
@@ -153,7 +153,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
     Raises:
         UserError: a key is missing, or its value has the wrong type.
     """
-    from credit_dp.evaluation.request import ScoreRequest
+    from credit_dp.evaluation.alignment import ScoreRequest
 
     for key, needed in REQUIRED_KEYS.items():
         if not keys[key]:

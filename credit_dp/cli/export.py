@@ -56,8 +56,14 @@ def export(source: str, output: str | None) -> tuple[Path, Path]:
         UserError: there is no checkpoint, it can't be read, or the files can't be written.
     """
     # Imported here because torch takes seconds, which --help does not need.
-    from credit_dp.export.card import build_card, card_path
-    from credit_dp.export.file import checkpoint_at, read_checkpoint, write_bytes, write_safetensors
+    from credit_dp.export.file import (
+        build_card,
+        card_path,
+        checkpoint_at,
+        read_checkpoint,
+        write_bytes,
+        write_safetensors,
+    )
     from credit_dp.training.checkpoint_files import run_folder_of
 
     checkpoint_folder = checkpoint_at(source)

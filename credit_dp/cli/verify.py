@@ -65,7 +65,7 @@ def verify_model(config: Config) -> "VerifyReport":
     check_rows(config)
     import torch  # takes seconds: not for --help
 
-    from credit_dp.data.channel_preview import expected_channels, quickstart_grid
+    from credit_dp.data.setup import expected_channels, quickstart_grid
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model

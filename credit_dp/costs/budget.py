@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
-from credit_dp.data.channel_preview import expected_channels, expected_grid
+from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model

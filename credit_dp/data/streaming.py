@@ -2,7 +2,7 @@
 
 The work is divided into `Piece`s (channels, rows, dates) that `PieceWorkers` process in parallel.
 `stream_windows` reads one piece as a sequence of `Window`s, in which each date and each pair of
-dates one step apart occurs once.
+dates one step apart occurs once. `connect_to_scheduler` gives commands a dask scheduler.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.dask_scheduler import connect_to_scheduler
 from credit_dp.data.dates import one_step_pairs, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
@@ -31,6 +30,7 @@ Indices = NDArray[np.intp]
 RowSplitter = Callable[[tuple[Channel, ...]], list[slice]]  # channels -> bands of rows
 
 PIECE_CHUNKS = 64  # chunks of times per piece; the date after a piece is read twice
+CONNECT_SECONDS = 30  # for a dask scheduler to answer
 TIME_BYTES = 512 * 2**20  # fields of one time; larger ones are split into bands of rows
 
 
@@ -291,3 +291,26 @@ def _open_and_run(
     piece: Piece,
 ) -> T:
     return function(Store(open_source(config), config, ranges), dates, piece)
+
+
+def connect_to_scheduler(address: str) -> Any:
+    """Return a `distributed.Client` of the scheduler at an address like `tcp://HOST:PORT`.
+
+    It is not made the default of this process: dask computes elsewhere as it did before.
+
+    Raises:
+        UserError: no scheduler answers, or `distributed` is not installed.
+    """
+    try:
+        from distributed import Client
+    except ImportError:
+        raise UserError(
+            "scheduler: needs the package distributed. Install it, or leave scheduler out."
+        ) from None
+    try:
+        return Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:  # a TimeoutError is an OSError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
+        ) from None

@@ -25,9 +25,8 @@ from credit_dp.data.limits import extremes
 from credit_dp.data.sources.base import Times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.evaluation.alignment import AlignedForecast
+from credit_dp.evaluation.alignment import AlignedForecast, translate_error_keys
 from credit_dp.evaluation.forecast_store import reorder_columns
-from credit_dp.evaluation.request import translate_error_keys
 
 MAX_BYTES = 2**30
 READ_PARTS = 16  # a window that fills half of `MAX_BYTES` is read in at least this many parts

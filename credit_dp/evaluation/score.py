@@ -18,7 +18,12 @@ from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.grid import row_weights
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.alignment import AlignedForecast, align
+from credit_dp.evaluation.alignment import (
+    AlignedForecast,
+    ScoreRequest,
+    align,
+    translate_error_keys,
+)
 from credit_dp.evaluation.blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import coasts_of
@@ -41,7 +46,6 @@ from credit_dp.evaluation.metrics import (
     latitude_band_weights,
     unit_of,
 )
-from credit_dp.evaluation.request import ScoreRequest, translate_error_keys
 from credit_dp.evaluation.scorecard import Scorecard, headline_indices
 
 MAP_COUNT = 3  # channels with a map

@@ -1,6 +1,7 @@
 """A trained model on one device that takes and returns fields in physical units.
 
 `Forecaster.forward` makes one step: normalise states and forcing, run the network, denormalise.
+`load` is `credit_dp.load`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,16 +9,20 @@ from typing import final
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from credit_dp.config import ModelConfig, VariableConfig
+from credit_dp.config import ModelConfig, OwnModelConfig, VariableConfig
+from credit_dp.config.model import MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics, apply_transform_tensor
 from credit_dp.errors import UserError
-from credit_dp.export.file import TrainedModel
+from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model
+from credit_dp.plugins import find_plugins, first_line, registration_hint
 from credit_dp.training.checkpoint import check_model_shapes
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
@@ -347,3 +352,45 @@ def _compute_dtype(trained: TrainedModel) -> torch.dtype:
     """Return the dtype of the weights, in which the model computes."""
     floats = (x.dtype for x in trained.weights.values() if x.is_floating_point())
     return next(floats, torch.float32)
+
+
+def load(path: str, device: str = "cpu") -> Forecaster:
+    """Return the trained model of an exported file, of a checkpoint, or of a run's folder.
+
+    No code in the file is executed: a model of your own needs its file or package, as in training.
+
+    Raises:
+        UserError: there is no model, it can't be read, or its kind is unknown.
+    """
+    trained = read_trained(path)
+    config = build_model_config(path, trained.metadata)
+    return build_forecaster(path, trained, config).to(device)
+
+
+def build_model_config(where: str, metadata: ModelMetadata) -> ModelConfig:
+    """Return the model's config, checked as on the command line.
+
+    Raises:
+        UserError: the kind of model is unknown, or has other keys.
+    """
+    known = MODELS | find_plugins(OwnModelConfig, MODELS)
+    if metadata.kind not in known:
+        raise UserError(
+            f"{where}: needs the model {metadata.kind!r}, but only {', '.join(known)} are known."
+            f"{registration_hint(OwnModelConfig.plugin_kind)}"
+        )
+    # Keys that are newer than the file get the behaviour that the model was trained with.
+    keys = with_legacy_defaults(metadata.kind, metadata.keys)
+    if any("${" in str(value) for value in keys.values()):
+        # An interpolation could read the environment: `${oc.env:...}`.
+        raise UserError(f"{where}: a key of its model has an interpolation, which is not allowed.")
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(known[metadata.kind]), keys)
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"{where}: its model has keys that are unknown or invalid ({first_line(error)})."
+        ) from error
+    if not isinstance(config, ModelConfig):
+        raise UserError(f"{where}: {metadata.kind} is not a model.")
+    return config

@@ -96,7 +96,7 @@ def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_pat
     ],
 )
 def test_bad_input_is_one_line(keys, monkeypatch, given, part):
-    monkeypatch.setattr("credit_dp.data.dask_scheduler.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 0.2)
     assert part in refused(*keys, *given)
 
 

@@ -5,7 +5,7 @@ import pytest
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.channel_preview import expected_channels
+from credit_dp.data.setup import expected_channels
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores

@@ -7,8 +7,8 @@ import pytest
 import xarray as xr
 
 from credit_dp.errors import UserError
+from credit_dp.evaluation.alignment import ScoreRequest
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.request import ScoreRequest
 from credit_dp.evaluation.score import score
 from credit_dp.evaluation.scorecard import Scorecard
 from tests.data import stores

@@ -23,7 +23,6 @@ from dask.delayed import delayed
 from credit_dp.bands import rows_touched
 from credit_dp.checks import expand_home
 from credit_dp.data.cache import fingerprint, lock_output
-from credit_dp.data.dask_scheduler import connect_to_scheduler
 from credit_dp.data.rechunk.request import FieldSelection, SelectedFields
 from credit_dp.data.rechunk.target import (
     AUTO,
@@ -36,11 +35,13 @@ from credit_dp.data.rechunk.target import (
     measure_disk_bandwidth,
 )
 from credit_dp.data.sources.base import Fields
+from credit_dp.data.streaming import connect_to_scheduler
 from credit_dp.errors import UserError
 from credit_dp.random_streams import random_stream
 
 BLOCK_BYTES = 2**29  # of fields that a worker reads together
 MAX_TASKS = 1000  # approximately: each task opens the store once
+MAX_SETTING_LENGTH = 60  # characters of a setting in error messages
 
 CountCallback = Callable[[int], None]  # is given the number of times that were written
 WorkerInitializer = Callable[[], None]  # runs first in a worker process
@@ -299,9 +300,9 @@ def _check_absolute_paths(stores: Sequence[str]) -> None:
             )
 
 
-def _short(value: object, max_length: int = 60) -> str:
+def _short(value: object) -> str:
     text = str(value)
-    return text if len(text) <= max_length else f"{text[:max_length]}..."
+    return text if len(text) <= MAX_SETTING_LENGTH else f"{text[:MAX_SETTING_LENGTH]}..."
 
 
 @final

@@ -18,6 +18,7 @@ from credit_dp.data.sources.base import (
     Fields,
     Indexer,
     Source,
+    StoredNames,
     Times,
     VariableInfo,
     as_slice,
@@ -32,7 +33,6 @@ from credit_dp.data.sources.stacked import (
     read_array,
 )
 from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
-from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, long_name
 

@@ -19,6 +19,7 @@ from credit_dp.data.sources.base import (
     Fields,
     Indexer,
     Source,
+    StoredNames,
     Times,
     VariableInfo,
     check_coordinates,
@@ -33,7 +34,6 @@ from credit_dp.data.sources.stacked import (
     read_array,
 )
 from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
-from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
 
 METADATA_ATTRIBUTE = "credit_dp"

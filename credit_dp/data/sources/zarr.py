@@ -32,6 +32,7 @@ from credit_dp.data.sources.base import (
     Indexer,
     ReadCounter,
     Source,
+    StoredNames,
     Times,
     VariableInfo,
     as_slice,
@@ -52,7 +53,6 @@ from credit_dp.data.sources.storage import (
     unreadable_error,
     version_stamp,
 )
-from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
 from credit_dp.variable_names import all_names_of, canonical_name
 

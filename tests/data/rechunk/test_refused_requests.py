@@ -159,6 +159,6 @@ def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
 def test_a_missing_scheduler_is_one_line(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("credit_dp.data.dask_scheduler.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 1)
     with pytest.raises(UserError, match=r"no dask scheduler answers at tcp://127.0.0.1:9"):
         prepared(small, tmp_path / "x.zarr", workers=WorkerConfig(scheduler="tcp://127.0.0.1:9"))

@@ -84,6 +84,7 @@ class Batch:
         if parts == 1:
             return [self]
         size = len(self.times) // parts
+        # Slices are views: micro-batches take no memory of their own.
         slices = [slice(start, start + size) for start in range(0, parts * size, size)]
         names = [field.name for field in fields(self)]
         return [Batch(**{name: getattr(self, name)[part] for name in names}) for part in slices]
@@ -165,6 +166,8 @@ class Loader:
         self._device = device
         self._shared = SharedSource(store.source, exchange) if exchange is not None else None
         if self._shared is not None:
+            # With the ranges that were sampled before, or channels of unknown variables would have
+            # no limits.
             store = Store(self._shared, store.config, store.limits.sampled_ranges)
         self._reader = BatchReader(
             store,
@@ -184,10 +187,13 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        # Without read-ahead, too, the batch that is needed now is read by the threads.
         self._read_ahead(max(1, self._prefetch))
         batch = self._prefetched[0].result()  # a failed batch stays first, and fails again
         self._prefetched.popleft()
+        # Only now: a checkpoint after an error reads the failed batch again.
         self._sequence.position += 1
+        # Before the batch is handed out: the threads read the next ones while the model computes.
         self._read_ahead(self._prefetch)
         return batch if self._device is None else batch.to(self._device)
 
@@ -378,9 +384,9 @@ class Normaliser:
         """Normalise the forcings, `(..., F, h, W)`; see `normalise_state`."""
         return self._forcing.normalise(fields, out)
 
-    def normalise_static(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+    def normalise_static(self, fields: NDArray[np.float32]) -> Tensor:
         """Normalise the static fields, `(..., S, h, W)`; see `normalise_state`."""
-        return self._static.normalise(fields, out)
+        return self._static.normalise(fields)
 
     def denormalise(self, state: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return normalised prognostic or output channels in the store's units.
@@ -499,6 +505,7 @@ class BatchReader:
         forcing_times = times[frames - 1 : -1]
         if not self._frames:
             return None, None, self._read_targets(target_times)
+        # States and targets in one read: in two, a chunk that holds both would be decoded twice.
         if self._times_together and self._selection.target:
             fields = self._store.read_outputs(times, self._rows)
             forcings = (
@@ -509,6 +516,8 @@ class BatchReader:
         if not self._needs_forcing:
             states = self._store.read_states(state_times, self._rows)
             return states, None, self._read_targets(target_times)
+        # The newest state and its forcing are of one time and may share chunks. Older states have
+        # no forcing.
         states, forcings = self._store.read_inputs(state_times[-1:], self._rows)
         if frames > 1:
             older = self._store.read_states(state_times[:-1], self._rows)
@@ -571,6 +580,7 @@ class ReaderThreadPool:
         """
         if self._closed:
             raise RuntimeError("reading was closed")
+        # Threads start with the first task: a loader that is never used has none.
         for number in range(len(self._threads), self._count):
             name = f"loader-{number}"
             thread = threading.Thread(
@@ -589,6 +599,7 @@ class ReaderThreadPool:
         self._closed = True
         timeout = CLOSE_TIMEOUT
         for _ in self._threads:
+            # One None ends one thread. What is queued before it was cancelled, and takes no time.
             self._tasks.put(None)
         for thread in self._threads:
             thread.join(timeout)
@@ -604,6 +615,7 @@ def _run_tasks(tasks: Tasks) -> None:
 
 
 def _run_task(future: Future[T], task: Callable[[], T]) -> None:
+    # False if the future was cancelled while it was queued.
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -115,7 +115,10 @@ class Store:
         """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks."""
         train = split_slice(self.config, "train", self.times)
         indices = np.linspace(train.start, train.stop - 1, count).round().astype(np.intp)
+        # Short splits have fewer dates than `count`, so that rounding yields some of them twice.
         for index in np.unique(indices):
+            # Without `_read`, which checks values against the ranges that these samples are to
+            # give.
             yield self._step_reader.read(channels, np.array([index]), slice(0, self.grid[0]))[0]
 
     def resolve_dates(self) -> None:

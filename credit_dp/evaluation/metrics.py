@@ -386,12 +386,14 @@ LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 
 
-def latitude_band_weights(
-    latitude: NDArray[np.float64], bands: Mapping[str, tuple[float, float]] = LATITUDE_BANDS
-) -> Tensor:
-    """Return area weights of all rows, zero outside each band: `(H,)` -> `(K, H)`, float64."""
+def latitude_band_weights(latitude: NDArray[np.float64]) -> Tensor:
+    """Return area weights of all rows, zero outside each of the K `LATITUDE_BANDS`, in float64.
+
+    Shapes:
+        `(H,)` -> `(K, H)`.
+    """
     weights = row_weights(latitude)
-    inside = [(latitude >= south) & (latitude <= north) for south, north in bands.values()]
+    inside = [(latitude >= south) & (latitude <= north) for south, north in LATITUDE_BANDS.values()]
     return torch.from_numpy(np.stack(inside) * weights)
 
 

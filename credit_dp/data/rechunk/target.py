@@ -104,6 +104,7 @@ class RechunkTarget:
         )
         _write_static(group, selected, rows, codec)
         _write_coordinates(group, selected)
+        # The first moment at which another process sees the store: its metadata are complete.
         os.replace(self._new, self.partial)
 
     def resume(self) -> None:

@@ -202,6 +202,7 @@ class SharedSource(Source):
                 shared.append(piece)
             else:
                 values = self._source.read(piece.channels, as_slice(piece.time_indices), rows)
+                # Steps and columns of a piece need not be adjacent: `ix_` selects their product.
                 fields[np.ix_(piece.steps, piece.columns)] = values
         for start in range(0, len(shared), self._ranks):
             self._exchange_pieces(shared[start : start + self._ranks], fields)

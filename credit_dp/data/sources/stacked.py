@@ -323,6 +323,7 @@ class StackedArray:
             return self._read_selection((*time, span, *rest))
         first, last = int(channels.min()), int(channels.max())
         chunk = self.array.chunks[len(time)]
+        # All channels lie in one chunk: it is decoded whole in any case, once with a single read.
         if first // chunk == last // chunk:
             values = self._read_selection((*time, slice(first, last + 1), *rest))
             return np.take(values, channels - first, axis=len(time))

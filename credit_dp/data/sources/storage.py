@@ -66,8 +66,10 @@ class FolderStore(LocalStore):
                 if isinstance(byte_range, RangeByteRequest):
                     file.seek(byte_range.start)
                 else:
+                    # A suffix longer than the file is the whole file, as in zarr's own stores.
                     file.seek(max(0, file.seek(0, os.SEEK_END) - length))
                 found = file.read(length)
+        # zarr probes for keys that need not exist: None says that this one is absent.
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
         return (prototype or default_buffer_prototype()).buffer.from_bytes(found)
@@ -433,6 +435,7 @@ class ShardedArray:
         content = file.read(length)
         if not has_valid_checksum(content):
             raise ValueError(f"{file.name}: its index is damaged")
+        # Two numbers of 8 bytes for each chunk. The division drops the 4 bytes of the checksum.
         return np.frombuffer(content, "<u8", len(content) // 8).reshape(*self._counts, 2)
 
 
@@ -447,6 +450,7 @@ def _chunks_along(
     first, start = span[0], shard_number * shard_size
     low, high = max(first, start), min(span[1], start + shard_size)
     parts = []
+    # From the edge of the chunk that holds `low`, which may begin before the span.
     for origin in range(low - (low - start) % chunk_size, high, chunk_size):
         inside = slice(max(low - origin, 0), min(high - origin, chunk_size))
         destination = slice(origin + inside.start - first, origin + inside.stop - first)

@@ -1,8 +1,8 @@
-"""All figures: `make bench`, or `python benchmarks/bench.py [--only NAME ...] [--rounds N]`.
+"""Measure everything: `make bench`, or `python benchmarks/bench.py [--only NAME ...] [--rounds N]`.
 
-They go to `benchmarks/results.json`, and from there into the place of the table in
-`docs/performance.md`; those of parts that are not measured stay as they were. Those of another
-device, dtype or layout go to a file of their own, and stay out of the page.
+Writes the figures to `benchmarks/results.json`, and their table to `docs/performance.md`. With
+`--only`, the other figures stay as they were. Figures of another device, dtype or layout go to a
+separate file and are printed, but not written to the page.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PAGE = ROOT / "docs/performance.md"
 USUAL = ("cpu", "float32", "contiguous_format")
 OTHERS = [way for way, usual in zip((DEVICE, DTYPE, LAYOUT), USUAL, strict=True) if way != usual]
 RESULTS = ROOT / "benchmarks" / f"{'-'.join(['results', *OTHERS])}.json"
-PLACE = re.compile(r"(?<=<!-- figures -->\n).*(?=<!-- end of figures -->)", re.DOTALL)
+FIGURES_IN_PAGE = re.compile(r"(?<=<!-- figures -->\n).*(?=<!-- end of figures -->)", re.DOTALL)
 
 
 def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
-    """What is measured, by name."""
+    """Return the functions that measure, by the name of the part."""
     return {
         "exchange_cost": partial(exchange_cost.rows, rounds),
         "stack": partial(stack.rows, rounds),
@@ -58,7 +58,7 @@ def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
 
 
 def main() -> None:
-    """Measure, print, and write down."""
+    """Measure the chosen parts, and print and write their figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(parts(1)))
     parser.add_argument("--rounds", type=int, default=20)
@@ -79,20 +79,20 @@ def main() -> None:
 
 
 def keep(name: str, how: Mapping[str, Any], rows: list[Row]) -> None:
-    """Put the figures of a part beside those of the others."""
+    """Write the figures of one part to the results, and keep all others."""
     kept = figures()
     kept[name] = {"how": how, "rows": [asdict(row) for row in rows]}
     write_text_atomic(RESULTS, json.dumps(kept, indent=1) + "\n")
 
 
 def figures() -> dict[str, Any]:
-    """What was measured, by part."""
+    """Return the figures measured so far, by part."""
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return found
 
 
 def write() -> None:
-    """Put all figures that there are into the page, or print the table of unusual ones."""
+    """Write the table of figures to the page; print it for an unusual device, dtype or layout."""
     kept = figures()
     found = {name: [Row(**row) for row in kept[name]["rows"]] for name in parts(1) if name in kept}
     goals = [row.met for rows in found.values() for row in rows if row.goal is not None]
@@ -103,7 +103,7 @@ def write() -> None:
         print(table.markdown(found))
         return
     text = f"\n{words}.\n\n{table.markdown(found)}\n\n{table.hows(kept)}\n\n"
-    write_text_atomic(PAGE, PLACE.sub(lambda _: text, PAGE.read_text()))
+    write_text_atomic(PAGE, FIGURES_IN_PAGE.sub(lambda _: text, PAGE.read_text()))
 
 
 if __name__ == "__main__":

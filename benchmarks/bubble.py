@@ -1,7 +1,7 @@
-"""How long the ranks of a pipeline wait for each other: `python benchmarks/bubble.py`.
+"""Measure how long the ranks of a pipeline wait for each other: `python benchmarks/bubble.py`.
 
-Two ranks train a U-Net in stages. The theory is for stages of equal cost; beside it is how much
-dearer the dearest stage is than their mean.
+Two ranks train a U-Net in stages. The theory assumes stages of equal cost, so the cost of the most
+expensive stage, relative to the mean, is printed beside it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROUNDS = 7
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss."""
+    """Return the mean squared error."""
     return (output - target).square().mean()
 
 
 def measured(_: DomainParallelManager, schedule: str, microbatches: int) -> tuple[float, float]:
-    """Return the waiting share of the median step, and the dearest stage over the mean one."""
+    """Return the median share of waiting, and the largest cost of a stage over the mean cost."""
     manager = DomainParallelManager(RANKS, 1, pipeline_parallel_size=RANKS)
     torch.manual_seed(0)
     model = UNet(MODEL, CHANNELS, CHANNELS)
@@ -54,11 +54,11 @@ def main() -> None:
     print(f"U-Net {MODEL.channels} on {GRID[0]}x{GRID[1]}, {RANKS} ranks of one thread")
     for schedule, virtual in SCHEDULES.items():
         for microbatches in MICROBATCHES:
-            bubble, dearest = on_pinned_ranks(measured, schedule, microbatches)[0]
+            bubble, costliest = on_pinned_ranks(measured, schedule, microbatches)[0]
             theory = theoretical_bubble(RANKS, microbatches, virtual)
             print(
                 f"{schedule:<12}{microbatches:2} micro-batches   measured {bubble:6.1%}   "
-                f"theory {theory:6.1%}   dearest stage {dearest:.2f} x the mean"
+                f"theory {theory:6.1%}   costliest stage {costliest:.2f} x the mean"
             )
 
 

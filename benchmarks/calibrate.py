@@ -1,6 +1,6 @@
-"""This machine's figures for predictions: what a core computes, what two of them send each other.
+"""Measure this machine's figures for predictions: rates of a core, and of messages between two.
 
-From operations and messages alone; no step of a model is in it.
+They come from single operations and messages; no step of a model is measured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 from credit_dp.domain_parallel import DomainParallelManager
 
 FIELD = (1, 64, 64, 128)  # of a convolution
-ADDED = 2**22  # numbers: more than caches hold, as what is kept for backward
+ADDED = 2**22  # numbers: more than fit in the caches, like the tensors that backward needs
 CHAIN = 500  # operations on one number
 LARGE = 2**22  # bytes of a message
 REPEATS = 15
 
 
 def machine_figures(memory_gib: float) -> dict[str, Any]:
-    """Return the content of a machine file, all of it measured but the memory."""
+    """Return the content of a machine file; everything except the memory is measured."""
     latency_us, gb_per_s = max(on_pinned_ranks(_links), key=lambda of_rank: of_rank[0])
     computed = on_pinned_ranks(_computing, ranks=RANKS)  # at once, as in a step
     tflops, memory, overhead = (statistics.mean(each) for each in zip(*computed, strict=True))
@@ -71,15 +71,15 @@ def _computing(manager: DomainParallelManager) -> tuple[float, float, float]:
 
 
 def _chain() -> None:
-    """Forward and backward of operations that do nothing but start."""
-    made = torch.ones(1, requires_grad=True)
+    """Run forward and backward of operations whose only cost is their start."""
+    x = torch.ones(1, requires_grad=True)
     for _ in range(CHAIN):
-        made = made * 1.0
-    made.backward()
+        x = x * 1.0
+    x.backward()
 
 
 def _links(manager: DomainParallelManager) -> tuple[float, float]:
-    """Return microseconds of an exchange of one number, and GB/s of one of many."""
+    """Return microseconds of an exchange of one number, and GB/s of a large exchange."""
     small = _exchange_seconds(manager, 4)
     large = _exchange_seconds(manager, LARGE)
     return 1e6 * small, LARGE / (large - small) / 1e9
@@ -87,10 +87,10 @@ def _links(manager: DomainParallelManager) -> tuple[float, float]:
 
 def _exchange_seconds(manager: DomainParallelManager, size: int) -> float:
     other = 1 - manager.rank
-    sent, came = torch.zeros(size // 4), torch.empty(size // 4)
+    sent, received = torch.zeros(size // 4), torch.empty(size // 4)
 
     def exchange() -> None:
-        ends = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, came, other)]
+        ends = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
         for work in dist.batch_isend_irecv(ends):
             work.wait()
 

@@ -1,4 +1,4 @@
-"""What an exchange adds to a layer, beside bare messages of the same rows.
+"""Measure what an exchange adds to a layer, relative to bare messages of the same rows.
 
 `python benchmarks/exchange_cost.py`
 """
@@ -25,7 +25,7 @@ WIDTHS = (1, 3)
 
 
 def convolutions(manager: DomainParallelManager, band: tuple[int, ...]) -> Contestants:
-    """A convolution of the band alone, the sharded one, and the messages of its rows alone."""
+    """Return a convolution of the band, the sharded convolution, and only its messages."""
     channels = band[1]
     x = field(*band, requires_grad=True)
     cotangent = field(*band)
@@ -47,7 +47,7 @@ def convolutions(manager: DomainParallelManager, band: tuple[int, ...]) -> Conte
 
 
 def halos(manager: DomainParallelManager, band: tuple[int, ...], width: int) -> Contestants:
-    """A halo exchange, and zeros padded to the band with the messages of its rows."""
+    """Return a halo exchange, and padding with zeros followed by messages of the same rows."""
     x = field(*band, requires_grad=True)
     cotangent = field(*band[:2], band[2] + 2 * width, band[3])
     exchange = HaloExchange(width, manager=manager)
@@ -61,13 +61,13 @@ def halos(manager: DomainParallelManager, band: tuple[int, ...], width: int) -> 
 
 
 def messages(x: Tensor, width: int) -> Callable[[], None]:
-    """Swap `width` rows with the only neighbour, and swap as many again, as cotangents are."""
+    """Return a function that swaps `width` rows with the neighbour twice: rows, then cotangents."""
     rank = dist.get_rank()
     rows = (x[:, :, :width] if rank else x[:, :, -width:]).contiguous()
-    came = torch.empty_like(rows)
+    received = torch.empty_like(rows)
     swap = [
         dist.P2POp(dist.isend, rows, 1 - rank),
-        dist.P2POp(dist.irecv, came, 1 - rank),
+        dist.P2POp(dist.irecv, received, 1 - rank),
     ]
 
     def send() -> None:
@@ -79,14 +79,14 @@ def messages(x: Tensor, width: int) -> Callable[[], None]:
 
 
 def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
-    """What sharding adds, less what the halo's rows cost to convolve."""
+    """Compare what sharding adds, without the work on the halo's rows, with bare messages."""
     with team(convolutions, band) as ranks:
         labels = ("messages", "band", "sharded", "band", "messages")
         entries = [Entry(f"{label} {at}", ranks, label) for at, label in enumerate(labels)]
         found = list(times(entries, rounds).values())
     sent, first, sharded, second, sent_again = found
     bare = [*sent, *sent_again]
-    share = 1 / band[2]  # a band has one neighbour here, which gives it one row
+    share = 1 / band[2]  # each band has one neighbour here, and gets one row from it
     alone = [mean(pair) for pair in zip(first, second, strict=True)]
     added = min(sharded) - (1 + share) * min(*first, *second)
     typical = median(s - (1 + share) * a for s, a in zip(sharded, alone, strict=True))
@@ -106,7 +106,7 @@ def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
 
 
 def halo_row(band: tuple[int, ...], width: int, rounds: int) -> Row:
-    """The exchange against padding and messages."""
+    """Compare a halo exchange with padding and messages."""
     with team(halos, band, width) as ranks:
         entries = [
             Entry("first", ranks, "padded"),
@@ -127,7 +127,7 @@ def halo_row(band: tuple[int, ...], width: int, rounds: int) -> Row:
 
 
 def rows(rounds: int) -> list[Row]:
-    """All figures of this file."""
+    """Return all figures of this file."""
     made = [convolution_row(band, rounds) for band in SHAPES]
     return made + [halo_row(band, width, rounds) for band in SHAPES for width in WIDTHS]
 

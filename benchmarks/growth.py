@@ -1,8 +1,8 @@
-"""How a training step's cost grows: `python benchmarks/growth.py` draws `docs/growth.png`.
+"""Draw how the cost of a training step grows: `python benchmarks/growth.py`.
 
-Time, growth of a rank's memory, and bytes that a rank sends, in a forward and backward of the
-U-Net, against rows, channels and ranks. More ranks than cores share them: with 4 and 8 the time
-tells the work, not the speed.
+Measures time, growth of a rank's memory, and bytes that a rank sends, in a forward and backward of
+the U-Net, for several numbers of rows, channels and ranks, and draws `docs/growth.png`. With more
+ranks than cores, the time shows the work of all ranks, not a speed-up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 3
 
 
 class Cost(NamedTuple):
-    """Of a step, on the rank where each is largest."""
+    """The costs of a step, each of the rank on which it is largest."""
 
     seconds: float
     growth: float  # MiB
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A grid, the channels of the first level, and how many ranks."""
+    """The grid, the channels of the first level, and the number of ranks."""
 
     grid: tuple[int, int] = GRID
     width: int = WIDTH
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def cost(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int, int]) -> Cost:
-    """Measure this rank."""
+    """Return the costs of this rank."""
     model = build_model(config, FIELDS, grid)
     if manager.domain_parallel_size > 1:
         shard_model(model, manager, (1, FIELDS.inputs, *grid))
@@ -70,7 +70,11 @@ def cost(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int, i
 
 
 def measure(case: Case) -> Cost:
-    """Measure all ranks: memory where freed tensors leave at once, time where they don't."""
+    """Return the largest costs of all ranks.
+
+    Memory is measured on ranks that return freed tensors to the system at once. They are slow, so
+    time is measured on others.
+    """
     channels = f"model.channels=[{case.width},{2 * case.width},{4 * case.width}]"
     config = Composer("train").compose_config(["model=unet", channels]).model
     with frees_at_once():
@@ -96,8 +100,8 @@ def main() -> None:
     axes = figure.subplots(len(names), len(along))
     for column, (what, cases) in zip(axes.T, along.items(), strict=True):
         found = [measure(case) for _, case in cases]
-        for (at, _), made in zip(cases, found, strict=True):
-            print(f"{what:<28} {at:4} " + " ".join(f"{value:9.3f}" for value in made), flush=True)
+        for (at, _), costs in zip(cases, found, strict=True):
+            print(f"{what:<28} {at:4} " + " ".join(f"{value:9.3f}" for value in costs), flush=True)
         for axis, name, values in zip(column, names, zip(*found, strict=True), strict=True):
             axis.plot([at for at, _ in cases], values, "o-")
             axis.set(xlabel=what, ylabel=name, ylim=(0, None))

@@ -1,9 +1,9 @@
-"""How fast a rank gets its data: `python benchmarks/loader.py`.
+"""Measure how fast a rank gets its data: `python benchmarks/loader.py`.
 
-A store as `credit-dp data prepare` writes it, in the system's cache. First the throughput of one
-rank with one thread, beside other ways to the same numbers in turn; the fastest round counts. Then
-what it costs to hold values against limits beside looking for missing ones alone, and the share of
-its time for which the training of the tiny U-Net waits for data.
+Reads a prepared store from the system's cache. First it compares the throughput of one rank with
+one thread with other ways to read the same numbers; the fastest round counts. Then it compares the
+check of limits with a search for missing values only, and measures the share of time that training
+of the tiny U-Net waits for data.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TIMES = 4
 CHANNELS = 20
 ROUNDS = 20
 LIMIT_ROUNDS = 60
-STEPS, FIRST = 20, 3  # of which the first ones use what was read ahead before
+STEPS, FIRST = 20, 3  # the first steps use batches that were read ahead before them
 PREFETCH = 2
 MIB = 2**20
 
 
 def write_store(path: Path, grid: tuple[int, int], times: int, codec: str) -> DataConfig:
-    """A prepared store of smooth fields, and the same numbers raw beside it."""
+    """Write a prepared store of smooth fields, and the same numbers to a raw file beside it."""
     height, columns = grid
     random = np.random.default_rng(0)
     base = np.cumsum(random.normal(size=(CHANNELS, *grid)), axis=-1, dtype=np.float32)
@@ -87,14 +87,14 @@ def write_store(path: Path, grid: tuple[int, int], times: int, codec: str) -> Da
 
 
 def raw_file(path: Path) -> Path:
-    """Where the same numbers are, raw."""
+    """Return the path of the raw file with the numbers of a store."""
     return path.with_suffix(".raw")
 
 
 def speeds(
     manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int], domain: int
 ) -> dict[str, float]:
-    """Seconds that one band of a sample takes in every way: the fastest of the rounds."""
+    """Return the seconds to read one band of a sample in each way, the fastest of all rounds."""
     ready = prepare_training_data(config)
     samples = len(ready.store.times) - 1
     rows = slice(0, -(-grid[0] // domain))
@@ -105,7 +105,7 @@ def speeds(
 
 
 def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
-    """Seconds of a sample with limits over those without, the median of rounds in turn."""
+    """Return the median ratio of the seconds to read a sample with limits and without."""
     free = replace(config, limits={name: None for name in config.prognostic})
     sequence, rows = SampleSequence(TIMES - 1, 1), slice(0, grid[0])
     found = []
@@ -127,14 +127,14 @@ def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[
 
 
 def only_finite(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The look for missing values alone, in the place of `extremes`."""
+    """Check for missing values only; replaces `extremes`."""
     if not all_finite(fields):
         raise ValueError("the benchmark's fields have all values")
     return (np.zeros(fields.shape[:2], np.float32),) * 2
 
 
 def raw_ways(path: Path, shape: tuple[int, ...], rows: slice) -> dict[str, Callable[[int], object]]:
-    """Reading the two times of a sample without the loader."""
+    """Return functions that read the two times of a sample without the loader."""
     raw = np.memmap(raw_file(path), dtype=np.float32, mode="r", shape=shape)
     alone = zarr.open_group(path, mode="r")["fields"]
 
@@ -149,7 +149,7 @@ def raw_ways(path: Path, shape: tuple[int, ...], rows: slice) -> dict[str, Calla
 
 
 def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[str, float]:
-    """Seconds of a sample, each way in turn."""
+    """Return the seconds of a sample by each way, which run in turn."""
     found = dict.fromkeys(ways, float("inf"))
     for number in range(ROUNDS):
         for name, way in ways.items():
@@ -160,7 +160,7 @@ def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[s
 
 
 def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
-    """The share of some steps of the tiny U-Net that they wait for the next batch."""
+    """Return the share of time that steps of the tiny U-Net wait for their batch."""
     ready = prepare_training_data(config)
     model_config = Composer("train").compose_config(["model=unet_tiny"]).model
     fields = Fields((), tuple(range(CHANNELS)), others=0)
@@ -172,11 +172,11 @@ def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int,
     waited, began = 0.0, time.perf_counter()
     with Loader(ready, "train", manager.rows(grid[0]), sequence, prefetch=PREFETCH) as loader:
         for step in range(STEPS):
-            asked = time.perf_counter()
+            start = time.perf_counter()
             if step == FIRST:
-                waited, began = 0.0, asked
+                waited, began = 0.0, start
             batch = next(loader)
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - start
             loss = (model(batch.state) - batch.target).square().mean()
             loss.backward()
             optimiser.step()
@@ -185,7 +185,7 @@ def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int,
 
 
 def rows(codec: str = "none") -> list[Row]:
-    """The loader's throughput, and for how long training waits."""
+    """Return the throughput of the loader, and the share of time that training waits for it."""
     made = []
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
@@ -208,7 +208,7 @@ def rows(codec: str = "none") -> list[Row]:
 
 
 def throughput_row(grid: tuple[int, int], config: DataConfig, domain: int) -> Row:
-    """One band of a sample."""
+    """Compare the loader's throughput on one band with numpy's."""
     (found,) = on_pinned_ranks(speeds, config, grid, domain, ranks=1)
     numpy = found["numpy"], found["numpy again"]
     band = 2 * CHANNELS * -(-grid[0] // domain) * grid[1] * 4 / MIB

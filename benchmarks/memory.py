@@ -1,7 +1,7 @@
-"""What a rank holds of each model when its fields are sharded: `python benchmarks/memory.py`.
+"""Measure the memory of a rank when a model's fields are sharded: `python benchmarks/memory.py`.
 
-Growth is that of a rank's resident memory over a forward and backward, above weights, gradients and
-optimiser states, which are there before.
+This is the growth of its resident memory in a forward and backward. Weights, gradients and
+optimizer states are allocated before and do not count.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from credit_dp.models import build_model
 MODELS = {"unet_small": (128, 256), "pangu_small": (128, 256), "crossformer_small": (128, 256)}
 FIELDS = Fields((tuple(range(7)), tuple(range(7, 14))), (14,), others=4)
 DOMAINS = (2, 4)
-SLACK = 0.03  # for what operations need while they run
+SLACK = 0.03  # for temporary memory of operations
 MIB = 2**20
 
 
 def growth(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int, int]) -> int:
-    """Return by how many bytes a rank's memory grows at most in a step."""
+    """Return the largest growth of a rank's memory in a step, in bytes."""
     rows, columns = grid
     model = build_model(config, FIELDS, grid)
     if manager.domain_parallel_size > 1:
@@ -48,19 +48,19 @@ def growth(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int,
 
 
 def rows() -> list[Row]:
-    """Growth on 2 and 4 ranks relative to one; the goal is the share of the largest band."""
+    """Return the growth on 2 and 4 ranks relative to one; the goal is the largest band's share."""
     with frees_at_once():
         return [row for name, grid in MODELS.items() for row in rows_of(name, grid)]
 
 
 def rows_of(name: str, grid: tuple[int, int]) -> Iterator[Row]:
-    """One model's."""
+    """Yield the figures of one model."""
     config = Composer("train").compose_config([f"model={name}"]).model
     alone = max(on_pinned_ranks(growth, config, grid, ranks=1))
     for ranks in DOMAINS:
         found = max(on_pinned_ranks(growth, config, grid, ranks=ranks))
         band, kept = expected(config, grid, ranks)
-        # Halo rows that are kept besides may be added to the goal; they are left out.
+        # Halos that are saved for backward are not part of the goal, which is so a little stricter.
         yield Row(
             f"activation memory of a rank, {name} at {grid[0]}x{grid[1]}, domain {ranks}",
             "one process",
@@ -72,7 +72,7 @@ def rows_of(name: str, grid: tuple[int, int]) -> Iterator[Row]:
 
 
 def expected(config: ModelConfig, grid: tuple[int, int], ranks: int) -> tuple[float, float]:
-    """The largest band's share of the rows, and that of what is kept: of bands and saved halos."""
+    """Return the largest band's share of the rows, and the share of tensors saved for backward."""
     with torch.device("meta"):
         model = build_model(config, FIELDS, grid)
     shape = (1, FIELDS.inputs, *grid)

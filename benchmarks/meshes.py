@@ -1,7 +1,7 @@
-"""One training step on meshes of four ranks, side by side: `python benchmarks/meshes.py`.
+"""Compare a training step on several meshes of four ranks: `python benchmarks/meshes.py`.
 
-The same model, global batch and micro-batches in each, on the quickstart climate. Four ranks of one
-thread share two cores: times tell how much work and waiting a mesh makes, not how it scales.
+All have the same model, global batch and micro-batches, on the quickstart climate. Four ranks of
+one thread share two cores, so times show how much a mesh works and waits, not how it scales.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-# Freed tensors go back to the system at once: what is resident is what is held. Read by the C
-# library as a process starts, so by the ranks.
+# Freed tensors go back to the system at once, so that resident memory is the memory in use. The C
+# library reads these variables when a process starts, so they act on the ranks.
 os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
 
 import torch
@@ -49,7 +49,7 @@ WARM_UP, STEPS = 1, 3
 
 
 class Found(NamedTuple):
-    """What a rank measured: seconds of a step, growth of its memory, bytes that it sends."""
+    """The figures of a rank: seconds of a step, growth of its memory, bytes that it sends."""
 
     seconds: float
     growth: int
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 def measure(manager: DomainParallelManager, config: Config) -> Found:
-    """Train some steps."""
+    """Return the figures of this rank for a few training steps."""
     prepared = prepare_training_data(config.data)
     before = resident()
     forget_peak()
@@ -79,7 +79,7 @@ def measure(manager: DomainParallelManager, config: Config) -> Found:
 
 
 def main() -> None:
-    """Print a line for each mesh, and what it is relative to one process."""
+    """Print a line for each mesh, with its figures relative to one process."""
     alone: Found | None = None
     print("mesh                                       ms/step   / one   growth   / one      sent")
     for mesh in MESHES:

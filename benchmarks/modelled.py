@@ -1,9 +1,10 @@
-"""What `credit-dp plan --machine` predicts of this machine, beside what steps take.
+"""Compare the predictions of `credit-dp plan --machine` for this machine with measured steps.
 
-`python benchmarks/modelled.py [FILE]` measures the machine's figures (to FILE, if one is named),
-predicts training steps on one, two and four ranks from them, and runs these. Nothing is fitted to
-the steps. Four ranks share two cores: they are predicted with half the rates and twice the
-overhead. The fastest of several runs counts, of operations, messages and steps.
+`python benchmarks/modelled.py [FILE]` measures the machine's figures, and writes them to FILE if
+one is given. From these it predicts training steps on one, two and four ranks, and then measures
+the steps. Nothing is fitted to the steps. Four ranks share two cores, so they are predicted with
+half the rates and twice the overhead. Of operations, messages and steps the fastest of several runs
+counts.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _config(model: str, data: int, domain: int) -> Config:
 
 
 def _shared(machine: Machine, ranks: int) -> Machine:
-    """Return what one of so many ranks has of the cores."""
+    """Return the figures of a machine whose cores are shared by this many ranks."""
     share = max(1.0, ranks / RANKS)
     return replace(
         machine,
@@ -93,7 +94,7 @@ def _shared(machine: Machine, ranks: int) -> Machine:
 
 
 def _measure(manager: DomainParallelManager, config: Config) -> float:
-    """Train some steps; the seconds of the fastest."""
+    """Return the seconds of the fastest of several training steps."""
     training = build_training(
         config, prepare_training_data(config.data), manager, torch.device("cpu")
     )

@@ -1,4 +1,4 @@
-"""Memory of this process, resident or on its GPU, for the benchmarks beside this file."""
+"""The memory of this process: resident, or allocated on its GPU."""
 
 from pathlib import Path
 
@@ -7,21 +7,21 @@ from pinned import DEVICE
 
 
 def resident() -> int:
-    """Return the bytes that are resident now."""
+    """Return the bytes in use now."""
     if DEVICE == "cuda":
         return torch.cuda.memory_allocated()
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """Return the most bytes that were resident since `forget_peak`."""
+    """Return the largest number of bytes in use since `forget_peak`."""
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Forget the peak so far."""
+    """Start a new measurement of the peak."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return

@@ -1,7 +1,7 @@
-"""Ranks for the benchmarks beside this file: of one thread, pinned to a core each, over gloo.
+"""Start the ranks of the benchmarks: with one thread each, pinned to a core, over gloo.
 
-`BENCH_DEVICE=cuda` puts each on a GPU of its own instead, over nccl; `BENCH_DTYPE=bfloat16` and
-`BENCH_LAYOUT=channels_last` change what tensors are made of.
+With `BENCH_DEVICE=cuda` each rank has a GPU, and they use nccl. `BENCH_DTYPE=bfloat16` and
+`BENCH_LAYOUT=channels_last` change dtype and memory format of the tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Contestants = Mapping[str, Callable[[], object]]
 
 
 class Mesh(NamedTuple):
-    """How many ranks, and how many of them share a globe and hold a model; threads of each."""
+    """Number of ranks, of ranks that share a globe, of pipeline stages, and of threads per rank."""
 
     ranks: int = RANKS
     domain: int = RANKS
@@ -49,8 +49,8 @@ def on_pinned_ranks(
 ) -> list[Any]:
     """Return what `fn(manager, *args)` returns on each of `ranks` fresh ranks.
 
-    `domain` of them share a globe, by default all, and `pipeline` x `domain` a model. More ranks
-    than cores share them, and tell nothing about time.
+    `domain` ranks share a globe (by default all of them), and `pipeline` x `domain` share a model.
+    With more ranks than cores, times are meaningless.
     """
     with running(_answer, (fn, args), Mesh(ranks, domain or ranks, pipeline)) as pipes:
         return [pipe.recv() for pipe in pipes]
@@ -63,7 +63,7 @@ class Team:
         self.pipes = pipes
 
     def seconds(self, name: str) -> float:
-        """Return how long the slowest rank takes; all begin together."""
+        """Return the seconds of the slowest rank; all ranks start together."""
         for pipe in self.pipes:
             pipe.send(name)
         return max(pipe.recv() for pipe in self.pipes)
@@ -84,7 +84,7 @@ def team(build: Callable[..., Contestants], *args: Any, mesh: Mesh = TWO) -> Ite
 def running(
     serve: Callable[..., None], args: tuple[Any, ...], mesh: Mesh
 ) -> Iterator[list[Connection]]:
-    """Start ranks that do `serve(manager, pipe, *args)`; yield the other ends of their pipes."""
+    """Start ranks that call `serve(manager, pipe, *args)`; yield the other ends of their pipes."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < RANKS:
         raise SystemExit(f"benchmarks need {RANKS} cores, this process may use {len(cores)}.")
@@ -128,7 +128,7 @@ def _rank(
     serve(manager, pipe, *args)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # as ranks of a run end: libraries' threads may fall over each other at an exit
+    os._exit(0)  # like the ranks of a run: threads of libraries may crash in a normal exit
 
 
 def _answer(
@@ -144,7 +144,7 @@ def _serve(
     args: tuple[Any, ...],
 ) -> None:
     contestants = build(manager, *args)
-    for run in contestants.values():  # what is done once only is not measured
+    for run in contestants.values():  # the first call includes work that is done only once
         run()
     pipe.send("ready")
     while (name := pipe.recv()) is not None:
@@ -159,9 +159,9 @@ def _serve(
 
 @contextmanager
 def frees_at_once() -> Iterator[None]:
-    """Start ranks that give freed tensors back to the system: what is resident is what is held.
+    """Let ranks return freed tensors to the system, so that resident memory is the memory in use.
 
-    The C library reads this as a process starts. It makes them slow.
+    The C library reads these variables when a process starts. They make the ranks slow.
     """
     keys = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     os.environ.update(dict.fromkeys(keys, "65536"))
@@ -173,17 +173,17 @@ def frees_at_once() -> Iterator[None]:
 
 
 def field(*shape: int, requires_grad: bool = False) -> Tensor:
-    """Random numbers, in the layout that is measured."""
+    """Return random numbers in the memory format that is measured."""
     return torch.randn(shape).to(memory_format=layout()).requires_grad_(requires_grad)
 
 
 def layout() -> torch.memory_format:
-    """How fields and weights lie in memory."""
-    made: torch.memory_format = getattr(torch, LAYOUT)
-    return made
+    """Return the memory format of fields and weights."""
+    memory_format: torch.memory_format = getattr(torch, LAYOUT)
+    return memory_format
 
 
 def synchronise() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

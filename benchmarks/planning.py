@@ -1,14 +1,14 @@
-"""What planning takes: `python benchmarks/planning.py`.
+"""Measure time and memory of planning: `python benchmarks/planning.py`.
 
 First the large models at 721 x 1440, then models of 200 layers at a small grid, on two ranks: one
 whose layers convert, and one that computes through the global view. Their planning is compared
 with a forward and backward of the unsharded model at that grid.
 
-Each number comes from a process of its own with one thread. `convert` is what a training rank does
-before its first step: the model is converted and planned for the largest domain that its levels
-allow. The model is on the meta device: planning reads no weights, and their making is not timed.
-`plan` is `credit-dp plan` of a mesh of that domain with all the data ranks that 1,024 ranks allow.
-What importing the packages takes is apart; peak memory is that of the whole process.
+Each number comes from a separate process with one thread. `convert` is what a training rank does
+before its first step: it converts and plans the model for the largest domain that the levels allow.
+The model is on the meta device, because planning reads no weights; building it is not timed. `plan`
+is `credit-dp plan` for a mesh of that domain, with as many data ranks as 1,024 ranks allow. The
+time of imports is reported separately; peak memory is that of the whole process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEEP_MODELS = ("deep", "deep_view")
 
 
 def planning_rows() -> list[dict[str, Any]]:
-    """Return what each model and kind of work takes.
+    """Return the costs of each model and kind of work.
 
     Keys: `model`, `work`, `ranks` (domain x data), `seconds` and `cpu_seconds` of the work itself,
     `start_cpu_seconds` of the process before it, `peak_bytes`.
@@ -53,7 +53,7 @@ def _in_a_process(model: str, work: str) -> dict[str, Any]:
 
 
 def deep_rows() -> list[dict[str, Any]]:
-    """Return what a model of `LAYERS` layers takes, with the seconds of an unsharded step."""
+    """Return the costs of models of `LAYERS` layers, with the seconds of an unsharded step."""
     return [_in_a_process(model, "deep") for model in DEEP_MODELS]
 
 
@@ -109,7 +109,7 @@ def _measure(model: str, work: str) -> dict[str, Any]:
 
 
 def _planner(model: str, domain: int, data: int) -> Any:
-    import torch  # noqa: F401  # as every command has it by then
+    import torch  # noqa: F401  # every command has imported it by then
 
     from credit_dp.cli.plan import plan
 
@@ -135,12 +135,12 @@ def _converter(config: Any, domain: int) -> Any:
 
 
 def rows() -> list[Row]:
-    """Seconds that each kind of work takes, and the most memory that it took."""
-    made = []
+    """Return the seconds and the peak memory of each kind of work."""
+    found = []
     for row in planning_rows():
         what = f"{row['work']} {row['model']} at {GRID[0]}x{GRID[1]}, {row['ranks']} ranks"
         peak_gb = row["peak_bytes"] / 1e9
-        made += [
+        found += [
             Row(
                 what, "", row["seconds"], 10.0, unit="s",
                 note=f"{row['cpu_seconds']:.1f} s of a processor",
@@ -150,11 +150,11 @@ def rows() -> list[Row]:
     for row in deep_rows():
         what = f"convert {row['model']}, {LAYERS} layers, at {'x'.join(map(str, SMALL_SHAPE[2:]))}"
         steps = row["seconds"] / row["step_seconds"]
-        made += [
+        found += [
             Row(what, "", row["seconds"], 15.0, unit="s"),
             Row(f"{what}: over an unsharded step", "", steps, 3.0, unit="x"),
         ]
-    return made
+    return found
 
 
 def main() -> None:

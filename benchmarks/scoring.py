@@ -1,7 +1,7 @@
-"""What it costs to score a store of forecasts: `python benchmarks/scoring.py`.
+"""Measure the cost of scoring a store of forecasts: `python benchmarks/scoring.py`.
 
-`BENCH_WEATHERBENCH2=PYTHON`, a Python that can import `weatherbench2`, scores the same stores in
-turn with that: the same numbers, by its own code. Without it there is no ratio.
+With `BENCH_WEATHERBENCH2=PYTHON`, a Python that can import `weatherbench2`, WeatherBench 2's own
+code computes the same scores of the same stores in turn, for comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from credit_dp.evaluation.blocks import read_blocks
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
 ROUNDS = 3
 ROWS, COLUMNS, LEVELS = 32, 64, (300, 500, 700, 850)
-# What fields vary about, which is near what such fields have: other values would be refused.
+# Means of the fields, close to real ones: implausible values would be refused.
 ON_LEVELS = {"geopotential": (9e4, 5.5e4, 3e4, 1.4e4), "temperature": (225, 250, 270, 280)}
 AT_SURFACE = {"2m_temperature": 280, "mean_sea_level_pressure": 1e5, "10m_u_component_of_wind": 0}
 STEP = np.timedelta64(6, "h").astype("m8[ns]")
@@ -36,12 +36,12 @@ STARTS, APART, LEADS = 13, 8, 20  # forecasts, steps from one start to the next,
 TIMES = (STARTS - 1) * APART + LEADS + 1
 WAVES = 10  # zonal wavenumbers in fields
 TOGETHER = 40  # times in a chunk of the truth, days in one of the climatology
-SAME = 1e-6  # how far scores of order one may be from the peer's
+SAME = 1e-6  # largest difference from the peer's scores, which are of order one
 WHAT = f"{STARTS} x {LEADS} forecasts of 11 fields at {ROWS}x{COLUMNS}"
 
 
 def rows() -> list[Row]:
-    """Return the processor time of the command, beside the peer's, and what it reads."""
+    """Return the chunks that the command reads, and its processor time relative to the peer's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_stores(folder)
@@ -60,7 +60,7 @@ def rows() -> list[Row]:
 
 
 def spent(folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds of processor time in each round: ours, and the peer's twice."""
+    """Return the seconds of processor time of each round: ours once, the peer's twice."""
     stores = [str(folder / f"{name}.zarr") for name in ("forecast", "truth", "climatology")]
     keys = [
         f"{key}={store}"
@@ -78,7 +78,7 @@ def spent(folder: Path) -> tuple[list[float], list[float], list[float]]:
 
 
 def processor_time(command: Sequence[str]) -> float:
-    """Return what a program and all that it starts take of the processors."""
+    """Return the processor time of a program and of all processes that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -88,7 +88,7 @@ def processor_time(command: Sequence[str]) -> float:
 
 
 def chunk_reads(folder: Path) -> int:
-    """Return how many chunks of the truth are read."""
+    """Return the number of chunks of the truth that scoring reads."""
     request = ScoreRequest(
         forecast=str(folder / "forecast.zarr"),
         truth=(str(folder / "truth.zarr"),),
@@ -102,7 +102,7 @@ def chunk_reads(folder: Path) -> int:
 
 
 def check_same(folder: Path) -> None:
-    """Refuse to compare the costs of different numbers."""
+    """Check that both programs computed the same scores, so that their costs are comparable."""
     with (folder / "0" / "scores.csv").open() as file:
         lines = [line for line in csv.DictReader(file) if line["score"] in ("rmse", "acc", "bias")]
     peers = {of: xr.open_dataset(folder / f"{of}.nc") for of in {line["of"] for line in lines}}
@@ -133,7 +133,7 @@ def make_stores(folder: Path) -> None:
 
 
 def normals() -> xr.Dataset:
-    """Return what each variable varies about."""
+    """Return the mean of each variable."""
     on_levels = {
         name: xr.DataArray(np.array(values, "f4"), {"level": np.array(LEVELS)})
         for name, values in ON_LEVELS.items()
@@ -142,7 +142,7 @@ def normals() -> xr.Dataset:
 
 
 def anomalies(labels: dict[str, np.ndarray]) -> xr.Dataset:
-    """Return random fields of all variables, along these dims and those of space."""
+    """Return random fields of all variables, with these dims, latitude and longitude."""
     random = np.random.default_rng(0)
     latitude = 90 - (np.arange(ROWS) + 0.5) * 180 / ROWS
     grid = {"latitude": latitude, "longitude": np.arange(COLUMNS) * 360 / COLUMNS}

@@ -1,4 +1,4 @@
-"""The scores of `scoring.py` by WeatherBench 2's own code, in the Python that has it.
+"""Compute the scores of `scoring.py` with WeatherBench 2's own code, in a Python that has it.
 
 `PYTHON scoring_peer.py FORECAST TRUTH CLIMATOLOGY OUT` scores the forecasts, persistence and the
 climatology: squared error and bias of all three, anomaly correlation of the first two.
@@ -14,7 +14,7 @@ from weatherbench2 import config, evaluation, metrics
 
 
 def main(forecast: str, truth: str, climatology: str, out: str) -> None:
-    """Leave one netCDF file for each of what is scored, `(metric, lead_time, level)`."""
+    """Write a netCDF file `(metric, lead_time, level)` for each source."""
     normals = evaluation.make_latitude_increasing(xr.open_zarr(climatology))
     plain = {"mse": metrics.MSE(), "bias": metrics.Bias()}
     every = {**plain, "acc": metrics.ACC(climatology=normals)}
@@ -39,7 +39,7 @@ def main(forecast: str, truth: str, climatology: str, out: str) -> None:
 
 
 def persistence(data: config.Data, scores: dict[str, metrics.Metric]) -> xr.Dataset:
-    """What its pipelines do for persistence, which its evaluation in memory does not do."""
+    """Score persistence as its pipelines do; its evaluation in memory has no persistence."""
     forecast, truth, _ = evaluation.open_forecast_and_truth_datasets(
         data, config.Eval(metrics=scores), use_dask=True
     )

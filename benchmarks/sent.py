@@ -1,4 +1,4 @@
-"""The bytes that this process sends to other ranks, for the benchmarks beside this file."""
+"""Counts the bytes that this process sends to other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sent(TorchDispatchMode):
-    """Counts messages as they are, and collectives as if they went round in rings."""
+    """Counts the bytes of messages, and of collectives as if they ran in rings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ def _sent(name: str, args: tuple[Any, ...]) -> float:
         return sum(sizes)
     if name in ("recv_", "recv_any_source_", "barrier"):
         return 0.0
-    # The first of the operation's objects; another one is how to reduce.
+    # The group is the first of the script objects; a second one is the kind of reduction.
     group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
     ring = (group.size() - 1) / group.size()
-    # Of what is gathered or scattered the larger of the two tensors counts: all shares together.
+    # Of a gather or scatter the larger of the two tensors counts, which holds all shares.
     return (2 if name == "allreduce_" else 1) * ring * max(sizes)

@@ -1,4 +1,4 @@
-"""Contestants in turn, round after round, and what their times are relative to each other."""
+"""Run contestants in turn, round after round, and compare their times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pinned import Team
 class Row:
     """A figure and its goal; without a goal it is only printed.
 
-    `best` is of each contestant's fastest round, `typical` of their medians; `spread` is what the
-    baseline is of itself, measured twice in the same rounds, and allowed on top of the goal if
-    `with_spread`. The median is held against the goal if `by_median`: of a small difference of two
-    large times the extreme is noise.
+    `best` compares the fastest rounds, `typical` the medians. `spread` is the ratio of two
+    measurements of the baseline in the same rounds; `with_spread` adds it to the goal. `by_median`
+    compares the median with the goal, for a small difference of two large times, whose extreme is
+    noise.
     """
 
     what: str
@@ -43,7 +43,7 @@ class Row:
 
 
 class Entry(NamedTuple):
-    """A contestant, under the name that its times have."""
+    """A contestant of a team, and the label of its times."""
 
     label: str
     team: Team
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 def times(entries: Sequence[Entry], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each entry in each round. Every other round goes backwards."""
+    """Return the seconds of each entry in each round; every other round is in reverse order."""
     found: dict[str, list[float]] = {entry.label: [] for entry in entries}
     for number in range(rounds):
         for entry in entries[:: -1 if number % 2 else 1]:
@@ -60,7 +60,7 @@ def times(entries: Sequence[Entry], rounds: int) -> dict[str, list[float]]:
 
 
 class Ratio(NamedTuple):
-    """Times relative to a baseline's, and the baseline's to itself."""
+    """Times relative to those of a baseline, and the spread of the baseline."""
 
     best: float
     typical: float
@@ -68,7 +68,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(contestant: Sequence[float], first: Sequence[float], second: Sequence[float]) -> Ratio:
-    """Compare with a baseline that was measured twice."""
+    """Compare a contestant with a baseline that was measured twice."""
     halves = min(first), min(second)
     return Ratio(
         min(contestant) / min(halves),

@@ -1,4 +1,4 @@
-"""What layers cost besides their work: a sharded step on tiny inputs.
+"""Measure the overhead of layers: a sharded step on tiny inputs.
 
 `python benchmarks/small_layers.py`
 """
@@ -20,11 +20,11 @@ from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_p
 
 LAYERS = 20
 SHAPE = (1, 8, 16, 16)
-PER_LAYER = 50e-6  # seconds that each may cost besides its messages
+PER_LAYER = 50e-6  # seconds of overhead allowed per layer, besides its messages
 
 
 def contestants(manager: DomainParallelManager) -> Contestants:
-    """The stack on its band alone, the sharded one, and the messages of that alone."""
+    """Return the stack on its band without exchange, the sharded stack, and only its messages."""
     band = (*SHAPE[:2], SHAPE[2] // RANKS, SHAPE[3])
     alone = stack()
     sharded = convert_to_domain_parallel(stack(), manager, input_shape=SHAPE)
@@ -38,7 +38,7 @@ def contestants(manager: DomainParallelManager) -> Contestants:
 
 
 def stack() -> nn.Sequential:
-    """Convolutions, each with a group norm."""
+    """Return convolutions, each with a group norm."""
     channels = SHAPE[1]
     blocks = [
         (nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(2, channels))
@@ -48,10 +48,10 @@ def stack() -> nn.Sequential:
 
 
 def messages(channels: int, columns: int) -> Callable[[], None]:
-    """As many messages and reductions of the same sizes, one after the other."""
+    """Return a function that sends the messages and reductions of a step one after the other."""
     rank = dist.get_rank()
-    row, came = torch.zeros(2, 1, channels, 1, columns)
-    swap = [dist.P2POp(dist.isend, row, 1 - rank), dist.P2POp(dist.irecv, came, 1 - rank)]
+    row, received = torch.zeros(2, 1, channels, 1, columns)
+    swap = [dist.P2POp(dist.isend, row, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
     moments = torch.zeros(2, 1, 2)
     gathered = list(torch.zeros(RANKS, *moments.shape).unbind(0))
 
@@ -69,7 +69,7 @@ def messages(channels: int, columns: int) -> Callable[[], None]:
 
 
 def rows(rounds: int) -> list[Row]:
-    """The step, and what sharding adds to that of the band alone."""
+    """Return the time of the sharded step, and what sharding adds to a step without exchange."""
     with team(contestants) as ranks:
         labels = ("messages", "band", "sharded", "messages")
         entries = [Entry(f"{label} {at}", ranks, label) for at, label in enumerate(labels)]

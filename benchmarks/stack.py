@@ -1,7 +1,7 @@
-"""What sharding costs a stack of 4 x [Conv2d 3x3, GroupNorm, SiLU]: `python benchmarks/stack.py`.
+"""Measure what sharding adds to 4 x [Conv2d 3x3, GroupNorm, SiLU]: `python benchmarks/stack.py`.
 
-Two ranks work on half a globe each. `band` is the same stack on the same half without any exchange,
-and so a wrong model: what the halves cost if nothing had to travel.
+Two ranks have half a globe each. `band` is the same stack on the same half without any exchange:
+its results are wrong at the edge, but it shows the cost without messages.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def step(model: nn.Module, x: Tensor) -> None:
 
 
 def contestants(manager: DomainParallelManager) -> Contestants:
-    """A step of each."""
+    """Return a step of each contestant."""
     x = field(*BAND, requires_grad=True)
     models = {kind: build(manager, kind) for kind in KINDS}
     return {kind: partial(step, model, x) for kind, model in models.items()}
 
 
 def growth(manager: DomainParallelManager, kind: str) -> int:
-    """Return by how many bytes a rank's peak memory grows over three steps."""
+    """Return the growth of a rank's peak memory over three steps, in bytes."""
     model = build(manager, kind)
     step(model, field(1, 64, BAND[-2], 8, requires_grad=True))
     x = field(*BAND, requires_grad=True)
@@ -63,7 +63,7 @@ def growth(manager: DomainParallelManager, kind: str) -> int:
 
 
 def saved(model: nn.Module, shape: tuple[int, ...]) -> int:
-    """Return the bytes that a forward keeps for its backward, parameters apart."""
+    """Return the bytes that a forward saves for its backward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -80,12 +80,12 @@ def saved(model: nn.Module, shape: tuple[int, ...]) -> int:
 
 
 def saved_shares(manager: DomainParallelManager) -> float:
-    """Return what this rank keeps for backward, as a share of the unsharded stack's."""
+    """Return this rank's bytes saved for backward over those of the unsharded stack."""
     return saved(build(manager, "sharded"), BAND) / saved(plain(), SHAPE)
 
 
 def rows(rounds: int) -> list[Row]:
-    """Time, growth of peak memory (the middle of three fresh starts), and what is kept."""
+    """Return time, and growth of peak memory (the median of three starts) with the saved bytes."""
     with team(contestants) as ranks:
         entries = [
             Entry("first", ranks, "band"),

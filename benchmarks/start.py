@@ -1,4 +1,4 @@
-"""From the command to the first optimiser step, data ready: `python benchmarks/start.py`."""
+"""Measure the time from the command to the first step: `python benchmarks/start.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL = 0.02
 
 
 def seconds(folder: Path) -> float:
-    """How long the quickstart takes until its log has a step."""
+    """Return the seconds until the quickstart has logged its first step; its data exist already."""
     command = [
         sys.executable, "-m", "credit_dp", "train", f"parallel.domain={RANKS}", "trainer.steps=1",
         f"run.dir={folder}", "trainer.evaluate_stride_hours=100000",
@@ -41,7 +41,7 @@ def seconds(folder: Path) -> float:
 
 
 def rows() -> list[Row]:
-    """The fastest of some starts, and the middle one."""
+    """Return the fastest and the median of several starts."""
     prepare_training_data(Composer("train").compose_config([]).data)
     with tempfile.TemporaryDirectory() as folder:
         found = sorted(seconds(Path(folder) / str(number)) for number in range(ROUNDS))

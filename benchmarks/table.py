@@ -1,4 +1,4 @@
-"""Figures as a Markdown table and as JSON, with the machine that they were measured on."""
+"""Format figures as a Markdown table, and describe the machine that measured them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from pinned import DEVICE, DTYPE, LAYOUT
 from side_by_side import Row
 
-COST = ("seconds", "stolen")  # of measuring a part
+COST = ("seconds", "stolen")  # keys with the cost of measuring a part
 NAMES = ("what", "against", "best", "typical", "baseline / itself", "goal", "met")
 
 
@@ -28,7 +28,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def cells(row: Row) -> list[str]:
-    """A figure's cells in the table."""
+    """Return the cells of a figure in the table."""
     goal, met = "", ""
     if row.goal is not None:
         goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
@@ -47,20 +47,20 @@ def cells(row: Row) -> list[str]:
 
 
 def number(value: float | None, unit: str) -> str:
-    """A figure with its unit; nothing where there is none."""
+    """Return a number with its unit; empty without a number."""
     if value is None:
         return ""
     return f"{value:.3f}" if unit == "x" else f"{value:.3g} {unit}"
 
 
 def markdown(parts: Mapping[str, Sequence[Row]]) -> str:
-    """The table, part by part."""
+    """Return the table of all parts."""
     lines = [NAMES, ["---"] * len(NAMES), *(cells(row) for rows in parts.values() for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def hows(kept: Mapping[str, Any]) -> str:
-    """On what, and of which commit, each part was measured: parts that share it together."""
+    """Return lines with machine and commit, each with the parts that were measured there."""
     found: dict[str, list[str]] = {}
     for name, part in kept.items():
         how = ", ".join(f"{key} {of}" for key, of in part["how"].items() if key not in COST)
@@ -69,7 +69,7 @@ def hows(kept: Mapping[str, Any]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on besides the code, and which code it was."""
+    """Return what the figures depend on: the machine, versions, and the commit."""
     found = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -87,19 +87,19 @@ def machine() -> dict[str, str]:
 
 
 def processor_time() -> tuple[int, int]:
-    """Of this machine since it started, in ticks: in all, and what its host gave to others."""
+    """Return the ticks of this machine since its start: all, and those stolen by its host."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return sum(ticks), ticks[7]
 
 
 def stolen_since(before: tuple[int, int]) -> float:
-    """Which share of the processors the host has given to others since then."""
+    """Return the share of processor time that the host has given to others since `before`."""
     total, stolen = (now - then for now, then in zip(processor_time(), before, strict=True))
     return stolen / max(1, total)
 
 
 def git(*arguments: str) -> str:
-    """What git says of this checkout; nothing where there is none."""
+    """Return the output of git for this checkout; empty if it is none."""
     here = Path(__file__).parent
     done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""What a step sends, counted as it is sent, against the least: `python benchmarks/traffic.py`."""
+"""Compare what a step sends with the least possible: `python benchmarks/traffic.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOMAINS = (2, 3)
 
 
 def counted(manager: DomainParallelManager, config: ModelConfig) -> tuple[int, int]:
-    """Bytes of rows, and messages, that this rank sends in a forward and backward."""
+    """Return the bytes of rows and the messages that this rank sends in a forward and backward."""
     model = build_model(config, FIELDS, GRID)
     shard_model(model, manager, (1, FIELDS.inputs, *GRID))
     rows = len(range(GRID[0])[manager.rows(GRID[0])])
@@ -32,7 +32,7 @@ def counted(manager: DomainParallelManager, config: ModelConfig) -> tuple[int, i
 
 
 def planned(config: ModelConfig, ranks: int) -> PlanReport:
-    """What the plan says of such a step."""
+    """Return the plan of the same step."""
     with torch.device("meta"):
         model = build_model(config, FIELDS, GRID)
     converters = declared_converters(model)
@@ -40,7 +40,7 @@ def planned(config: ModelConfig, ranks: int) -> PlanReport:
 
 
 def rows() -> list[Row]:
-    """Bytes against the least that these bands need, and messages against the plan's."""
+    """Return bytes relative to the least for these bands, and messages relative to the plan."""
     made = []
     for name in MODELS:
         config = Composer("train").compose_config([f"model={name}"]).model

@@ -1,4 +1,4 @@
-"""A whole training step: sharded against one process, and the framework against the bare model.
+"""Compare training steps: sharded with one process, and the framework with the bare model.
 
 `python benchmarks/training_step.py`
 """
@@ -43,17 +43,17 @@ GRID, TIMES = (64, 128), 16
 
 
 def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
-    """What a step is made of.
+    """Return a training step, and parts of it.
 
-    `framework`: everything, data and log included; `update`: without both; `model`: forward and
-    backward alone, and the sum of gradients over ranks; `plain`: a loop by hand around the model,
-    as a script would have it.
+    `framework`: everything, including data and log; `update`: without these two; `model`: only
+    forward and backward, and the sum of gradients over ranks; `plain`: a plain training loop around
+    the model, as in a script.
     """
     training = build_training(config, prepare_training_data(config.data), manager, device_of_rank())
     trainer = training.trainer
     batch = next(iter(training.loader))
     training.loader.__enter__()
-    for _ in range(WARM_UP):  # chunks of the store that are read once only
+    for _ in range(WARM_UP):  # brings the chunks of the store into the system's cache
         next(training.loader)
     trainer.start()
     log = CsvLog(Path(str(config.data.store)).parent / f"{manager.rank}.csv", 0)
@@ -89,7 +89,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
 
 
 def whole_steps(manager: DomainParallelManager, configs: Mapping[str, Config]) -> Contestants:
-    """One step of each model, without data."""
+    """Return one training step of each model, without reading data."""
     steps = {}
     for name, config in configs.items():
         training = build_training(
@@ -100,24 +100,24 @@ def whole_steps(manager: DomainParallelManager, configs: Mapping[str, Config]) -
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank computes."""
+    """Return the device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else CPU
 
 
 def repeated(step: Callable[[], None]) -> None:
-    """As many steps as there are from one that is logged to the next."""
+    """Run the steps from one logged step to the next."""
     for _ in range(LOGGED):
         step()
 
 
 def configured(keys: Sequence[str]) -> Config:
-    """A config of a model that trains on one mesh for as long as one likes."""
+    """Return a config that trains without an end in sight, on one data rank."""
     config = Composer("train").compose_config([*keys, *KEYS])
     return replace(config, parallel=replace(config.parallel, data=1))
 
 
 def sharded_rows(rounds: int) -> Iterator[Row]:
-    """Two ranks of one thread against one process of two; only small models have a goal."""
+    """Compare two ranks of one thread with one process of two; only small models have a goal."""
     small = {f"{name}_small": configured([f"model={name}_small", *SMALL]) for name in MODELS}
     configs = {**small, **{name: configured([f"model={name}"]) for name in MODELS}}
     for config in configs.values():
@@ -149,7 +149,7 @@ def sharded_rows(rounds: int) -> Iterator[Row]:
 
 
 def framework_rows(rounds: int) -> list[Row]:
-    """All of a step against the model's part of it, and one rank against a plain loop."""
+    """Compare whole steps with the model's part of them, and one rank with a plain loop."""
     with tempfile.TemporaryDirectory() as folder:
         data = write_store(Path(folder) / "fields.zarr", GRID, TIMES, "none")
         config = replace(configured(["model=unet"]), data=data)
@@ -158,7 +158,7 @@ def framework_rows(rounds: int) -> list[Row]:
 
 
 def framework_rows_on(mesh: Mesh, config: Config, rounds: int) -> Iterator[Row]:
-    """Those of one mesh; data are a prepared store's."""
+    """Yield the figures of one mesh, on a prepared store."""
     kinds = ["model", "framework", "update", "model"]
     if mesh is ALONE:
         kinds += ["plain", "plain"]
@@ -187,7 +187,7 @@ def framework_rows_on(mesh: Mesh, config: Config, rounds: int) -> Iterator[Row]:
 
 
 def rows(rounds: int) -> list[Row]:
-    """All figures of this file."""
+    """Return all figures of this file."""
     return [*sharded_rows(rounds), *framework_rows(rounds)]
 
 

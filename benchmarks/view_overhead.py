@@ -1,6 +1,6 @@
-"""What the global view costs per function of torch: side by side with plain tensors, in forward.
+"""Measure what the global view adds to each function of torch in forward.
 
-A small band is used, so that Python's share is what is measured. Run it on an idle machine:
+Bands are small, so that mainly the time of Python is measured. Run it on an idle machine:
 
     python benchmarks/view_overhead.py
 """
@@ -45,7 +45,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 def microseconds(call: Callable[[], object]) -> float:
     """Return the time of a call: the best of several measurements."""
-    # The time of the processor, so that other processes count less.
+    # Processor time, so that other processes count less.
     times = timeit.repeat(call, timer=time.process_time, number=CALLS, repeat=REPEATS)
     return min(times) / CALLS * 1e6
 

@@ -1,8 +1,8 @@
-"""Memory and traffic of other packages' models on 4 ranks, against one process.
+"""Compare memory and traffic of other packages' models on 4 ranks with one process.
 
-`python benchmarks/zoo.py` prints for each model which part of the activations of one process a
-rank keeps for backward, what it sends in a forward pass, and which functions run whole. Fake
-tensors run: nothing is computed, and sizes are those of real images. It needs the extra `zoo`.
+`python benchmarks/zoo.py` prints for each model the part of the activations that a rank saves for
+backward, the bytes that it sends in a forward pass, and the functions that run whole. The tensors
+are fake: nothing is computed, at the sizes of real images. It needs the extra `zoo`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ GOAL = 0.35
 
 @dataclass
 class Saved:
-    """The memory of tensors that autograd keeps for backward; parameters are not counted."""
+    """The memory of tensors that autograd saves for backward, without parameters."""
 
     parameters: set[int]
     storages: dict[int, Tensor] = field(default_factory=dict)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Note a tensor. It is kept, so that no other one gets its memory."""
+        """Count a tensor, and keep it alive, so that no other tensor gets its memory."""
         key = x.untyped_storage()._cdata
         if key not in self.parameters:
             self.storages.setdefault(key, x)
@@ -49,10 +49,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class Step:
-    """A forward pass of one rank, or of one process.
+    """The costs of a forward pass of one rank, or of one process.
 
     Attributes:
-        saved: bytes that autograd keeps.
+        saved: bytes that autograd saves.
         sent: bytes that the rank sends.
         conversion: `layers`, `view`, or `none` for one process.
         whole_calls: functions that ran whole -> number of calls.
@@ -65,7 +65,7 @@ class Step:
 
 
 def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) -> Step:
-    """Return what the second of `ranks` ranks does in a forward pass; one rank is one process."""
+    """Return the costs of the second of `ranks` ranks; with one rank, those of one process."""
     model = build().train()
     local, transport = list(shape), None
     if ranks > 1:
@@ -103,7 +103,7 @@ def _smp(name: str, encoder: str) -> nn.Module:
 
 
 SWIN = {"depths": (2, 2), "num_heads": (3, 6), "features_only": True}
-# The name of a model, what builds it, and its number of rows and columns.
+# Name of a model, function that builds it, and its number of rows and columns.
 MODELS: list[tuple[str, Callable[[], nn.Module], int]] = [
     ("smp Unet, ResNet18", partial(_smp, "Unet", "resnet18"), 256),
     ("smp Unet++, ResNet18", partial(_smp, "UnetPlusPlus", "resnet18"), 256),

@@ -1,0 +1,156 @@
+"""The jobs of a sweep: found again by what they compute, and recorded however they end."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.sweep_jobs import (
+    Job,
+    failure_cause,
+    override_choices,
+    plan_jobs,
+    read_overrides,
+    record_job,
+)
+from credit_dp.config import DatesConfig, ParallelConfig
+from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
+from credit_dp.errors import UserError
+from credit_dp.training.run_folder import resolved_yaml
+from tests.cli.invocation import answer, record_launches
+
+
+@pytest.fixture(scope="module")
+def composer() -> Composer:
+    return Composer("train")
+
+
+def plan(composer: Composer, sweep: Path, *texts: str) -> list[Job]:
+    return plan_jobs(composer, override_choices(parse_overrides(texts), composer), sweep)
+
+
+def finish(job: Job, scores: bool = True) -> None:
+    """Write the files of a finished run, with its resolved config."""
+    job.folder.mkdir(parents=True)
+    definite = replace(job.config, device="cpu", parallel=ParallelConfig(data=1))
+    (job.folder / "config.yaml").write_text(f"# again\n{resolved_yaml(definite)}")
+    (job.folder / "job.json").write_text(json.dumps({"overrides": job.overrides}))
+    if scores:
+        (job.folder / "metrics.json").write_text("{}")
+
+
+@pytest.mark.slow
+def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -> None:
+    first = plan(composer, tmp_path, "seed=1,2", "model=unet,unet_small", "run.name=a")
+    assert [job.number for job in first] == [0, 1, 2, 3]
+    assert [job.overrides for job in first[:2]] == [
+        ("seed=1", "model=unet"),
+        ("seed=1", "model=unet_small"),
+    ]
+    finish(first[1])
+    finish(first[2], scores=False)
+    again = plan(composer, tmp_path, "model=unet_small,unet", "seed=2,1,3", "run.name=b")
+    states = {job.overrides: (job.number, job.state) for job in again}
+    assert states["model=unet_small", "seed=1"] == (1, "finished")
+    assert states["model=unet", "seed=2"] == (2, "unfinished")
+    fresh = [entry for entry in states.values() if entry[1] == "new"]
+    assert fresh == [(3, "new"), (4, "new"), (5, "new"), (6, "new")]
+
+
+@pytest.mark.slow
+def test_the_same_overrides_with_another_config_are_refused(
+    composer: Composer, tmp_path: Path
+) -> None:
+    [job] = plan(composer, tmp_path, "seed=1")
+    finish(job)
+    text = (tmp_path / "0/config.yaml").read_text()
+    steps = job.config.trainer.steps
+    (tmp_path / "0/config.yaml").write_text(text.replace(f"  steps: {steps}\n", "  steps: 7\n"))
+    with pytest.raises(UserError, match=f"another config .trainer.steps: 7, now {steps}"):
+        plan(composer, tmp_path, "seed=1")
+
+
+def test_dates_that_a_run_has_chosen_are_no_other_config(
+    composer: Composer, tmp_path: Path
+) -> None:
+    texts = ("data=weatherbench2", "data.store=s.zarr", "data.dates.valid=auto", "seed=1")
+    [job] = plan(composer, tmp_path, *texts)
+    span = ["2001-01-01T00", "2001-02-01T00"]
+    chosen = replace(job.config.data, dates=DatesConfig(span, span, span))
+    finish(replace(job, config=replace(job.config, data=chosen)))
+    assert plan(composer, tmp_path, *texts)[0].state == "finished"
+
+
+@pytest.mark.slow
+def test_hydras_own_launcher_leaves_out_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of two runs the first has scores and is skipped; the second resumes."""
+    with record_launches(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == 0
+        for number, config in enumerate(configs):
+            folder = tmp_path / "outputs/two" / str(number)
+            (folder / "config.yaml").write_text(resolved_yaml(config))
+        (tmp_path / "outputs/two/0/metrics.json").write_text("{}")
+        del configs[:]
+        code, out, _ = answer(monkeypatch, "-m", "seed=1,2", "run.name=two")
+    assert code == 0
+    assert "outputs/two/0: done already" in out
+    assert [(config.seed, config.resume) for config in configs] == [(2, "auto")]
+
+
+KEYS = ["overrides", "state", "started", "exit_code", "cause", "ended", "slurm_job"]
+
+
+def read(folder: Path) -> dict[str, object]:
+    return dict(json.loads((folder / "job.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "cause"),
+    [(0, "done", None), (EXIT_PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
+)
+def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | None) -> None:
+    with record_job(tmp_path, ["seed=1"]) as ending:
+        begun = read(tmp_path)
+        ending.code, ending.cause = code, "data.store: none"
+    ended = read(tmp_path)
+    assert list(begun) == list(ended) == KEYS
+    assert (begun["state"], begun["exit_code"], begun["ended"]) == ("running", None, None)
+    assert (ended["state"], ended["exit_code"], ended["cause"]) == (state, code, cause)
+    assert ended["overrides"] == read_overrides(tmp_path / "job.json") == ["seed=1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [
+        (KeyboardInterrupt(), "failed", 130),
+        (Terminated(), "failed", 143),
+        (KeyError(), "failed", 1),
+    ],
+)
+def test_a_job_that_is_ended_is_recorded(
+    tmp_path: Path, error: BaseException, state: str, code: int
+) -> None:
+    with pytest.raises(type(error)):
+        with record_job(tmp_path, []):
+            raise error
+    assert (read(tmp_path)["state"], read(tmp_path)["exit_code"]) == (state, code)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
+        ("started\nerror: data.store: none\nother: text\n", "data.store: none"),
+        ("KeyError: 3\nsrun: error: node1: task 0: Exited with exit code 1\n", "KeyError: 3"),
+        ("srun: error: Unable to create step\n", "srun: error: Unable to create step"),
+        ("\n", None),
+    ],
+)
+def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> None:
+    assert failure_cause(text) == cause

@@ -1,0 +1,422 @@
+"""None"""
+
+import itertools
+import logging
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.data import loader as data_loader
+from credit_dp.data.loader import (
+    BatchReader,
+    BatchSelection,
+    Loader,
+    Normaliser,
+    count_samples_across_gaps,
+    empty_with_large_pages,
+)
+from credit_dp.data.sampling import RolloutLengths, SampleSequence
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.store import all_finite
+from credit_dp.errors import UserError
+from tests.data import stores
+
+SAMPLES = 7
+WHOLE = slice(0, 12)
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loader") / "store.zarr"
+    stores.write(stores.dataset(), path, chunks={"time": 1, "latitude": 4})
+    return prepare_training_data(stores.config(path))
+
+
+def loader(ready, rows=WHOLE, prefetch=2, dtype=torch.float64, sequence=None, frames=1):
+    sequence = sequence or SampleSequence(SAMPLES + 1 - frames, 2, seed=3)
+    return Loader(ready, "train", rows, sequence, dtype, prefetch, frames=frames)
+
+
+def take(source, count):
+    return [next(source) for _ in range(count)]
+
+
+@pytest.mark.slow
+def test_batch_is_what_the_store_holds_normalised(ready):
+    store, statistics = ready.store, ready.statistics
+    sequence = SampleSequence(SAMPLES, 2, seed=3)
+    with loader(ready, sequence=sequence) as source:
+        batch = next(source)
+    assert batch.times.tolist() == stores.times(SAMPLES)[sequence.indices(0)].tolist()
+    for sample, time in enumerate(batch.times):
+        for side, at in ((batch.state, time), (batch.target, time + stores.STEP)):
+            field = store.read_state(at, WHOLE).astype(np.float64)
+            wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
+            assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
+        field = store.read_forcing_at(time, WHOLE) - statistics.forcing_mean[:, None, None]
+        wanted = field / statistics.forcing_std[:, None, None]
+        assert np.allclose(batch.forcing[sample].numpy(), wanted)
+        field = store.read_static(WHOLE) - statistics.static_mean[:, None, None]
+        assert np.allclose(batch.static[sample], field / statistics.static_std[:, None, None])
+
+
+def test_states_before_are_in_front_of_the_newest(ready):
+    with loader(ready, frames=3) as source:
+        batch = next(source)
+    with loader(ready, sequence=SampleSequence(SAMPLES, SAMPLES)) as source:
+        every = next(source)
+    assert batch.state.shape == (2, 3 * 7, 12, 8)
+    assert batch.state.is_contiguous()
+    for sample, time in enumerate(batch.times):
+        for frame, state in enumerate(batch.state[sample].split(7)):
+            (place,) = np.flatnonzero(every.times == time - (2 - frame) * stores.STEP)
+            assert torch.equal(state, every.state[place])
+        (place,) = np.flatnonzero(every.times == time)
+        assert torch.equal(batch.target[sample], every.target[place])
+        assert torch.equal(batch.forcing[sample], every.forcing[place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bands_together_are_the_whole_globe(ready, dtype):
+    bounds = [0, 3, 4, 12]
+    bands = []
+    for north, south in itertools.pairwise(bounds):
+        with loader(ready, slice(north, south), dtype=dtype) as source:
+            bands.append(take(source, 4))
+    with loader(ready, dtype=dtype) as source:
+        whole = take(source, 4)
+    for place, batch in enumerate(whole):
+        for name in ("state", "forcing", "static", "target"):
+            parts = torch.cat([getattr(band[place], name) for band in bands], dim=-2)
+            assert parts.dtype == dtype
+            assert torch.equal(parts, getattr(batch, name))
+
+
+@pytest.mark.parametrize(("band", "frames"), [(0, 1), (1, 1), (2, 1), (1, 3)])
+def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band, frames):
+    store = ready.store
+    rows = slice(band * 4, band * 4 + 4)
+    with loader(ready, rows, prefetch=0, frames=frames) as source:
+        before = store.bytes_read
+        next(source)
+        first = store.bytes_read - before
+        next(source)
+        second = store.bytes_read - before - first
+    cells = 4 * 8
+    # Two samples, each 7 prognostic channels at its times and 1 stored forcing, in float32.
+    assert second == 2 * ((frames + 1) * 7 + 1) * cells * 4
+    # The 2 statics are read once, with the first batch.
+    assert first - second == 2 * cells * 4
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path, frames):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
+    ready = prepare_training_data(stores.config(path))
+    with loader(ready, prefetch=0, frames=frames) as source:
+        next(source)
+        before = ready.store.chunk_reads
+        next(source)
+    # Of each of two samples: three prognostic variables, and the stored forcing.
+    assert ready.store.chunk_reads - before == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_order_does_not_depend_on_reading_ahead(ready, prefetch):
+    sequence = SampleSequence(SAMPLES, 2, seed=3)
+    with loader(ready, prefetch=prefetch) as source:
+        for number, batch in enumerate(take(source, 8)):
+            wanted = stores.times(SAMPLES)[sequence.indices(number)]
+            assert batch.times.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_state_counts_batches_handed_out_not_those_read_ahead(ready, prefetch):
+    with loader(ready, prefetch=prefetch) as source:
+        take(source, 4)
+        state = source.state_dict()
+        following = take(source, 3)
+    assert state["position"] == 4
+    with loader(ready, prefetch=prefetch) as other:
+        take(other, 1)
+        other.load_state_dict(state)
+        for batch, wanted in zip(take(other, 3), following, strict=True):
+            assert torch.equal(batch.state, wanted.state)
+            assert batch.times.tolist() == wanted.times.tolist()
+
+
+def test_data_ranks_share_the_global_batch(ready):
+    with loader(ready) as source:
+        whole = next(source)
+    parts = []
+    for rank in range(2):
+        with loader(ready, sequence=SampleSequence(SAMPLES, 2, rank, 2, seed=3)) as source:
+            parts.append(next(source).state)
+    assert torch.equal(torch.cat(parts), whole.state)
+
+
+@pytest.mark.slow
+def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
+    data = stores.dataset()
+    path = stores.write(data, tmp_path / "store.zarr")
+    ready = prepare_training_data(stores.config(path))
+    data["temperature"].values[..., 5, 3] = np.nan
+    data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
+    source = loader(ready)
+    for _ in range(2):
+        with pytest.raises(UserError, match="temperature has NaN"):
+            next(source)
+    assert source.state_dict()["position"] == 0
+    source.close()
+
+
+def test_closing_ends_the_thread(ready):
+    source = loader(ready, prefetch=4)
+    next(source)
+    assert any(thread.name.startswith("loader") for thread in threading.enumerate())
+    source.close()
+    source.close()
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+
+
+def test_a_store_that_does_not_answer_delays_closing_by_seconds_only(ready, monkeypatch):
+    monkeypatch.setattr(data_loader, "CLOSE_TIMEOUT", 0.05)
+    requested, answer = threading.Event(), threading.Event()
+    read = ready.store.source.read
+
+    def slow(*args):
+        requested.set()
+        answer.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(ready.store.source, "read", slow)
+    source = loader(ready)
+    source._read_ahead(2)
+    assert requested.wait(60)
+    source.close()
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    assert left
+    assert all(thread.daemon for thread in left)  # the process does not wait for them
+    answer.set()
+    for thread in left:
+        thread.join(60)
+
+
+def test_nothing_is_read_after_closing(ready):
+    source = loader(ready)
+    source.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(source)
+
+
+@pytest.mark.parametrize(("prefetch", "most"), [(0, 2), (1, 2), (3, 4)])
+def test_no_more_batches_exist_than_prefetch_allows(ready, monkeypatch, prefetch, most):
+    made = []
+    allocate = BatchReader.allocate
+    monkeypatch.setattr(
+        BatchReader, "allocate", lambda *args: made.append(batch := allocate(*args)) or batch
+    )
+    with loader(ready, prefetch=prefetch) as source:
+        for number in range(1, 6):
+            next(source)
+            assert len(made) == number + prefetch <= number - 1 + most
+
+
+@pytest.mark.slow
+def test_several_threads_read_at_once(tmp_path, monkeypatch):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    ready = prepare_training_data(stores.config(path, workers=3, batch_size=3))
+    meeting = threading.Barrier(3)
+    read = ready.store.read_outputs
+
+    def together(*args):
+        meeting.wait(60)  # never, if one thread after the other comes here
+        return read(*args)
+
+    monkeypatch.setattr(ready.store, "read_outputs", together)
+    with loader(ready, sequence=SampleSequence(SAMPLES, 3), prefetch=0) as source:
+        next(source)
+
+
+@pytest.mark.slow
+def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
+    data = stores.dataset(steps=12).isel(time=[0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
+    path = stores.write(data, tmp_path / "store.zarr")
+    config = stores.config(path, train=["2000-01-01", "2000-01-02"])
+    ready = prepare_training_data(config)
+    # Of the times 0, 1, 2, 4, 5 and 6, the 2 has nothing after it; 6 is the last.
+    assert count_samples_across_gaps(ready.store, "train", 1, 4) == 1
+    # Of three states and a target, 4 and 5 lack one; 0, 1 and 6 would reach out of the dates.
+    assert count_samples_across_gaps(ready.store, "train", 3, 0) == 3
+    with caplog.at_level(logging.INFO, "credit_dp"):
+        Loader(ready, "train", WHOLE, SampleSequence(4, 2)).close()
+    assert "4 samples; 1 more span a gap in time" in caplog.text
+
+
+def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):
+    count = SAMPLES + 2 - longest - frames
+    settings = {"sequence": SampleSequence(count, 2, seed=3), **settings}
+    lengths = RolloutLengths(longest, at)
+    return Loader(
+        ready,
+        "train",
+        WHOLE,
+        dtype=torch.float64,
+        prefetch=prefetch,
+        frames=frames,
+        rollout_lengths=lengths,
+        **settings,
+    )
+
+
+def assert_steps_of_the_store(ready, batch, length, frames=1):
+    """The targets and forcings of a batch, from the store field by field."""
+    normaliser = Normaliser.of(ready, torch.float64)
+    outputs, forced = ready.store.channels.num_outputs, len(ready.store.channels.forcing)
+    assert batch.target.shape[1] == length * outputs
+    assert batch.forcing.shape[1] == length * forced
+    for sample, time in enumerate(batch.times):
+        for step in range(length):
+            at = time + step * stores.STEP
+            found = batch.target[sample, step * outputs : (step + 1) * outputs]
+            fields = ready.store.read_outputs(np.array([at + stores.STEP]), WHOLE)[0]
+            assert torch.equal(found, normaliser.normalise_outputs(fields))
+            found = batch.forcing[sample, step * forced : (step + 1) * forced]
+            assert torch.equal(
+                found, normaliser.normalise_forcing(ready.store.read_forcing_at(at, WHOLE))
+            )
+        for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
+            fields = ready.store.read_state(time - back * stores.STEP, WHOLE)
+            assert torch.equal(state, normaliser.normalise_state(fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 12])
+def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": chunks})
+    changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"]}
+    ready = prepare_training_data(stores.config(path, **changes))
+    with rollouts(ready, lambda batch: 3, frames=frames) as source:
+        assert_steps_of_the_store(ready, next(source), 3, frames)
+
+
+@pytest.mark.slow
+def test_lengths_follow_the_place_in_the_sequence_however_far_is_read_ahead(ready):
+    lengths = [1, 1, 2, 3, 1, 2]
+    for prefetch in (0, 1, 5):
+        with rollouts(ready, lambda batch: lengths[batch % 6], prefetch=prefetch) as source:
+            for length in lengths[:5]:
+                assert_steps_of_the_store(ready, next(source), length)
+            state = source.state_dict()
+        with rollouts(ready, lambda batch: lengths[batch % 6], prefetch=prefetch) as source:
+            next(source)
+            source.load_state_dict(state)
+            assert_steps_of_the_store(ready, next(source), 2)
+
+
+def test_a_step_of_a_rollout_costs_the_bytes_of_its_fields(ready):
+    with rollouts(ready, lambda batch: 1 + batch, prefetch=0) as source:
+        next(source)
+        read = []
+        for _ in range(2):
+            before = ready.store.bytes_read
+            next(source)
+            read.append(ready.store.bytes_read - before)
+    # Two samples, each 7 prognostic channels and 1 stored forcing more, in float32.
+    assert read[1] - read[0] == 2 * (7 + 1) * 12 * 8 * 4
+
+
+def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
+    ready = prepare_training_data(stores.config(path))
+    with rollouts(ready, lambda batch: 3, prefetch=0) as source:
+        next(source)
+        before = ready.store.chunk_reads
+        next(source)
+    assert ready.store.chunk_reads - before == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("reads", "state", "forcing", "target"),
+    [
+        (BatchSelection(last=False, target=False), 7, 3 * 2, 0),
+        (BatchSelection(inputs=False), 7, 0, 3 * 7),
+        (BatchSelection(inputs=False, last=False), 0, 0, 3 * 7),
+    ],
+)
+def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, state, forcing, target):
+    with rollouts(ready, lambda batch: 3, selection=reads) as source:
+        batch = next(source)
+    shapes = [x.shape[1] for x in (batch.state, batch.forcing, batch.target)]
+    assert shapes == [state, forcing, target]
+    with rollouts(ready, lambda batch: 3) as source:
+        whole = next(source)
+    for name in ("state", "forcing", "target"):
+        found = getattr(batch, name)
+        assert not found.shape[1] or torch.equal(found, getattr(whole, name))
+
+
+@pytest.mark.slow
+def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    ready = prepare_training_data(
+        stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"])
+    )
+    with loader(ready) as source:
+        batch = next(source)
+    assert batch.state.shape == (2, 3, 12, 8)
+    assert batch.target.shape == (2, 6, 12, 8)
+    fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
+    wanted = Normaliser.of(ready, torch.float64).normalise_state(fields)
+    assert torch.equal(batch.target, wanted)
+
+
+def test_sequence_of_another_split_is_refused(ready):
+    with pytest.raises(ValueError, match="7 samples, not 9"):
+        loader(ready, sequence=SampleSequence(9, 2))
+
+
+def test_batch_moves_to_a_device(ready):
+    with loader(ready) as source:
+        moved = next(source).to(torch.device("meta"))
+    assert {moved.state.device.type, moved.static.device.type} == {"meta"}
+    assert len(moved.times) == 2
+
+
+def test_normalising_and_inverting(ready):
+    normaliser = Normaliser(ready.statistics, torch.float64)
+    field = ready.store.read_state(stores.START, WHOLE)
+    state = normaliser.normalise_state(field)
+    assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
+    scale = ready.statistics.tendency_std / ready.statistics.std
+    assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 0, 4, 5)])
+def test_buffers_of_any_type_and_size(dtype, shape):
+    room = empty_with_large_pages(shape, dtype)
+    assert (room.shape, room.dtype, room.device.type) == (shape, dtype, "cpu")
+    assert room.is_contiguous()
+    assert torch.equal(room.fill_(3), torch.full(shape, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, 2.0], True),
+        ([3e38, 3e38], True),  # their sum is not
+        ([3e38, 3e38, np.nan], False),
+        ([1.0, np.inf], False),
+        ([np.inf, -np.inf], False),
+    ],
+)
+def test_sums_that_overflow_are_checked_again(values, finite):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all_finite(np.array(values, dtype=np.float32)) is finite

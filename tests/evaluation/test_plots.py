@@ -1,0 +1,211 @@
+"""Maps and the plots of a run: their data, collected on bands of rows, and the figures."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from credit_dp.config import Config
+from credit_dp.data.grid import row_edges
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.figure_style import unit_label
+from credit_dp.evaluation.held_out import (
+    HeldOutData,
+    LastLeadAccumulator,
+    LastLeadDiagnostics,
+    evaluate,
+)
+from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
+from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights
+from credit_dp.evaluation.plots import channels_to_draw, column_edges, draw_map, draw_panel
+from credit_dp.evaluation.scorecard import HeldOutScores
+from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.loggers import FIRST_COLUMNS
+from credit_dp.training.loss_curve import curve_points, draw_curve, draw_loss
+from tests.ranks import on_processes, on_threads
+from tests.training.runs import alone, make_config, make_store
+
+
+def field(bounds: tuple[int, ...]) -> FieldMap:
+    latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
+    truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
+    return FieldMap(
+        "t, 24 h", "m2 s-2", truth + 0.1, truth, MapGrid(latitude, longitude, NO_LINES), bounds
+    )
+
+
+def test_the_map_is_a_large_picture(tmp_path):
+    draw_map(field((0, 9)), tmp_path / "map.png")
+    assert min(imread(tmp_path / "map.png").shape[:2]) > 800
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "edges"), [((0, 9), []), ((0, 4, 9), [11.25]), ((0, 2, 4, 9), [56.25, 11.25])]
+)
+def test_band_edges_are_drawn(bounds, edges):
+    shown = field(bounds)
+    axes = Figure().subplots()
+    draw_panel(axes, shown, shown.truth, "truth", ("viridis", Normalize(-1, 1)))
+    # Each edge is a black line on a white one, across the whole map.
+    assert [line.get_ydata()[0] for line in axes.lines] == [y for y in edges for _ in range(2)]
+    assert [line.get_color() for line in axes.lines] == ["white", "black"] * len(edges)
+    assert all(list(line.get_xdata()) == [0, 1] for line in axes.lines)
+
+
+@pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
+def test_exponents_are_raised_however_they_are_written(unit):
+    assert unit_label(unit) == "m² s⁻²"
+    assert unit_label("1") == "1"
+
+
+def test_constant_fields_can_be_drawn(tmp_path):
+    still = field((0, 9))
+    zero = np.zeros_like(still.truth)
+    draw_map(FieldMap("t", "K", zero, zero, still.grid, (0, 9)), tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists()
+
+
+def test_dollars_are_no_formula(tmp_path):
+    odd = replace(field((0, 4, 9)), title="cost_$x^{_$", unit="$ m2 $")
+    draw_map(odd, tmp_path / "odd.png")
+    assert (tmp_path / "odd.png").exists()
+    assert unit_label("$ m2") == r"\$ m²"
+
+
+def test_a_missing_folder_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="plot could not be written"):
+        draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
+
+
+def test_edges_enclose_the_globe():
+    assert row_edges(np.array([60.0, 0.0, -60.0])).tolist() == [90, 30, -30, -90]
+    assert row_edges(np.linspace(90, -90, 3)).tolist() == [90, 45, -45, -90]
+    assert column_edges(np.array([0.0, 90, 180, 270])).tolist() == [-45, 45, 135, 225, 315]
+    assert column_edges(np.array([180.0, 270, 0, 90])).tolist() == [135, 225, 315, 405, 495]
+
+
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("plots")
+    config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
+    prepare_training_data(config.data)
+    return config
+
+
+def rise(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :7] * 0 + 0.5 * x[:, 7:8]
+
+
+def collected(
+    manager: DomainParallelManager, config: Config
+) -> tuple[HeldOutScores, LastLeadDiagnostics]:
+    prepared = prepare_training_data(config.data)
+    like = torch.zeros((), dtype=torch.float64)
+    dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
+    rollout = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64)).rollout
+    sums = LastLeadAccumulator(dates, manager)
+    scores = evaluate(rollout, dates, manager, 4, lambda _: None, sums)
+    return scores, sums.result()
+
+
+@pytest.mark.slow
+def test_they_are_those_of_the_definition(config: Config) -> None:
+    scores, last = collected(alone(), config)
+    store, statistics = (prepared := prepare_training_data(config.data)).store, prepared.statistics
+    whole, six = slice(0, ROWS), np.timedelta64(6, "h")
+    starts = store.times[store.times >= np.datetime64("2000-01-04")][:-2]
+    forcing = sum(store.read_forcing(starts + k * six, whole)[:, :1] for k in (0, 1))
+    moved = 0.5 * forcing * statistics.std[:, None, None]
+    forecast = store.read_states(starts, whole) + moved
+    truth = store.read_states(starts + 2 * six, whole)
+    error = forecast.astype(np.float64) - truth
+    assert last.hours == 12
+    assert last.bias == pytest.approx(error[:, last.map_channel].mean(axis=0), rel=1e-5, abs=1e-2)
+    wanted = np.sqrt((error[:, last.map_channel] ** 2).mean(axis=0))
+    assert last.rmse == pytest.approx(wanted, rel=1e-5)
+    north = latitude_band_weights(store.latitude).numpy()[0]
+    circles = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(store.latitude))
+    for source, fields in enumerate((forecast, truth)):
+        waves = np.fft.rfft(fields[:, last.spectra_channels[1]].astype(np.float64), norm="forward")
+        power = 2 * circles[:, None] * (np.abs(waves) ** 2).mean(axis=0)
+        power = (north @ power)[1:] / north.sum()
+        assert last.spectra[source, 1, 0, 1:] == pytest.approx(power, rel=1e-4)
+    assert scores.rmse.shape == (3, 2, 7)
+
+
+def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:
+    for name in ("rmse", "bias", "spectra"):
+        value = getattr(found, name)
+        assert value == pytest.approx(getattr(wanted, name), rel=1e-10, abs=1e-9), name
+
+
+@pytest.mark.slow
+def test_bands_collect_the_same(config: Config) -> None:
+    _, wanted = collected(alone(), config)
+    for _, found in on_threads(3, collected, config):
+        check_same(found, wanted)
+
+
+@pytest.mark.slow
+def test_any_mesh_collects_the_same(config: Config) -> None:
+    _, wanted = collected(alone(), config)
+    for _, found in on_processes(4, collected, config, domain=2):
+        check_same(found, wanted)
+
+
+@pytest.mark.slow
+def test_two_kinds_of_channels_have_spectra(config: Config) -> None:
+    scores, last = collected(alone(), config)
+    kinds = [scores.channels[c] for c in channels_to_draw(scores, last)]
+    assert kinds[0] == "geopotential_500"
+    assert "geopotential" not in kinds[1]
+
+
+def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
+    path.write_text("\n".join([",".join([*FIRST_COLUMNS, header]), *rows, ""]))
+    return path
+
+
+def test_a_loss_curve_is_drawn_of_the_logged_steps(tmp_path: Path) -> None:
+    one = log(tmp_path / "one.csv", ["1,0.9,1e-3,1.0,0.1,"])
+    draw_loss(one, tmp_path / "one.png")
+    rows = [f"{k},{1 / k},1e-3,1.0,0.1,{0.1 / k if k % 50 == 0 else ''}" for k in range(1, 301)]
+    draw_loss(log(tmp_path / "many.csv", rows), tmp_path / "many.png")
+    small, large = (imread(tmp_path / name).shape[0] for name in ("one.png", "many.png"))
+    assert large > 1.5 * small  # with a panel for the validation
+
+
+def test_no_loss_curve_without_numbers(tmp_path: Path) -> None:
+    draw_loss(tmp_path / "absent.csv", tmp_path / "a.png")
+    draw_loss(log(tmp_path / "empty.csv", []), tmp_path / "a.png")
+    draw_loss(log(tmp_path / "nan.csv", ["1,nan,1e-3,nan,0.1,", "2,,,,,"]), tmp_path / "a.png")
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
+    rows = [{"step": str(k), "loss": text} for k, text in enumerate(["1.5", "", "inf", "0", "2"])]
+    assert curve_points(rows, "loss").tolist() == [[0, 1.5], [4, 2.0]]
+    assert curve_points(rows, "validation_rmse").shape == (0, 2)
+
+
+def test_many_steps_have_a_running_mean() -> None:
+    steps = np.arange(1.0, 201)
+    axes = Figure().subplots()
+    draw_curve(axes, steps, 1 / steps)
+    curve, mean = axes.lines
+    assert len(curve.get_xdata()) == 200
+    x, y = mean.get_data()
+    assert y[0] == pytest.approx(np.mean(1 / steps[:10]))
+    assert x[0] == 6
+    assert axes.get_yscale() == "log"

@@ -1,0 +1,184 @@
+"""Other programs can read a forecast's files: dims, levels, coordinates, attributes, codecs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+from credit_dp.data.sources.zarr import GriddedSource
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.errors import UserError
+from credit_dp.forecast import open_sharded
+from credit_dp.forecast.format import format_from_json
+from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, source_stores
+from credit_dp.forecast.zarr import ZarrWriter
+from tests.data import stores
+from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.training.masked_stores import RAIN, SEA, SOIL, sea, sea_config
+from tests.training.runs import make_config
+
+# Ranks are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NEEDED = {
+    "time": {"standard_name": "forecast_reference_time"},
+    "prediction_timedelta": {"standard_name": "forecast_period"},
+    "level": {"standard_name": "air_pressure", "units": "hPa", "positive": "down"},
+    "latitude": {"standard_name": "latitude", "units": "degrees_north"},
+    "longitude": {"standard_name": "longitude", "units": "degrees_east"},
+    "geopotential": {"standard_name": "geopotential", "units": "m2 s-2"},
+    "temperature": {"standard_name": "air_temperature", "units": "K"},
+    "2m_temperature": {"standard_name": "air_temperature", "units": "K"},
+}
+# What the conventions ask of names but for a leading digit, which WeatherBench 2's have.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
+
+
+def check_conventions(data: xr.Dataset) -> None:
+    """What the CF conventions ask of names, attributes, coordinates and types."""
+    assert data.attrs["Conventions"] == "CF-1.11"
+    assert data.attrs["title"]
+    for name, variable in data.variables.items():
+        assert NAME.fullmatch(str(name))
+        assert "units" in variable.attrs or name == "number"
+        assert variable.attrs["long_name"]
+        assert variable.dtype.kind in "fiMm"
+    for name in data.dims:
+        assert data[name].dims == (name,)
+        values = data[name].values.astype(float)
+        assert np.isfinite(values).all()
+        steps = np.sign(np.diff(values))
+        assert (steps == steps[:1]).all()  # monotonic, without repeats
+        assert "_FillValue" not in data[name].attrs
+    for name, wanted in NEEDED.items():
+        assert wanted.items() <= data[name].attrs.items()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zarr", "netcdf"])
+def test_conventions(whole, bands, kind):
+    raw = {"decode_times": False, "decode_timedelta": False}
+    if kind == "zarr":
+        data = xr.open_zarr(whole, **raw)
+    else:
+        data = xr.open_dataset(next(bands.glob("*.nc")), **raw)
+    with data:
+        check_conventions(data)
+        assert data["time"].attrs["units"] == "hours since 1900-01-01"
+        assert data["prediction_timedelta"].attrs["units"] == "hours"
+
+
+def test_plain_xarray_reads_it(whole):
+    with xr.open_zarr(whole) as data:
+        dims = ("time", "prediction_timedelta", "level", "latitude", "longitude")
+        assert data["geopotential"].dims == dims
+        assert data["2m_temperature"].dims == tuple(dim for dim in dims if dim != "level")
+        assert {str(x.dtype) for x in data.data_vars.values()} == {"float32"}
+        times = np.array(["2000-01-04T00", "2000-01-04T12"], "M8[ns]")
+        assert np.array_equal(data["time"].values, times)
+        leads = np.array([6, 12, 18, 24], "m8[h]").astype("m8[ns]")
+        assert np.array_equal(data["prediction_timedelta"].values, leads)
+        assert data["level"].values.tolist() == [500, 850, 1000]
+        assert data["latitude"].values[[0, -1]].tolist() == [90, -90]
+        names = {codec.__class__.__name__ for codec in data["geopotential"].encoding["compressors"]}
+        assert names == {"BloscCodec", "Crc32cCodec"}
+        said = json.loads(data.attrs["credit_dp_forecast"])
+        assert said["checkpoint"].endswith("step-00000002")
+
+
+def test_a_lead_time_now_and_then(config, tmp_path, whole):
+    found = forecast(forecast_config(config, tmp_path / "f", every="12h"))
+    with xr.open_zarr(found) as data, xr.open_zarr(whole) as wanted:
+        leads = data["prediction_timedelta"]
+        assert leads.values.astype("m8[h]").astype(int).tolist() == [12, 24]
+        assert data.equals(wanted.sel(prediction_timedelta=leads))
+
+
+def test_a_band_without_any_value_is_written_too(whole, tmp_path):
+    said = ZarrWriter.read_settings(whole)
+    form = format_from_json(whole, said)
+    writer = ZarrWriter(tmp_path / "f", form, said)
+    writer.begin(RowPartition.balanced(form.height, 1))
+    shapes = [form.shape(v)[len(form.leading_dims) :] for v in form.variables]
+    for job in writer.jobs:
+        for lead in range(len(form.hours)):
+            fields = [np.full(shape, np.nan, np.float32) for shape in shapes]
+            writer.write(job, lead, slice(0, form.height), fields)
+    assert writer.missing(writer.partial) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zarr", "netcdf"])
+def test_points_without_values_have_none(tmp_path, kind):
+    config = sea_config(tmp_path, steps=2)
+    leave_checkpoint(config)
+    settings = forecast_config(config, tmp_path / "f", members=2, perturb=0.2, format=kind)
+    found = forecast(replace(settings, request=replace(settings.request, lead="12h")))
+    with xr.open_zarr(found) if kind == "zarr" else open_sharded(found) as data:
+        for name, valid in ((SEA, sea()), (SOIL, ~sea())):
+            assert np.array_equal(
+                np.isfinite(data[name].values), np.broadcast_to(valid, data[name].shape)
+            )
+        assert (data[RAIN].values >= 0).all()
+        assert np.isfinite(data["temperature"].values).all()
+
+
+@pytest.mark.slow
+def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
+    config = sea_config(tmp_path, steps=2)
+    leave_checkpoint(config)
+    zarr.open_group(config.data.store, mode="r+")[SEA][:] = np.nan
+    with pytest.raises(
+        UserError, match=f": {SEA} has values at other points at 2000-.*in training"
+    ):
+        forecast(forecast_config(config, tmp_path / "f"))
+    assert not (tmp_path / "f.partial").exists()
+
+
+def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
+    store = Path(config.data.store)
+    monkeypatch.chdir(store.parent)
+    settings = forecast_config(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
+    settings = replace(settings, data=replace(settings.data, store=store.name))
+    with xr.open_zarr(forecast(settings)) as found:
+        assert source_stores(found.attrs) == (str(store),)
+    assert source_stores({SETTINGS_ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
+    assert source_stores({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("dim", "attributes", "model"),
+    [
+        ("hybrid", {}, True),
+        ("level", {"standard_name": "model_level_number"}, True),
+        ("level", {"long_name": "Model level number"}, True),
+        ("level", {"units": "hPa"}, False),
+        ("isobaricInhPa", {}, False),
+    ],
+)
+def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):
+    data = stores.dataset(rows=9, columns=8, steps=2)
+    data["level"].attrs = attributes
+    if dim != "level":
+        data = data.rename(level=dim)
+    source = GriddedSource.open(str(stores.write(data, tmp_path / "s.zarr")))
+    assert source.variables["temperature"].model_levels is model
+    assert not source.variables["2m_temperature"].model_levels
+
+
+@pytest.mark.slow
+def test_a_forecast_says_it_too(tmp_path):
+    data = stores.dataset(17, 16, 20)
+    data["level"] = ("level", [60, 90, 137], {"standard_name": "model_level_number"})
+    config = make_config(stores.write(data, tmp_path / "s.zarr"), tmp_path / "run", steps=2)
+    config = replace(config, data=replace(config.data, levels=None))
+    leave_checkpoint(config)
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "f.zarr", lead="6h"))) as found:
+        level = found["level"]
+        assert level.values.tolist() == [60, 90, 137]
+        assert (level.attrs["standard_name"], level.attrs["units"]) == ("model_level_number", "1")

@@ -54,9 +54,8 @@ def check_predictable(config: Config, machine: Machine) -> None:
         )
 
 
-DDP_BUCKET_BYTES = (
-    25 * 2**20
-)  # bytes of gradients that torch's DistributedDataParallel sends at once
+# Gradients that torch's DistributedDataParallel sends at once, by default.
+DDP_BUCKET_BYTES = 25 * 2**20
 
 
 @final

@@ -80,6 +80,7 @@ class Climatology:
             self.hours, float(hour_of_day(np.array([time]))[0])
         )
         field = np.einsum("k,ckhw->chw", basis, self._coefficients(previous_slot, rows, channels))
+        # At a fitted hour, the coefficients of the next one need not be read.
         if weight:
             next_field = np.einsum(
                 "k,ckhw->chw", basis, self._coefficients(next_slot, rows, channels)
@@ -206,6 +207,7 @@ class ClimatologyFit:
         # The same number for all hours: that of the hour with the fewest seasons.
         harmonics = min(choose_harmonics(slot_times) for slot_times in times_of_slot)
         self._basis = seasonal_basis(times, harmonics)
+        # Explicit inverses of matrices of at most 5 x 5: each is applied to all grid points.
         self._inverse = [
             np.linalg.inv(b.T @ b) for b in (seasonal_basis(t, harmonics) for t in times_of_slot)
         ]
@@ -270,6 +272,7 @@ class ClimatologyFit:
             arrays[variable] = group.create_array(
                 variable,
                 shape=(len(hours), levels, count, height, width),
+                # Cut along latitude, so that a rank decodes little more than its band.
                 chunks=(1, levels, count, max(1, height // ROW_CHUNKS), width),
                 dtype="float32",
                 fill_value=np.nan,

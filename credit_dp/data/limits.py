@@ -212,6 +212,7 @@ def _percentiles(field: NDArray[np.float32]) -> NDArray[np.float64]:
     If 98 % of the points have the same value, as rain in dry regions has, the 1st and the 99th
     percentile are those of the other points.
     """
+    # Every n-th point is enough for percentiles, and much faster to sort than all.
     values = field.ravel()[:: max(1, field.size // SAMPLED_POINTS)].astype(np.float64)
     values = values[np.isfinite(values) & (np.abs(values) < HUGE)]
     values = values[~np.isin(values.astype(np.float32), FILL_VALUES.astype(np.float32))]

@@ -610,7 +610,7 @@ class ReaderThreadPool:
 def _run_tasks(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
-        # Else this variable would keep the batch alive until the next task comes.
+        # This variable would keep the batch alive until the next task comes.
         del task
 
 

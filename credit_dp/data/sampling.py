@@ -157,7 +157,7 @@ class SampleSequence:
         return self._order[start : start + self.batch_size][self._part]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the settings that give it a meaning; the mesh is none of them."""
+        """Return the position and the settings on which it depends; the mesh is not one of them."""
         return {
             "position": self.position,
             "count": self.count,

@@ -510,7 +510,7 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
 
 
 def write_statistics_file(path: Path, text: str) -> None:
-    """Write a file atomically, and the folder that it is in if there is none.
+    """Write a file atomically; create its folder if there is none.
 
     Raises:
         UserError: the file cannot be written.
@@ -543,6 +543,7 @@ def _describe_transforms(store: Store) -> dict[str, str]:
 
 def _value_digests(store: Store, index: int) -> dict[str, str]:
     """Return a digest of the middle row of each channel at one date."""
+    # One row is cheap to read, and no two data sets have the same bits in it.
     middle_row = store.grid[0] // 2
     rows = slice(middle_row, middle_row + 1)
     digests = {}
@@ -617,6 +618,8 @@ class StatisticsRun:
         waiting = [index for index in range(len(self.pieces)) if index not in self._results]
         num_done = self.num_done
         report(num_done)
+        # Each piece is saved when it comes, so that a kill loses only what the workers have at
+        # hand.
         for index, pairs in zip(waiting, workers.run(moments_of, self.remaining), strict=True):
             self._save_part(index, pairs)
             self._results[index] = pairs

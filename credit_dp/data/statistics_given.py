@@ -378,6 +378,7 @@ def _open_dataset(where: str) -> xr.Dataset:
             metadata = zarr.open_group(zarr_store, mode="r").metadata
             consolidated = metadata.consolidated_metadata is not None
             dataset = xr.open_zarr(zarr_store, chunks=None, consolidated=consolidated)
+        # Loaded whole: statistics are small, and the file need not stay open.
         with dataset:
             loaded: xr.Dataset = dataset.load()
         return loaded

@@ -159,8 +159,8 @@ def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator
     fields: Fields | None = None
     needed = np.union1d(indices, next_indices[next_indices >= 0])
     for block_indices, block in _read_blocks(store, piece, needed):
-        # Keep the dates whose next date is in this block or a later one: else the pairs that
-        # cross the border of two blocks would be lost.
+        # Keep the dates whose next date is in this block or a later one. Otherwise the pairs
+        # that cross the border of two blocks would be lost.
         waiting = np.isin(window_indices, indices[next_indices >= block_indices[0]])
         kept_fields = block[:0] if fields is None else fields[waiting]
         window_indices = np.concatenate([window_indices[waiting], block_indices])
@@ -189,6 +189,7 @@ def _read_blocks(store: Store, piece: Piece, indices: Indices) -> Iterator[tuple
 
 def _contiguous_slices(indices: Indices, max_gap: int) -> Iterator[slice]:
     """Yield slices that cover the indices, split at gaps wider than `max_gap`."""
+    # Smaller gaps are read as well: their chunks have to be decoded for the dates around them.
     for part in np.split(indices, np.flatnonzero(np.diff(indices) > max_gap) + 1):
         yield slice(int(part[0]), int(part[-1]) + 1)
 
@@ -262,6 +263,7 @@ class DaskWorkers(PieceWorkers):
 
     def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """See `PieceWorkers`."""
+        # In rounds, as above: results of all pieces at once would not fit into this process.
         for start in range(0, len(pieces), self.count):
             tasks = [
                 _delayed_call(

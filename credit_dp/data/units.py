@@ -399,7 +399,7 @@ def _check_converted(
     if old != new and (old, new) not in CONVERSIONS:
         raise _unknown_conversion_error(f"{where}: {key}", convert)
     is_convertible = unit == needed or (unit, needed) in CONVERSIONS
-    # A unit that is neither the needed one nor convertible to it tells nothing: trust the config.
+    # A unit that is neither the needed one nor convertible to it says nothing: trust the config.
     if not is_convertible or unit == old:
         return None
     problem = f"is in {variable.units}, but {key} is {convert!r}"
@@ -495,7 +495,7 @@ ACCUMULATED = frozenset(
 
 
 def is_accumulated(name: str, config: DataConfig) -> bool:
-    """Whether a variable is a sum since the previous time, by the config or else by its name."""
+    """Whether a variable is a sum since the previous time, by the config, otherwise by its name."""
     given = config.variable_config(name).accumulated
     return canonical_name(name) in ACCUMULATED if given is None else given
 
@@ -536,6 +536,7 @@ def accumulation_windows(
     """
     offsets = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
     window_times = times[indices][:, None] - offsets
+    # searchsorted returns the next time's index for an absent time, or one beyond the end.
     window_indices = np.minimum(np.searchsorted(times, window_times), len(times) - 1)
     return np.where(times[window_indices] == window_times, window_indices, -1)
 
@@ -573,7 +574,7 @@ NONNEGATIVE = (
 
 
 def is_nonnegative(name: str, variable: VariableConfig) -> bool:
-    """Whether a variable can't be negative, by the config or else by its name.
+    """Whether a variable can't be negative, by the config, otherwise by its name.
 
     Variables normalised by `log1p` can't, as the transform maps negative values to zero.
     """

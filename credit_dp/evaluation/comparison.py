@@ -126,6 +126,7 @@ def _read_run(folder: Path, name: str) -> EvaluationResult:
     comparable = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
     try:
         nested: dict[str, dict[str, Any]] = {channel: {} for channel in content["rmse"]}
+        # The file of a run has other keys, too, and only the metrics that runs compute.
         for metric in (key for key in METRICS if key in content):
             for channel, leads in content[metric].items():
                 nested[channel][metric] = leads
@@ -331,6 +332,7 @@ def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> Compar
     metric = METRICS[key.score]
     by_result = [result.scores[key] for result in results]
     values = tuple(sources[FORECAST] for sources in by_result)
+    # A bias of -2 is larger than one of 1, not smaller.
     sizes = [abs(x) for x in values] if metric.better is Better.CLOSER_TO_ZERO else values
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
     costs = [metric.better.cost(sources) for sources in by_result]
@@ -340,6 +342,7 @@ def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> Compar
 
 def _single_smallest(costs: Sequence[float | None]) -> int | None:
     """Return the index of the smallest cost; None for ties and if a cost is missing."""
+    # A tie is no win: rounding alone would decide it.
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None

@@ -250,11 +250,14 @@ class LastLeadAccumulator:
         self._spectra = ZonalSpectra(
             (len(SPECTRA_SOURCES), len(self.spectra_channels)),
             latitude_band_weights(store.latitude)[:, rows].to(like.device),
+            # A copy, because torch takes no view with a negative stride, as latitudes of a flipped
+            # store are.
             torch.as_tensor(store.latitude[rows].copy(), device=like.device),
             store.grid[1],
             None if points is None else ValidPoints(points.valid[self.spectra_channels]),
         )
         sizes = (2, len(like), store.grid[1])
+        # float64: sums of many squares would lose digits in float32.
         self._errors = torch.zeros(sizes, dtype=torch.float64, device=like.device)
         self._count = torch.zeros(1, dtype=torch.float64, device=like.device)
 

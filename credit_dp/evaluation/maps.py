@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.base import Source
 
 LAND_MASK = "land_sea_mask"
-FULL_CIRCLE = 360.0
 
 Lines = NDArray[np.floating]  # (N, 2) longitude and latitude in degrees, NaN between lines
 NO_LINES: Lines = np.empty((0, 2))

@@ -162,7 +162,7 @@ def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tenso
 
 @final
 class RootMeanSquare(Accumulator):
-    """Accumulates the root of the mean squared error; arguments as of `AreaMean`.
+    """Accumulates the root of the mean squared error; arguments as for `AreaMean`.
 
     The root is taken after the mean over all samples, as WeatherBench 2 does.
     """
@@ -183,7 +183,7 @@ class RootMeanSquare(Accumulator):
 
 @final
 class Bias(Accumulator):
-    """Accumulates the mean error, forecast minus truth; arguments as of `AreaMean`.
+    """Accumulates the mean error, forecast minus truth; arguments as for `AreaMean`.
 
     For use in Python: the table of metrics takes `AreaMean` of the errors.
     """
@@ -244,7 +244,7 @@ class AnomalyCorrelation(Accumulator):
             self.sums[(kind, *index)][..., list(samples)] += sums.movedim(0, -1)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the mean coefficients, of `shape`; NaN where an anomaly is zero all over.
+        """Return the mean coefficients, of `shape`; NaN where an anomaly is zero everywhere.
 
         Collective: ranks without samples must call it, too.
         """
@@ -277,7 +277,7 @@ def _mean(sums: Tensor, manager: DomainParallelManager) -> Tensor:
 
 @final
 class Activity(Accumulator):
-    """Accumulates the standard deviation of anomalies; arguments as of `AreaMean`.
+    """Accumulates the standard deviation of anomalies; arguments as for `AreaMean`.
 
     A forecast with less activity than the truth is too smooth.
     """
@@ -301,7 +301,7 @@ MEMBER_DIM = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 @final
 class FairCRPS(Accumulator):
-    """Accumulates the fair continuous ranked probability score; arguments as of `AreaMean`.
+    """Accumulates the fair continuous ranked probability score; arguments as for `AreaMean`.
 
     `E|X - Y| - E|X - X'| / 2`, with X and X' two different members: its expectation does not depend
     on the number of members. For one member it is the mean absolute error.
@@ -337,7 +337,7 @@ def half_pairwise_distance(members: Tensor) -> Tensor:
 
 @final
 class EnsembleSpread(Accumulator):
-    """Accumulates the unbiased variance of the members; arguments as of `AreaMean`."""
+    """Accumulates the unbiased variance of the members; arguments as for `AreaMean`."""
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
@@ -360,7 +360,7 @@ class EnsembleSpread(Accumulator):
 
 @final
 class EnsembleMeanRMSE(Accumulator):
-    """Accumulates the root-mean-square error of the ensemble mean; arguments as of `AreaMean`.
+    """Accumulates the root-mean-square error of the ensemble mean; arguments as for `AreaMean`.
 
     For use in Python: the table of metrics takes `RootMeanSquare` of the ensemble mean's errors.
     """

@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from credit_dp.data.grid import row_edges
+from credit_dp.data.grid import FULL_CIRCLE, row_edges
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -28,7 +28,7 @@ from credit_dp.evaluation.figure_style import (
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
-from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
+from credit_dp.evaluation.maps import FieldMap, Lines, MapGrid
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
 from credit_dp.evaluation.metrics import LATITUDE_BANDS
 from credit_dp.evaluation.scorecard import HeldOutScores
@@ -119,9 +119,11 @@ def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
 def column_edges(longitude: np.ndarray) -> np.ndarray:
     """Return the edges of evenly spaced columns once around the globe: `(W + 1,)`."""
     # The sign of the step, also if the first two columns are on both sides of the date line.
-    turn = (longitude[1] - longitude[0] + 180.0) % 360.0 - 180.0 if len(longitude) > 1 else 1.0
+    half = FULL_CIRCLE / 2
+    step = longitude[1] - longitude[0] if len(longitude) > 1 else 1.0
+    turn = (step + half) % FULL_CIRCLE - half
     columns = np.arange(len(longitude) + 1) - 0.5
-    return np.asarray(longitude[0] + np.sign(turn) * columns * 360.0 / len(longitude))
+    return np.asarray(longitude[0] + np.sign(turn) * columns * FULL_CIRCLE / len(longitude))
 
 
 @figure_style()

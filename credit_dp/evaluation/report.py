@@ -143,7 +143,7 @@ def page_metadata(card: Scorecard) -> dict[str, str]:
 
 
 class ScoreCell(NamedTuple):
-    """A number in a table, with the source that it is of."""
+    """A number in a table, and the source that it belongs to."""
 
     source: str
     text: str

@@ -110,6 +110,7 @@ class NetcdfWriter(ForecastWriter):
             file.close()
         temporary = partial_path(path)
         fsync_path(temporary)
+        # The content is on disk; the names of all files are flushed once, by `finish`.
         os.replace(temporary, path)
 
     def bands(self, path: Path) -> list[slice]:

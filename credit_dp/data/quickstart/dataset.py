@@ -191,6 +191,7 @@ def _integrate(
             for future in futures:
                 future.result()
         finally:
+            # Threads of the pool wait for their workers: they end when these are killed.
             pool.shutdown(wait=False, cancel_futures=True)
             for process in started:  # also after an error or Ctrl-C
                 process.kill()

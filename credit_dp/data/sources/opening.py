@@ -332,6 +332,7 @@ class FilesSource(Source):
             numbers[in_file] = first + source.chunk_numbers(
                 channel, times[in_file] - self._starts[file]
             )
+            # Numbers continue from source to source, because no chunk spans two of them.
             last = np.array([len(source.times) - 1])
             first += int(source.chunk_numbers(channel, last)[0]) + 1
         return numbers
@@ -408,8 +409,8 @@ def _difference(
 class JoinedSource(Source):
     """Sources with different variables on one grid, at the times that all of them have.
 
-    A variable that several stores have is read from the first one; a store that has it under this
-    very name comes before a store that has it under another.
+    A variable that several stores have is read from the first one; a store that has it under the
+    config's name comes before a store that has it under another.
     """
 
     def __init__(
@@ -460,6 +461,7 @@ class JoinedSource(Source):
         if len(set(owners)) == 1:
             return self._read_from(owners[0], channels, times, rows)
         fields: Fields | None = None
+        # One read of each store, with all of its channels, as they may share chunks.
         for owner in dict.fromkeys(owners):
             positions = [position for position, other in enumerate(owners) if other == owner]
             part = self._read_from(

@@ -1,6 +1,6 @@
 """Trains every model on the quickstart data, one after the other, and prints a table of them.
 
-`python scripts/compare_models.py` takes about nine minutes on 2 cores. Keys after it are given to
+`python scripts/compare_models.py` takes about nine minutes on 2 cores. Further keys are passed to
 every run, such as `parallel.domain=1`; `--models unet,pangu` chooses among the models.
 """
 
@@ -83,7 +83,7 @@ def train(model: str, keys: list[str]) -> Result:
 
 
 def read(model: str, folder: Path, seconds: float) -> Result:
-    """Return what a run's files say."""
+    """Return the result of a run from its files."""
     weights = read_trained(str(folder)).weights
     with (folder / "metrics.csv").open() as file:
         paces = [float(row["seconds"]) for row in csv.DictReader(file) if row.get("seconds")]

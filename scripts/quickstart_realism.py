@@ -1,4 +1,4 @@
-"""Makes the quickstart climate and prints how lifelike it is, as the table in its documentation.
+"""Builds the quickstart climate and prints the table of its realism in the docs.
 
 `python scripts/quickstart_realism.py data.quickstart.truncation=42` measures the finer one; any key
 under `data` may be given.
@@ -22,7 +22,7 @@ SETTINGS = Path(__file__).parents[1] / "conf" / "data" / "quickstart.yaml"
 
 
 def main() -> None:
-    """Builds into a temporary folder, so that the time is that of a first use."""
+    """Build into a temporary folder, as in a first use, and measure the time."""
     config = read_config(sys.argv[1:])
     grid = parse_grid(config.grid) if config.grid else None
     with TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def read_config(overrides: list[str]) -> DataConfig:
 
 
 def show(found: Realism) -> None:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     rows = [
         ("jet at 200 hPa, north / south", f"{found.jet_north:.0f} / {found.jet_south:.0f} m/s", ""),
         ("Z500 standard deviation beyond 30 degrees", f"{found.deviation:.0f} m", ""),

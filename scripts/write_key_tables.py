@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def write_tables(text: str) -> str:
-    """Return a page with its tables written anew."""
+    """Return a page with new tables."""
 
     def table(match: re.Match[str]) -> str:
         rows = [row(key) for selector in match[2].split() for key in select_keys(selector)]
@@ -59,7 +59,7 @@ def write_tables(text: str) -> str:
 
 
 def select_keys(selector: str) -> list[str]:
-    """Return the dotted keys that a selector in a marker stands for."""
+    """Return the dotted keys of a selector in a marker."""
     if selector.startswith("model="):
         config = MODELS[selector.removeprefix("model=")]
         names = [item.name for item in fields(config)]
@@ -104,7 +104,7 @@ def row(key: str) -> str:
 
 
 def default_of(item: "Field[Any]") -> str:
-    """Return the default of a field as YAML, as code; nothing if there is none."""
+    """Return the default of a field as YAML, formatted as code; empty if it has none."""
     value = item.default_factory() if item.default_factory is not NO_DEFAULT else item.default
     if value in (NO_DEFAULT, omegaconf.MISSING):
         return ""

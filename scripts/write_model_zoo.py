@@ -37,7 +37,7 @@ def share_of_memory(family: Family) -> float:
 
 
 def measure_all(names: list[str]) -> None:
-    """Measure families, and write what is known of all."""
+    """Measure some families, and write the page of all."""
     from tests.zoo.comparison import compare
 
     calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())

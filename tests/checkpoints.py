@@ -1,4 +1,4 @@
-"""Checkpoints for tests, written at once by what training uses."""
+"""Writes checkpoints for tests, with the functions that training uses."""
 
 from pathlib import Path
 

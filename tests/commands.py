@@ -28,8 +28,8 @@ from pathlib import Path
 
 from tests.ranks import warm_context
 
-SHELL = set("|&;<>$`*?{}~")  # characters that need a shell to mean what they do
-LITERAL = re.compile(r"'[^']*'")  # in which they mean nothing
+SHELL = set("|&;<>$`*?{}~")  # characters that only a shell interprets
+LITERAL = re.compile(r"'[^']*'")  # patterns in which they have no meaning
 SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
@@ -68,7 +68,7 @@ def run(
         process.start()
         process.join(timeout)
         if process.exitcode is None:
-            process.terminate()  # it takes its ranks along
+            process.terminate()  # it ends its ranks, too
             process.join(10.0)
             process.kill()
             process.join()
@@ -95,7 +95,7 @@ sys.exit(code)
 
 @contextmanager
 def warm_environment(folder: Path) -> Iterator[Path]:
-    """Return a Python that is this one, but for the `credit-dp` beside it: that runs commands warm.
+    """Return a Python like this one, whose `credit-dp` runs commands in warm processes.
 
     The folder looks like a virtual environment and shares the packages of this one.
     """
@@ -134,7 +134,7 @@ class _Request(socketserver.StreamRequestHandler):
 def _begin(
     words: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path, address: str
 ) -> None:
-    """Become the command."""
+    """Replace this process by the command."""
     os.setsid()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL)

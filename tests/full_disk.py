@@ -1,4 +1,4 @@
-"""A disk that seems full to this process."""
+"""Lets the disk appear full to this process."""
 
 import resource
 import signal

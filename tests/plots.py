@@ -1,4 +1,4 @@
-"""Trainings of tests draw plots, nearly half of a short one's time, only where a test wants them.
+"""Trainings of tests draw plots only if a test needs them: they take half of a short run's time.
 
 In this process and in those forked from a warm one; a new interpreter draws as for a user.
 """

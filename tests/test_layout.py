@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "credit_dp"
-WITHOUT_COUNTERPART = {"docs", "slurm", "zoo"}  # pages, a cluster, a package of somebody else
+WITHOUT_COUNTERPART = {"docs", "slurm", "zoo"}  # pages, a cluster, other packages
 
 
 def module_name(path: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 def every(number: int, cases: Iterable[Any]) -> list[Any]:
     """Return all cases; all but every `number`-th are marked slow.
 
-    Tuples stand for several arguments, as in `pytest.mark.parametrize`.
+    A tuple holds several arguments, as in `pytest.mark.parametrize`.
     """
     return [
         case

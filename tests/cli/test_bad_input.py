@@ -163,7 +163,7 @@ def test_grids_and_checkpoints_that_are_there_pass(
         assert answer(monkeypatch, "--check", *arguments)[0] == 0
     check_run_config(
         Composer("train").compose_config([f"resume={tmp_path}"])
-    )  # what is in it is seen later
+    )  # its content is read later
 
 
 @pytest.mark.parametrize("name", every(3, CASES))
@@ -275,7 +275,7 @@ def run(store: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def the_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line that says what is wrong."""
+    """Return the one line that says what is wrong."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2, done.stderr
     assert len(errors) == 1, done.stderr
@@ -303,7 +303,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {"cut short": cut_short, "missing":
     ("damage", "when"), [("cut short", "before the statistics"), ("missing", "after them")]
 )
 def test_damaged_chunk(tmp_path: Path, damage: str, when: str) -> None:
-    """Whichever rank meets it, reading ahead in a thread, all of them end with one line."""
+    """A rank meets the damage while it reads ahead in a thread; all ranks end with one line."""
     store = stores.write(stores.dataset(), tmp_path / "store.zarr")
     if when == "after them":
         assert run(store, ["trainer.steps=8"]).returncode == 0

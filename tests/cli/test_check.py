@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on(where: object, *more: str) -> list[str]:
-    """Return the command line of a run; later keys win."""
+    """Return the command line of a run; later keys replace earlier ones."""
     keys = {text.partition("=")[0]: text for text in (*RUN, f"data.store='{where}'", *more)}
     return ["--check", *keys.values()]
 

@@ -40,7 +40,7 @@ def run(folder: Path, name: str, factor: float = 1.0, lr: float = 1e-3, store: s
 
 
 def card(folder: Path, name: str, truth: str = "era5", **scores: tuple[float, float]) -> Path:
-    """The folder of a scorecard with a score and its reference of one channel and lead time."""
+    """Write a scorecard with one score of one channel and lead time; return its folder."""
     nested = {
         score: {"24h": {"forecast": a, "truth" if score == "activity" else "persistence": b}}
         for score, (a, b) in scores.items()

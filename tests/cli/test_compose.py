@@ -292,7 +292,7 @@ def data_of(*texts: str) -> DataConfig:
 def test_dates_of_a_preset_differ_from_given_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A preset's dates give way where a store lacks them; a user's dates do not."""
+    """Dates of a preset are replaced if a store lacks them; a user's dates are not."""
     own = tmp_path / "conf" / "data"
     own.mkdir(parents=True)
     changed = "dates: {test: ['2021-01-01', '2021-12-31']}\n"
@@ -372,7 +372,7 @@ def test_overrides_of_hydra_work() -> None:
 
 @pytest.mark.slow
 def test_help_and_errors_import_nothing_heavy() -> None:
-    """That makes `--help` fast on any machine."""
+    """Without torch, `--help` is fast on any machine."""
     code = (
         "import sys; from credit_dp.cli.entry import run_command; "
         "from credit_dp.cli.train import train\n"

@@ -66,7 +66,7 @@ def test_json_has_it_all(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
 def test_reported_bytes_are_those_that_are_read(
     tmp_path: Path, ranks: int, chunk: int, times: int, flipped: bool
 ) -> None:
-    """The store counts the bytes of the chunks that each band of one time touches."""
+    """Compare with the bytes that the store counts when each band of one time is read."""
     data = stores.dataset(rows=12, columns=8, steps=8)[["geopotential", "2m_temperature"]]
     if flipped:
         data = data.isel(latitude=slice(None, None, -1))
@@ -84,7 +84,7 @@ def test_reported_bytes_are_those_that_are_read(
         read = source.bytes_read - before
         worst = max(worst, read / (4 * 4 * bands.sizes[rank] * 8))
         most = max(most, read)
-    # Reported for whichever pole comes first, which is not known of every store.
+    # The report is of the worse order of rows: not every store tells from which pole it counts.
     found = report.amplification[ranks]
     assert found == pytest.approx(worst) if chunk in (3, 12) else found >= worst - 1e-9
     assert report.decoded_bytes[ranks] >= most

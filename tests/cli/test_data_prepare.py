@@ -113,7 +113,7 @@ def test_durations_have_one_unit(hours: float, text: str) -> None:
 
 
 def refusal_of(monkeypatch: pytest.MonkeyPatch, *keys: str) -> str:
-    """Later keys win."""
+    """Run `prepare`; later keys replace earlier ones."""
     last = {key.partition("=")[0]: key for key in keys}
     monkeypatch.setattr(target, "DISK_BYTES", 2**16)
     code, _, err = answer(monkeypatch, *PREPARE, *last.values(), program="")

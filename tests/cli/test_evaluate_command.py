@@ -150,7 +150,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
 
 @pytest.mark.slow
 def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
-    """By the key, or by the forecast's attributes."""
+    """The truth is named by the key, or by the forecast's attributes."""
     observed = forecasts.truth()
     monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
     forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")
@@ -215,7 +215,7 @@ def test_refused_in_one_line_and_nothing_written(
 def test_nothing_is_left_of_what_fails_on_the_way(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
-    """A field that is only read at the end has NaN."""
+    """The last field that is read has NaN."""
     made = forecasts.forecast(forecasts.truth(), members=2)
     values = made["2m_temperature"].values.copy()
     values[-1, -1, -1, 0, 0] = float("nan")

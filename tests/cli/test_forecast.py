@@ -67,7 +67,7 @@ def test_checks_of_what_is_no_forecast(run, tmp_path, monkeypatch):
 
 
 def changed_store(run: Path, folder: Path, change: str) -> Path:
-    """The run's store with something else about it."""
+    """Write the run's store with one change."""
     data = stores.dataset(ROWS, 16, 20)
     if change == "variable":
         data = data.drop_vars("2m_temperature")

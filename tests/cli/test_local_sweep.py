@@ -19,7 +19,7 @@ from credit_dp.sweeps.read import planned_jobs
 from tests.cli.invocation import answer, refusal
 
 LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
-# What a job does: say when it ran, and what its seed asks for.
+# A job records when it ran, and then does what its seed says.
 PROGRAM = """
 import os, signal, sys, time
 folder, keys = sys.argv[1], dict(k.split("=", 1) for k in sys.argv if "=" in k)
@@ -72,7 +72,7 @@ def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
     times = [(a, float((f / "ended").read_text())) for a, f in zip(began, folders, strict=True)]
     assert times[1][0] < times[0][1]  # two of one rank at once
     assert [job["seed"] for job in planned_jobs(sweep)] == ["1", "2"] * 2
-    for large in times[2:]:  # those of two ranks alone
+    for large in times[2:]:  # jobs of two ranks one after the other
         assert all(end < large[0] or large[1] < begin for begin, end in times if begin != large[0])
 
 

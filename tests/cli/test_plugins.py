@@ -106,7 +106,7 @@ ALL = ["loss=logcosh", "optimizer=sgd", "optimizer.schedule=power"]
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """Remove after each test what it registered."""
+    """Remove the plug-ins that a test registered."""
     with forget_plugins():
         yield
 
@@ -499,7 +499,7 @@ def _train(folder: Path, *overrides: str, run: Run = commands.run) -> None:
 
 
 def _forecast_without_its_loss(folder: Path, run: Path) -> None:
-    """Export and forecast where only the model's file is there."""
+    """Export and forecast with only the model's file."""
     written(folder, MODEL, "only_model.py")
     environment = {**os.environ, PLUGINS_VARIABLE: "only_model.py"}
     for words in (

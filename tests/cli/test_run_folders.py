@@ -167,7 +167,7 @@ def test_an_experiment_brings_what_it_varies(
     assert "needs ROWSxCOLUMNS" in line
 
 
-LONGEST = 120.0  # seconds until a process that does not answer is given up
+LONGEST = 120.0  # seconds to wait for a process that does not answer
 
 
 def hold(folder: Path, ready: Event) -> None:

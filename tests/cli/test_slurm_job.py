@@ -27,7 +27,7 @@ def test_a_job_that_was_stopped_is_queued_again_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, state: str, restarts: int,
     again: bool,
 ) -> None:  # fmt: skip
-    """The last job of an array: its `SLURM_JOB_ID` is the number of all of them."""
+    """In the last job of an array, `SLURM_JOB_ID` is the number of the array."""
     for name, text in (("srun", f"#!/bin/sh\nexit {code}\n"), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

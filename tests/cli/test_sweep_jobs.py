@@ -88,7 +88,7 @@ def test_dates_that_a_run_has_chosen_are_no_other_config(
 def test_hydras_own_launcher_leaves_out_what_is_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of two runs the first has scores and is skipped; the second resumes."""
+    """The run with scores is skipped; the other one resumes."""
     with record_launches(monkeypatch, tmp_path) as configs:
         assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == 0
         for number, config in enumerate(configs):

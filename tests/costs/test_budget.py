@@ -1,4 +1,4 @@
-"""What `credit-dp plan` says of a mesh is what its ranks hold and send in a step."""
+"""Compares `credit-dp plan` with what ranks hold and send in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mesh(NamedTuple):
 
 
 class Sends(TorchDispatchMode):
-    """The bytes of this rank's messages, and of collectives the larger of what goes in and out."""
+    """Counts the bytes of messages, and of collectives the larger of input and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def nbytes(tensors: Any) -> int:
 
 
 def order_noted(parts: tuple[nn.Module, ...]) -> list[tuple[bool, int]]:
-    """A list to which forwards and backwards of the parts are added as they run."""
+    """Return a list to which each forward and backward of a part is appended."""
     order: list[tuple[bool, int]] = []
 
     def forward(number: int, made: Any) -> None:
@@ -71,7 +71,7 @@ def order_noted(parts: tuple[nn.Module, ...]) -> list[tuple[bool, int]]:
 
 
 def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
-    """What a rank holds after its second step, and what it sent in it."""
+    """Return what a rank holds after its second step, and what it sent in this step."""
     training: Training = built(config, manager)
     state = training.trainer.state
     gradients: list[int] = []
@@ -105,7 +105,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def both(config: Config, mesh: Mesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What ranks hold and send, and what the plan says that the fullest of each stage does."""
+    """Return what ranks hold and send, and the plan of the fullest rank of each stage."""
     pipeline, data, domain, mode, schedule = mesh
     parallel = ParallelConfig(
         pipeline=pipeline, data=data, domain=domain, data_mode=mode, schedule=schedule
@@ -146,7 +146,7 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
         held, sent = wanted["held"], wanted["sent"]
         for item in ("weights", "moments"):
             assert max(rank[item] for rank in ranks) == held[item]
-        # In a pipeline they are whole until they are shared out.
+        # In a pipeline gradients are whole until they are reduced.
         at_the_end = held["moments"] // 2 if shared else held["gradients"]
         assert max(rank["gradients"] for rank in ranks) == at_the_end
         rows = max(rank["rows"] for rank in ranks)

@@ -131,7 +131,7 @@ def test_operations_are_counted_as_they_are() -> None:
     assert by_size == [(forward, 1), (2 * forward, 1)]
     reading = 4 * (4 * 36 + 8 * 2 * 9 + 8 * 16)
     assert OperationCost(forward, reading, True) in operations.counts
-    # The sum, and room for nothing else: views and expanded ones are free.
+    # Only the sum takes memory: views and expanded tensors take none.
     others = [op for op in operations.counts if not op.is_convolution]
     assert OperationCost(0, 4 * 8 * 16 + 4) in others
     assert max(op.bytes for op in others) == 4 * 8 * 16 + 4

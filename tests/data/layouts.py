@@ -66,7 +66,7 @@ class Layout:
         return ".nc" if self.netcdf else ".zarr"
 
     def canonical(self, steps: int = 3, start: str = "2020-02-28T18") -> xr.Dataset:
-        """Row 0 north, dims in the order (time, level, latitude, longitude), the leap day among."""
+        """Return fields: row 0 north, dims (time, level, latitude, longitude), with a leap day."""
         random = np.random.default_rng(len(start) + self.rows)
         half = 0 if self.poles else 90 / self.rows
         coords = {

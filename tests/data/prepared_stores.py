@@ -1,4 +1,4 @@
-"""Small stores in the prepared form, written without the writer that users have."""
+"""Writes small stores in the prepared form, without the code of `prepare`."""
 
 from pathlib import Path
 from typing import Any

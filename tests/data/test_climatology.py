@@ -107,7 +107,7 @@ def test_short_training_span_gives_its_mean(tmp_path):
 
 
 def daily(days, rows=6, columns=4):
-    """A store with a daily cycle that is another one in summer, and the fields at any times."""
+    """Return a store whose daily cycle changes with the season, and its fields at any time."""
     random = np.random.default_rng(2)
     coefficients = random.normal(size=(4, 5, rows, columns)) * 5
 
@@ -144,7 +144,7 @@ def test_each_hour_of_the_day_has_its_own_seasons(tmp_path):
     truth = fields(times)
     for time, field in zip(times, truth, strict=True):
         assert np.allclose(found.field(time, slice(None))[1], field, atol=2e-3)
-    # Between two hours that have a fit, halfway; after the last one comes the first one.
+    # Halfway between two fitted hours; the first hour follows the last.
     for time, before, after in ((times[1], 0, 1), (times[3] + np.timedelta64(6, "h"), 3, 0)):
         middle = found.field(time - np.timedelta64(3, "h"), slice(2, 4))[1]
         expected = (truth[before] + truth[after]) / 2

@@ -89,7 +89,7 @@ def test_daily_means_are_those_of_the_closed_form():
 def test_an_hour_is_the_sum_of_its_seconds(hour, latitude, longitude):
     time = np.datetime64("2020-01-01", "ns") + HOUR * hour
     found = insolation(np.array([time]), np.array([latitude]), np.array([longitude]))[0, 0, 0]
-    # The sun is where it stands in the middle of the hour.
+    # The position of the sun is that of the middle of the hour.
     sun = Sun.at(np.array([time - np.timedelta64(1800, "s")]))
     seconds = np.arange(-3600, 0) + 0.5
     universal = (time - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s") + seconds

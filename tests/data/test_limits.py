@@ -31,7 +31,7 @@ from tests.data import anemoi_stores, prepared_stores, stores
 from tests.data.rechunk import requests
 
 ALL = slice(None)
-PLACE = (5, 3, 2)  # time, row, column of a value that is made wrong
+PLACE = (5, 3, 2)  # time, row, column of the wrong value
 Change = Callable[[xr.Dataset], None]
 
 
@@ -43,7 +43,7 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 def spike(name: str, value: float, level: int | None = None) -> Change:
-    """One wrong value at `PLACE`."""
+    """Write one wrong value at `PLACE`."""
 
     def change(data: xr.Dataset) -> None:
         at = PLACE if level is None else (PLACE[0], stores.LEVELS.index(level), *PLACE[1:])
@@ -53,7 +53,7 @@ def spike(name: str, value: float, level: int | None = None) -> Change:
 
 
 def config_of_changed_store(path: Path, change: Change, **changes: Any) -> DataConfig:
-    """Write a store in which something is wrong, and return its config."""
+    """Write a store with a wrong value, and return its config."""
     data = stores.dataset()
     change(data)
     return stores.config(stores.write(data, path / "in.zarr"), **changes)

@@ -234,7 +234,7 @@ def test_several_threads_read_at_once(tmp_path, monkeypatch):
     read = ready.store.read_outputs
 
     def together(*args):
-        meeting.wait(60)  # never, if one thread after the other comes here
+        meeting.wait(60)  # never, if the threads run one after the other
         return read(*args)
 
     monkeypatch.setattr(ready.store, "read_outputs", together)

@@ -132,7 +132,7 @@ def test_advection_conserves_energy_and_potential_enstrophy(truncation):
 
 
 def test_a_lone_rossby_haurwitz_wave_drifts_at_the_exact_speed():
-    """No layers, no terrain, no wind but its own: only the planet's rotation moves it."""
+    """Without other layers, terrain and wind, only the planet's rotation moves the wave."""
     physics = Physics(deformation=(1e12, 1e12), depth=1e12)
     model = QuasiGeostrophic(12, physics, np.float64)
     psi = np.zeros((3, 13, 2, 13))
@@ -142,7 +142,7 @@ def test_a_lone_rossby_haurwitz_wave_drifts_at_the_exact_speed():
 
 
 def test_sources_vanish_at_the_climate_relaxed_to():
-    """Thicknesses at their goal and no wind at the ground: nothing pulls."""
+    """With thicknesses at equilibrium and no wind at the ground, there is no forcing."""
     model = QuasiGeostrophic(10, dtype=np.float64)
     goal = model._equilibrium(1.0)
     goal = goal - goal[2:]  # the same thicknesses without wind at 800 hPa

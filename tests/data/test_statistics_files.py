@@ -196,7 +196,7 @@ def test_tendencies_that_no_file_gives_are_computed(path, tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 1])
 def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
-    """Nor what is not normalised; statistics of forcings that the files lack come from a sample."""
+    """Variables that are not normalised need none; those of forcings come from a sample."""
     lacking = {"2m_temperature", "solar"}
     names = [name for name in LONG if name not in lacking]
     files = [written(foreign(names, seed), tmp_path / f"{seed}.nc") for seed in range(2 + others)]
@@ -224,7 +224,7 @@ def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
 
 @pytest.mark.slow
 def test_statistics_that_are_not_used_are_not_missed(path, tmp_path):
-    """Only a channel that is standardised needs both."""
+    """Only a standardised channel needs mean and standard deviation."""
     mean = foreign([name for name in LONG if name != "2m_temperature"], 0)
     files = [written(mean, tmp_path / "0.nc")]
     files += [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in (1, 2)]

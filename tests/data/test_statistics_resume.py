@@ -169,7 +169,7 @@ def test_killed_at_twenty_random_moments(tmp_path, monkeypatch):
         job.start()
         assert started.wait(60)
         if kills < 20:
-            # Machines differ in speed: so many pieces more, then any moment of the next ones.
+            # Machines differ in speed: wait for some pieces, then kill at a random moment.
             wanted = kept_parts(out) + moments.randint(0, 12)
             while job.is_alive() and kept_parts(out) < wanted:
                 time.sleep(0.002)

@@ -163,7 +163,7 @@ def test_a_store_changes_its_description_when_it_is_written_anew(tmp_path):
 
 @pytest.mark.slow
 def test_a_busy_reading_thread_leaves_no_traceback_at_exit() -> None:
-    """zarr alone waits 0.2 s for it, and then prints one."""
+    """Without this, zarr waits 0.2 s for its thread, and then prints a traceback."""
     code = """
 import asyncio
 import time

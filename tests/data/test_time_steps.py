@@ -104,7 +104,7 @@ def test_a_sum_that_lacks_an_hour_is_no_date_of_the_run(tmp_path):
     absent = {np.datetime64("2000-02-28T06", "ns"), np.datetime64("2000-02-29T18", "ns")}
     assert not absent & set(store.times)
     assert len(store.times) == 8
-    # The second is no date of the store anyhow.
+    # The second is not a date of the store.
     assert store.num_skipped == 1
 
 

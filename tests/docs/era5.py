@@ -1,4 +1,4 @@
-"""A small store in the form of WeatherBench 2, for the one that a page's reader has."""
+"""Writes a small store in the form of WeatherBench 2, in place of a reader's own store."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import xarray as xr
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
 ROWS, COLUMNS, STEPS = 32, 64, 204
-# Units, and the least and the most that values are: those on levels at the top, then at the bottom.
+# Units, and the range of values; of variables on levels at the top, then at the bottom.
 ON_LEVELS = {
     "geopotential": ("m**2 s**-2", (1.95e5, 2.05e5), (-1e3, 3e3)),
     "temperature": ("K", (205, 220), (250, 305)),

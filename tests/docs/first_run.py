@@ -8,7 +8,7 @@ FILES = {"checkpoint", "metrics.json", "metrics.csv", "config.yaml", "forecast.p
 
 
 def check_first_run(run: Path) -> None:
-    """Check that all files are there, and that the model is better than others' guesses."""
+    """Check that all files exist, and that the model is better than persistence and climatology."""
     assert {path.name for path in run.iterdir()} >= FILES
     scores = json.loads((run / "metrics.json").read_text())["rmse"]
     assert len(scores) == 14

@@ -15,7 +15,7 @@ from tests.docs import era5
 from tests.plots import DRAW_PLOTS
 
 ROOT = Path(__file__).parents[2]
-FIRST = ROOT / "docs/first-forecast.md"  # runs as it stands, in a clean clone
+FIRST = ROOT / "docs/first-forecast.md"  # runs unchanged, in a clean clone
 DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,7 +24,7 @@ FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many
-# On this page as it stands, but for its length: its store and its dates are what it is about.
+# On this page only the length is changed, because it is about the store and its dates.
 SHORT = {"your-era5.md": "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"}
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
@@ -42,7 +42,7 @@ CLIMATE = (
     "data.dates.valid=[2001-01-31T00,2001-02-09T18] "
     "data.dates.test=[2001-02-10T00,2001-02-19T18]"
 )
-# Commands that need what is not here: the words that say so, and the exit codes that they may have.
+# Commands that may lack something here: their messages, and the exit codes that are allowed.
 ELSEWHERE = {
     "data=weatherbench2 model=unet_base": ("can't be reached from here", (0, 3)),  # the network
     "data.store=/data/era5.zarr": ("/data/era5.zarr: no such zarr store", (2,)),
@@ -50,7 +50,7 @@ ELSEWHERE = {
 
 
 def _files(page):
-    """What the page says is in files, by name."""
+    """Return the content of the files that a page shows, by name."""
     blocks = [text for _, text in BLOCK.findall(page.read_text())]
     return {found[1]: text for text in blocks if (found := FILE.match(text))}
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets: the page after the first command, and the wheel without a clone."""
+"""What a new user gets: the first page after `make run`, and the wheel without a clone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.commands import warm_environment
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TIMEOUT = 300  # seconds for a cell, on a machine that is busy
-# What says nothing of the machine that a notebook was saved on.
+# Metadata that do not depend on the machine on which a notebook was saved.
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -62,7 +62,7 @@ def kernel(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @each
 def test_notebook_runs(path, kernel):
-    """As opened from the notebooks' folder, where it leaves no file."""
+    """Runs as if opened in the folder of notebooks, and leaves no file there."""
     before = sorted(FOLDER.rglob("*"))
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(FOLDER)}}

@@ -1,4 +1,4 @@
-"""All figures of the package are drawn and saved in its one style."""
+"""All figures of the package are drawn and saved in one style."""
 
 import ast
 import json
@@ -45,7 +45,7 @@ from tests.sweeps.folders import write_done, write_sweep
 PACKAGE = Path(credit_dp.__file__).parent
 GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth_coasts())
 FIELD = np.arange(40.0).reshape(5, 8)
-MEASURES = {"credit_dp.evaluation.maps"}  # it finds lines with a figure that nobody sees
+MEASURES = {"credit_dp.evaluation.maps"}  # it uses a figure that is never shown, to find contours
 LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
 
 

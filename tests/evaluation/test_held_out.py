@@ -83,7 +83,7 @@ def test_scores_are_those_of_the_definition(config):
 
 
 def rise_after_two(x: torch.Tensor) -> torch.Tensor:
-    """As `rise`, for two states: what is before the newest one has to be left alone."""
+    """Like `rise`, for two states; only the newest one may be used."""
     return rise(x[:, 7:])
 
 
@@ -203,7 +203,7 @@ def test_a_score_that_is_not_finite_is_an_error(value, source, advice):
 
 def test_a_baseline_without_any_error_is_warned_of():
     rmse = np.ones((3, 2, 2))
-    rmse[0] = 0  # of the model it is no reason to warn
+    rmse[0] = 0  # a model without error is no reason to warn
     assert scores_of(rmse).warnings() == []
     rmse[1, :, 1] = rmse[2, 1, 0] = 0
     assert [line.partition(". ")[0] for line in scores_of(rmse).warnings()] == [

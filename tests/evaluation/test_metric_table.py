@@ -1,4 +1,4 @@
-"""The table of metrics: what is added to it is in all files and pages, of stores and of runs."""
+"""An entry of the table of metrics appears in all files and pages, of stores and of runs."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ ABSOLUTE_ERROR = Metric(
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A metric more than the package has; its name."""
+    """Add a metric to the table; return its name."""
     monkeypatch.setitem(METRICS, ABSOLUTE_ERROR.name, ABSOLUTE_ERROR)
     return ABSOLUTE_ERROR.name
 
@@ -132,7 +132,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def test_an_added_metric_is_a_final_score_of_runs(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As any other metric may be, on any number of bands."""
+    """A metric with its own accumulator, on any number of bands."""
     assert set(evaluated(alone(), config).scores) == {"rmse", "mae"}
     for name, metric in METRICS.items():
         monkeypatch.setitem(METRICS, name, replace(metric, in_runs=True))

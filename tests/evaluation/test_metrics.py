@@ -236,7 +236,7 @@ def test_one_member_has_no_spread() -> None:
 
 
 def test_a_fair_score_does_not_know_how_many_members_there_are() -> None:
-    """For members drawn like the truth: 1 / sqrt(pi), the mean distance of two draws, at any M."""
+    """Members drawn like the truth score half the mean distance of two draws, for any M."""
     random = torch.Generator().manual_seed(0)
     area = torch.ones(400, dtype=torch.float64)
     for count in (2, 3, 9):

@@ -175,7 +175,7 @@ def test_other_forms_of_truth_and_climatology(tmp_path: Path) -> None:
 
 
 def test_points_without_values_are_left_out(tmp_path: Path) -> None:
-    """The same mask in all of them, and the scores of what is left."""
+    """All stores have the same mask; scores are of the other points."""
     observed = forecasts.truth()[["2m_temperature"]]
     made = forecasts.forecast(observed, members=1)
     inside = xr.DataArray(np.random.default_rng(3).random((9, 8)) > 0.3, dims=GRID)
@@ -200,7 +200,7 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
 def test_each_level_has_a_mask_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Also where levels are too large to be scored together."""
+    """Also if levels are too large to be scored together."""
     monkeypatch.setattr(evaluation_score, "STEP_BYTES", step)
     whole = forecasts.truth()
     made = forecasts.forecast(whole, members=1)
@@ -230,7 +230,7 @@ def test_a_mask_of_what_is_not_scored_is_no_matter(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_climatology_is_fitted_to_dates_of_the_truth(folder: Path) -> None:
-    """With so few days it is their mean at each hour."""
+    """With so few days the climatology is the mean of each hour."""
     observed = forecasts.truth()
     made = forecasts.forecast(observed, members=1)
     path = forecasts.write(without_members(made), folder / "fitted.zarr")

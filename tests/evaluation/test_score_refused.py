@@ -115,7 +115,7 @@ def test_a_climatology_needs_values_where_the_truth_has_them(folder: Path, tmp_p
 
 
 def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> None:
-    """Otherwise the first would stand for all of them."""
+    """Otherwise the first level would be used for all."""
     observed = forecasts.truth()
     made = without_members(forecasts.forecast(observed, members=1))
     store = forecasts.write(forecasts.climatology(observed).drop_vars("hour"), tmp_path / "c.zarr")

@@ -111,12 +111,12 @@ def show(browser: webdriver.Chrome, path: Path, width: int) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for log in ("browser", "performance"):
-        browser.get_log(log)  # what is read is forgotten
+        browser.get_log(log)  # reading the log empties it
     browser.get(path.as_uri())
 
 
 def requests(browser: webdriver.Chrome) -> list[str]:
-    """Every address that the page has asked for."""
+    """Return every address that the page has requested."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
     return [event["params"]["request"]["url"] for event in sent]

@@ -22,7 +22,7 @@ from tests.training.masked_stores import RAIN, sea_config
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-# What WeatherBench 2's form has otherwise than the checker wants it, the conventions permitting.
+# Complaints about the form of WeatherBench 2, which the conventions allow.
 ALLOWED = (
     "not in the recommended order T, Z, Y, X",  # the lead time is between
     "variable 2m_temperature should begin with a letter",  # is a recommendation
@@ -88,7 +88,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
         path = tmp_path / "of_store.nc"
         raw = {"decode_times": False, "decode_timedelta": False}
         with xr.open_zarr(store, **raw) as data:
-            # Else xarray gives a fill value to coordinates.
+            # Otherwise xarray gives coordinates a fill value.
             data.to_netcdf(path, encoding={name: {"_FillValue": None} for name in data.coords})
     assert complaints(path) == []
 

@@ -35,12 +35,12 @@ NEEDED = {
     "temperature": {"standard_name": "air_temperature", "units": "K"},
     "2m_temperature": {"standard_name": "air_temperature", "units": "K"},
 }
-# What the conventions ask of names but for a leading digit, which WeatherBench 2's have.
+# Names as the conventions recommend, but with a leading digit as in WeatherBench 2.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
 
 
 def check_conventions(data: xr.Dataset) -> None:
-    """What the CF conventions ask of names, attributes, coordinates and types."""
+    """Check names, attributes, coordinates and types against the CF conventions."""
     assert data.attrs["Conventions"] == "CF-1.11"
     assert data.attrs["title"]
     for name, variable in data.variables.items():

@@ -20,7 +20,7 @@ from tests.forecast.runs import forecast, forecast_config, on_rank, train
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, tiny_crossformer, tiny_unet
 
-# Warnings are a matter of the whole process, and ranks are threads here.
+# Ranks are threads here, and warnings are settings of the whole process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SLOW = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
         assert np.array_equal(found[name].values, wanted[name].values)
 
 
-# 17 rows on 4 ranks are no whole chunks.
+# 17 rows on 4 ranks do not end at chunk edges.
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW), 4])
 def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
     found = forecast(forecast_config(config, tmp_path / "bands.zarr"), ranks)
@@ -137,7 +137,7 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
     gather_parts, write = run.split_by_variable, ZarrWriter.write
 
     def begin(*args):
-        # A lead time is taken to memory only when the last one is on the disk.
+        # A lead time is copied to memory only when the one before is on disk.
         assert on_the_way.acquire(blocking=False)
         counted.append(1)
         return gather_parts(*args)

@@ -33,7 +33,7 @@ def test_each_member_time_seed_and_channel_has_its_own():
 def test_moments():
     fields = np.concatenate([draw(member=m, channels=40) for m in range(8)])
     assert np.abs(fields.mean()) < 0.05
-    # Everywhere alike, poles included.
+    # The same everywhere, including the poles.
     for rows in (slice(0, 1), slice(14, 17), slice(30, 31)):
         assert fields[:, rows].std() == pytest.approx(1, abs=0.1)
 

@@ -1,4 +1,4 @@
-"""An interrupted forecast is not taken for a complete one, and resumes to the same bits."""
+"""An interrupted forecast does not look complete, and resumes to the same bits."""
 
 import errno
 import os

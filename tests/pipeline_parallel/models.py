@@ -36,7 +36,7 @@ NAMES = [*CONFIGS, "own"]
 
 
 class Own(SegmentedModel):
-    """Hands its input on to its end, beside what a segment in the middle makes of global means."""
+    """Passes its input to the last segment, with global means from a segment in the middle."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ QUICKLY_SHARDED = [name for name in NAMES if name != "spectral norm"]
 
 
 def cases(*quick, names=NAMES, with_all=()):
-    """Each model with a schedule, some of them with all; those not in `quick` are slow."""
+    """Return each model with one schedule, and some with all; cases not in `quick` are slow."""
     found = dict.fromkeys(quick)
     for number, name in enumerate(names):
         of_it = SCHEDULES if name in with_all else SCHEDULES[number % len(SCHEDULES) :][:1]
@@ -140,7 +140,7 @@ def test_each_micro_batch_is_announced_right_before_its_forward(schedule):
 
 
 def mistake_of(manager: DomainParallelManager) -> str:
-    """The first rank makes its mistake in the second micro-batch: the other one gets the first."""
+    """The first rank fails in the second micro-batch, after the other rank got the first one."""
     _, stages = stages_of(manager, "unet", 16, 2)
     pipeline = Pipeline(stages, manager, "1f1b", 2)
     calls = []
@@ -191,7 +191,7 @@ def test_theoretical_bubble(ranks, micros, virtual, share):
 def test_idle_share_is_what_is_not_busy():
     watch = Stopwatch(torch.device("cpu"))
     assert watch.idle_share() == 0
-    for _ in range(2):  # the second span forgets the first
+    for _ in range(2):  # the second measurement replaces the first
         with watch.measure():
             for _ in range(2):
                 with watch.busy():

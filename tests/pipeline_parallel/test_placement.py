@@ -227,7 +227,7 @@ def test_a_shared_parameter_cannot_be_in_two_places(model):
     parallelize_pipeline(model, {"": "cpu", "decoder": "cpu"})
 
 
-# --- taking it back ------------------------------------------------------------------------
+# --- undoing it ----------------------------------------------------------------------------
 
 
 def test_all_is_as_before_once_taken_back(model):

@@ -203,7 +203,7 @@ def test_a_shared_parameter_in_one_stage_is_fine():
 
 
 class Silent(Own):
-    """Does not say that its last segment uses the first one's module."""
+    """Does not declare that its last segment uses the first one's module."""
 
     def _finish(self, state):
         return (self.last(torch.cat([self.first(state[1]), state[1]], 1)),)
@@ -214,7 +214,7 @@ def test_a_use_that_no_segment_declares_is_refused():
 
 
 class Folded(SegmentedModel):
-    """Hands on columns as if they were samples."""
+    """Passes columns on as if they were samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def test_segments_of_one_name_are_refused():
 
 @pytest.mark.parametrize(("upsample", "points"), [("transpose", 1), ("bilinear", 1 / 4)])
 def test_costs_of_convolutions_and_transposed_ones(upsample, points):
-    """Of the finer level's points: the 1x1 convolution acts on those before resizing."""
+    """The 1x1 convolution acts on the points of the coarser level, before resizing."""
     model = build_model(tiny_unet(upsample=upsample), FIELDS, (16, COLUMNS))
     costs = segment_costs(model, shape("unet", 16))
     size = SAMPLES * 16 * COLUMNS

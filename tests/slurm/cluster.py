@@ -1,4 +1,4 @@
-"""A SLURM of the tests' own: two nodes, emulated on this machine, and nothing shared."""
+"""Starts a SLURM for the tests: two nodes, emulated on this machine, that share nothing else."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ NODE = (
 
 @contextmanager
 def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """What programs need in their environment to use it, while it runs."""
+    """Run it, and yield the environment that programs need to use it."""
     os.environ["PATH"] += os.pathsep + "/usr/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -121,7 +121,7 @@ def daemon(command: list[str], environment: dict[str, str]) -> None:
 
 
 def stop(folder: Path) -> None:
-    """End every daemon that has left its number, and what jobs have left running."""
+    """End every daemon that wrote its process number, and processes that jobs left behind."""
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     subprocess.run(["scancel", "--full", "--signal=KILL", "--partition=debug"], env=environment,
                    capture_output=True, check=False, timeout=PATIENCE)  # fmt: skip
@@ -143,7 +143,7 @@ def end(pid: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, for now."""
+    """Return ports on which no process listens now."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ from tests.slurm.cluster import running_slurm
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[dict[str, str]]:
-    """Its environment, which programs that talk to it need."""
+    """The environment that programs need to use it."""
     # Short: a socket's path may have no more than about 100 letters.
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         with running_slurm(Path(folder)) as environment:

@@ -67,14 +67,14 @@ class Cluster:
     environment: dict[str, str]
 
     def ask(self, *command: str) -> str:
-        """What a command of SLURM's says."""
+        """Return the output of a SLURM command."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=True
         ).stdout
 
     def command(self, *arguments: str) -> str:
-        """What `credit-dp ARGUMENTS` says."""
+        """Return the output of `credit-dp ARGUMENTS`."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             code, out, err = answer(pytest.MonkeyPatch(), *arguments, program="credit-dp")
@@ -90,7 +90,7 @@ class Cluster:
             return answer(pytest.MonkeyPatch(), *arguments)
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM knows of a job."""
+        """Return SLURM's description of a job."""
         words = self.ask("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -145,7 +145,7 @@ def first(cluster: Cluster) -> Path:
     assert (code, err) == (0, "")
     assert "submitted 4 jobs as " in out
     folder = cluster.folder / "outputs/sweep"
-    (folder / "2/metrics.json").mkdir()  # where a file has to be, when the job comes to it
+    (folder / "2/metrics.json").mkdir()  # so that the job can't write its scores
     return folder
 
 
@@ -185,7 +185,7 @@ def scripted(cluster: Cluster, first: Path) -> tuple[str, Path]:
 
 
 def number_of(folder: Path) -> str:
-    """What a job was submitted as."""
+    """Return the command with which a job was submitted."""
     return str(json.loads((folder / "submitted.json").read_text())["slurm_job"])
 
 
@@ -207,7 +207,7 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
 
 
 def test_jobs_of_an_array_on_one_node_at_once_do_not_collide(cluster: Cluster, first: Path) -> None:
-    """Two jobs of two ranks each: other runs, of which each has all that it should."""
+    """Two jobs of two ranks each are separate, complete runs."""
     until(ended(first, 2), "the first two jobs")
     jobs = [cluster.job(number_of(first / n)) for n in "01"]
     assert jobs[0]["NodeList"] == jobs[1]["NodeList"]
@@ -249,12 +249,12 @@ def test_the_notebook_reads_the_sweep(
     assert winner is not None
     assert f": run {winner.name}\n" in cells[4][0]["text"]
     assert "seed=" in cells[4][0]["text"]
-    assert cells[1][0]["data"]["text/plain"].count("done") >= 3  # one may still be repeated
+    assert cells[1][0]["data"]["text/plain"].count("done") >= 3  # one step may be repeated
     assert ["image/png" in cells[n][-1]["data"] for n in (2, 3, 5)] == [True] * 3
 
 
 def test_a_job_of_an_array_is_queued_again_alone(cluster: Cluster, tmp_path: Path) -> None:
-    """SLURM knows the last job of an array by the number of all of them."""
+    """SLURM's number of the last job of an array is the number of the array."""
     program = tmp_path / "python"
     program.write_text(
         '#!/bin/sh\n[ "$SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT" != 1 ] || exit 75\n'
@@ -316,12 +316,12 @@ def weights(folder: Path) -> dict[str, bytes]:
 def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     cluster: Cluster, overrunning: Path
 ) -> None:
-    """What is cancelled saves as well, and has no further life."""
+    """A cancelled job saves, too, and is not requeued."""
     number, log = number_of(overrunning), overrunning / "job.log"
     until(lambda: "resumed after step " in log.read_text(), "the second life")
     assert ": stopped after step " in log.read_text().partition("resumed after step ")[0]
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
-    # On a slow machine this life may be over by now; the next one has enough time.
+    # On a slow machine this start may have ended by now; the next one has enough time.
     until(lambda: read_sweep(overrunning.parent).job("0").status.state == "running", "a run")
     before = steps(overrunning)
     until(lambda: steps(overrunning) > before + 2, "steps of a life with enough time")

@@ -82,7 +82,7 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
-    """Until its ranks write, their logs end a life before."""
+    """Until its ranks write, their logs end with the start before."""
     folder = write_sweep(tmp_path / "sweep", ["seed=0,1"])
     moments = {"0": "2026-11-22 03:07:45", "1": "2026-11-22 03:07:55"}
     for name, moment in moments.items():
@@ -95,7 +95,7 @@ def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
 
 
 def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:
-    """Its folder need not be the one that Hydra would have given it."""
+    """A job's folder need not be the one that Hydra would choose."""
     folder = write_sweep(tmp_path / "sweep", ["seed=2,1"])
     write_done(folder / "0", "seed=1", "resume=auto", model=5)
     for name, text in (("0", "seed=1"), ("1", "seed=2")):

@@ -94,7 +94,7 @@ def test_files_hold_what_is_shown(
     monkeypatch: pytest.MonkeyPatch, sweep: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "out"
-    for _ in range(2):  # a sweep that is under way is looked at again
+    for _ in range(2):  # a running sweep is shown again
         shown(monkeypatch, str(sweep), f"out={out}")
     assert sorted(path.name for path in out.iterdir()) == ["metric.png", "sweep.csv", "sweep.json"]
     rows = list(csv.DictReader(StringIO((out / "sweep.csv").read_text())))

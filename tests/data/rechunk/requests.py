@@ -26,7 +26,7 @@ EVERYTHING = {
 
 
 class StoppedError(RuntimeError):
-    """Raised where a process could have been killed."""
+    """Raised at a point at which a process could be killed."""
 
 
 def config(store: Path, **changes: Any) -> DataConfig:

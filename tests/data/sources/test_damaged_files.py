@@ -115,7 +115,7 @@ def test_truncated_shard(tmp_path, keep):
 
 @pytest.mark.parametrize("keep", [0.2, 0.6])
 def test_range_of_a_shard_that_ends_early_is_no_fill_value(tmp_path, keep):
-    """Where the index comes first, chunks at the end of the shard are missing."""
+    """If the index comes first, chunks at the end of the shard are missing."""
     path = written(tmp_path)
     shutil.rmtree(path / "temperature")
     sharding = zarr.codecs.ShardingCodec(chunk_shape=(1, 3, 4, 8), index_location="start")
@@ -147,7 +147,7 @@ def test_missing_chunk_is_neither_zeros_nor_nan(tmp_path, version):
 
 
 def test_missing_chunk_of_a_part_of_the_globe(tmp_path):
-    """Its fill value decides: where that is NaN, the chunk may be one of land in a field of sea."""
+    """The fill value decides: if it is NaN, the chunk may be land in a field of the sea."""
     for version in (2, 3):
         (tmp_path / f"{version}").mkdir()
         path = written(tmp_path / f"{version}", version, rows=4)
@@ -183,7 +183,7 @@ def test_missing_chunk_of_packed_integers(tmp_path):
 
 @pytest.mark.parametrize("name", ["solar", "TP", "tsi", "convective_available_potential_energy"])
 def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
-    """As zarr does by default: the sun does not shine at night."""
+    """zarr leaves out chunks of zeros by default, such as sunlight at night."""
     dark = stores.dataset()["solar"].copy()
     dark[BAD] = 0
     path = written(tmp_path, **{name: dark}, rows=6)
@@ -353,7 +353,7 @@ def test_a_file_that_is_neither(tmp_path):
 
 
 def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
-    """The collector may close one in another thread, which the netCDF library does not survive."""
+    """The collector may close a file in another thread, which crashes the netCDF library."""
     seen = []
 
     def watched(*args, **options):

@@ -26,7 +26,7 @@ def written(data, path):
 
 @pytest.fixture
 def pair(tmp_path):
-    """Upper air at all times but the first two, the surface without the last one and the fifth."""
+    """Write upper air without the first two times, the surface without the fifth and the last."""
     surface = DATA[SURFACE].isel(time=[0, 1, 2, 3, 5, 6, 7, 8, 9, 10]).sortby("latitude")
     return [
         written(DATA[UPPER].isel(time=slice(2, None)), tmp_path / "upper.zarr"),
@@ -210,7 +210,7 @@ def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
 
 
 def test_chunks_are_numbered_across_files_and_stores(tmp_path):
-    """No chunk reaches from one file into the next, or from one store into the other."""
+    """No chunk spans two files or two stores."""
     spans = slice(0, 5), slice(5, 12)
     files = [
         GriddedSource.open(

@@ -105,7 +105,7 @@ def test_coordinates_are_canonical(written, name):
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not LAYOUTS[name].packed])
 def test_samples_of_a_run_are_bit_identical(written, name):
-    """Through everything that a run reads with, on the leap day."""
+    """Reads the leap day with everything that a run uses to read."""
     source, canonical, layout = written(name)
     names = [layout.renamed.get(n, n) for n in ("temperature", "2m_temperature", "geopotential")]
     static = layout.renamed.get("geopotential_at_surface", "geopotential_at_surface")

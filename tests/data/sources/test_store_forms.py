@@ -140,7 +140,7 @@ def test_a_missing_variable_is_answered_with_possible_names(written):
 @pytest.mark.parametrize("at", [None, "2019-12-30", "1979-01-01", "scalar", "day"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_static_fields_of_a_file_of_their_own_shorten_nothing(tmp_path, at, place):
-    """Whatever its date, and wherever it stands in the list; nothing else is taken from it."""
+    """At any date and position in the list; nothing else is read from this store."""
     static = DATA[[*forms.STATICS]]
     if at == "scalar":
         static = static.assign_coords(valid_time=forms.START)
@@ -186,7 +186,7 @@ def test_a_file_of_one_time_continues_where_others_end(tmp_path):
 
 
 def test_a_static_field_is_taken_where_it_does_not_change(tmp_path):
-    """Not from the surface, though that is named first and has it at all times."""
+    """Not from the store of the surface, which comes first and has the field at all times."""
     half = DATA["land_sea_mask"].broadcast_like(DATA["2m_temperature"]) * 0 + 0.5
     surface = DATA[[*forms.AT_SURFACE]].assign(land_sea_mask=half)
     names = {"prognostic": ["2m_temperature"], "diagnostic": [], "static": ["land_sea_mask"]}
@@ -255,7 +255,7 @@ def test_ambiguous_kinds_of_files_are_refused(tmp_path, third, why):
 
 
 def test_a_level_that_is_only_a_coordinate_counts(tmp_path):
-    """As in a file with one level, which has no dim of it."""
+    """A file with a single level has no dim for it."""
     one = DATA[[*forms.ON_LEVELS]].sel(level=500).rename(geopotential="z", temperature="t")
     one = one.rename(level="isobaricInhPa")
     entries = [netcdf(one, tmp_path / "one.nc")]
@@ -280,7 +280,7 @@ def test_a_description_depends_on_what_a_name_stands_for(written):
 
 @pytest.mark.parametrize("form", forms.FORMS)
 def test_a_value_out_of_range_is_located_in_its_file(written, form):
-    """In the very file, and for zarr in the chunk, under whatever name the store has it."""
+    """The message names the file, for zarr the chunk, with the store's name of the variable."""
     names = ("2m_temperature", "temperature", "land_sea_mask")
     store = Store.open(config(written(form), limits={name: [900, 901] for name in names}))
     times, rows = store.times[20:21], slice(3, 9)

@@ -18,7 +18,14 @@ from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_
 from credit_dp.data.dates import date_interval, format_minute
 from credit_dp.data.setup import run_training_pass
 from credit_dp.data.sources.address import reason_of, redact_secrets
-from credit_dp.data.sources.base import Times, as_slice, standardise_dims
+from credit_dp.data.sources.base import (
+    HORIZONTAL,
+    Times,
+    as_slice,
+    chunk_length,
+    in_dim_order,
+    standardise_dims,
+)
 from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
@@ -26,7 +33,6 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name
 
-HORIZONTAL = ("latitude", "longitude")
 DIM_ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
 DAYS_PER_YEAR = 366
 
@@ -114,8 +120,7 @@ class StoredClimatology:
         the first days again and does not keep them for a year.
         """
         array = self._dataset[self._stored[self._channels[0]].variable]
-        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
-        length = int(chunks[array.dims.index("dayofyear")]) if chunks else 1
+        length = chunk_length(array, "dayofyear")
         years = times.astype("M8[Y]").astype(np.intp)
         return years * DAYS_PER_YEAR + self._day_and_hour_indices(times)[0] // length
 
@@ -138,11 +143,7 @@ class StoredClimatology:
                 f"{self.where}: {name} can't be read from day {self._days[unique_days[0]]} to "
                 f"{self._days[unique_days[-1]]} ({reason_of(error)}). Change climatology."
             ) from error
-        # Dims that a variable lacks become dims of length 1; then all variables have one order.
-        dims = [str(dim) for dim in array.dims]
-        missing = [dim for dim in DIM_ORDER if dim not in dims]
-        values = values.reshape((1,) * len(missing) + values.shape)
-        values = values.transpose([[*missing, *dims].index(dim) for dim in DIM_ORDER])
+        values = in_dim_order(values, list(map(str, array.dims)), DIM_ORDER)
         return np.asarray(values[hour_inverse, day_inverse], dtype=np.float32)
 
     def _day_and_hour_indices(self, times: Times) -> tuple[Indices, Indices]:

@@ -19,8 +19,11 @@ from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.base import (
     as_slice,
     check_coordinates,
+    chunk_length,
     has_model_levels,
+    in_dim_order,
     standardise_dims,
+    whole_number_levels,
 )
 from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.errors import UserError
@@ -157,7 +160,7 @@ class ForecastStore:
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        levels = _read_levels(dataset, self.where)
+        levels = whole_number_levels(dataset, self.where, "forecast")
         self.variables = {
             str(name): ForecastVariable(
                 levels if "level" in array.dims else (),
@@ -215,20 +218,13 @@ class ForecastStore:
                 f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
                 "variables=, dates= or hours=."
             ) from error
-        dims = [str(dim) for dim in array.dims]
-        # Dims that a variable lacks, such as members or levels, become dims of length 1.
-        missing = [dim for dim in DIM_ORDER if dim not in dims]
-        values = values.reshape((1,) * len(missing) + values.shape)
-        order = [*missing, *dims]
-        values = values.transpose([order.index(dim) for dim in DIM_ORDER])
+        values = in_dim_order(values, list(map(str, array.dims)), DIM_ORDER)
         fields = np.asarray(values, dtype=np.float32)
         return fields[..., ::-1, :] if self._flipped else fields
 
     def initial_times_per_chunk(self, name: str) -> int:
         """Return the number of initial times in one chunk of a variable."""
-        array = self._dataset[name]
-        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
-        return int(chunks[array.dims.index("time")]) if chunks else 1
+        return chunk_length(self._dataset[name], "time")
 
     def describe(self, init: np.intp, lead: np.intp) -> str:
         """Return initial and lead time as text for messages."""
@@ -271,18 +267,6 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
     if np.any(np.diff(leads) <= np.timedelta64(0)) or not len(leads):
         raise UserError(f"{where}: {LEAD_DIM} is not strictly increasing. Change forecast.")
     return leads
-
-
-def _read_levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
-    if "level" not in dataset.dims:
-        return ()
-    values = dataset["level"].values if "level" in dataset.coords else np.array([np.nan])
-    number = np.issubdtype(values.dtype, np.number)
-    if not number or not np.isfinite(values).all() or (values != values.astype(int)).any():
-        raise UserError(
-            f"{where}: levels must be whole numbers, but are {values.tolist()}. Change forecast."
-        )
-    return tuple(int(level) for level in values)
 
 
 GRID_TOLERANCE = 1e-3  # degrees; stores have coordinates in float32, or rounded

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import xarray as xr
@@ -287,6 +287,47 @@ def has_model_levels(dataset: xr.Dataset) -> bool:
     attributes = dataset["level"].attrs if "level" in dataset.coords else {}
     long_name = str(attributes.get("long_name", "")).lower()
     return attributes.get("standard_name") in MODEL_LEVEL_NAMES or "model level" in long_name
+
+
+def whole_number_levels(dataset: xr.Dataset, where: str, key: str) -> tuple[int, ...]:
+    """Return the levels in the store's order; empty if it has no level dim.
+
+    Args:
+        dataset: with standard dims.
+        where: name of the store in error messages.
+        key: the key of the store in error messages.
+
+    Raises:
+        UserError: the level coordinate has no values, or they are not unique whole numbers.
+    """
+    if "level" not in dataset.dims:
+        return ()
+    if "level" not in dataset.coords:
+        raise UserError(f"{where}: has a dim level, but no values for it. Change {key}.")
+    values = dataset["level"].values
+    is_numeric = np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()
+    if not is_numeric or (values != values.astype(int)).any():
+        raise UserError(
+            f"{where}: levels must be whole numbers, but are {values.tolist()}. Change {key}."
+        )
+    if len(set(values.tolist())) < len(values):
+        raise UserError(f"{where}: a level comes twice: {values.tolist()}. Change {key}.")
+    return tuple(int(level) for level in values)
+
+
+def chunk_length(array: xr.DataArray, dim: str) -> int:
+    """Return the length of an array's chunks along a dim; 1 for an array without chunks."""
+    # xarray has the chunks of zarr and of netCDF under different names.
+    chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
+    return int(chunks[array.dims.index(dim)]) if chunks else 1
+
+
+def in_dim_order(values: NDArray[Any], dims: Sequence[str], order: Sequence[str]) -> NDArray[Any]:
+    """Return values with their dims in this order; dims that they lack have the length 1."""
+    missing = [dim for dim in order if dim not in dims]
+    all_dims = [*missing, *dims]
+    values = values.reshape((1,) * len(missing) + values.shape)
+    return values.transpose([all_dims.index(dim) for dim in order])
 
 
 def _check_grid(dataset: xr.Dataset, where: str) -> None:

@@ -38,9 +38,11 @@ from credit_dp.data.sources.base import (
     as_slice,
     check_coordinates,
     has_model_levels,
+    in_dim_order,
     scalar_level,
     squeeze_other_dims,
     standardise_dims,
+    whole_number_levels,
 )
 from credit_dp.data.sources.storage import (
     CompleteStore,
@@ -360,10 +362,7 @@ class GriddedSource(Source):
             )
         # The store is read in its own order of dims; they are reordered in memory, after the read.
         values = self._read_selection(array, selection, name)
-        missing = [dim for dim in ("time", "level") if dim not in array.dims]
-        dims = [*missing, *map(str, array.dims)]
-        values = values.reshape((1,) * len(missing) + values.shape)
-        values = values.transpose([dims.index(dim) for dim in ORDER])
+        values = in_dim_order(values, list(map(str, array.dims)), ORDER)
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped else fields
 
@@ -414,7 +413,7 @@ class GriddedSource(Source):
 
 def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
-    levels = _levels(dataset, where)
+    levels = whole_number_levels(dataset, where, "data.store")
     variables = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
@@ -435,24 +434,3 @@ def _problem(array: xr.DataArray, dims: list[str]) -> str:
     if array.dtype.kind not in "fiub":
         return f"holds values of the type {array.dtype}, not numbers"
     return ""
-
-
-def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
-    """Return the levels in the store's order.
-
-    Raises:
-        UserError: the level coordinate has no values, or they are not unique whole numbers.
-    """
-    if "level" not in dataset.dims:
-        return ()
-    if "level" not in dataset.coords:
-        raise UserError(f"{where}: has a dim level, but no values for it. Change data.store.")
-    values = dataset["level"].values
-    is_numeric = np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()
-    if not is_numeric or (values != values.astype(int)).any():
-        raise UserError(
-            f"{where}: levels must be whole numbers, but are {values.tolist()}. Change data.store."
-        )
-    if len(set(values.tolist())) < len(values):
-        raise UserError(f"{where}: a level comes twice: {values.tolist()}. Change data.store.")
-    return tuple(int(level) for level in values)

@@ -317,6 +317,8 @@ class DistributedDepthwiseConv2d(nn.Module):
                 f"DistributedDepthwiseConv2d: needs {expected} of {self.hidden_dim} channels "
                 f"({channels.start} to {channels.stop - 1}), got {x.shape[1]}"
             )
+        # Expanding before slicing gives the weights of the other ranks' channels a gradient of
+        # zero here, so that summing over the group yields the whole gradient.
         weight = self.expand_to_channels(self.weight)[channels, None]
         bias = None if self.bias is None else self.expand_to_channels(self.bias)[channels]
         return F.conv2d(x, weight, bias, padding="same", groups=expected)

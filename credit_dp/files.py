@@ -132,6 +132,7 @@ def fsync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder):
         for name in names:
             fsync_path(Path(root) / name)
+        # Flushing a file doesn't flush its name, which is content of the folder.
         fsync_path(Path(root))
 
 

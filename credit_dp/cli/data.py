@@ -620,6 +620,7 @@ def _describe_run(run: "StatisticsRun") -> str:
         lines.append(f"resuming: {_format_fields(run, run.num_done)} of the fields are done")
     step = store.config.step_hours
     if not covers_all_hours(run.every, step):
+        # Ends soon: every number without a factor of 2 or 3 covers all hours.
         better = next(n for n in count(run.every) if covers_all_hours(n, step))
         lines.append(
             f"every={run.every} misses some hours of the day, which biases the statistics. "

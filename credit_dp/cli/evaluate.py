@@ -300,6 +300,7 @@ def split_arguments(arguments: Sequence[str], program: str) -> tuple[list[Path],
 def distinct_names(folders: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as are needed to tell them apart."""
     paths = [folder.absolute().parts[1:] for folder in folders]
+    # Ends with the break: with all their parts, the paths of different folders differ.
     for count in range(1, max(map(len, paths)) + 2):  # the root has no parts
         names = ["/".join(names_above[-count:]) for names_above in paths]
         if len(set(names)) == len(names):

@@ -25,6 +25,7 @@ from credit_dp.cli.compose import Composer, check_run_config, explain_folder_err
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.run import report_errors, run_job_in_folder
+from credit_dp.cli.sweep_jobs import expand_override
 from credit_dp.cli.sweep_launchers import chosen_launcher, sweep_as_jobs
 from credit_dp.config import Config
 from credit_dp.distributed.launcher import find_launcher
@@ -371,7 +372,7 @@ def check_combinations(composer: Composer, overrides: Sequence[Override]) -> lis
     """
     check_may_sweep(overrides)
     overrides = with_experiment_params(composer, overrides)
-    choices = [choice for override in overrides if (choice := override_values(composer, override))]
+    choices = [choice for override in overrides if (choice := expand_override(composer, override))]
     configs = [composer.compose_config(texts) for texts in product(*choices)]
     for config in configs:
         check_run_config(config)
@@ -412,24 +413,13 @@ def with_experiment_params(composer: Composer, overrides: Sequence[Override]) ->
 
 def covering_combinations(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
     """Return combinations in which each value occurs: their number is a sum, not a product."""
-    choices = [override_values(composer, override) for override in overrides]
+    choices = [expand_override(composer, override) for override in overrides]
     first = [choice[0] for choice in choices if choice]
     result = [first]
     for position, choice in enumerate(choices):
         for text in choice[1:]:
             result.append([*first[:position], text, *first[position + 1 :]])
     return result
-
-
-def override_values(composer: Composer, override: Override) -> list[str]:
-    """Return one override for each value; none if the values are a range."""
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    if not override.is_discrete_sweep():
-        return []
-    # A glob, such as `model=glob(*)`, gets its choices from the loader.
-    override.config_loader = composer.hydra.config_loader
-    return [f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()]
 
 
 def run_sweep_job(composed: DictConfig) -> int:

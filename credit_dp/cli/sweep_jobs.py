@@ -288,16 +288,22 @@ def override_choices(overrides: Sequence[Override], composer: Composer) -> list[
     """
     choices = []
     for override in overrides:
-        if not override.is_sweep_override():
-            choices.append([str(override.input_line)])
-            continue
-        if not override.is_discrete_sweep():
+        values = expand_override(composer, override)
+        if not values:
             raise UserError(f"{override.key_or_group}: needs a list of values, like 1,2,3")
-        # A glob, such as `model=glob(*)`, gets its choices from the loader.
-        override.config_loader = composer.hydra.config_loader
-        key = override.get_key_element()
-        choices.append([f"{key}={text}" for text in override.sweep_string_iterator()])
+        choices.append(values)
     return choices
+
+
+def expand_override(composer: Composer, override: Override) -> list[str]:
+    """Return one override for each value; none if the values are a range."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    if not override.is_discrete_sweep():
+        return []
+    # A glob, such as `model=glob(*)`, gets its choices from the loader.
+    override.config_loader = composer.hydra.config_loader
+    return [f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()]
 
 
 LOG_FILE = "job.log"  # output of the job, in its folder

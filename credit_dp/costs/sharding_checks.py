@@ -72,6 +72,7 @@ def run_checks(
     device = rank_device(config, ranks)
     manager = build_manager(config.parallel, ranks)
     checks = [
+        # Copies are exact; sums over bands are rounded in another order than on one rank.
         run_check("exchange", exchange_error, 0.0, manager, device),
         run_check("reduction", reduction_error, 1e-12, manager, device),
         run_check("converted step", step_error, 1e-11, manager, device),
@@ -94,6 +95,7 @@ def run_check(
     device: torch.device,
 ) -> Check:
     """Run a check twice and return the largest error on any rank."""
+    # Not timed: the first messages set up connections.
     error_of(manager, device)
     start = time.perf_counter()
     error = error_of(manager, device)
@@ -168,6 +170,7 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     config = UNetConfig(channels=[8, 16], blocks=1, groups=4)
     grid = (field.shape[-2], COLUMNS)
     unsharded = build_model(config, Fields.flat(CHANNELS), grid).to(device, torch.float64)
+    # A copy, because the conversion replaces layers in place.
     sharded = shard_model(copy.deepcopy(unsharded), manager, tuple(field.shape))
     output = unsharded(field)
     output.square().sum().backward()
@@ -181,6 +184,7 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
         # Each rank has the gradient of its band's loss; their sum is that of the globe's loss.
         summed = manager.transport.all_reduce(gradient_or_zeros(local))
         errors.append(
+            # The floor: a gradient that is zero but for rounding has no digits to compare.
             relative_difference(summed, gradient_or_zeros(expected), 1e-3 * largest_gradient)
         )
     return max(errors)

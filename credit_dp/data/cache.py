@@ -63,6 +63,7 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
         is_complete: whether a path exists and is undamaged; a damaged one is removed.
     """
     with FileLock(lock_path(path)):
+        # Only with the lock: the process that held it until now may have completed the path.
         if is_complete(path):
             yield None
             return

@@ -15,6 +15,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.dates import format_minute
 from credit_dp.data.grid import POLE
 from credit_dp.data.sources.base import Source, Times, VariableInfo, all_names
+from credit_dp.data.units import time_spacing
 from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a float32 value
@@ -160,8 +161,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
 def report_time_axis(times: Times) -> TimeAxisReport:
     """Return a report on times and their gaps."""
     steps = np.diff(times)
-    values, counts = np.unique(steps, return_counts=True)
-    spacing = values[np.argmax(counts)] if len(values) else np.timedelta64(0, "ns")
+    spacing = time_spacing(times)
     # Times that are closer than usual are no gaps.
     gaps = tuple(
         TimeGap(
@@ -197,6 +197,7 @@ def band_read_amplification(
 
 def _fields_decoded(chunk: tuple[int, int, int, int], channels: int) -> float:
     """Return the number of fields decoded for each field needed."""
+    # Adjacent channels need whole chunks of channels, and every chunk holds all of its times.
     touched = -(-channels // chunk[1]) * chunk[1]
     return chunk[0] * touched / channels
 

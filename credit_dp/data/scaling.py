@@ -134,6 +134,7 @@ class ChannelScaler:
             channel_values = out[..., channel, :, :]
             out[..., channel, :, :] = invert_transform(channel_values, self._transformed[channel])
         for channel in _indices_below(channels, self._nonnegative):
+            # A model may predict slightly less than no rain.
             out[..., channel, :, :].clamp_(min=0)
         return out if mask is None else out.masked_fill_(~mask[:channels], float("nan"))
 

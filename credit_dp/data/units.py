@@ -84,6 +84,8 @@ SYMBOLS = {
     "radian": "rad",
     "radians": "rad",
 }
+# A slash, a symbol or 1, and a power: m, /s, m2, s-1, m^2, s^(-2). Other numbers are not allowed,
+# because they scale the values.
 FACTOR = re.compile(r"(/?)([A-Za-z°%_]+|1(?![\d.]))(?:\^?\(?([+-]?\d+)\)?)?")
 
 
@@ -98,8 +100,11 @@ def canonical_unit(text: str) -> str:
     word = WORDS.get(word.replace(" - ", "-"), WORDS.get(word, ""))
     if word:
         return word
+    # Drop braces as in m^{2} and brackets around the whole text; ** and ^ mean the same.
     factors = re.sub(r"\*\*", "^", re.sub(r"[{}]|^[(\[]|[)\]]$", "", stripped))
     factors = re.sub(r"\s*([/^])\s*", r"\1", factors)
+    # A dot or a star between two factors multiplies them, as a space does; the dot of a number
+    # stays.
     factors = re.sub(r"(?<=[A-Za-z0-9)])[.*·](?=[A-Za-z])", " ", factors).replace("/", " /")
     powers: Counter[str] = Counter()
     for factor in factors.split():
@@ -504,6 +509,7 @@ def time_spacing(times: Times) -> np.timedelta64:
     """Return the most common distance of neighbouring times; zero for a single time."""
     if len(times) < 2:
         return np.timedelta64(0, "ns")
+    # Neither the smallest nor the mean: gaps and single extra times should not count.
     steps, counts = np.unique(np.diff(times), return_counts=True)
     common: np.timedelta64 = steps[np.argmax(counts)]
     return common
@@ -514,6 +520,8 @@ def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
 
     If there are none, return those of times that are whole steps after the first time.
     """
+    # Counting from a fixed date selects the same hours of the day in stores with different first
+    # times.
     epoch = np.datetime64(0, "ns")
     indices = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
     return (

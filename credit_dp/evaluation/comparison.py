@@ -362,6 +362,7 @@ def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
 
 def _baseline_warnings(results: Sequence[EvaluationResult], keys: Sequence[ScoreKey]) -> list[str]:
     """Warn if baselines differ: with the same truth and dates they score the same."""
+    # Catches setups that differ where neither file says so, such as another copy of the truth.
     first = results[0]
     lines = []
     for other in results[1:]:

@@ -296,6 +296,7 @@ METRICS: dict[str, Metric] = {
 
 def metrics_of_comparison() -> list[Metric]:
     """Return the metrics in the order of comparisons: metrics that rank sources come first."""
+    # False sorts before True, and equal keys keep the order of the table.
     return sorted(
         METRICS.values(),
         key=lambda metric: (not metric.better.ranks_sources, metric.better is Better.UNDECIDED),

@@ -23,7 +23,7 @@ from credit_dp.cli.slurm import slurm
 from credit_dp.cli.sweep import sweeps
 from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
-from credit_dp.distributed.launcher import find_launcher
+from credit_dp.distributed.launcher import find_launcher, likely_rank
 from credit_dp.distributed.report import report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.errors import UserError
@@ -99,5 +99,5 @@ def launcher_rank() -> int:
     try:
         launcher = find_launcher(os.environ)
     except UserError:
-        return 0
+        return likely_rank(os.environ)
     return 0 if launcher is None else launcher.ranks.rank

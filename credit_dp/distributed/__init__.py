@@ -1,4 +1,4 @@
-"""Start the ranks of a run, or join the ranks that torchrun, srun or submitit started.
+"""Start the ranks of a run, or join the ranks that a launcher started.
 
 `launch(config)` is all that a command needs. In this order it
 

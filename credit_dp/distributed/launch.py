@@ -5,7 +5,7 @@ import sys
 import traceback
 
 from credit_dp.config import Config
-from credit_dp.distributed.launcher import Launcher, RankInfo, find_launcher
+from credit_dp.distributed.launcher import Launcher, RankInfo, find_launcher, rendezvous_host
 from credit_dp.distributed.local import run_processes, start_fork_server
 from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
@@ -26,7 +26,8 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
         run: `module:function`, called as `function(config, ranks) -> int`.
 
     Raises:
-        UserError: the mesh does not fit this machine or the launcher's ranks; nothing has started.
+        UserError: the mesh does not fit this machine or the launcher's ranks, or these can't meet;
+            nothing has started.
         KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 while no training handles
             them, or SIGTERM more than 2 seconds after the first; all ranks have ended by then.
 
@@ -65,9 +66,13 @@ def run_single_process(config: Config, run: str) -> int:
 
 
 def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
-    """Run as one rank of a launcher and return its exit code; one of the ranks reports failures."""
+    """Run as one rank of a launcher and return its exit code; one of the ranks reports failures.
+
+    Raises:
+        UserError: the ranks can't meet.
+    """
     # torch's `env://` reads the address of rank 0 from these variables.
-    os.environ.setdefault("MASTER_ADDR", launcher.address)
+    os.environ.setdefault("MASTER_ADDR", rendezvous_host(launcher, os.environ))
     os.environ.setdefault("MASTER_PORT", str(launcher.port))
     ranks = launcher.ranks
     monitor = PeerMonitor(ranks, config.parallel)

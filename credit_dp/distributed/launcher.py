@@ -1,15 +1,23 @@
-"""Read from the environment whether torchrun, srun or submitit started this process.
+"""Read from the environment which launcher started this process, and with which rank.
 
-Each launcher sets its own variables: the rank, the number of ranks, and, except for submitit's
-local executor, where rank 0 runs. All ranks of a job have to work out the same address and port.
+Each launcher sets its own variables: the rank, the number of ranks, and in some cases where rank 0
+runs. All ranks of a job have to work out the same address and port. Launchers may be nested, as
+mpirun starts its daemons by srun: the innermost one counts, and those that start a single process
+do not. An environment of several ranks that is not understood is refused, as otherwise each of them
+would start a run of its own.
 """
 
+import errno
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import final
 
+from credit_dp.distributed.slurm import run_slurm_command
 from credit_dp.errors import UserError
 
 
@@ -46,55 +54,203 @@ class Launcher:
     """The program that started the ranks, and how its ranks reach rank 0.
 
     Attributes:
-        name: torchrun, srun or submitit.
+        name: torchrun, srun, mpirun, mpiexec, flux run or submitit.
         ranks: of this process.
-        address: host of rank 0.
+        address: host of rank 0; None if the environment does not tell.
         port: on which rank 0 listens.
     """
 
     name: str
     ranks: RankInfo
-    address: str
+    address: str | None
     port: int
+
+
+HOW_TO_START = (
+    "Start the ranks by torchrun, srun, mpiexec, mpirun or flux run, or set RANK, WORLD_SIZE, "
+    "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them (RANK=0 and "
+    "WORLD_SIZE=1 for a run of its own)."
+)
 
 
 def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """Return the launcher that started this process; None if the process starts its own ranks.
 
     Raises:
-        UserError: a variable that the launcher sets is missing or not a number.
+        UserError: a variable that the launcher sets is missing or not a number, or there are
+            several ranks of an unknown launcher.
     """
     try:
-        return _from_torchrun(environment) or _from_srun(environment) or _from_submitit(environment)
+        launcher = (
+            _from_torchrun(environment)
+            or _from_flux(environment)
+            or _from_mpi(environment)
+            or _from_srun(environment)
+            or _from_submitit(environment)
+        )
     except (KeyError, ValueError) as error:
         raise UserError(
             "environment: a launcher started this process, but one of its variables is missing or "
-            f"malformed ({error}). Start the ranks by torchrun, srun or submitit."
+            f"malformed ({error}). {HOW_TO_START}"
         ) from error
+    if launcher is None:
+        _refuse_unknown_ranks(environment)
+    return launcher
+
+
+def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
+    """Return the host of rank 0, after checking that the ranks can meet there.
+
+    Otherwise all of them would wait for minutes.
+
+    Raises:
+        UserError: the host is unknown or, on rank 0, another one, or its port is in use.
+    """
+    address, port = launcher.address, launcher.port
+    if address is None:
+        raise UserError(
+            f"MASTER_ADDR: needs the host of rank 0, which {launcher.name} does not tell here. Set "
+            "MASTER_ADDR to its name and MASTER_PORT to a free port, the same on all ranks."
+        )
+    if launcher.ranks.rank > 0 or "MASTER_ADDR" in environment:
+        return address
+    try:
+        socket.create_server((address, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, not on {address}, the first "
+                "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
+                "port, the same on all ranks."
+            ) from error
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"MASTER_PORT: port {port} of {address} is in use. Set MASTER_PORT to a free port, "
+                "the same on all ranks."
+            ) from error
+        # What else may be wrong, such as a name that is unknown here, torch says.
+    return address
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
+    """Return the ranks of torchrun, or of a script that sets the same variables."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank = int(env["RANK"])
     world_size = int(env["WORLD_SIZE"])
-    per_node = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    ranks = RankInfo(
-        rank=rank,
-        world_size=world_size,
-        local_rank=int(env.get("LOCAL_RANK", rank)),
-        local_world_size=per_node,
-        node=int(env.get("GROUP_RANK", rank // per_node)),
+    local_rank = int(env.get("LOCAL_RANK", rank))
+    # Without it all ranks are on one node, unless their numbers on the node say otherwise.
+    per_node = world_size
+    if "LOCAL_WORLD_SIZE" in env or local_rank != rank:
+        per_node = int(env["LOCAL_WORLD_SIZE"])
+    node = int(env.get("GROUP_RANK", rank // per_node))
+    ranks = RankInfo(rank, world_size, local_rank, per_node, node)
+    return Launcher("torchrun", ranks, _address(env, ranks), int(env.get("MASTER_PORT", 29500)))
+
+
+def _from_flux(env: Mapping[str, str]) -> Launcher | None:
+    if "FLUX_TASK_RANK" not in env:
+        return None
+    tasks = int(env["FLUX_JOB_SIZE"])
+    if tasks == 1:
+        return None
+    nodes = int(env["FLUX_JOB_NNODES"])
+    local_rank = int(env["FLUX_TASK_LOCAL_ID"])
+    # Flux does not tell the tasks of this node. It deals them evenly, unless a node is smaller.
+    if "LOCAL_WORLD_SIZE" not in env and (tasks % nodes or local_rank >= tasks // nodes):
+        raise ValueError(
+            f"FLUX_JOB_SIZE={tasks} tasks are not dealt evenly to FLUX_JOB_NNODES={nodes} nodes: "
+            "use --nodes and --tasks-per-node"
+        )
+    per_node = int(env.get("LOCAL_WORLD_SIZE", tasks // nodes))
+    ranks = _numbered_nodes(int(env["FLUX_TASK_RANK"]), tasks, local_rank, per_node)
+    return Launcher("flux run", ranks, _address(env, ranks), _port(env, _job_number(env)))
+
+
+@final
+@dataclass(frozen=True)
+class MpiVariables:
+    """Variables by which a launcher of MPI programs tells a process its rank; the first one counts.
+
+    Attributes:
+        launcher: its command.
+        rank, size: of all processes.
+        local_rank, local_size: of those on the node.
+    """
+
+    launcher: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+# PMI is that of MPICH and Intel MPI (mpiexec.hydra: MPI_*) and of Cray (PALS: PALS_*, PMI_LOCAL_*).
+# With PMIx instead of PMI, PALS does not tell the number of ranks: WORLD_SIZE has to.
+PMI = MpiVariables(
+    "mpiexec",
+    ("PALS_RANKID", "PMI_RANK"),
+    ("PMI_SIZE", "WORLD_SIZE"),
+    ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK"),
+    ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
+)
+OPEN_MPI, MVAPICH = (
+    MpiVariables(
+        command,
+        (f"{prefix}_COMM_WORLD_RANK",),
+        (f"{prefix}_COMM_WORLD_SIZE",),
+        (f"{prefix}_COMM_WORLD_LOCAL_RANK",),
+        (f"{prefix}_COMM_WORLD_LOCAL_SIZE",),
     )
-    address = env.get("MASTER_ADDR", "127.0.0.1")
-    return Launcher("torchrun", ranks, address, int(env.get("MASTER_PORT", 29500)))
+    for command, prefix in (("mpirun", "OMPI"), ("mpiexec", "MV2"))
+)
+
+
+def _from_mpi(env: Mapping[str, str]) -> Launcher | None:
+    """Return the ranks of mpirun or mpiexec: Open MPI, MVAPICH, MPICH, Intel MPI or Cray's PALS."""
+    for variables in (OPEN_MPI, MVAPICH, PMI):
+        if not _has_any(env, variables.rank) or not _has_any(env, variables.size):
+            continue
+        rank, size = _read_first(env, variables.rank), _read_first(env, variables.size)
+        # srun sets the PMI variables, too, and knows its nodes. If these differ from srun's, srun
+        # started the daemons of an mpiexec.
+        by_srun = (str(rank), size) == (env.get("SLURM_PROCID"), _step_tasks(env))
+        if size == 1 or (variables is PMI and by_srun):
+            continue
+        local_rank = _read_first(env, variables.local_rank)
+        ranks = _numbered_nodes(rank, size, local_rank, _read_first(env, variables.local_size))
+        address = _address(env, ranks)
+        return Launcher(variables.launcher, ranks, address, _port(env, _job_number(env)))
+    return None
+
+
+def _has_any(env: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    return any(name in env for name in names)
+
+
+def _read_first(env: Mapping[str, str], names: tuple[str, ...]) -> int:
+    for name in names:
+        if name in env:
+            return int(env[name])
+    raise KeyError(" or ".join(names))
+
+
+def _numbered_nodes(rank: int, size: int, local_rank: int, local_size: int) -> RankInfo:
+    """Return the rank with the number of its node, which these launchers do not tell.
+
+    Ranks fill one node after the other, or, where that contradicts the numbers on the node, are
+    dealt to the nodes in turn.
+    """
+    in_turn = rank % local_size != local_rank and size % local_size == 0
+    node = rank % (size // local_size) if in_turn else rank // local_size
+    return RankInfo(rank, size, local_rank, local_size, node)
 
 
 def _from_srun(env: Mapping[str, str]) -> Launcher | None:
     # sbatch and salloc also set SLURM_NTASKS, for a script that belongs to no step. A step with a
     # single task (an interactive shell, a batch step) starts its own ranks.
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
-    if "SLURM_STEP_ID" not in env or tasks == 1:
+    tasks = _step_tasks(env)
+    if tasks == 1:
         return None
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(tasks)))
     node = int(env.get("SLURM_NODEID", 0))
@@ -105,14 +261,19 @@ def _from_srun(env: Mapping[str, str]) -> Launcher | None:
         local_world_size=expand_counts(per_node)[node],
         node=node,
     )
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    single_node = ranks.local_world_size == tasks
-    address = "127.0.0.1" if single_node else first_host(nodes)
     # Jobs of an array have consecutive ids and often share a node: each id gets its own ports.
     step = (
         int(env.get("SLURM_JOB_ID", 0)) * STEPS_PER_JOB + int(env["SLURM_STEP_ID"]) % STEPS_PER_JOB
     )
-    return Launcher("srun", ranks, env.get("MASTER_ADDR", address), _port(env, step))
+    address = _address(env, ranks, "SLURM_STEP_NODELIST")
+    return Launcher("srun", ranks, address, _port(env, step))
+
+
+def _step_tasks(env: Mapping[str, str]) -> int:
+    """Return the number of tasks of the SLURM step of this process; 1 if it belongs to none."""
+    if "SLURM_STEP_ID" not in env:
+        return 1
+    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
 
 
 def _from_submitit(env: Mapping[str, str]) -> Launcher | None:
@@ -129,18 +290,104 @@ def _from_submitit(env: Mapping[str, str]) -> Launcher | None:
     return Launcher("submitit", ranks, "127.0.0.1", port)
 
 
+# Each tells a rank, but not of how many.
+LONE_RANKS = ("JSM_NAMESPACE_RANK", "PMIX_RANK", "PMI_ID")
+RANKS = (*OPEN_MPI.rank, *MVAPICH.rank, *PMI.rank, *LONE_RANKS)
+SIZES = (*OPEN_MPI.size, *MVAPICH.size, *PMI.size, "FLUX_JOB_SIZE")
+
+
+def _refuse_unknown_ranks(env: Mapping[str, str]) -> None:
+    """Refuse an environment that tells a rank, unless it is known to be that of a single process.
+
+    Raises:
+        UserError: naming the variables, and those to set.
+    """
+    found = [f"{name}={env[name]}" for name in RANKS if name in env]
+    if env.get("RANK", "0") != "0":  # 0 may be anything
+        found.append(f"RANK={env['RANK']}")
+    single_in_step = "SLURM_STEP_ID" in env and _step_tasks(env) == 1
+    if found and not single_in_step and all(env.get(name) != "1" for name in SIZES):
+        raise UserError(
+            f"environment: a launcher started this process as one of several ranks "
+            f"({', '.join(found)}), but does not tell how many there are. {HOW_TO_START}"
+        )
+
+
+def likely_rank(environment: Mapping[str, str]) -> int:
+    """Return the rank that the environment tells, even if it tells nothing else; 0 if it doesn't.
+
+    For an environment that `find_launcher` refuses.
+    """
+    names = ("RANK", "FLUX_TASK_RANK", *RANKS, "SLURM_PROCID")
+    found = (environment.get(name, "") for name in names)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
+# Where rank 0 listens
+
+
+def _address(
+    env: Mapping[str, str], ranks: RankInfo, nodes: str = "SLURM_JOB_NODELIST"
+) -> str | None:
+    """Return the host of rank 0: MASTER_ADDR, or the first host of the job; None if unknown.
+
+    Launchers number the ranks from the first host of a job on, unless told otherwise:
+    `rendezvous_host` notices this.
+
+    Args:
+        env: the environment.
+        ranks: of this process.
+        nodes: variable with a list of SLURM; that of the job comes next. The daemons of an mpirun
+            are in steps of their own, which have other nodes.
+    """
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if ranks.local_world_size == ranks.world_size:
+        return "127.0.0.1"
+    if "FLUX_TASK_RANK" in env:
+        return _first_host_of_flux_job(env.get("FLUX_JOB_ID", "local"))
+    if "PBS_NODEFILE" in env:
+        return _first_line(Path(env["PBS_NODEFILE"]))
+    hosts = env.get(nodes) or env.get("SLURM_JOB_NODELIST")
+    return first_host(hosts) if hosts else None
+
+
+@cache
+def _first_host_of_flux_job(job: str) -> str | None:
+    try:
+        return run_slurm_command(["flux", "hostlist", "--nth=0", job]).strip() or None
+    except UserError:
+        return None
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return next(iter(path.read_text().split()), None)
+    except OSError:  # some sites have the file on the first node only
+        return None
+
+
+# Variables that differ between jobs, and, the first of them, between the programs of a job.
+JOB_VARIABLES = ("PALS_APID", "FLUX_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "SLURM_JOB_ID")
+
+
+def _job_number(env: Mapping[str, str]) -> int:
+    """Return a number that is equal on all ranks of a job, and likely to differ between jobs."""
+    return zlib.crc32(next((env[name] for name in JOB_VARIABLES if name in env), "").encode())
+
+
 def _port(env: Mapping[str, str], job: int) -> int:
     """Return the same port on all ranks of a job; MASTER_PORT if the user set it."""
     return int(env.get("MASTER_PORT", FIRST_PORT + job % PORT_COUNT))
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    """Return the first host of a SLURM node list: `c[1-2]n[03-05,9],login1` -> `c1n03`."""
+    # The first host is the one with the first number of each pair of brackets.
+    match = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
-    prefix, number, suffix = match.groups(default="")
-    return f"{prefix}{number}{suffix}"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])
 
 
 def expand_counts(per_node: str) -> list[int]:

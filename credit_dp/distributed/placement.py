@@ -45,21 +45,36 @@ def resolve_ranks(config: Config, launcher: Launcher | None) -> Config:
     else:
         data = data_ranks_of_launcher(config.parallel, launcher)
         local_ranks = launcher.ranks.local_world_size
-    if device == "cuda" and local_ranks * gpus_per_rank > gpus and gpus_per_rank > 1:
-        raise UserError(
+    # A launcher may show each rank only its own GPUs (srun --gpus-per-task=1).
+    own_gpus_only = launcher is not None and gpus == gpus_per_rank
+    if device == "cuda" and local_ranks * gpus_per_rank > gpus and not own_gpus_only:
+        raise UserError(too_few_gpus_message(config.parallel, launcher, local_ranks, gpus))
+    check_batch(config, data)
+    check_fsdp(config.parallel, data)
+    return replace(config, device=device, parallel=replace(config.parallel, data=data))
+
+
+def too_few_gpus_message(
+    parallel: ParallelConfig, launcher: Launcher | None, local_ranks: int, gpus: int
+) -> str:
+    """Return the error line for more ranks on this machine than its GPUs allow."""
+    gpus_per_rank = parallel.gpus_per_rank
+    if gpus_per_rank > 1:
+        return (
             f"parallel.layout: counts {gpus_per_rank} GPUs for each rank and needs "
             f"{local_ranks * gpus_per_rank} on this machine, but torch sees {gpus}. Name fewer "
             "GPUs in parallel.layout, or start fewer ranks."
         )
-    if device == "cuda" and local_ranks > gpus:
-        raise UserError(
-            f"parallel.domain: {local_ranks} ranks on this machine need {local_ranks} GPUs, but "
-            f"torch sees {gpus}. Lower parallel.domain, parallel.data or parallel.pipeline, or use "
-            "device=cpu."
+    advice = "Lower parallel.domain, parallel.data or parallel.pipeline"
+    if launcher is not None:
+        advice = (
+            f"Let {launcher.name} start at most {gpus} ranks on a machine, or show each rank one "
+            "GPU (srun --gpus-per-task=1)"
         )
-    check_batch(config, data)
-    check_fsdp(config.parallel, data)
-    return replace(config, device=device, parallel=replace(config.parallel, data=data))
+    return (
+        f"parallel.domain: {local_ranks} ranks on this machine need {local_ranks} GPUs, but "
+        f"torch sees {gpus}. {advice}, or use device=cpu."
+    )
 
 
 def check_batch(config: Config, data: int) -> None:
@@ -91,7 +106,12 @@ def check_fsdp(parallel: ParallelConfig, data: int) -> None:
 
 
 def gpu_index(parallel: ParallelConfig, ranks: RankInfo) -> int:
-    """Return the index of a rank's GPU on its node; of the first one, if it drives several."""
+    """Return torch's index of a rank's GPU; of the first one, if the rank drives several.
+
+    If a rank sees its own GPUs only, the index is 0 on all ranks.
+    """
+    if count_visible_gpus() == parallel.gpus_per_rank:
+        return 0
     return ranks.local_rank * parallel.gpus_per_rank
 
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from credit_dp.config import Config
+from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
@@ -241,6 +241,8 @@ def process_group(
     store = join_rendezvous(init_method, ranks)
     if on_store is not None:
         on_store(store)
+        if cuda:
+            check_own_gpu(store, config.parallel, ranks)
     distributed.init_process_group(
         backend=backend,
         store=cast(Any, store),
@@ -253,6 +255,24 @@ def process_group(
     # Some back ends abort a process that exits without this. Not in a `finally`: after a failure
     # the other ranks may never get here, and the process ends anyway.
     distributed.destroy_process_group()
+
+
+def check_own_gpu(store: RendezvousStore, parallel: ParallelConfig, ranks: RankInfo) -> None:
+    """Refuse a GPU that two ranks take for their own; nccl would refuse it in many lines.
+
+    Raises:
+        UserError: on all ranks of that GPU but one.
+    """
+    import torch
+
+    index = gpu_index(parallel, ranks)
+    gpu = str(torch.cuda.get_device_properties(index).uuid)
+    if store.add(f"credit_dp/gpu/{gpu}", 1) > 1:
+        raise UserError(
+            f"device: {ranks.local_world_size} ranks on this machine need a GPU each, but rank "
+            f"{ranks.rank} shares GPU {gpu} with another rank. Start one rank for each GPU (srun "
+            "--gpus-per-task=1), or use device=cpu."
+        )
 
 
 def loopback_interface() -> str:

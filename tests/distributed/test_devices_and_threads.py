@@ -3,9 +3,12 @@
 import os
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import RankInfo, placement, worker
@@ -67,6 +70,7 @@ def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None
         (2, "auto", 4, None, None, "parallel.domain: 4 ranks on this machine need 4 GPUs"),
         (4, "cuda", 2, 3, None, "6 ranks on this machine need 6 GPUs"),
         (0, "cuda", 1, None, None, "device: needs a GPU"),
+        (2, "cuda", 4, None, under(4), "sees 2. Let torchrun start at most 2 ranks .* show each"),
         (0, "cpu", 3, None, under(4), "started 4 ranks, .* multiple of 3. Start 3 or 6 ranks"),
         (0, "cpu", 3, None, under(2), "multiple of 3. Start 3 ranks"),
         (0, "cpu", 2, 1, under(4), "parallel.data: torchrun started 4 ranks"),
@@ -132,6 +136,36 @@ def test_settings_of_fsdp2_need_data_ranks() -> None:
     config.parallel = ParallelConfig(pipeline=2, data_mode="fsdp2", cpu_offload=True)
     with pytest.raises(UserError, match=r"parallel\.cpu_offload: needs at least two data or dom"):
         placement.resolve_ranks(config, None)
+
+
+@pytest.mark.parametrize("visible", [4, 1])
+def test_ranks_see_all_gpus_of_the_node_or_only_their_own(
+    monkeypatch: pytest.MonkeyPatch, visible: int
+) -> None:
+    """With `srun --gpus-per-task=1` each of four ranks sees one GPU, as number 0."""
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: visible)
+    config = small_config("", 2)
+    config.device = "auto"
+    found = placement.resolve_ranks(config, under(8, 4))
+    assert (found.device, found.parallel.data) == ("cuda", 4)
+    ranks = [RankInfo(rank, 8, rank % 4, 4, rank // 4) for rank in range(8)]
+    expected = [0, 1, 2, 3] * 2 if visible == 4 else [0] * 8
+    assert [placement.gpu_index(found.parallel, rank) for rank in ranks] == expected
+
+
+def test_two_ranks_with_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a node see one GPU each: another one, unless the node has a single one."""
+    gpus = {0: "a", 1: "b"}
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[index])
+    )
+    store = cast(worker.RendezvousStore, HashStore())
+    for rank in range(2):
+        worker.check_own_gpu(store, ParallelConfig(), RankInfo(rank, 2, rank, 2))
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 1)
+    with pytest.raises(UserError, match=r"device: 2 ranks on this machine .* rank 1 shares GPU a"):
+        worker.check_own_gpu(store, ParallelConfig(), RankInfo(1, 2, 1, 2))
 
 
 def test_gpus_of_a_layout_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,24 @@
-"""Ranks that torchrun or srun starts: read from the environment, joined, in one folder."""
+"""Ranks that a launcher starts: read from the environment, joined, in one folder."""
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from credit_dp.cli.entry import launcher_rank
 from credit_dp.distributed import RankInfo
-from credit_dp.distributed.launcher import Launcher, expand_counts, find_launcher, first_host
+from credit_dp.distributed.launcher import (
+    Launcher,
+    expand_counts,
+    find_launcher,
+    first_host,
+    likely_rank,
+    rendezvous_host,
+)
 from credit_dp.distributed.worker import broadcast_run_folder
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -77,6 +87,233 @@ def test_slurm_without_srun_tasks_is_no_launcher(change: dict[str, str | None]) 
     assert find_launcher(env) is None
 
 
+# What the ranks of each site's launcher find in their environment, as far as it matters here: the
+# last rank of two nodes with four ranks each. `NODES` stands for a file with the first host.
+CRAY_PMI = {"PMI_RANK": "7", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "3", "PMI_LOCAL_SIZE": "4"}
+CRAY_PALS = {"PALS_RANKID": "7", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "3", "PALS_APID": "a-b"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "7",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+PBS = {"PBS_JOBID": "12.server", "PBS_NODEFILE": "NODES", "PBS_ENVIRONMENT": "PBS_BATCH"}
+PALS = {**PBS, **CRAY_PALS, "PALS_LOCAL_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "7",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "7",
+    "PMIX_NAMESPACE": "prterun-a-12@1",
+}
+HYDRA = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+FLUX = {
+    "FLUX_JOB_ID": "f2",
+    "FLUX_TASK_RANK": "7",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_TASK_LOCAL_ID": "3",
+    "PMI_RANK": "7",
+    "PMI_SIZE": "8",
+}
+# The daemons of an mpirun: one task on each node but the one where it was started.
+DAEMON = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n2"}
+IN_SLURM = {**DAEMON, "SLURM_JOB_NODELIST": "n[1-2]"}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if "OMPI" in name}
+SITES = {
+    "Perlmutter": (
+        {**STEP, **CRAY_PALS, **CRAY_PMI, "SLURM_STEP_NODELIST": "nid[001000-001001]"},
+        ("srun", "nid001000"),
+    ),
+    "Frontier": (
+        {**STEP, "SLURM_STEP_NODELIST": "frontier[00013,00027]"},
+        ("srun", "frontier00013"),
+    ),
+    "LUMI": (
+        {**STEP, **CRAY_PALS, **CRAY_PMI, "SLURM_STEP_NODELIST": "nid[005002,007001]"},
+        ("srun", "nid005002"),
+    ),
+    "JUWELS": (
+        {**STEP, "PMI_RANK": "7", "PMI_SIZE": "8", "SLURM_STEP_NODELIST": "jwb[0033-0034]"},
+        ("srun", "jwb0033"),
+    ),
+    "two brackets": ({**STEP, "SLURM_STEP_NODELIST": "c1-[1-2]n[3-4]"}, ("srun", "c1-1n3")),
+    "Derecho, Polaris": ({**PALS, **CRAY_PMI}, ("mpiexec", "node1")),
+    "Aurora, with PMIx": ({**PALS, "PMIX_RANK": "7", "WORLD_SIZE": "8"}, ("mpiexec", "node1")),
+    "Open MPI under PBS": ({**OPEN_MPI, **PBS}, ("mpirun", "node1")),
+    "Open MPI under SLURM": ({**IN_SLURM, **OPEN_MPI}, ("mpirun", "n1")),
+    "Open MPI under SLURM, its daemons": (
+        {**IN_SLURM, **OPEN_MPI, "SLURM_STEP_NUM_TASKS": "2"},
+        ("mpirun", "n1"),
+    ),
+    "MPICH under PBS": ({**HYDRA, **PBS}, ("mpiexec", "node1")),
+    "MPICH under SLURM": ({**IN_SLURM, **HYDRA, "SLURM_STEP_NUM_TASKS": "2"}, ("mpiexec", "n1")),
+    "MVAPICH": ({**MVAPICH, "MASTER_ADDR": "node1"}, ("mpiexec", "node1")),
+    "Flux": ({**FLUX, **CRAY_PALS, "MASTER_ADDR": "node1"}, ("flux run", "node1")),
+    "Flux that jsrun started": (
+        {**FLUX, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "node1"},
+        ("flux run", "node1"),
+    ),
+    "by hand": (
+        {
+            "RANK": "7",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "3",
+            "LOCAL_WORLD_SIZE": "4",
+            "MASTER_ADDR": "node1",
+        },
+        ("torchrun", "node1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_ranks_of_every_launcher(site: str, tmp_path: Path) -> None:
+    environment, (name, host) = SITES[site]
+    (tmp_path / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+    if "PBS_NODEFILE" in environment:
+        environment = {**environment, "PBS_NODEFILE": str(tmp_path / "nodes")}
+    launcher = launcher_of(environment)
+    assert (launcher.name, launcher.address) == (name, host)
+    assert launcher.ranks == RankInfo(7, 8, 3, 4, node=1)
+    assert launcher.port == 29_500 if name == "torchrun" else 20_000 <= launcher.port < 32_000
+    assert launcher_of({**environment, "MASTER_PORT": "4000"}).port == 4000
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, MVAPICH, {**PALS, **CRAY_PMI}])
+def test_ranks_of_one_node_meet_on_loopback(environment: dict[str, str]) -> None:
+    changes = {name: "8" for name in environment if "LOCAL_SIZE" in name or "LOCALNRANKS" in name}
+    launcher = launcher_of({**environment, **changes})
+    assert (launcher.address, launcher.ranks.node) == ("127.0.0.1", 0)
+
+
+def test_ports_of_programs_differ_if_the_launcher_numbers_them() -> None:
+    other = {"PALS_APID": "a-c"}
+    environment = {**PALS, **CRAY_PMI}
+    assert launcher_of(environment).port != launcher_of({**environment, **other}).port
+
+
+def test_ranks_that_are_dealt_to_nodes_in_turn() -> None:
+    local = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    assert launcher_of({**OPEN_MPI, **local}).ranks == RankInfo(5, 8, 2, 4, node=1)
+    local = {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    assert launcher_of({**OPEN_MPI, **local}).ranks == RankInfo(4, 8, 2, 4, node=0)
+
+
+def test_flux_tells_the_first_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "hostlist --nth=0 f3" ] && echo elcap7\n')
+    (tmp_path / "flux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert launcher_of({**FLUX, "FLUX_JOB_ID": "f3"}).address == "elcap7"
+    assert launcher_of({**FLUX, "FLUX_JOB_ID": "f4"}).address is None
+
+
+def test_flux_tasks_that_are_not_dealt_evenly_are_refused() -> None:
+    with pytest.raises(UserError, match="8 tasks are not dealt evenly to FLUX_JOB_NNODES=3 nodes"):
+        find_launcher({**FLUX, "FLUX_JOB_NNODES": "3"})
+    with pytest.raises(UserError, match="not dealt evenly"):
+        find_launcher({**FLUX, "FLUX_TASK_LOCAL_ID": "4"})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({**PBS, "PBS_ENVIRONMENT": "PBS_INTERACTIVE"}, id="qsub -I"),
+        pytest.param({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, id="salloc"),
+        pytest.param({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, id="sbatch"),
+        pytest.param(
+            {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "PALS_RANKID": "0"},
+            id="srun --pty bash",
+        ),
+        pytest.param({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, id="mpirun -n 1"),
+        pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, id="mpiexec -n 1"),
+        pytest.param({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, id="flux run -n 1"),
+        pytest.param({"FLUX_URI": "local:///run/flux", "FLUX_ENCLOSING_ID": "f2"}, id="flux alloc"),
+        pytest.param({"RANK": "0"}, id="a RANK that may be anything"),
+        pytest.param({"WORLD_SIZE": "8"}, id="settings for a later torchrun"),
+    ],
+)
+def test_a_single_process_starts_its_own_ranks(environment: dict[str, str]) -> None:
+    assert find_launcher(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "variable", "rank"),
+    [
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3", 3),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0", 0),
+        ({**PALS, "PMIX_RANK": "7"}, "PALS_RANKID=7, PMIX_RANK=7", 7),
+        ({"PMI_ID": "1", "PMI_PORT": "n1:80"}, "PMI_ID=1", 1),
+        ({"RANK": "2"}, "RANK=2", 2),
+        ({**HYDRA, "MPI_LOCALNRANKS": ""}, "malformed .*''", 7),
+        ({"PMI_RANK": "7", "PMI_SIZE": "8"}, "PALS_LOCAL_RANKID or PMI_LOCAL_RANK or", 7),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_NNODES", 1),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE", 5),
+    ],
+)
+def test_ranks_that_are_not_understood_are_refused(
+    environment: dict[str, str], variable: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them would train alone; the line says what to set, and rank 0 prints it first."""
+    with pytest.raises(UserError, match=variable) as refused:
+        find_launcher(environment)
+    assert "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert likely_rank(environment) == rank
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_rank() == rank
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(OPEN_MPI, id="no queue"),
+        pytest.param({**HYDRA, **PBS}, id="the nodes are in a file that is not here"),
+        pytest.param(
+            {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, id="hand"
+        ),
+    ],
+)
+def test_an_unknown_host_of_rank_0_is_refused_when_ranks_have_to_meet(
+    environment: dict[str, str],
+) -> None:
+    launcher = launcher_of(environment)
+    with pytest.raises(UserError, match=r"MASTER_ADDR: needs the host of rank 0, .* MASTER_PORT"):
+        rendezvous_host(launcher, environment)
+    given = {**environment, "MASTER_ADDR": "node1"}
+    assert rendezvous_host(launcher_of(given), given) == "node1"
+
+
+def test_rank_0_on_another_host_than_expected_is_refused() -> None:
+    launcher = Launcher("mpirun", RankInfo(0, 8, 0, 4), "192.0.2.1", 20_000)  # of no machine
+    with pytest.raises(UserError, match=r"MASTER_ADDR: rank 0 runs on .*, not on 192\.0\.2\.1"):
+        rendezvous_host(launcher, {})
+    assert rendezvous_host(launcher, {"MASTER_ADDR": "192.0.2.1"}) == "192.0.2.1"
+    other = Launcher("mpirun", RankInfo(1, 8, 1, 4), "192.0.2.1", 20_000)
+    assert rendezvous_host(other, {}) == "192.0.2.1"
+
+
+def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        launcher = Launcher("mpirun", RankInfo(0, 2, 0, 2), "127.0.0.1", port)
+        with pytest.raises(UserError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"):
+            rendezvous_host(launcher, {})
+    assert rendezvous_host(launcher, {}) == "127.0.0.1"
+
+    def unknown_name(*_: object) -> None:
+        raise OSError(errno.ENOENT, "unknown name")
+
+    monkeypatch.setattr(socket, "create_server", unknown_name)  # torch reports it
+    assert rendezvous_host(launcher, {}) == "127.0.0.1"
+
+
 def test_submitit_on_this_machine() -> None:
     env = {
         "SUBMITIT_LOCAL_NTASKS": "2",
@@ -100,6 +337,8 @@ def test_a_broken_environment_is_one_line() -> None:
         ("gpu[003-005,9],x", "gpu003"),
         ("n[7]", "n7"),
         ("r[1-2]-ib,z", "r1-ib"),
+        ("c1-[1-2]n[3-4],x", "c1-1n3"),
+        ("rack[02,4-5]n[008]i", "rack02n008i"),
     ],
 )
 def test_first_host(nodes: str, host: str) -> None:
@@ -138,6 +377,30 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = {path.read_text() for path in (tmp_path / "seen").iterdir()}
     assert seen == {str(tmp_path / "of-rank-0")}
+    assert len(list((tmp_path / "seen").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_ranks_of_an_mpirun_meet(tmp_path: Path) -> None:
+    """The test stands in for mpirun: nothing but their environment joins the processes."""
+    (tmp_path / "seen").mkdir()
+    arguments = ["tests.distributed.launch_program", "share_folder", "2", "0", "1", str(tmp_path)]
+    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    environment = {**os.environ, **common, "PMIX_NAMESPACE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            env={
+                **environment,
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                "SEEN": str(tmp_path / "seen"),
+            },
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(240) for process in processes] == [0, 0]
     assert len(list((tmp_path / "seen").iterdir())) == 2
 
 

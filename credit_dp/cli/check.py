@@ -5,6 +5,8 @@ model on its mesh. The same functions as in a run do the checks, so errors have 
 """
 
 import logging
+import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from credit_dp.cli.compose import check_rows, check_run_folder, folder_key, run_folder
 from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
-from credit_dp.errors import UnreachableError
+from credit_dp.config.data import SPLITS
+from credit_dp.distributed.launcher import find_launcher
+from credit_dp.distributed.placement import spans_nodes
+from credit_dp.errors import UnreachableError, UserError
 
 if TYPE_CHECKING:
     from credit_dp.costs.budget import StepPlan
@@ -41,8 +46,12 @@ class DataSummary(NamedTuple):
     lines: Sequence[str]
 
 
-def check_and_report(config: Config) -> int:
+def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     """Check a run and print its data, memory and traffic; return the exit code.
+
+    Args:
+        config: of the run.
+        overrides: that it was composed with.
 
     Returns:
         0; 1 if the model can't be sharded on the mesh; `EXIT_UNREACHABLE` if the data are out of
@@ -56,6 +65,7 @@ def check_and_report(config: Config) -> int:
     from credit_dp.training.build import check_plugins
 
     check_plugins(config)
+    given = config
     config, path = resolve_resume(config)
     try:
         data = inspect_data(config)
@@ -64,11 +74,13 @@ def check_and_report(config: Config) -> int:
             "The config is valid.", f"There is no plan, because the data can't be read: {error}"
         )
         return EXIT_UNREACHABLE
+    check_prepared_for_launcher(given, overrides)
+    fit = fit_lines(given, overrides)
     config = with_resolved_data(config, data)
     check_rows(config)
     resume = [] if path is None else [check_checkpoint(path, config, data)]
     plan = plan_step(config)
-    print_lines("The config is valid.", *data.lines, *resume, *plan_lines(plan, config))
+    print_lines("The config is valid.", *data.lines, *fit, *resume, *plan_lines(plan, config))
     return 1 if plan.report.problems else 0
 
 
@@ -92,6 +104,74 @@ def check_sweep(configs: Sequence[Config]) -> int:
         check_rows(with_resolved_data(config, data))
     print_lines(valid, *(line for data in summaries.values() if data.store for line in data.lines))
     return 0
+
+
+# Statistics and climatology of runs on several nodes
+
+
+def check_prepared(config: Config, overrides: Sequence[str]) -> None:
+    """Refuse a run on several nodes that would compute statistics or climatology first.
+
+    A single process would compute them, while all other ranks of the job wait for it.
+
+    Raises:
+        UserError: with the command that computes them.
+    """
+    missing = None if config.data.fit_in_job else missing_preparation(config, overrides)
+    if missing is not None:
+        raise UserError(
+            f"data.fit_in_job: on several nodes all ranks would wait for one that computes what is "
+            f"missing: {missing}. Or set data.fit_in_job=true."
+        )
+
+
+def check_prepared_for_launcher(config: Config, overrides: Sequence[str]) -> None:
+    """Do the same in a rank of a launcher, if its ranks are on several nodes.
+
+    Raises:
+        UserError: see `check_prepared`.
+    """
+    launcher = find_launcher(os.environ)
+    if launcher is not None and launcher.ranks.on_several_nodes:
+        check_prepared(config, overrides)
+
+
+def missing_preparation(config: Config, overrides: Sequence[str]) -> str | None:
+    """Return what the cache lacks and the command that computes it; None if nothing is missing."""
+    from credit_dp.data.cache import NotComputedError
+    from credit_dp.data.setup import prepare_training_data
+    from credit_dp.training.console import collect_data_notes
+
+    resolved, _ = resolve_resume(config)
+    try:
+        with collect_data_notes():  # the run shows them
+            prepare_training_data(resolved.data, compute=False)
+    except NotComputedError as error:
+        dates = resolved.data.dates
+        extra = [
+            f"data.dates.{split}=[{','.join(getattr(dates, split))}]"
+            for split in SPLITS
+            if dates != config.data.dates  # those of the checkpoint
+        ]
+        return f"{error}. Run first: {preparation_command(config, [*overrides, *extra])}"
+    return None
+
+
+def fit_lines(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Return a line about what is computed first, if the mesh is larger than a node."""
+    if config.data.fit_in_job or not spans_nodes(config):
+        return []
+    missing = missing_preparation(config, overrides)
+    return [] if missing is None else [f"fit     refused on several nodes: {missing}"]
+
+
+def preparation_command(config: Config, overrides: Sequence[str]) -> str:
+    """Return the command that computes statistics and climatology of a run with these overrides."""
+    groups = ("data=", "experiment=")
+    given = [text for text in overrides if text.lstrip("+").startswith(("data.", *groups))]
+    if not any(text.startswith(groups) for text in given):
+        given.insert(0, f"data={config.data.name}")
+    return shlex.join(["credit-dp", "data", "stats", "climatology=true", *given])
 
 
 def print_lines(*lines: str) -> None:

@@ -48,6 +48,9 @@ class DataArguments(NamedTuple):
     json: bool
 
 
+GROUPS = ("data", "experiment")  # of the config, which choose stores and variables
+
+
 def read_data_arguments(
     arguments: Sequence[str], program: str, help_text: str, command_keys: Mapping[str, Any]
 ) -> DataArguments | None:
@@ -80,8 +83,8 @@ def read_data_arguments(
         elif key == "store":
             data_overrides.append(f"data.store={_quote_store(value)}")
         # Keys of the config have a dot (data.NAME); any other word is a mistake.
-        elif "." not in key and key != "data":
-            known = [*command_keys, "store", "data"]
+        elif "." not in key and key not in GROUPS:
+            known = [*command_keys, "store", *GROUPS]
             raise UserError(
                 f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."
                 f"{did_you_mean(key, known)}"
@@ -130,8 +133,9 @@ def _type_name(default: Any) -> str:
 
 
 def _default_overrides(given: Sequence[str]) -> list[str]:
-    """Return `data=zarr` unless another choice is given."""
-    return [] if any(text.startswith("data=") for text in given) else ["data=zarr"]
+    """Return `data=zarr` unless another choice is given, or an experiment, which has one."""
+    chosen = any(text.partition("=")[0] in GROUPS for text in given)
+    return [] if chosen else ["data=zarr"]
 
 
 INSPECT_HELP = """\
@@ -479,6 +483,9 @@ change over a step, minimum and maximum of each channel, weighted by area, over 
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
   out=FILE      the file to write, for data.statistics=FILE; without it, a file in the cache, where
                 training with the same data finds it
+  climatology=false   true: fit the climatology, too, so that the cache has all that training with
+                the same keys computes; missing statistics are computed in the same pass, by one
+                thread and not resumed
   every=1       use every N-th date, and the one a step later; choose N so that all hours of the day
                 occur
   workers=2     threads
@@ -491,7 +498,13 @@ If it is killed, the same command continues where it stopped.
 Exit code: 0 if it is done, 2 if the keys or the store are wrong.
 """
 
-STATS_KEYS: Mapping[str, Any] = {"out": "", "every": 1, "workers": 2, "scheduler": ""}
+STATS_KEYS: Mapping[str, Any] = {
+    "out": "",
+    "climatology": False,
+    "every": 1,
+    "workers": 2,
+    "scheduler": "",
+}
 
 
 def stats(arguments: Sequence[str], program: str) -> int:
@@ -510,9 +523,12 @@ def stats(arguments: Sequence[str], program: str) -> int:
             raise UserError(
                 f"{key}: needs a whole number of at least 1, got {parsed.command_keys[key]}"
             )
+    if parsed.command_keys["climatology"]:
+        return _prepare_cache(parsed)
     if parsed.config.name == "quickstart":
         raise UserError(
-            f"{program}: needs a store: only training creates that of the quickstart. Set store."
+            f"{program}: needs a store: only training and climatology=true create that of the "
+            "quickstart. Set store."
         )
     from rich.console import Console
 
@@ -530,6 +546,30 @@ def stats(arguments: Sequence[str], program: str) -> int:
     if not _is_computed(store, path, parsed.command_keys["every"]):
         _compute(store, path, parsed.command_keys, screen)
     screen.show(_usage_hint(path, parsed.command_keys["out"]))
+    return 0
+
+
+def _prepare_cache(parsed: DataArguments) -> int:
+    """Compute all that training takes from the cache, as a run would; return the exit code.
+
+    Raises:
+        UserError: a key asks for statistics that training would not find, or the store is wrong.
+    """
+    for key in ("out", "every", "workers", "scheduler"):
+        if parsed.command_keys[key] != STATS_KEYS[key]:
+            raise UserError(
+                f"{key}: can't be used with climatology=true, which computes what training with "
+                "the same keys takes from the cache. Leave one of them out."
+            )
+    from rich.console import Console
+
+    from credit_dp.data.setup import prepare_training_data
+    from credit_dp.training.console import Screen
+
+    screen = Screen(Console(file=sys.stdout))
+    with screen.report() as report:
+        prepare_training_data(parsed.config, report)
+    screen.show(f"{parsed.config.cache}: training with the same data and data.cache finds all here")
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from credit_dp.cli.check import check_prepared_for_launcher
 from credit_dp.cli.compose import (
     Composer,
     check_run_config,
@@ -57,6 +58,7 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
         check_run_folder(folder, config, folder_key(config.run))
         if launcher is None:
             check_unlocked(folder, folder_key(config.run))
+    check_prepared_for_launcher(config, overrides)
     if launcher is not None and launcher.ranks.rank > 0:
         # Hydra would make another folder here. `launch` gets the path of the first rank's instead.
         return launch(config)
@@ -144,6 +146,7 @@ def record_run(config: Config) -> int:
     folder = Path(config.run.dir)
     with capture_reports() as reported, record_job(folder, task_overrides()) as result:
         try:
+            check_prepared_for_launcher(config, task_overrides())
             result.code = check_and_launch(config)
         except UserError as error:
             result.code, result.cause = 2, str(error)

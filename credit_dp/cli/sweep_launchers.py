@@ -23,6 +23,7 @@ from typing import Any, final
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from credit_dp.cli.check import check_prepared
 from credit_dp.cli.compose import (
     Composer,
     check_run_config,
@@ -295,11 +296,15 @@ def submit(
         folder: of the sweep.
 
     Raises:
-        UserError: a job fits on no node, or the queue refuses them; nothing has been submitted.
+        UserError: a job fits on no node, would compute statistics on several, or the queue refuses
+            them; nothing has been submitted.
     """
     check_notice(settings)
     available = slurm_nodes(settings["partition"])
     placements = [place_job(job, available, settings) for job in jobs]
+    for job, placement in zip(jobs, placements, strict=True):
+        if placement.nodes > 1:
+            check_prepared(job.config, job.overrides)
     tasks = [
         (
             str(job.folder.absolute()),

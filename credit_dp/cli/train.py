@@ -70,7 +70,7 @@ def train(arguments: Sequence[str], program: str) -> int:
     config = compose_run(composer, overrides)
     check_run_config(config)
     if args.check:
-        return check_and_report(config)
+        return check_and_report(config, texts)
     return run_once(composer, texts, config)
 
 

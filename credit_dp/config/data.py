@@ -156,6 +156,8 @@ class DataConfig:
     dates: DatesConfig = field(default_factory=DatesConfig)
     # a file or a list of them; null: computed from the training dates and cached
     statistics: Any = None
+    # whether a run on several nodes may compute statistics and climatology while its ranks wait
+    fit_in_job: bool = False
     batch_size: int = 8  # samples of all ranks together, whatever the mesh
     prefetch: int = 2  # batches that are read ahead of training
     workers: int = 2  # threads that read and decode

@@ -22,6 +22,20 @@ from credit_dp.files import atomic_path, partial_path
 ProgressCallback = Callable[[str, float], None]  # title of the work, fraction done
 
 
+class NotComputedError(UserError):
+    """The cache lacks a result, which may not be computed now; the line names both."""
+
+
+def check_may_compute(compute: bool, result: str, folder: Path) -> None:
+    """Refuse to compute a result that the cache lacks, unless `compute`.
+
+    Raises:
+        NotComputedError: naming the result and the folder.
+    """
+    if not compute:
+        raise NotComputedError(f"{folder}: has no {result} of these data and training dates")
+
+
 def cache_folder(path: str) -> Path:
     """Return the cache folder, creating it if it does not exist.
 

@@ -21,7 +21,14 @@ from filelock import FileLock
 from credit_dp.config import DataConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.data import quickstart
-from credit_dp.data.cache import ProgressCallback, cache_folder, create_once, fingerprint, lock_path
+from credit_dp.data.cache import (
+    ProgressCallback,
+    cache_folder,
+    check_may_compute,
+    create_once,
+    fingerprint,
+    lock_path,
+)
 from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.dates import resolve_dates, split_slice
@@ -71,7 +78,7 @@ class TrainingData:
 
 
 def prepare_training_data(
-    config: DataConfig, progress: ProgressCallback | None = None
+    config: DataConfig, progress: ProgressCallback | None = None, *, compute: bool = True
 ) -> TrainingData:
     """Create what is missing under `config.cache`, then open everything.
 
@@ -80,21 +87,25 @@ def prepare_training_data(
     Args:
         config: of the data.
         progress: called in the process that creates a part, with its title and the fraction done.
+        compute: whether missing parts are created; otherwise the first one is refused.
 
     Raises:
         UserError: store or statistics don't fit the config; see `Store.open`, `Statistics.of` and
             `load_given_statistics`.
+        NotComputedError: a part is missing and may not be created.
     """
     progress = progress or _no_progress
     folder = cache_folder(config.cache)
-    store = Store.open(with_quickstart_store(config, progress))
-    store = store.with_ranges(load_or_sample_ranges(store, folder))
+    store = Store.open(with_quickstart_store(config, progress, compute=compute))
+    store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     if config.statistics_files:
-        statistics, every = load_given_statistics(store, folder, progress)
-        climatology = _load_or_fit_climatology(store, folder, every, progress)
+        statistics, every = load_given_statistics(store, folder, progress, compute=compute)
+        climatology = _load_or_fit_climatology(store, folder, every, progress, compute=compute)
         return TrainingData(store, statistics, climatology)
-    climatology = _load_or_fit_climatology(store, folder, 1, progress, with_statistics=True)
-    file = load_or_compute_statistics(store, folder, 1, progress)
+    climatology = _load_or_fit_climatology(
+        store, folder, 1, progress, with_statistics=True, compute=compute
+    )
+    file = load_or_compute_statistics(store, folder, 1, progress, compute=compute)
     paths = f"{statistics_path(store, folder)} and {climatology_path(store, folder)}"
     check_statistics_range(file.channels, store, store.source.where, f"Remove {paths}")
     statistics = Statistics.of(file.channels, store, config.store)
@@ -134,15 +145,19 @@ def run_training_pass(
     return merge_moments(store, pieces, moments) if with_statistics else None
 
 
-def load_or_sample_ranges(store: Store, folder: Path) -> dict[str, ValueRange]:
+def load_or_sample_ranges(
+    store: Store, folder: Path, *, compute: bool = True
+) -> dict[str, ValueRange]:
     """Return the value ranges of unknown variables, from the cache or sampled now.
 
     Args:
         store: whose training dates are sampled.
         folder: the cache.
+        compute: whether missing ranges are sampled.
 
     Raises:
         UserError: a field cannot be read.
+        NotComputedError: see `prepare_training_data`.
     """
     channels = store.channels_without_range
     if not channels:
@@ -151,6 +166,10 @@ def load_or_sample_ranges(store: Store, folder: Path) -> dict[str, ValueRange]:
     dates = store.config.dates.train
     name = fingerprint(RANGES_VERSION, store.description(variables), store.config.step, dates)
     path = folder / f"ranges-{name}.json"
+    known = _read_ranges(path)
+    if known is not None:
+        return known
+    check_may_compute(compute, "ranges of values", folder)
     with create_once(path, lambda file: _read_ranges(file) is not None) as file:
         if file is not None:
             ranges: dict[str, ValueRange] = {}
@@ -170,23 +189,28 @@ def _read_ranges(path: Path) -> dict[str, ValueRange] | None:
 
 
 def with_quickstart_store(
-    config: DataConfig, progress: ProgressCallback | None = None
+    config: DataConfig, progress: ProgressCallback | None = None, *, compute: bool = True
 ) -> DataConfig:
     """Return the config with the path of its store; build the quickstart's store if it is missing.
 
     Raises:
         UserError: the cache cannot be written.
+        NotComputedError: see `prepare_training_data`.
     """
     if config.name != "quickstart":
         return config
-    path = _build_quickstart(config, cache_folder(config.cache), progress or _no_progress)
+    folder = cache_folder(config.cache)
+    path = _build_quickstart(config, folder, progress or _no_progress, compute)
     return dataclasses.replace(config, store=str(path))
 
 
-def _build_quickstart(config: DataConfig, folder: Path, progress: ProgressCallback) -> Path:
+def _build_quickstart(
+    config: DataConfig, folder: Path, progress: ProgressCallback, compute: bool
+) -> Path:
     grid = parse_grid(config.grid) if config.grid is not None else None
     path = folder / quickstart.store_name(config.quickstart, grid)
     if not path.exists():
+        check_may_compute(compute, "store", folder)
         with FileLock(lock_path(path)):
             # Another process may have built it while this one waited for the lock.
             if not path.exists():
@@ -200,6 +224,8 @@ def _load_or_fit_climatology(
     every: int,
     progress: ProgressCallback,
     with_statistics: bool = False,
+    *,
+    compute: bool,
 ) -> Climatology:
     """Return the climatology, from the cache or fitted to every N-th training date.
 
@@ -208,6 +234,7 @@ def _load_or_fit_climatology(
     path = climatology_path(store, folder, every)
     climatology = Climatology.load(path, store.channels)
     if climatology is None:
+        check_may_compute(compute, "climatology", folder)
         with create_once(
             path, lambda x: Climatology.load(x, store.channels) is not None
         ) as fit_folder:

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from credit_dp.data.cache import ProgressCallback, create_once
+from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.sources.address import (
@@ -59,7 +59,7 @@ class GivenStatistics(NamedTuple):
 
 
 def load_given_statistics(
-    store: Store, folder: Path, progress: ProgressCallback
+    store: Store, folder: Path, progress: ProgressCallback, *, compute: bool = True
 ) -> GivenStatistics:
     """Read the files of `data.statistics` and compute what external files lack.
 
@@ -70,9 +70,11 @@ def load_given_statistics(
         store: gives the config and the fields.
         folder: the cache for computed statistics.
         progress: reports the computation.
+        compute: whether what the cache lacks may be computed.
 
     Raises:
         UserError: a file can't be read, lacks a variable, or does not fit the config.
+        NotComputedError: it may not be computed.
     """
     entries = store.config.statistics_files
     where = ", ".join(entries)
@@ -86,7 +88,7 @@ def load_given_statistics(
         table,
         store,
         where,
-        lambda every: load_or_compute_statistics(store, folder, every, progress),
+        lambda every: load_or_compute_statistics(store, folder, every, progress, compute=compute),
     )
     return GivenStatistics(Statistics.of(table, store, where), 1)
 
@@ -165,10 +167,18 @@ def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
 
 
 def load_or_compute_statistics(
-    store: Store, folder: Path, every: int, progress: ProgressCallback
+    store: Store, folder: Path, every: int, progress: ProgressCallback, *, compute: bool = True
 ) -> StatisticsFile:
-    """Return the statistics of every N-th training date, from the cache or computed now."""
+    """Return the statistics of every N-th training date, from the cache or computed now.
+
+    Raises:
+        NotComputedError: the cache lacks them and they may not be computed.
+    """
     path = statistics_path(store, folder, every)
+    known = StatisticsFile.load(path)
+    if known is not None:
+        return known
+    check_may_compute(compute, "statistics", folder)
     with create_once(path, lambda file: StatisticsFile.load(file) is not None) as file:
         if file is not None:
             with closing(StatisticsRun(store, file, every)) as run:

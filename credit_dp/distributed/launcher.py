@@ -40,6 +40,11 @@ class RankInfo:
     local_world_size: int = 1
     node: int = 0
 
+    @property
+    def on_several_nodes(self) -> bool:
+        """Whether some ranks of the run are on other nodes."""
+        return self.local_world_size < self.world_size
+
 
 # Ports below those that Linux gives to outgoing connections (32768 and above), of which any may be
 # in use. The scripts of `credit_dp.cli.slurm` calculate them in the same way.
@@ -342,7 +347,7 @@ def _address(
     """
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"]
-    if ranks.local_world_size == ranks.world_size:
+    if not ranks.on_several_nodes:
         return "127.0.0.1"
     if "FLUX_TASK_RANK" in env:
         return _first_host_of_flux_job(env.get("FLUX_JOB_ID", "local"))

@@ -41,7 +41,7 @@ def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelMa
     manager = DomainParallelManager(
         ranks.world_size, parallel.domain, pipeline_parallel_size=parallel.pipeline
     )
-    if ranks.local_world_size < ranks.world_size:
+    if ranks.on_several_nodes:
         line = spread_warning(nodes_of_ranks(ranks), parallel.domain)
         if line is not None and ranks.rank == 0:
             logger.warning(line)

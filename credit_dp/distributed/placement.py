@@ -421,6 +421,20 @@ def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> st
     )
 
 
+def spans_nodes(config: Config) -> bool:
+    """Whether the mesh is known to need more than one node.
+
+    Nodes are taken to have as many GPUs as this machine, or those of SLURM's default partition; if
+    neither is known, one node is enough.
+    """
+    gpus = count_visible_gpus() if config.device != "cpu" else 0
+    available = ClusterNodes(gpus=gpus) if gpus else slurm_nodes(None)
+    try:
+        return place_ranks(config, available, PlacementRequest(spread=True)).nodes > 1
+    except UserError:
+        return True
+
+
 def slurm_nodes(partition: str | None) -> ClusterNodes:
     """Return the largest nodes of a SLURM partition; without SLURM their size is unknown.
 

@@ -234,7 +234,7 @@ def process_group(
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     if cuda:
         torch.cuda.set_device(gpu_index(config.parallel, ranks))
-    elif ranks.local_world_size == ranks.world_size:
+    elif not ranks.on_several_nodes:
         # gloo connects to the address of the host's name, which a laptop may resolve to none or to
         # another machine's. On one machine the loopback interface always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())

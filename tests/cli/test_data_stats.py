@@ -100,6 +100,15 @@ def test_bad_input_is_one_line(keys, monkeypatch, given, part):
     assert part in refused(*keys, *given)
 
 
+@pytest.mark.parametrize(
+    "key", ["out=stats.json", "every=2", "workers=3", "scheduler=tcp://127.0.0.1:9"]
+)
+def test_a_filled_cache_is_for_training(keys, key):
+    assert f"{key.partition('=')[0]}: can't be used with climatology=true" in refused(
+        *keys, "climatology=true", key
+    )
+
+
 def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
     without = [key for key in keys if not key.startswith("data.dates")]
     summed = ["data.variables.solar.accumulated=true", "data.step=12h"]

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import DataConfig
 from credit_dp.data import setup
+from credit_dp.data.cache import NotComputedError
 from credit_dp.data.setup import prepare_training_data
 from tests.data import stores
 
@@ -41,6 +42,32 @@ def test_a_second_run_computes_nothing_again(path):
     second, titles = titles_of(stores.config(path))
     assert titles == []
     same(first, second)
+
+
+def test_nothing_is_computed_if_that_is_not_allowed(path):
+    """Each part in turn is missing, and nothing is written instead."""
+    cache = Path(stores.config(path).cache)
+
+    def refused(**changes):
+        with pytest.raises(NotComputedError) as caught:
+            prepare_training_data(stores.config(path, **changes), compute=False)
+        text = str(caught.value)
+        assert text.startswith(f"{cache}: has no ")
+        return text.removeprefix(f"{cache}: has no ").removesuffix(
+            " of these data and training dates"
+        )
+
+    limits = {"solar": None}  # a variable that has no range of its own
+    assert refused() == "ranges of values"
+    assert refused(limits=limits) == "climatology"
+    assert list(cache.iterdir()) == []
+    first = prepare_training_data(stores.config(path))
+    same(first, prepare_training_data(stores.config(path), compute=False))
+    for file in cache.glob("statistics-*.json"):
+        file.unlink()
+    assert refused() == "statistics"
+    assert list(cache.glob("statistics-*.json")) == []
+    assert refused(name="quickstart", store=None) == "store"
 
 
 @pytest.mark.slow

@@ -1,0 +1,132 @@
+"""Runs on several nodes: what one process would compute while all others wait is refused."""
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from credit_dp.cli import check, sweep_launchers
+from credit_dp.cli.check import preparation_command
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.sweep_jobs import Job
+from credit_dp.config import Config
+from credit_dp.distributed import placement
+from credit_dp.distributed.placement import ClusterNodes
+from credit_dp.errors import UserError
+from tests.cli.invocation import answer, record_launches, refusal, store_overrides
+from tests.data import stores
+
+RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+TWO_NODES = {**RANK, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "node1"}
+ONE_NODE = {**RANK, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+def under(environment: dict[str, str]) -> pytest.MonkeyPatch:
+    """Return a patch of the environment, which the command undoes."""
+    patch = pytest.MonkeyPatch()
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    return patch
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    return [*store_overrides(path), "data.limits={solar: null}"]
+
+
+def composed(keys: list[str]) -> Config:
+    """Return the config that a command composes, which rewrites some of the texts first."""
+    texts = [str(override.input_line) for override in parse_overrides(keys)]
+    return Composer("train").compose_config(texts)
+
+
+def test_a_run_on_several_nodes_needs_a_filled_cache(
+    tmp_path: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused with a command; after that command it starts."""
+    cache = Path(next(key for key in keys if "data.cache" in key).partition("=")[2])
+    with record_launches(monkeypatch, tmp_path) as configs:
+        line = refusal(under(TWO_NODES), *keys)
+        assert configs == []
+        assert not (tmp_path / "run").exists()
+        assert answer(under(ONE_NODE), *keys)[0] == 0
+        assert answer(under(TWO_NODES), *keys, "data.fit_in_job=true")[0] == 0
+        assert line.startswith("data.fit_in_job: on several nodes all ranks would wait for one")
+        assert f"{cache}: has no climatology of these data" in line
+        command = line.partition("Run first: ")[2].partition(". Or set data.fit_in_job=true")[0]
+        assert not list(cache.glob("*.json"))
+        program, *arguments = shlex.split(command)
+        code, out, err = answer(under({}), *arguments, program=program)
+        assert (code, err) == (0, "")
+        assert out.endswith(f"{cache}: training with the same data and data.cache finds all here\n")
+        assert len(list(cache.glob("*.json"))) == 1
+        assert answer(under(TWO_NODES), *keys)[0] == 0
+    assert len(configs) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_check_says_what_is_missing_if_it_knows_of_several_nodes(
+    keys: list[str], monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "slurm_nodes", lambda _: ClusterNodes(4, 8, gpus))
+        patch.setattr(placement, "count_visible_gpus", lambda: 0)
+        mesh = [key for key in keys if key != "device=cpu"]
+        code, out, err = answer(monkeypatch, "--check", *mesh)
+        assert (code, err) == (0, "")
+        lines = [text for text in out.splitlines() if text.startswith("fit  ")]
+        assert len(lines) == (gpus < 2)
+        assert all("Run first: credit-dp data stats climatology=true" in text for text in lines)
+    assert refusal(under(TWO_NODES), "--check", *keys).startswith("data.fit_in_job: on several")
+
+
+def test_a_sweep_is_refused_before_it_is_submitted(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed([key for key in keys if "run.dir" not in key])
+    job = Job(0, tmp_path / "sweep/0", tuple(keys), config, "new")
+    monkeypatch.setattr(sweep_launchers, "slurm_nodes", lambda _: ClusterNodes(4, 1, 0))
+    monkeypatch.setattr(sweep_launchers, "submit_array", lambda *_: pytest.fail("was submitted"))
+    settings = {
+        "signal_delay_s": 1,
+        "timeout_min": 60,
+        "partition": None,
+        "nodes": 2,
+        "tasks_per_node": 1,
+        "cpus_per_task": 1,
+        "gpus_per_node": None,
+        "max_num_timeout": 1,
+    }
+    with pytest.raises(UserError, match=r"on several nodes .* Run first: credit-dp data stats"):
+        sweep_launchers.submit([job], [], settings, tmp_path / "sweep")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command"),
+    [
+        (["model=unet", "seed=1"], "data=quickstart"),
+        (["data=weatherbench2", "+data.levels=[500]"], "data=weatherbench2 '+data.levels=[500]'"),
+        (["data.store=a b", "experiment=fast"], "'data.store=a b' experiment=fast"),
+    ],
+)
+def test_the_command_has_the_keys_of_the_data(overrides: list[str], command: str) -> None:
+    config = SimpleNamespace(data=SimpleNamespace(name="quickstart"))
+    expected = f"credit-dp data stats climatology=true {command}"
+    assert preparation_command(cast(Config, config), overrides) == expected
+
+
+def test_dates_of_a_checkpoint_are_in_the_command(
+    keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dates = [key for key in keys if "data.dates" in key]
+    config = composed([key for key in keys if key not in dates])
+    resolved = composed(keys)
+    monkeypatch.setattr(check, "resolve_resume", lambda _: (resolved, None))
+    missing = check.missing_preparation(config, [])
+    assert missing is not None
+    assert shlex.join(dates) in missing

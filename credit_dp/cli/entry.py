@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from credit_dp.cli.arguments import Command, run_subcommand
+from credit_dp.cli.cluster import cluster, slurm
 from credit_dp.cli.data import data
 from credit_dp.cli.evaluate import compare_runs, evaluate
 from credit_dp.cli.export import checkpoint
 from credit_dp.cli.forecast import forecast
 from credit_dp.cli.plan import plan
-from credit_dp.cli.slurm import slurm
 from credit_dp.cli.sweep import sweeps
 from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "forecast": forecast,
     "data": data,
     "sweep": sweeps,
+    "cluster": cluster,
     "slurm": slurm,
 }
 
@@ -55,7 +56,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   inspect a store, and prepare it for training
   credit-dp sweep show DIR          compare the runs of a sweep
-  credit-dp slurm script KEY=VALUE ...   print a batch script for a cluster with SLURM
+  credit-dp cluster script KEY=VALUE ...   print a batch script for a cluster with SLURM or PBS
 
 `credit-dp COMMAND --help` says more.
 """

@@ -1,4 +1,4 @@
-"""The slurm command: `credit-dp slurm script KEY=VALUE ...` prints a batch script for a mesh.
+"""The batch script for SLURM that `credit-dp cluster script` prints, and what all scripts share.
 
 The script starts the ranks in the background and waits for them, so that its traps run when SLURM
 signals the end of the job. The ranks save a checkpoint and stop; the job is then requeued and
@@ -7,27 +7,13 @@ resumes in the same folder.
 
 import os
 import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
-from credit_dp.checks import did_you_mean
-from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
-from credit_dp.cli.compose import Composer, check_overrides
-from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.sweep_jobs import all_combinations, override_choices
-from credit_dp.cli.sweep_launchers import check_job_config
 from credit_dp.config import Config
-from credit_dp.distributed.placement import (
-    ClusterNodes,
-    Placement,
-    PlacementRequest,
-    place_ranks,
-    slurm_nodes,
-)
+from credit_dp.distributed.placement import Placement
 from credit_dp.distributed.slurm import parse_duration
-from credit_dp.errors import UserError
 from credit_dp.plugins import PLUGINS_VARIABLE, plugin_files
 
 NOTICE_SECONDS = 180  # before the end of a job; more than a run needs to save
@@ -38,14 +24,25 @@ REQUEUES = 20  # a limit, for jobs that make no progress
 @final
 @dataclass(frozen=True)
 class BatchScript:
-    """The content of a batch script; several runs become the jobs of an array."""
+    """The content of a batch script; several runs become the jobs of an array.
+
+    Attributes:
+        runs: the overrides of each run.
+        config: of the first run.
+        placement: of the ranks of a run.
+        start: the program that starts the ranks.
+        time: limit of a job.
+        queue: or partition; empty for the default.
+        account: that pays; empty for the default.
+        command: that made the script.
+    """
 
     runs: Sequence[Sequence[str]]
     config: Config
     placement: Placement
     start: str
     time: str
-    partition: str
+    queue: str
     account: str
     command: str
 
@@ -63,7 +60,7 @@ class BatchScript:
         return len(self.runs) > 1
 
 
-def script_text(script: BatchScript) -> str:
+def slurm_script_text(script: BatchScript) -> str:
     """Return the script."""
     parts = (
         header(script),
@@ -79,12 +76,11 @@ def script_text(script: BatchScript) -> str:
 def header(script: BatchScript) -> str:
     """Return the resources that the job requests."""
     placement = script.placement
-    parallel = script.config.parallel
     log_number = "%A_%a" if script.is_array else "%j"
     options = {
         "job-name": "credit-dp",
         "array": f"0-{len(script.runs) - 1}" if script.is_array else "",
-        "partition": script.partition,
+        "partition": script.queue,
         "account": script.account,
         "nodes": placement.nodes,
         "ntasks-per-node": placement.tasks_per_node,
@@ -94,6 +90,18 @@ def header(script: BatchScript) -> str:
         "output": f"slurm-{log_number}.log",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value != ""]
+    return f"""\
+{first_lines(script)}
+{chr(10).join(lines)}
+#SBATCH --open-mode=append   # after a requeue the log continues
+#SBATCH --requeue            # a preempted job is queued again
+#SBATCH --signal=B:USR1@{script.notice}  # seconds before the end, to this script
+"""
+
+
+def first_lines(script: BatchScript) -> str:
+    """Return the command that made the script, and what it starts, as comments."""
+    placement, parallel = script.placement, script.config.parallel
     distribution = f"{placement.tasks_per_node} on each of {placement.nodes} nodes"
     if placement.nodes == 1:
         distribution = "all on one node"
@@ -101,12 +109,7 @@ def header(script: BatchScript) -> str:
 #!/bin/bash
 # {script.command}
 # Each run has {placement.ranks} ranks, {distribution}:
-# pipeline {parallel.pipeline} x data {placement.data} x domain {parallel.domain}.
-{chr(10).join(lines)}
-#SBATCH --open-mode=append   # after a requeue the log continues
-#SBATCH --requeue            # a preempted job is queued again
-#SBATCH --signal=B:USR1@{script.notice}  # seconds before the end, to this script
-"""
+# pipeline {parallel.pipeline} x data {placement.data} x domain {parallel.domain}."""
 
 
 SITE_SETUP = """\
@@ -128,15 +131,21 @@ def select_run(script: BatchScript) -> str:
     """Return lines that set the keys of the run and the number of the job."""
     if not script.is_array:
         return f"keys=({shlex.join(script.runs[0])})\njob=$SLURM_JOB_ID\n"
+    return f"""\
+{run_list(script)}
+eval "keys=(${{runs[SLURM_ARRAY_TASK_ID]}})"
+job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID  # the last job's SLURM_JOB_ID is the array's
+"""
+
+
+def run_list(script: BatchScript) -> str:
+    """Return an array of bash with the overrides of each run."""
     entries = "\n".join(f"    {shlex.quote(shlex.join(run))}" for run in script.runs)
     return f"""\
 # One line for each job of the array.
 runs=(
 {entries}
-)
-eval "keys=(${{runs[SLURM_ARRAY_TASK_ID]}})"
-job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID  # the last job's SLURM_JOB_ID is the array's
-"""
+)"""
 
 
 def start_ranks(script: BatchScript) -> str:
@@ -210,160 +219,3 @@ if {stopped} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ] &&
 fi
 exit "$code"
 """
-
-
-HELP = """\
-credit-dp slurm COMMAND: trains on a cluster with SLURM.
-
-  credit-dp slurm script KEY=VALUE ...   print a batch script for a mesh
-
-`credit-dp slurm COMMAND --help` says more.
-"""
-
-SCRIPT_HELP = """\
-{program} KEY=VALUE ...: prints a batch script for sbatch.
-
-Keys of the config set what is trained, as in `credit-dp train`. Several values of a key, as in
-seed=0,1,2, make a job array with one job for each combination, all on the same mesh. Other keys:
-
-  nodes=N             nodes of each job; by default the fewest that hold the mesh
-  tasks_per_node=N    ranks on each node
-  cpus_per_task=N     cores of each rank
-  gpus_per_node=N     GPUs of a node, and
-  cpus_per_node=N     its cores; by default as SLURM describes the partition, if SLURM is here
-  spread=true         let a domain group span several nodes
-  start=srun          start the ranks with srun, or with torchrun
-  partition=NAME account=NAME time=HH:MM:SS
-
-  --help, -h    this text
-
-Exit code: 0, or 2 if the ranks don't fit on the nodes; then nothing is printed.
-"""
-
-NUMBERS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "cpus_per_node")
-CHOICES = {"spread": ("false", "true"), "start": ("srun", "torchrun")}
-TEXTS = {"partition": "", "account": "", "time": "24:00:00"}
-
-
-def slurm(arguments: Sequence[str], program: str) -> int:
-    """Run the command named by the first argument; return the exit code."""
-    return run_subcommand({"script": script}, arguments, program, HELP)
-
-
-def script(arguments: Sequence[str], program: str) -> int:
-    """Print a batch script; return the exit code.
-
-    Raises:
-        UserError: a key or a value is not allowed, or the ranks don't fit on the nodes.
-    """
-    args = parse_arguments(common_parser(), arguments)
-    if args.help:
-        sys.stdout.write(SCRIPT_HELP.format(program=program))
-        return 0
-    script_keys = {
-        key: value
-        for key, _, value in (text.partition("=") for text in args.overrides)
-        if is_script_key(key)
-    }
-    config_overrides = [
-        text for text in args.overrides if not is_script_key(text.partition("=")[0])
-    ]
-    numbers = read_number_keys(script_keys)
-    settings = {**TEXTS, **read_choice_keys(script_keys), **script_keys}
-    if parse_duration(settings["time"]) is None:
-        raise UserError(f"time: needs HH:MM:SS or DAYS-HH:MM:SS, got {settings['time']!r}")
-    composer = Composer("train")
-    overrides = parse_overrides(config_overrides)
-    check_overrides(overrides, composer.groups)
-    runs = all_combinations(override_choices(overrides, composer))
-    configs = [composer.compose_config(run) for run in runs]
-    for config in configs:
-        check_job_config(config)
-    if len(runs) > 1 and configs[0].run.dir:
-        raise UserError(
-            "run.dir: the jobs of an array need different folders. Give run.name instead."
-        )
-    request = PlacementRequest(
-        nodes=numbers["nodes"],
-        tasks_per_node=numbers["tasks_per_node"],
-        cpus_per_task=numbers["cpus_per_task"],
-        spread=settings["spread"] == "true",
-    )
-    placement = place_runs(configs, cluster_nodes(numbers, settings["partition"]), request)
-    batch_script = BatchScript(
-        runs=runs,
-        config=configs[0],
-        placement=placement,
-        start=settings["start"],
-        time=settings["time"],
-        partition=settings["partition"],
-        account=settings["account"],
-        command=f"{program} {shlex.join(arguments)}",
-    )
-    sys.stdout.write(script_text(batch_script))
-    return 0
-
-
-def is_script_key(key: str) -> bool:
-    """Whether a key belongs to this command, not to the config."""
-    return key in (*NUMBERS, *CHOICES, *TEXTS)
-
-
-def read_number_keys(given: dict[str, str]) -> dict[str, int | None]:
-    """Return the keys that are numbers; a key that is not given is None.
-
-    Raises:
-        UserError: a value is no whole number, or too small.
-    """
-    for key in NUMBERS:
-        minimum = 0 if key == "gpus_per_node" else 1
-        if key in given and not (given[key].isdecimal() and int(given[key]) >= minimum):
-            raise UserError(
-                f"{key}: needs a whole number of at least {minimum}, got {given[key]!r}"
-            )
-    return {key: int(given[key]) if key in given else None for key in NUMBERS}
-
-
-def read_choice_keys(given: dict[str, str]) -> dict[str, str]:
-    """Return the keys with a choice of values, the first of which is the default.
-
-    Raises:
-        UserError: a value is not among the choices.
-    """
-    for key, allowed in CHOICES.items():
-        if given.get(key, allowed[0]) not in allowed:
-            raise UserError(
-                f"{key}: needs one of {', '.join(allowed)}, got {given[key]!r}."
-                f"{did_you_mean(given[key], allowed)}"
-            )
-    return {key: given.get(key, allowed[0]) for key, allowed in CHOICES.items()}
-
-
-def cluster_nodes(numbers: dict[str, int | None], partition: str) -> ClusterNodes:
-    """Return the resources of a node: as given, otherwise as SLURM describes the partition."""
-    cores, gpus = numbers["cpus_per_node"], numbers["gpus_per_node"]
-    if cores is not None or gpus is not None:
-        return ClusterNodes(None, cores, gpus)
-    return slurm_nodes(partition or None)
-
-
-def place_runs(
-    configs: Sequence[Config], available: ClusterNodes, request: PlacementRequest
-) -> Placement:
-    """Return the placement of all jobs of a script.
-
-    Raises:
-        UserError: the jobs have different meshes, or the mesh doesn't fit on the nodes.
-    """
-    meshes = {
-        (config.parallel.pipeline, config.parallel.data, config.parallel.domain)
-        for config in configs
-    }
-    if len(meshes) > 1:
-        raise UserError(
-            "parallel.domain: the jobs of a script need one mesh. Make a script for each, or use "
-            "`credit-dp train --multirun hydra/launcher=slurm`."
-        )
-    placements = [place_ranks(config, available, request) for config in configs]
-    cpus = max(placement.cpus_per_task for placement in placements)
-    return replace(placements[0], cpus_per_task=cpus)

@@ -1,4 +1,7 @@
-"""What a process asks SLURM: its job, the time that is left, and the output of any command."""
+"""What a process asks SLURM: its job, the time that is left, and the output of any command.
+
+Scripts for other schedulers tell the end of their job by the variable `CREDIT_DP_JOB_END`.
+"""
 
 import os
 import re
@@ -72,16 +75,22 @@ class TimeLimit:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
 
+JOB_END = "CREDIT_DP_JOB_END"  # variable with the end of the job, in seconds since 1970
+
+
 def job_time_limit() -> TimeLimit:
-    """Return the time limit of the SLURM job of this process."""
+    """Return the time limit of the job of this process."""
     return TimeLimit(seconds_left(os.environ))
 
 
 def seconds_left(environment: Mapping[str, str]) -> float | None:
-    """Return the seconds until SLURM ends this job; None outside a job or if there is no limit.
+    """Return the seconds until the end of this job; None outside a job or if there is no limit.
 
     Also None if SLURM does not answer.
     """
+    end = environment.get(JOB_END, "")
+    if end.isdigit():
+        return max(0.0, int(end) - time.time())
     job = slurm_job_id(environment)
     if job is None:
         return None

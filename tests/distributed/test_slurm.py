@@ -54,6 +54,13 @@ def test_the_time_left_is_that_of_the_queue(programs: Path) -> None:
     assert seconds_left({"SLURM_JOB_ID": "1"}) == 93784
 
 
+def test_a_script_tells_when_its_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm.time, "time", lambda: 1_000.0)
+    assert seconds_left({"CREDIT_DP_JOB_END": "1500", "PBS_JOBID": "1.server"}) == 500
+    assert seconds_left({"CREDIT_DP_JOB_END": "900"}) == 0
+    assert seconds_left({"PBS_JOBID": "1.server"}) is None
+
+
 def test_nodes_are_unknown_if_slurm_does_not_answer(programs: Path) -> None:
     write_program(programs, "sinfo", "exec sleep 30")
     assert slurm_nodes(None) == ClusterNodes()

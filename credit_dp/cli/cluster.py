@@ -1,0 +1,225 @@
+"""The commands `credit-dp cluster script KEY=VALUE ...`, for SLURM and PBS, and `credit-dp slurm`.
+
+They read the keys, place the ranks on nodes, and print the script of `credit_dp.cli.slurm` or
+`credit_dp.cli.pbs`.
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
+from credit_dp.cli.compose import Composer, check_overrides
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.pbs import pbs_script_text
+from credit_dp.cli.slurm import BatchScript, slurm_script_text
+from credit_dp.cli.sweep_jobs import all_combinations, override_choices
+from credit_dp.cli.sweep_launchers import check_job_config
+from credit_dp.config import Config
+from credit_dp.distributed.placement import (
+    ClusterNodes,
+    Placement,
+    PlacementRequest,
+    place_ranks,
+    slurm_nodes,
+)
+from credit_dp.distributed.slurm import parse_duration
+from credit_dp.errors import UserError
+
+HELP = """\
+credit-dp {name} COMMAND: trains on a cluster with {schedulers}.
+
+  credit-dp {name} script KEY=VALUE ...   print a batch script for a mesh
+
+`credit-dp {name} COMMAND --help` says more.
+"""
+
+SCRIPT_HELP = """\
+{program} KEY=VALUE ...: prints a batch script for {submit}.
+
+Keys of the config set what is trained, as in `credit-dp train`. Several values of a key, as in
+seed=0,1,2, make a job array with one job for each combination, all on the same mesh. Other keys:
+
+{scheduler}  nodes=N             nodes of each job; by default the fewest that hold the mesh
+  tasks_per_node=N    ranks on each node
+  cpus_per_task=N     cores of each rank
+  gpus_per_node=N     GPUs of a node, and
+  cpus_per_node=N     its cores; by default as SLURM describes the partition, if SLURM is here
+  spread=true         let a domain group span several nodes
+{start}  {queue}=NAME account=NAME time=HH:MM:SS
+
+  --help, -h    this text
+
+Exit code: 0, or 2 if the ranks don't fit on the nodes; then nothing is printed.
+"""
+
+SCHEDULER_HELP = """\
+  scheduler=slurm     or pbs, for PBS Pro and OpenPBS
+"""
+SLURM_START_HELP = """\
+  start=srun          start the ranks with srun, or with torchrun
+"""
+CLUSTER_START_HELP = """\
+  start=srun          start the ranks with srun or torchrun; with PBS by mpiexec (of Cray, MPICH or
+                      Intel MPI) or mpirun (of Open MPI)
+"""
+
+NUMBERS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "cpus_per_node")
+TEXTS = {"account": "", "time": "24:00:00"}
+# By the scheduler: how ranks are started, and the name of a queue.
+STARTS = {"slurm": ("srun", "torchrun"), "pbs": ("mpiexec", "mpirun")}
+QUEUES = {"slurm": "partition", "pbs": "queue"}
+
+
+def slurm(arguments: Sequence[str], program: str) -> int:
+    """Run the slurm command named by the first argument; return the exit code."""
+    text = HELP.format(name="slurm", schedulers="SLURM")
+    return run_subcommand({"script": slurm_script}, arguments, program, text)
+
+
+def cluster(arguments: Sequence[str], program: str) -> int:
+    """Run the cluster command named by the first argument; return the exit code."""
+    text = HELP.format(name="cluster", schedulers="SLURM or PBS")
+    return run_subcommand({"script": cluster_script}, arguments, program, text)
+
+
+def slurm_script(arguments: Sequence[str], program: str) -> int:
+    """Print a batch script for SLURM; return the exit code.
+
+    Raises:
+        UserError: see `print_script`.
+    """
+    return print_script(arguments, program, ("slurm",))
+
+
+def cluster_script(arguments: Sequence[str], program: str) -> int:
+    """Print a batch script for the scheduler of the key; return the exit code.
+
+    Raises:
+        UserError: see `print_script`.
+    """
+    return print_script(arguments, program, tuple(STARTS))
+
+
+def print_script(arguments: Sequence[str], program: str, schedulers: Sequence[str]) -> int:
+    """Print a batch script for one of the schedulers, the first by default; return the exit code.
+
+    Raises:
+        UserError: a key or a value is not allowed, or the ranks don't fit on the nodes.
+    """
+    args = parse_arguments(common_parser(), arguments)
+    several = len(schedulers) > 1
+    if args.help:
+        sys.stdout.write(
+            SCRIPT_HELP.format(
+                program=program,
+                submit="sbatch or qsub" if several else "sbatch",
+                scheduler=SCHEDULER_HELP if several else "",
+                start=CLUSTER_START_HELP if several else SLURM_START_HELP,
+                queue="partition=NAME queue" if several else "partition",
+            )
+        )
+        return 0
+    given = dict(text.partition("=")[::2] for text in args.overrides)
+    scheduler = read_choice(given, "scheduler", schedulers) if several else schedulers[0]
+    queue = QUEUES[scheduler]
+    for name, other in QUEUES.items():
+        if several and other != queue and other in given:
+            raise UserError(f"{other}: is for scheduler={name}. Use {queue} instead.")
+    own_keys = (*NUMBERS, *TEXTS, "spread", "start", queue, *(["scheduler"] if several else []))
+    settings = {**TEXTS, queue: "", **given}
+    numbers = read_number_keys(given)
+    start = read_choice(given, "start", STARTS[scheduler])
+    spread = read_choice(given, "spread", ("false", "true"))
+    if parse_duration(settings["time"]) is None:
+        raise UserError(f"time: needs HH:MM:SS or DAYS-HH:MM:SS, got {settings['time']!r}")
+    composer = Composer("train")
+    overrides = parse_overrides(
+        [text for text in args.overrides if text.partition("=")[0] not in own_keys]
+    )
+    check_overrides(overrides, composer.groups)
+    runs = all_combinations(override_choices(overrides, composer))
+    configs = [composer.compose_config(run) for run in runs]
+    for config in configs:
+        check_job_config(config)
+    if len(runs) > 1 and configs[0].run.dir:
+        raise UserError(
+            "run.dir: the jobs of an array need different folders. Give run.name instead."
+        )
+    request = PlacementRequest(
+        nodes=numbers["nodes"],
+        tasks_per_node=numbers["tasks_per_node"],
+        cpus_per_task=numbers["cpus_per_task"],
+        spread=spread == "true",
+    )
+    available = ClusterNodes(None, numbers["cpus_per_node"], numbers["gpus_per_node"])
+    if available == ClusterNodes() and scheduler == "slurm":
+        available = slurm_nodes(settings[queue] or None)
+    placement = place_runs(configs, available, request)
+    batch_script = BatchScript(
+        runs=runs,
+        config=configs[0],
+        placement=placement,
+        start=start,
+        time=settings["time"],
+        queue=settings[queue],
+        account=settings["account"],
+        command=f"{program} {shlex.join(arguments)}",
+    )
+    text = pbs_script_text if scheduler == "pbs" else slurm_script_text
+    sys.stdout.write(text(batch_script))
+    return 0
+
+
+def read_number_keys(given: Mapping[str, str]) -> dict[str, int | None]:
+    """Return the keys that are numbers; a key that is not given is None.
+
+    Raises:
+        UserError: a value is no whole number, or too small.
+    """
+    for key in NUMBERS:
+        minimum = 0 if key == "gpus_per_node" else 1
+        if key in given and not (given[key].isdecimal() and int(given[key]) >= minimum):
+            raise UserError(
+                f"{key}: needs a whole number of at least {minimum}, got {given[key]!r}"
+            )
+    return {key: int(given[key]) if key in given else None for key in NUMBERS}
+
+
+def read_choice(given: Mapping[str, str], key: str, allowed: Sequence[str]) -> str:
+    """Return the value of a key; if it is not given, the first of those that are allowed.
+
+    Raises:
+        UserError: the value is not allowed.
+    """
+    value = given.get(key, allowed[0])
+    if value not in allowed:
+        raise UserError(
+            f"{key}: needs one of {', '.join(allowed)}, got {value!r}."
+            f"{did_you_mean(value, allowed)}"
+        )
+    return value
+
+
+def place_runs(
+    configs: Sequence[Config], available: ClusterNodes, request: PlacementRequest
+) -> Placement:
+    """Return the placement of all jobs of a script.
+
+    Raises:
+        UserError: the jobs have different meshes, or the mesh doesn't fit on the nodes.
+    """
+    meshes = {
+        (config.parallel.pipeline, config.parallel.data, config.parallel.domain)
+        for config in configs
+    }
+    if len(meshes) > 1:
+        raise UserError(
+            "parallel.domain: the jobs of a script need one mesh. Make a script for each, or use "
+            "`credit-dp train --multirun hydra/launcher=slurm`."
+        )
+    placements = [place_ranks(config, available, request) for config in configs]
+    cpus = max(placement.cpus_per_task for placement in placements)
+    return replace(placements[0], cpus_per_task=cpus)

@@ -1,0 +1,222 @@
+"""`credit-dp cluster script` and `credit-dp slurm script`: scripts that fit the mesh, or none."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.invocation import answer
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*/*.sh"))
+
+
+def script(*keys: str) -> tuple[int, str, str]:
+    return answer(pytest.MonkeyPatch(), "slurm", "script", *keys, program="credit-dp")
+
+
+def cluster_script(*keys: str) -> tuple[int, str, str]:
+    return answer(pytest.MonkeyPatch(), "cluster", "script", *keys, program="credit-dp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_scripts_are_what_their_second_line_makes(path: Path) -> None:
+    command = shlex.split(path.read_text().splitlines()[1].removeprefix("# "))
+    assert command[0] == "credit-dp"
+    assert command[1:3] == [{"pbs": "cluster"}.get(path.parent.name, "slurm"), "script"]
+    found = answer(pytest.MonkeyPatch(), *command[1:], program="credit-dp")
+    assert found == (0, path.read_text(), "")
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        (
+            ["parallel.domain=8", "nodes=4", "gpus_per_node=8", "cpus_per_node=96"],
+            ["--nodes=4", "--ntasks-per-node=8", "--cpus-per-task=12", "--gpus-per-node=8"],
+        ),
+        (
+            ["parallel.domain=4", "parallel.data=3", "device=cpu", "cpus_per_node=8"],
+            ["--nodes=3", "--ntasks-per-node=4", "--cpus-per-task=1", "--time=24:00:00"],
+        ),
+        (
+            ["parallel.domain=2", "seed=1,2", "device=cpu", "time=00:05:00", "partition=a"],
+            ["--array=0-1", "--nodes=1", "--partition=a", "--signal=B:USR1@60  # s"],
+        ),
+    ],
+)
+def test_a_mesh_gets_what_it_needs(keys: list[str], lines: list[str]) -> None:
+    code, out, err = script(*keys)
+    assert (code, err) == (0, "")
+    assert [line for line in lines if f"#SBATCH {line}" not in out] == []
+    assert ("gpus" in " ".join(out.splitlines()[2:])) == ("device=cpu" not in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["parallel.domain=8", "gpus_per_node=4"], "need 8 GPUs, but nodes have 4"),
+        (["parallel.domain=4", "device=cpu", "cpus_per_node=2"], "need 4 cores, but nodes have 2"),
+        (["parallel.domain=1,2", "run.dir=here"], "run.dir: the jobs of an array"),
+        (["parallel.domain=1,2"], "the jobs of a script need one mesh"),
+        (["nodes=many"], "nodes: needs a whole number of at least 1, got 'many'"),
+        (["start=mpirun"], "start: needs one of srun, torchrun"),
+        (["time=tomorrow"], "time: needs HH:MM:SS"),
+        (["nods=4"], "nods: no such key"),
+        (["resume=."], "resume: each job resumes from its own checkpoint"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(keys: list[str], words: str) -> None:
+    code, out, err = script(*keys)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_slurm_is_the_default_and_its_script_the_same() -> None:
+    keys = ("parallel.domain=2", "gpus_per_node=4", "partition=gpu", "start=torchrun")
+    code, out, err = cluster_script("scheduler=slurm", *keys)
+    assert (code, err) == (0, "")
+    lines = script(*keys)[1].splitlines()
+    assert out.splitlines()[2:] == lines[2:]
+    assert cluster_script(*keys)[1].splitlines()[2:] == lines[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        (
+            ["parallel.domain=8", "nodes=4", "gpus_per_node=8", "cpus_per_node=96", "queue=main"],
+            [
+                "-q main",
+                "-l select=4:ncpus=96:mpiprocs=8:ompthreads=12:ngpus=8",
+                "-l place=scatter",
+            ],
+        ),
+        (
+            ["parallel.domain=2", "device=cpu", "account=me", "time=1-02:03:04"],
+            ["-A me", "-l select=1:ncpus=2:mpiprocs=2:ompthreads=1", "-l walltime=26:03:04"],
+        ),
+        (["seed=1,2,3", "device=cpu", "time=05:00"], ["-J 0-2", "-l walltime=00:05:00"]),
+    ],
+)
+def test_pbs_gets_what_the_mesh_needs(keys: list[str], lines: list[str]) -> None:
+    code, out, err = cluster_script("scheduler=pbs", *keys)
+    assert (code, err) == (0, "")
+    found = [line for line in out.splitlines() if line.startswith("#PBS ")]
+    assert [line for line in lines if f"#PBS {line}" not in found] == []
+    assert all(line == line.strip() and "#" not in line[1:] for line in found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["scheduler=lsf"], "scheduler: needs one of slurm, pbs, got 'lsf'"),
+        (["scheduler=pbs", "start=srun"], "start: needs one of mpiexec, mpirun, got 'srun'"),
+        (["scheduler=pbs", "partition=a"], "partition: is for scheduler=slurm. Use queue instead"),
+        (["queue=a"], "queue: is for scheduler=pbs. Use partition instead."),
+        (["scheduler=pbs", "parallel.domain=8", "gpus_per_node=4"], "need 8 GPUs, but nodes have"),
+        (["scheduler=pbs", "time=tomorrow"], "time: needs HH:MM:SS"),
+    ],
+)
+def test_bad_keys_of_a_cluster_are_one_line(keys: list[str], words: str) -> None:
+    code, out, err = cluster_script(*keys)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_slurm_script_has_no_scheduler() -> None:
+    assert "scheduler: no such key" in script("scheduler=pbs")[2]
+
+
+def run_pbs(folder: Path, text: str, code: int, **variables: str) -> tuple[int, list[str], str]:
+    """Run a script as PBS does; return its exit code, and the arguments of mpiexec and of qsub."""
+    for name, body in (("mpiexec", f"exit {code}"), ("qsub", "")):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/{name}.txt\n{body}\n')
+        program.chmod(0o755)
+    (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+    (folder / "job.SC").write_text(text)
+    (folder / "qsub.txt").write_text("")
+    done = subprocess.run(
+        ["bash", folder / "job.SC"],
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PBS_NODEFILE": str(folder / "nodes"),
+            "PBS_O_WORKDIR": str(folder),
+            "PBS_JOBID": "123.server",
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    started = (folder / "mpiexec.txt").read_text().splitlines()
+    return done.returncode, started, (folder / "qsub.txt").read_text()
+
+
+KEYS = ("scheduler=pbs", "parallel.domain=2", "parallel.data=2", "device=cpu", "nodes=2")
+
+
+def test_a_pbs_job_tells_its_ranks_what_they_need_and_goes_on(tmp_path: Path) -> None:
+    """Its time is over when the ranks end, so it submits itself again, with the first number."""
+    text = cluster_script(*KEYS, "time=00:02:00")[1]
+    code, started, submitted = run_pbs(tmp_path, text, 75)
+    assert code == 75
+    assert started[:5] == ["-n", "4", "-ppn", "2", "env"]
+    assert started[5:9] == [
+        "MASTER_ADDR=node1",
+        f"MASTER_PORT={20_000 + 123 * 8}",
+        "WORLD_SIZE=4",
+        "OMP_NUM_THREADS=1",
+    ]
+    assert started[9].startswith("CREDIT_DP_JOB_END=")
+    assert started[11:] == [
+        *("python", "-m", "credit_dp", "train", "parallel.domain=2", "parallel.data=2"),
+        *("device=cpu", "run.name=pbs-123", "resume=auto"),
+    ]
+    copy = tmp_path / "pbs-123.sh"
+    assert submitted.splitlines() == [
+        "-v",
+        "CREDIT_DP_FIRST_JOB=123,CREDIT_DP_RESTARTS=1",
+        str(copy),
+    ]
+    assert copy.read_text() == text
+    next_job = {"CREDIT_DP_FIRST_JOB": "123", "PBS_JOBID": "200.server"}
+    code, started, submitted = run_pbs(tmp_path, text, 75, **next_job, CREDIT_DP_RESTARTS="1")
+    assert "run.name=pbs-123" in started
+    assert "CREDIT_DP_RESTARTS=2" in submitted
+    assert run_pbs(tmp_path, text, 75, **next_job, CREDIT_DP_RESTARTS="20")[2] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("time", "code"), [("24:00:00", 75), ("00:02:00", 0)])
+def test_a_pbs_job_that_ends_early_is_not_submitted_again(
+    tmp_path: Path, time: str, code: int
+) -> None:
+    text = cluster_script(*KEYS, f"time={time}")[1]
+    found, _, submitted = run_pbs(tmp_path, text, code)
+    assert (found, submitted) == (code, "")
+
+
+@pytest.mark.slow
+def test_a_job_of_a_pbs_array_goes_on_alone(tmp_path: Path) -> None:
+    text = cluster_script(*KEYS, "time=00:02:00", "seed=5,6", "run.name=seeds")[1]
+    code, started, submitted = run_pbs(
+        tmp_path, text, 75, PBS_JOBID="123[1].server", PBS_ARRAY_INDEX="1"
+    )
+    assert code == 75
+    assert f"MASTER_PORT={20_000 + 123 * 8 + 1}" in started
+    assert {"seed=6", "run.name=seeds-1"} <= set(started)
+    assert "CREDIT_DP_INDEX=1" in submitted
+    assert submitted.endswith("/pbs-123-1.sh\n")
+    assert (tmp_path / "pbs-123-1.sh").read_text() == text.replace("#PBS -J 0-1\n", "")

@@ -126,7 +126,7 @@ def check_prepared(config: Config, overrides: Sequence[str]) -> None:
 
 
 def check_prepared_for_launcher(config: Config, overrides: Sequence[str]) -> None:
-    """Do the same in a rank of a launcher, if its ranks are on several nodes.
+    """Call `check_prepared` in a rank of a launcher whose ranks are on several nodes.
 
     Raises:
         UserError: see `check_prepared`.

@@ -47,7 +47,7 @@ class RankInfo:
 
 
 # Ports below those that Linux gives to outgoing connections (32768 and above), of which any may be
-# in use. The scripts of `credit_dp.cli.slurm` and `pbs` do the same.
+# in use. The scripts of `credit_dp.cli.slurm` and `pbs` calculate them in the same way.
 FIRST_PORT = 20_000
 PORT_COUNT = 12_000
 STEPS_PER_JOB = 8  # consecutive steps of one SLURM job that get different ports

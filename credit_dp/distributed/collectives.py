@@ -5,8 +5,9 @@ rank only therefore goes through `run_on_all_ranks`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -80,14 +81,92 @@ def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = 
     Raises:
         UserError: the error of the lowest rank whose `action` raised one.
     """
-    result = None
-    message = None
-    try:
-        result = action()
-    except UserError as error:
-        message = str(error)
+    outcome = run_catching(action)
     # Ranks that failed take part as well: the others wait for them here.
-    messages = [line for line in all_gather_object(message, group) if line is not None]
+    messages = [line for line in all_gather_object(outcome.message, group) if line is not None]
     if messages:
         raise UserError(messages[0])
-    return result  # type: ignore[return-value]  # no rank failed, so `action` has returned
+    return result_or_raise(outcome)
+
+
+@final
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What an action returned on a rank, or the message of the `UserError` that it raised."""
+
+    result: T | None
+    message: str | None = None
+
+
+def run_catching(action: Callable[[], T]) -> Outcome[T]:
+    """Return the outcome of an action, which other ranks are to be told."""
+    try:
+        return Outcome(action())
+    except UserError as error:
+        return Outcome(None, str(error))
+
+
+def result_or_raise(outcome: Outcome[T]) -> T:
+    """Return the result of an outcome.
+
+    Raises:
+        UserError: the one that the action raised.
+    """
+    if outcome.message is not None:
+        raise UserError(outcome.message)
+    return outcome.result  # type: ignore[return-value]  # there was no error
+
+
+def gather_from_all_ranks(
+    action: Callable[[], T], group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return the results of `action` on all ranks, or raise the same error on every rank.
+
+    Collective, like `run_on_all_ranks`; the results are pickled, so they should be small.
+
+    Raises:
+        UserError: the error of the lowest rank whose `action` raised one.
+    """
+    outcomes = all_gather_object(run_catching(action), group)
+    return [result_or_raise(outcome) for outcome in outcomes]
+
+
+def run_on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return the result that `action` has on rank 0, on every rank; collective.
+
+    For what the other ranks can be told: a thousand of them would otherwise list the same folder.
+
+    Raises:
+        UserError: on all ranks, if `action` raises one.
+    """
+    outcome = run_catching(action) if global_rank() == 0 else Outcome[T](None)
+    return result_or_raise(broadcast_object(outcome, 0, group))
+
+
+def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
+    """Return the value of the rank `source` on every rank; collective.
+
+    Args:
+        value: any object that can be pickled; that of other ranks than `source` is ignored.
+        source: a rank of the run.
+        group: see `all_gather_object`.
+    """
+    if not has_process_group() or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=source, group=group)
+    return values[0]
+
+
+def gather_on_rank_0(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of every rank, in rank order, on rank 0, and nothing on others; collective.
+
+    Args:
+        value: any object that can be pickled.
+        group: see `all_gather_object`.
+    """
+    if not has_process_group() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size() if global_rank() == 0 else []
+    dist.gather_object(value, values or None, dst=0, group=group)
+    return values  # type: ignore[return-value]  # torch has replaced every None

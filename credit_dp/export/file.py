@@ -7,6 +7,7 @@ the scores of its run.
 """
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.errors import UserError
 from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
-from credit_dp.training.shards import check_shards, read_shards, read_tensor_metadata
+from credit_dp.training.shards import CHECKSUMS_KEY, Shards, checksums
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"
@@ -234,6 +235,7 @@ KEY = "checkpoint"  # prefix of error messages
 # No module or parameter has names like these.
 STATIC_TENSOR = "credit_dp.static"
 VALID_TENSOR = "credit_dp.valid"
+METADATA_ENTRY = "its metadata"  # among the checksums; in a sentence of an error
 
 
 @final
@@ -283,20 +285,19 @@ def read_checkpoint(path: Path) -> TrainedModel:
     """Read a checkpoint: the shards of all ranks as complete tensors.
 
     Raises:
-        UserError: it can't be read, or lacks metadata.
+        UserError: it can't be read, is damaged, or lacks metadata.
     """
     state = read_metadata(KEY, path)
     metadata = ModelMetadata.from_checkpoint(str(path), state)
     shapes = {name: tuple(shape) for name, shape in state["tensors"].items()}
-    check_shards(KEY, path, shapes)
-    stored = read_tensor_metadata(KEY, path)
+    shards = Shards.open(KEY, path, state)
     # Only what a forecast needs: the state of the optimiser is left in the files.
     tensors = {
-        name: torch.empty(shape, dtype=stored[name].properties.dtype)
+        name: torch.empty(shape, dtype=shards.dtypes[name])
         for name, shape in shapes.items()
         if name.startswith((MODEL_PREFIX, AVERAGE_PREFIX)) or name in (STATIC_KEY, VALID_KEY)
     }
-    read_shards(KEY, path, tensors, collective=False)  # one process: no collectives
+    shards.read(tensors)
     if metadata.static and STATIC_KEY not in tensors:
         raise UserError(f"{path}: has no static fields, which the model needs.")
     static = tensors.pop(STATIC_KEY, torch.empty(0, *metadata.grid))
@@ -317,10 +318,10 @@ def read_checkpoint(path: Path) -> TrainedModel:
 
 
 def read_safetensors(path: Path) -> TrainedModel:
-    """Read a file of `write_safetensors`.
+    """Read a file of `write_safetensors`; files of earlier versions have no checksums.
 
     Raises:
-        UserError: it can't be read, or was not exported by this program.
+        UserError: it can't be read, is damaged, or was not exported by this program.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -329,6 +330,12 @@ def read_safetensors(path: Path) -> TrainedModel:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
+    damaged = first_damaged(texts, tensors)
+    if damaged is not None:
+        raise UserError(
+            f"{path}: is damaged: {damaged} is not as it was written (checksum). Export the model "
+            "again, or copy the file again from where it is whole."
+        )
     metadata = ModelMetadata.from_texts(str(path), texts)
     static = tensors.pop(STATIC_TENSOR, torch.empty(0, *metadata.grid))
     valid = tensors.pop(VALID_TENSOR, None)
@@ -365,8 +372,30 @@ def write_safetensors(trained: TrainedModel, path: Path) -> None:
     tensors = {**trained.weights, STATIC_TENSOR: trained.static}
     if trained.valid is not None:
         tensors[VALID_TENSOR] = trained.valid
-    content = save(tensors, trained.metadata.to_texts())
+    texts = trained.metadata.to_texts()
+    content = save(tensors, {**texts, CHECKSUMS_KEY: json.dumps(file_checksums(texts, tensors))})
     write_bytes(path, content)
+
+
+def file_checksums(
+    texts: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[str, int | list[int]]:
+    """Return checksums of the metadata and, by name, of the tensors of an exported file."""
+    content = json.dumps(sorted(texts.items())).encode()
+    of_tensors = {n: checksums(n, (0,) * tensor.ndim, tensor) for n, tensor in tensors.items()}
+    return {METADATA_ENTRY: zlib.crc32(content), **of_tensors}
+
+
+def first_damaged(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first entry of an exported file that is not as it was written."""
+    if CHECKSUMS_KEY not in texts:
+        return None
+    found = file_checksums({k: v for k, v in texts.items() if k != CHECKSUMS_KEY}, tensors)
+    try:
+        written = json.loads(texts[CHECKSUMS_KEY])
+        return next((name for name in found | written if found.get(name) != written[name]), None)
+    except METADATA_ERRORS:
+        return METADATA_ENTRY
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -36,7 +36,11 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import check_units
 from credit_dp.distributed import RankInfo
-from credit_dp.distributed.collectives import all_gather_object, run_on_all_ranks
+from credit_dp.distributed.collectives import (
+    all_gather_object,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
 from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
@@ -166,7 +170,7 @@ class ForecastSetup:
         """
         request = config.request
         path = Path(request.checkpoint)
-        metadata = run_on_all_ranks(lambda: read_metadata(KEY, path))
+        metadata = run_on_rank_0(lambda: read_metadata(KEY, path))
         with screen.report() as report:
             store = run_on_all_ranks(lambda: open_store(config, metadata, report))
         with translate_read_errors(KEY, path):

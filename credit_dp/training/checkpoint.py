@@ -9,12 +9,14 @@ Nearly every function here is collective. Steps that may fail on one rank alone 
 wait for it in the next collective.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, final
@@ -26,15 +28,22 @@ from credit_dp.config.training import TrainerConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.distributed.collectives import (
     all_gather_object,
+    broadcast_object,
+    gather_from_all_ranks,
+    gather_on_rank_0,
     global_rank,
     has_process_group,
     new_background_group,
+    result_or_raise,
+    run_catching,
     run_on_all_ranks,
+    run_on_rank_0,
 )
 from credit_dp.errors import UserError
 from credit_dp.files import temporary_path
 from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint_files import (
+    METADATA_FILE,
     VALIDATION_KEY,
     RetentionPolicy,
     apply_retention,
@@ -42,14 +51,16 @@ from credit_dp.training.checkpoint_files import (
     step_folder,
 )
 from credit_dp.training.data_description import check_data
+from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.run_folder import provenance
 from credit_dp.training.shards import (
     Shape,
-    check_shards,
-    ignore_single_process_warning,
-    read_shards,
+    Shards,
+    TensorPart,
+    local_parts,
+    shard_name,
     translate_read_errors,
-    write_shards,
+    write_shard,
 )
 from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
@@ -58,31 +69,94 @@ __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint"]
 
 @final
 @dataclass(frozen=True)
-class Snapshot:
-    """Tensors and metadata that one rank contributes to a checkpoint."""
+class WrittenTensors:
+    """Which tensors a checkpoint has, and which of them this rank writes.
 
-    tensors: dict[str, Tensor]
-    metadata: dict[str, Any]
+    A tensor that several ranks hold is written by the lowest of them, so that what is saved does
+    not depend on the mesh. Of a `DTensor` every rank writes its shard, if no lower rank has the
+    same. Ranks that write nothing copy nothing to the host's memory.
+
+    Attributes:
+        digests: of the names and shapes of every rank's tensors; as long as they stay the same, so
+            does everything else.
+        shapes: unsharded shapes of the tensors of all ranks.
+        lowest_ranks: the lowest rank that holds each tensor of this rank.
+    """
+
+    digests: list[str]
+    shapes: dict[str, Shape]
+    lowest_ranks: dict[str, int]
 
     @classmethod
-    def of(cls, state: TrainingState, config: str, error: float | None = None) -> Self:
-        """Return the present state of a rank; its tensors are not copied.
+    def agree(
+        cls, shapes: dict[str, Shape], digests: list[str], group: dist.ProcessGroup | None = None
+    ) -> Self:
+        """Find out which ranks hold which tensors; collective.
+
+        Ranks with equal digests have equal tables of shapes, so that only one of them sends its
+        table, and none does if all are equal. Without a pipeline they are.
 
         Args:
-            state: of this rank.
-            config: the resolved config, as YAML.
-            error: the validation error at this step, if there is one.
+            shapes: unsharded shapes of this rank's tensors.
+            digests: of the shapes of all ranks, see `digest_of`.
+            group: of all ranks.
         """
-        metadata = {**state.metadata(), "config": config, VALIDATION_KEY: finite_or_none(error)}
-        return cls(state.tensors(), deepcopy(metadata))
+        first_ranks = [digests.index(digest) for digest in dict.fromkeys(digests)]
+        all_shapes: dict[str, Shape] = {}
+        lowest: dict[str, int] = {}
+        for rank in first_ranks:
+            table = broadcast_object(shapes, rank, group) if len(first_ranks) > 1 else shapes
+            for name, shape in table.items():
+                all_shapes.setdefault(name, shape)
+                lowest.setdefault(name, rank)
+        return cls(digests, all_shapes, {name: lowest[name] for name in shapes})
+
+    def is_written_by(self, rank: int, name: str, tensor: Tensor) -> bool:
+        """Whether a rank writes what it holds of a tensor."""
+        lowest = self.lowest_ranks[name]
+        if not is_dtensor(tensor):
+            return rank == lowest
+        mesh = tensor.device_mesh
+        replica = (
+            mesh.get_local_rank(dim)
+            for dim, placement in enumerate(tensor.placements)
+            if placement.is_replicate()
+        )
+        return lowest in mesh.mesh and not any(replica)
+
+
+def digest_of(shapes: dict[str, Shape]) -> str:
+    """Return a digest of names and shapes, whatever their order."""
+    return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()
+
+
+def shapes_of(tensors: dict[str, Tensor]) -> dict[str, Shape]:
+    """Return the unsharded shapes of tensors."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def gather_shapes(tensors: dict[str, Tensor]) -> dict[str, Shape]:
+    """Return the unsharded shapes of the tensors of all ranks; collective."""
+    shapes = shapes_of(tensors)
+    return WrittenTensors.agree(shapes, all_gather_object(digest_of(shapes))).shapes
+
+
+@final
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank contributes to a checkpoint: the parts of tensors that it writes, and metadata.
+
+    Attributes:
+        parts: of tensors; not copied, unless by `cpu_copy`.
+        metadata: the content of `state.json`, the same on every rank.
+    """
+
+    parts: list[TensorPart]
+    metadata: dict[str, Any]
 
     def cpu_copy(self) -> "Snapshot":
-        """Return a snapshot with copies of the tensors in the host's memory."""
-        tensors = {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in self.tensors.items()
-        }
-        return Snapshot(tensors, self.metadata)
+        """Return a snapshot with copies of the parts in the host's memory."""
+        return Snapshot([part.cpu_copy() for part in self.parts], self.metadata)
 
 
 INTERRUPT_TIMEOUT = 10.0  # seconds that an interrupted run waits for a checkpoint being written
@@ -110,15 +184,15 @@ class CheckpointSaver:
         self._retention = RetentionPolicy(config.keep_checkpoints, config.keep_best)
         self._saved_step = step
         self._constant_fields: dict[str, Tensor] | None = None
+        self._written: WrittenTensors | None = None
+        self._folder_is_shared = False
         self._group: dist.ProcessGroup | None = None
         self._pending_write: Future[None] | None = None
-        self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # Imported here, so that the writing thread does not import it while training runs.
+        # Imported here, so that the first save does not take longer than others.
         import torch.distributed.checkpoint  # noqa: F401
 
-        self._exit_stack.enter_context(ignore_single_process_warning())
         if self._in_background and has_process_group():
             self._group = new_background_group()
         return self
@@ -140,17 +214,22 @@ class CheckpointSaver:
         if self._constant_fields is None:  # read once, for all checkpoints
             self._constant_fields = read_constant_fields(state)
         snapshot = self._snapshot(state, config, error)
-        constant_fields = self._constant_fields
-        path = step_folder(self.folder, state.step)
-        retention = self._retention
-        group = self._group
+        if self._in_background:
+            snapshot = snapshot.cpu_copy()
+        check_folder, self._folder_is_shared = not self._folder_is_shared, True
+        write = partial(
+            write_checkpoint,
+            step_folder(self.folder, state.step),
+            snapshot,
+            self._retention,
+            self._group,
+            check_folder=check_folder,
+        )
         self._saved_step = state.step
         if self._in_background:
-            self._pending_write = run_in_thread(
-                lambda: write_checkpoint(path, snapshot, constant_fields, retention, group)
-            )
+            self._pending_write = run_in_thread(write)
         else:
-            write_checkpoint(path, snapshot, constant_fields, retention)
+            write()
 
     def wait(self) -> None:
         """Wait until the last saved checkpoint is on disk.
@@ -169,21 +248,44 @@ class CheckpointSaver:
         return newest_checkpoint(self.folder)
 
     def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
-        snapshot = run_on_all_ranks(lambda: Snapshot.of(state, config, error))
-        return snapshot.cpu_copy() if self._in_background else snapshot
+        """Return what this rank writes of the present state, not copied; collective."""
+
+        found = run_catching(state.tensors)
+        # The thread that writes is done, so that its group is free: on GPUs the group of training
+        # would wait for them.
+        digests = gather_from_all_ranks(
+            lambda: digest_of(shapes_of(result_or_raise(found))), self._group
+        )
+        tensors = result_or_raise(found)
+        # All ranks compare the same digests, and so all or none of them agree anew. They do if the
+        # optimizer has allocated its tensors since the last save.
+        if self._written is None or self._written.digests != digests:
+            self._written = WrittenTensors.agree(shapes_of(tensors), digests, self._group)
+        written, rank = self._written, global_rank()
+        parts = local_parts(
+            {n: t for n, t in tensors.items() if written.is_written_by(rank, n, t)}
+            | (self._constant_fields or {})
+        )
+        constant_shapes = shapes_of(self._constant_fields or {})  # on rank 0, which writes metadata
+        metadata = {
+            **state.metadata(),
+            "config": config,
+            VALIDATION_KEY: finite_or_none(error),
+            "tensors": {**written.shapes, **constant_shapes},
+        }
+        return Snapshot(parts, deepcopy(metadata))
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        with self._exit_stack:
-            if error is None:
-                self.wait()
-                if self._group is not None:
-                    dist.destroy_process_group(self._group)
-            elif self._pending_write is not None:
-                # The error that ended the run is raised; one of this write would only hide it.
-                wait_for(
-                    [self._pending_write],
-                    None if isinstance(error, Exception) else INTERRUPT_TIMEOUT,
-                )
+        if error is None:
+            self.wait()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+        elif self._pending_write is not None:
+            # The error that ended the run is raised; one of this write would only hide it.
+            wait_for(
+                [self._pending_write],
+                None if isinstance(error, Exception) else INTERRUPT_TIMEOUT,
+            )
 
 
 def run_in_thread(task: Callable[[], None]) -> Future[None]:
@@ -225,17 +327,22 @@ def find_checkpoint(resume: str | None, folder: Path) -> Path | None:
     if resume is None:
         return None
     if resume == "auto":
-        path = run_on_all_ranks(lambda: newest_checkpoint(folder))
+        path = run_on_rank_0(lambda: newest_checkpoint(folder))
     else:
-        path = run_on_all_ranks(lambda: checkpoint_files.locate_checkpoint("resume", resume))
-    seen = all_gather_object(path)
-    for rank, other in enumerate(seen):
-        if other != seen[0]:
+        path = run_on_rank_0(lambda: checkpoint_files.locate_checkpoint("resume", resume))
+
+    def check_seen() -> None:
+        # Others than rank 0 look into the folder only where rank 0 found nothing: then, as a rule,
+        # there is no folder.
+        seen = newest_checkpoint(folder) if path is None else path
+        if seen is not None and (path is None or not (path / METADATA_FILE).is_file()):
             raise UserError(
-                f"resume: all ranks have to see the same checkpoint, but rank {rank} sees "
-                f"{other or 'none'} and rank 0 {seen[0] or 'none'}. "
+                f"resume: all ranks have to see the same checkpoint, but rank {global_rank()} sees "
+                f"{seen if path is None else 'none'} and rank 0 {path or 'none'}. "
                 "Put run.dir on a disk that all machines share."
             )
+
+    run_on_all_ranks(check_seen)
     return path
 
 
@@ -261,20 +368,29 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
         UserError: on all ranks, if one can't read it, or it is of another model, of other data or
             of another optimizer.
     """
-    path = run_on_all_ranks(lambda: checkpoint_files.locate_checkpoint("resume", str(path)))
-    metadata = run_on_all_ranks(lambda: checkpoint_files.read_metadata("resume", path))
+    path, metadata, shards = run_on_rank_0(lambda: open_checkpoint("resume", path))
     current = gather_shapes(state.tensors())
     saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
     # Everything is checked before the first tensor is read: a refused checkpoint leaves the state
-    # as it is.
+    # as it is. Only damaged entries are found later, by the ranks that read them.
     run_on_all_ranks(lambda: check_data_and_optimizer(path, metadata, state))
     # Shapes were gathered, so all ranks compare the same and need not agree on the outcome.
     check_model_shapes(f"resume: {path}", model_shapes(saved), model_shapes(current))
-    run_on_all_ranks(lambda: check_shards("resume", path, saved))
     tensors = run_on_all_ranks(lambda: state.allocate_tensors(saved))
-    read_shards("resume", path, tensors)
+    run_on_all_ranks(lambda: shards.read(tensors))
     with translate_read_errors("resume", path):
         state.load_metadata(metadata, tensors[GENERATOR_KEY])
+
+
+def open_checkpoint(key: str, path: Path) -> tuple[Path, checkpoint_files.Metadata, Shards]:
+    """Return the path, the metadata and the shards of a checkpoint, given any path around it.
+
+    Raises:
+        UserError: there is no checkpoint, or it can't be read.
+    """
+    path = checkpoint_files.locate_checkpoint(key, str(path))
+    metadata = checkpoint_files.read_metadata(key, path)
+    return path, metadata, Shards.open(key, path, metadata)
 
 
 def check_data_and_optimizer(
@@ -337,41 +453,55 @@ def read_constant_fields(state: TrainingState) -> dict[str, Tensor]:
 def write_checkpoint(
     path: Path,
     snapshot: Snapshot,
-    constant_fields: dict[str, Tensor],
     retention: RetentionPolicy,
     group: dist.ProcessGroup | None = None,
+    check_folder: bool = True,
 ) -> None:
     """Write the checkpoint `path`, then remove checkpoints that need not be kept; collective.
 
-    Earlier checkpoints stay until the new one is complete and on disk.
+    Earlier checkpoints stay until the new one is complete and on disk. What is sent: a word from
+    rank 0 when the folder is there, the name of each file to rank 0, its word when all is done.
 
     Args:
         path: of the checkpoint.
         snapshot: of this rank.
-        constant_fields: see `read_constant_fields`.
         retention: which checkpoints stay.
         group: of all ranks, for this function's messages alone; None: the default group.
+        check_folder: whether ranks that write nothing look for the folder, too.
 
     Raises:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
     temporary = temporary_path(path)
-    is_rank_0 = global_rank() == 0
     step = snapshot.metadata["step"]
-    try:
-        run_on_all_ranks(lambda: begin_checkpoint(temporary, step) if is_rank_0 else None, group)
-        # Rank 0 has created the folder: `run_on_all_ranks` returns once all ranks are done.
-        run_on_all_ranks(lambda: check_shared_folder(temporary), group)
-        tensors = {**snapshot.tensors, **constant_fields}
+
+    def write_part() -> list[str]:
+        if snapshot.parts or check_folder:
+            check_shared_folder(temporary)
+        if not snapshot.parts:
+            return []
+        name = shard_name(global_rank())
         with translate_checkpoint_write_errors(temporary, step):
-            write_shards(temporary, tensors, group)
-        metadata = {**snapshot.metadata, **describe_tensors(temporary, snapshot, tensors, group)}
-        run_on_all_ranks(
-            lambda: commit_checkpoint(temporary, path, metadata, retention) if is_rank_0 else None,
-            group,
-        )
+            write_shard(temporary / name, snapshot.parts)
+        return [name]
+
+    try:
+        run_on_rank_0(lambda: begin_checkpoint(temporary, step), group)
+        outcomes = gather_on_rank_0(run_catching(write_part), group)
+
+        def commit() -> None:
+            shards = [name for outcome in outcomes for name in result_or_raise(outcome)]
+            statistics = snapshot.metadata["data"].get("statistics")
+            metadata = {
+                **snapshot.metadata,
+                "shards": sorted(shards),
+                "statistics_fingerprint": fingerprint(statistics),
+            }
+            commit_checkpoint(temporary, path, metadata, retention)
+
+        run_on_rank_0(commit, group)
     except UserError:
-        if is_rank_0:
+        if global_rank() == 0:
             checkpoint_files.remove_temporary_folder(temporary)
         raise
 
@@ -393,31 +523,6 @@ def check_shared_folder(temporary: Path) -> None:
             f"{temporary.parent}: has to be on a disk that all machines share, but rank "
             f"{global_rank()} does not see what rank 0 wrote there. Change run.dir."
         )
-
-
-def describe_tensors(
-    temporary: Path, snapshot: Snapshot, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Return the metadata by which the tensors are found and checked; collective."""
-    # Network file systems may show other ranks' new files late, but each rank sees its own.
-    shards = all_gather_object(checkpoint_files.shard_names(temporary), group)
-    return {
-        "tensors": gather_shapes(tensors, group),
-        "shards": sorted({name for names in shards for name in names}),
-        "statistics_fingerprint": fingerprint(snapshot.metadata["data"].get("statistics")),
-    }
-
-
-def gather_shapes(
-    tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
-) -> dict[str, Shape]:
-    """Return the unsharded shapes of the tensors of all ranks; collective."""
-    local_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return {
-        name: shape
-        for shapes in all_gather_object(local_shapes, group)
-        for name, shape in shapes.items()
-    }
 
 
 def commit_checkpoint(

@@ -1,10 +1,11 @@
 """The folder of checkpoints: file names, metadata and retention.
 
-A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, written by all
-ranks) and `state.json` (numbers and text, written by rank 0). It is written in this order:
+A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, see `shards`)
+and `state.json` (numbers and text, written by rank 0). All have checksums. It is written in this
+order:
 
 1. `create_temporary_folder`: `.step-00000042.partial`, which no reader takes for a checkpoint.
-2. `shards.write_shards`: every rank writes its part of the tensors.
+2. `shards.write_shard`: every rank that has something to write writes its parts of the tensors.
 3. `commit_checkpoint`: `state.json` is written, then the folder gets its final name.
 4. `apply_retention`: checkpoints that are no longer needed are removed.
 
@@ -22,6 +23,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -36,6 +38,8 @@ METADATA_FILE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 STEP_PATTERN = re.compile(r"step-\d{8,}")
 LEFTOVERS = ".step-*.part*"  # incomplete checkpoints; `.part` is the suffix of earlier versions
+
+CHECKSUM_KEY = "checksum"  # in `state.json`, of all other entries
 
 Metadata = dict[str, Any]
 
@@ -115,7 +119,8 @@ def commit_checkpoint(temporary: Path, path: Path, metadata: Metadata) -> None:
         OSError: it could not be written.
     """
     metadata_file = temporary / METADATA_FILE
-    metadata_file.write_text(json.dumps({"format": FORMAT_VERSION, **metadata}))
+    content = {"format": FORMAT_VERSION, **metadata}
+    metadata_file.write_text(json.dumps({**content, CHECKSUM_KEY: metadata_checksum(content)}))
     fsync_path(metadata_file)
     # The content reaches the disk before the name does: after a power failure a folder with a
     # checkpoint's name is complete.
@@ -137,11 +142,35 @@ def shard_names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir() if file.name.endswith(SHARD_SUFFIX))
 
 
+def metadata_checksum(content: Metadata) -> int:
+    """Return the checksum (CRC-32) of the content of `state.json`, which reading does not change.
+
+    Python writes numbers such that it reads the same ones, and keeps the order of keys.
+    """
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def older_checkpoint_advice(key: str, path: Path) -> str:
+    """Return a sentence on what to use instead of a damaged checkpoint.
+
+    Args:
+        key: config key that the checkpoint came from.
+        path: of the damaged checkpoint.
+    """
+    older = [p for p in list_checkpoints(path.parent) if STEP_PATTERN.fullmatch(path.name)]
+    older = [p for p in older if step_of(p) < step_of(path)]
+    if older:
+        return f"Set {key}={older[-1]}, the checkpoint before it."
+    return f"There is no older one beside it: restore it from a copy, or change {key}."
+
+
 def read_metadata(key: str, path: Path) -> Metadata:
     """Read `state.json` of a checkpoint, and check that all of its shards are present.
 
+    Files of earlier versions have no checksum and are read as they are.
+
     Raises:
-        UserError: the file can't be read, has another format, or shards are missing.
+        UserError: the file can't be read, is damaged, has another format, or shards are missing.
     """
     try:
         metadata = json.loads((path / METADATA_FILE).read_text())
@@ -152,6 +181,12 @@ def read_metadata(key: str, path: Path) -> Metadata:
     if not is_valid_metadata(metadata):
         raise UserError(
             f"{key}: {path} is not a checkpoint of this program (format {FORMAT_VERSION})."
+        )
+    checksum = metadata.pop(CHECKSUM_KEY, None)
+    if checksum is not None and checksum != metadata_checksum(metadata):
+        raise UserError(
+            f"{key}: {path} is damaged: {METADATA_FILE} is not as it was written (checksum). "
+            f"{older_checkpoint_advice(key, path)}"
         )
     unexpected = sorted(set(shards) ^ set(metadata["shards"]))
     if unexpected:

@@ -21,7 +21,7 @@ from credit_dp.data.dates import date_interval
 from credit_dp.data.setup import TrainingData, prepare_training_data, with_quickstart_store
 from credit_dp.data.store import Store
 from credit_dp.distributed import RankInfo
-from credit_dp.distributed.collectives import all_gather_object, global_rank, run_on_all_ranks
+from credit_dp.distributed.collectives import run_on_rank_0
 from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.distributed.report import rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
@@ -156,15 +156,13 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
     """
     path = find_checkpoint(config.resume, folder.checkpoints)
     if path is not None:
-        return run_on_all_ranks(lambda: dates_of_checkpoint(path, config.data.dates))
+        return run_on_rank_0(lambda: dates_of_checkpoint(path, config.data.dates))
 
     def choose() -> tuple[DatesConfig, str]:
         store = Store.open(with_quickstart_store(config.data, report))
         return store.config.dates, store.dates_note
 
-    dates, line = all_gather_object(
-        run_on_all_ranks(lambda: choose() if global_rank() == 0 else (DatesConfig(), ""))
-    )[0]
+    dates, line = run_on_rank_0(choose)
     if line:
         logger.info("data.dates: %s", line)
     return dates

@@ -21,12 +21,21 @@ from credit_dp.config import ModelConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
-from credit_dp.distributed.collectives import all_gather_object, run_on_all_ranks
+from credit_dp.distributed.collectives import (
+    all_gather_object,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training import checkpoint_files
-from credit_dp.training.checkpoint import check_model_shapes, gather_shapes, model_shapes
+from credit_dp.training.checkpoint import (
+    check_model_shapes,
+    gather_shapes,
+    model_shapes,
+    open_checkpoint,
+)
 from credit_dp.training.checkpoint_files import Metadata
 from credit_dp.training.data_description import (
     DataDescription,
@@ -36,7 +45,7 @@ from credit_dp.training.data_description import (
 )
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
-from credit_dp.training.shards import Shape, check_shards, read_shards, translate_read_errors
+from credit_dp.training.shards import Shape, Shards, translate_read_errors
 from credit_dp.training.state import (
     AVERAGE_PREFIX,
     MODEL_PREFIX,
@@ -110,10 +119,8 @@ def load_initial_weights(
     Raises:
         UserError: on all ranks, if the checkpoint can't be read or has no weight of this model.
     """
-    folder = run_on_all_ranks(lambda: resolve_checkpoint(path))
-    metadata = run_on_all_ranks(lambda: checkpoint_files.read_metadata(KEY, folder))
+    folder, metadata, shards = run_on_rank_0(lambda: open_checkpoint(KEY, resolve_checkpoint(path)))
     saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
-    run_on_all_ranks(lambda: check_shards(KEY, folder, saved))
     with translate_read_errors(KEY, folder):
         source_names = channel_names(metadata["data"])
         rescaled = differently_normalised_channels(metadata["data"], state.data)
@@ -133,7 +140,7 @@ def load_initial_weights(
         name: match for of_rank in all_gather_object(matches) for name, match in of_rank.items()
     }
     check_any_match(folder, all_matches)
-    copy_matches(folder, tensors, matches, saved)
+    copy_matches(shards, tensors, matches, saved)
     if state.average is not None:
         state.average.reset_to_parameters(state.average.averages)
     settings = ", ".join(
@@ -368,7 +375,7 @@ def count_and_names(names: list[str], label: str) -> str:
 
 
 def copy_matches(
-    folder: Path,
+    shards: Shards,
     tensors: dict[str, Tensor],
     matches: dict[str, TensorMatch],
     saved: dict[str, Shape],
@@ -383,7 +390,7 @@ def copy_matches(
         else tensors[name]
         for name, match in matches.items()
     }
-    read_shards(KEY, folder, buffers)
+    run_on_all_ranks(lambda: shards.read(buffers))
     for name, match in matches.items():
         if match.note:
             copy_entries(tensors[name], buffers[match.source], match)
@@ -439,7 +446,8 @@ def load_valid_mask(key: str, path: Path, metadata: Metadata) -> Tensor | None:
     if VALID_KEY not in metadata["tensors"]:
         return None
     valid = torch.zeros(tuple(metadata["tensors"][VALID_KEY]), dtype=torch.uint8)
-    read_shards(key, path, {VALID_KEY: valid})
+    shards = run_on_rank_0(lambda: Shards.open(key, path, metadata))
+    run_on_all_ranks(lambda: shards.read({VALID_KEY: valid}))
     return valid.bool()
 
 
@@ -462,9 +470,9 @@ def load_weights(key: str, path: Path, metadata: Metadata, parts: tuple[nn.Modul
     check_model_shapes(
         f"{key}: {path}", model_shapes(saved), model_shapes(gather_shapes(model)), ADVICE
     )
-    run_on_all_ranks(lambda: check_shards(key, path, saved))
+    shards = run_on_rank_0(lambda: Shards.open(key, path, metadata))
     tensors = {}
     for name, tensor in model.items():
         average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
         tensors[average if average in saved else name] = tensor
-    read_shards(key, path, tensors)
+    run_on_all_ranks(lambda: shards.read(tensors))

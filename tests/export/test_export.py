@@ -304,8 +304,29 @@ def test_doctored_metadata_is_one_line(tmp_path, file, changes, part):
     with safe_open(str(file), framework="pt") as opened:
         texts = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    del texts["checksums"]
     save_file(tensors, tmp_path / "m.safetensors", {**texts, **changes})
     assert part in refusal(tmp_path / "m.safetensors")
+
+
+def test_a_flipped_bit_is_found_and_files_without_checksums_are_read(file, tmp_path):
+    with safe_open(str(file), framework="pt") as opened:
+        texts = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    other = tmp_path / "m.safetensors"
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    for part, damaged in (
+        (tensors[name].numpy().tobytes(), name),
+        (b"step_hours", "its metadata"),
+        (texts["statistics"][-30:].encode(), "its metadata"),
+    ):
+        content = bytearray(file.read_bytes())
+        content[content.index(part)] ^= 1
+        other.write_bytes(content)
+        assert f"is damaged: {damaged} is not as it was written" in refusal(other)
+    del texts["checksums"]
+    save_file(tensors, other, texts)
+    assert credit_dp.load(other).step == credit_dp.load(file).step
 
 
 def test_a_checkpoint_that_says_too_little_is_not_exported(run, tmp_path):

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from credit_dp.config import AdamWConfig
+from credit_dp.config import AdamWConfig, TrainerConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
+    CheckpointSaver,
     TrainingState,
     find_checkpoint,
     load_checkpoint,
 )
+from credit_dp.training.shards import ShardReader, Shards, TensorPart, write_shard
 from tests.checkpoints import save_checkpoint
 from tests.full_disk import full_disk
 from tests.training.states import (
@@ -319,11 +323,99 @@ def test_doctored_numbers_are_refused(tmp_path, changes, part):
     state = small_state()
     take_step(state)
     content = json.loads((save_checkpoint(tmp_path, state, "") / "state.json").read_text())
+    del content["checksum"]
     if changes == {"tensors": None}:  # the moments are not listed
         model = {n: shape for n, shape in content["tensors"].items() if "optimiser" not in n}
         changes = {"tensors": model}
     text = json.dumps({**content, **changes}).encode()
     assert part in damaged(tmp_path, "state.json", text)
+
+
+def flip_bit(file: Path, part: bytes) -> None:
+    """Flip a bit of the last occurrence of these bytes in a file."""
+    content = bytearray(file.read_bytes())
+    content[content.rindex(part)] ^= 4
+    file.write_bytes(content)
+
+
+def refused_load(path: Path) -> str:
+    """Return the error of loading a damaged checkpoint."""
+    with pytest.raises(UserError, match=r"^resume: .* is (damaged|not a readable)") as error:
+        load_checkpoint(path, small_state())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def save_two(folder: Path) -> tuple[TrainingState, Path]:
+    """Save two checkpoints of a state, and return it and the newer one."""
+    state = small_state()
+    with CheckpointSaver(folder, TrainerConfig(keep_checkpoints=2)) as saver:
+        saver.save(state, "")
+        take_step(state)
+        saver.save(state, "")
+    return state, folder / "step-00000001"
+
+
+def test_a_flipped_bit_of_a_tensor_is_found_when_it_is_loaded(tmp_path):
+    state, path = save_two(tmp_path)
+    name = "optimiser.0.bias.exp_avg"
+    flip_bit(path / SHARD, state.tensors()[name].numpy().tobytes())
+    line = refused_load(path)
+    assert f"{path} is damaged: {name} in {SHARD} is not as it was written" in line
+    assert f"Set resume={tmp_path / 'step-00000000'}, the checkpoint before it." in line
+    shutil.rmtree(tmp_path / "step-00000000")
+    assert "There is no older one" in refused_load(path)
+
+
+def test_a_flipped_bit_of_a_tensors_place_or_of_a_number_is_found(tmp_path):
+    _, path = save_two(tmp_path)
+    whole = (path / SHARD).read_bytes()
+    for part in (b"0, 0, 0, 0]", b"exp_avg_sq", b"32"):  # in the header
+        flip_bit(path / SHARD, part)
+        refused_load(path)
+        (path / SHARD).write_bytes(whole)
+    flip_bit(path / "state.json", b'1, "seed"')
+    assert "state.json is not as it was written" in refused_load(path)
+
+
+def test_only_the_blocks_of_the_entries_that_are_read_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr("credit_dp.training.shards.BLOCK_BYTES", 64)
+    tensor = torch.arange(40.0).view(10, 4)  # four rows in a block
+    write_shard(tmp_path / "a.safetensors", [TensorPart("t", (5, 0), tensor)])
+    write_shard(tmp_path / "b.safetensors", [TensorPart("t", (0, 0), -tensor[:5])])
+    numbers = {"shards": ["a.safetensors", "b.safetensors"], "tensors": {"t": [15, 4]}}
+    flip_bit(tmp_path / "a.safetensors", tensor[9].numpy().tobytes())
+    (part, _) = Shards.open("resume", tmp_path, numbers).parts["t"]
+    with safe_open(str(tmp_path / "a.safetensors"), framework="pt") as file:
+        reader = ShardReader(Shards.open("resume", tmp_path, numbers), "a.safetensors", file)
+        assert torch.equal(reader.read("t", part, (3, 1), (4, 2)), tensor[3:7, 1:3])
+        with pytest.raises(UserError, match=r"t in a\.safetensors is not as it was written"):
+            reader.read("t", part, (6, 0), (3, 4))
+
+
+def test_checkpoints_without_checksums_are_read(tmp_path):
+    saved, loaded = small_state(seed=1), small_state(seed=2)
+    take_step(saved)
+    path = save_checkpoint(tmp_path, saved, "")
+    numbers = json.loads((path / "state.json").read_text())
+    del numbers["checksum"]
+    (path / "state.json").write_text(json.dumps(numbers))
+    with safe_open(str(path / SHARD), framework="pt") as file:
+        texts = file.metadata()
+    save_file(
+        load_file(path / SHARD), path / SHARD, {"DCP_SHARDING_INFO": texts["DCP_SHARDING_INFO"]}
+    )
+    load_checkpoint(path, loaded)
+    assert same_tensors(saved, loaded)
+
+
+def test_torch_reads_the_shards(tmp_path):
+    state = small_state()
+    path = save_checkpoint(tmp_path, state, "")
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in state.tensors().items()}
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in state.tensors().items())
 
 
 def test_numbers_nested_without_end_are_refused(tmp_path):

@@ -2,18 +2,27 @@
 
 import errno
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from credit_dp.config import TrainerConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
+    CheckpointSaver,
+    WrittenTensors,
+    digest_of,
     find_checkpoint,
     load_checkpoint,
 )
+from credit_dp.training.shards import Shape, TensorPart
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.runs import alone
@@ -73,6 +82,89 @@ def test_a_checkpoint_goes_round_all_meshes(tmp_path, model, first, second):
     load_checkpoint(tmp_path / "2", end)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in end.tensors().items())
     assert end.tensors().keys() == wanted.keys()
+
+
+COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object")
+
+
+@contextmanager
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """Count bytes copied to the host's memory, collectives on objects, and listings of folders."""
+
+    def count(owner: Any, name: str, amount: Callable[..., int] = lambda *_, **__: 1) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += amount(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, counting)
+
+    with pytest.MonkeyPatch.context() as patch:
+        count(TensorPart, "cpu_copy", lambda part: part.tensor.nbytes)
+        for name in COLLECTIVES:
+            count(dist, name)
+        for name in ("listdir", "scandir"):
+            count(os, name)
+        yield
+
+
+def count_what_a_save_takes(
+    manager: DomainParallelManager, folder: Path, shared: bool
+) -> tuple[int, list[Counter[str]]]:
+    """Return the bytes of a state, and what its first and second save and its loading took."""
+    state = state_on(manager, "unet", 1, shared)
+    found = [Counter[str]() for _ in range(3)]
+    with CheckpointSaver(folder, TrainerConfig()) as saver:
+        for state.step, counts in enumerate(found[:2]):
+            with counted(counts):
+                saver.save(state, "")
+                saver.wait()
+    with counted(found[2]):
+        path = find_checkpoint("auto", folder)
+        load_checkpoint(path, state)
+    return sum(tensor.nbytes for tensor in full_tensors(state).values()), found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_writers_copy_and_only_the_first_rank_lists(tmp_path, shared):
+    ranks = on_processes(2, count_what_a_save_takes, tmp_path, shared, domain=1 if shared else 2)
+    total = ranks[0][0]
+    for save in (0, 1):
+        copied = [found[save]["cpu_copy"] for _, found in ranks]
+        assert sum(copied) == total
+        assert (0.4 * total < copied[1] < 0.6 * total) if shared else copied[1] == 0
+    for rank, (_, found) in enumerate(ranks):
+        # Digests; folder and end; names of files.
+        assert [found[1][name] for name in COLLECTIVES] == [1, 2, 1]
+        # Constant fields are read once, for all checkpoints.
+        assert [found[0][name] for name in COLLECTIVES] == [2, 2, 1]
+        listings = [counts["listdir"] + counts["scandir"] for counts in found]
+        assert all(listings) if rank == 0 else not any(listings)
+
+
+def test_a_thousand_ranks_agree_on_digests_and_one_table_for_each_stage(monkeypatch):
+    stages = [{f"stage{p}.{n}": (64, 64, 3, 3) for n in range(1200)} for p in range(2)]
+    tables = [{**stages[rank // 512], "shared": (2,)} for rank in range(1024)]
+    digests = [digest for stage in stages for digest in [digest_of(stage)] * 512]
+    sent: list[int] = []
+
+    def broadcast(table: dict[str, Shape], rank: int, group: object) -> dict[str, Shape]:
+        sent.append(rank)
+        return tables[rank]
+
+    monkeypatch.setattr("credit_dp.training.checkpoint.broadcast_object", broadcast)
+    of_rank = {rank: WrittenTensors.agree(tables[rank], digests) for rank in (0, 1, 512, 1023)}
+    assert sent == [0, 512] * 4
+    assert all(w.shapes == stages[0] | stages[1] | {"shared": (2,)} for w in of_rank.values())
+    tensor = torch.zeros(2)
+    for rank, written in of_rank.items():
+        stage = rank // 512
+        assert written.is_written_by(rank, f"stage{stage}.7", tensor) == (rank in (0, 512))
+        assert written.is_written_by(rank, "shared", tensor) == (rank == 0)
+    sent.clear()
+    WrittenTensors.agree(stages[0], [digests[0]] * 1024)  # without a pipeline
+    assert sent == []
 
 
 def refusals(manager: DomainParallelManager, source: Path, model: str) -> str:

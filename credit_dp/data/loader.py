@@ -69,16 +69,6 @@ class Batch:
     target: Tensor
     times: NDArray[np.datetime64]
 
-    def to(self, device: torch.device) -> "Batch":
-        """Return the batch on another device."""
-        # Copies from pinned memory run while the host goes on; later kernels wait for them.
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("state", "forcing", "target")
-        }
-        static = self.static[:1].to(device, non_blocking=True)  # the same for all samples
-        return replace(self, **moved, static=static.expand(len(self.times), -1, -1, -1))
-
     def split(self, parts: int) -> list["Batch"]:
         """Return the samples in order, in equal parts (micro-batches)."""
         if parts == 1:
@@ -114,12 +104,69 @@ FULL_BATCH = BatchSelection()
 
 
 @final
+class BatchMover:
+    """Copies batches to a device; to a GPU on a stream of its own, while the GPU computes.
+
+    Static fields are copied once: they are the same in all batches.
+
+    Args:
+        device: of the batches that are returned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = new_copy_stream(device)
+        self._static: Tensor | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies run beside the computation, so that it helps to start them early."""
+        return self._stream is not None
+
+    def start(self, batch: Batch) -> Batch:
+        """Start to copy a batch; use what it returns only after `finish`."""
+        if self._stream is None:
+            return self._copy(batch)
+        with torch.cuda.stream(self._stream):
+            return self._copy(batch)
+
+    def finish(self, moved: Batch) -> Batch:
+        """Let later kernels wait until a batch is copied, and return it. The host does not wait."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor in (moved.state, moved.forcing, moved.target, moved.static):
+                # Allocated on the stream of copies, which else would write the next batch into
+                # this memory once the host drops the tensor, though kernels may still read it.
+                tensor.record_stream(current)
+        return moved
+
+    def _copy(self, batch: Batch) -> Batch:
+        if self._static is None:
+            self._static = batch.static[:1].to(self._device)
+        # From pinned memory the host goes on at once.
+        moved = {
+            name: getattr(batch, name).to(self._device, non_blocking=True)
+            for name in ("state", "forcing", "target")
+        }
+        return replace(batch, **moved, static=self._static.expand(len(batch.times), -1, -1, -1))
+
+
+def new_copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream for copies to a GPU, and None for other devices."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@final
 class Loader:
     """Endless batches in the order of a sequence, read ahead by threads.
 
-    Up to `prefetch` batches besides the current one are in memory or being read. `state_dict`
-    counts the batches that were handed out, not those read ahead. An error in a reading thread is
-    raised from `__next__` of the batch that it belongs to.
+    Up to `prefetch` batches besides the current one are in memory or being read. The next one is
+    copied to a GPU ahead, if it has been read. `state_dict` counts the batches that were handed
+    out, not those read ahead. An error in a reading thread is raised from `__next__` of the batch
+    that it belongs to.
     """
 
     def __init__(
@@ -163,7 +210,8 @@ class Loader:
         self._sequence = sequence
         self._rollout_lengths = rollout_lengths
         self._prefetch = prefetch
-        self._device = device
+        self._mover = None if device is None else BatchMover(device)
+        self._moved: Batch | None = None  # the first of `_prefetched`, if it is being copied
         self._shared = SharedSource(store.source, exchange) if exchange is not None else None
         if self._shared is not None:
             # With the ranges that were sampled before, or channels of unknown variables would have
@@ -189,13 +237,29 @@ class Loader:
     def __next__(self) -> Batch:
         # Without read-ahead, too, the batch that is needed now is read by the threads.
         self._read_ahead(max(1, self._prefetch))
-        batch = self._prefetched[0].result()  # a failed batch stays first, and fails again
+        batch = self._move_first()  # a failed batch stays first, and fails again
         self._prefetched.popleft()
+        self._moved = None
         # Only now: a checkpoint after an error reads the failed batch again.
         self._sequence.position += 1
         # Before the batch is handed out: the threads read the next ones while the model computes.
         self._read_ahead(self._prefetch)
-        return batch if self._device is None else batch.to(self._device)
+        self._start_to_move_next()
+        return batch
+
+    def _move_first(self) -> Batch:
+        """Return the first batch on its device."""
+        if self._mover is None:
+            return self._prefetched[0].result()
+        moved = self._moved or self._mover.start(self._prefetched[0].result())
+        return self._mover.finish(moved)
+
+    def _start_to_move_next(self) -> None:
+        """Start to copy the next batch, if it has been read, while the present one computes."""
+        if self._mover is not None and self._mover.overlaps and self._prefetched:
+            pending = self._prefetched[0]
+            if pending.succeeded:
+                self._moved = self._mover.start(pending.result())
 
     def __enter__(self) -> Self:
         return self
@@ -226,6 +290,7 @@ class Loader:
         Ranks that share reading finish theirs: a rank that skipped a read would miss its
         collectives, and the next batch would not match those of the others.
         """
+        self._moved = None
         while self._prefetched:
             for sample in self._prefetched.popleft().samples:
                 if self._shared is None or self._shared.stopped:
@@ -271,6 +336,12 @@ class _PendingBatch:
     batch: Batch
     static: Future[Tensor]
     samples: list[Future[None]]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all tasks are done, without errors."""
+        tasks: tuple[Future[Any], ...] = (self.static, *self.samples)
+        return all(task.done() and task.exception() is None for task in tasks)
 
     def result(self) -> Batch:
         """Return the batch when all its tasks are done, or raise the first error."""

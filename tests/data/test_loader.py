@@ -381,11 +381,94 @@ def test_sequence_of_another_split_is_refused(ready):
         loader(ready, sequence=SampleSequence(9, 2))
 
 
-def test_batch_moves_to_a_device(ready):
-    with loader(ready) as source:
-        moved = next(source).to(torch.device("meta"))
-    assert {moved.state.device.type, moved.static.device.type} == {"meta"}
-    assert len(moved.times) == 2
+def test_batches_move_to_a_device_and_static_fields_once(ready, monkeypatch):
+    moves = []
+    move = torch.Tensor.to
+
+    def counted(tensor, *args, **kwargs):
+        moves.extend(arg for arg in args if arg == torch.device("meta"))
+        return move(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    sequence = SampleSequence(SAMPLES, 2)
+    with Loader(ready, "train", WHOLE, sequence, device=torch.device("meta")) as source:
+        batches = take(source, 3)
+    parts = [part for b in batches for part in (b.state, b.forcing, b.static, b.target)]
+    assert {part.device.type for part in parts} == {"meta"}
+    assert [len(b.times) for b in batches] == [2, 2, 2]
+    assert len(moves) == 1 + 3 * len(batches)  # static; state, forcing and target of each batch
+
+
+class CopyStream:
+    """Stands for a stream of a GPU, and records what waits for it."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def __enter__(self):
+        self.events.append("copy")
+
+    def __exit__(self, *error):
+        self.events.append("copied")
+
+    def wait_stream(self, other):
+        assert other is not self
+        self.events.append("wait")
+
+
+@pytest.fixture
+def copy_events(monkeypatch):
+    """Let batches be copied on a stream that is none, and return what happens, in order."""
+    events = []
+    copies, computing = CopyStream(events), CopyStream(events)
+    monkeypatch.setattr(data_loader, "new_copy_stream", lambda device: copies)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    record = lambda tensor, stream: events.append("used" if stream is computing else "?")  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    return events
+
+
+def test_the_next_batch_is_copied_while_the_present_one_computes(ready, copy_events):
+    sequence = SampleSequence(SAMPLES, 2)
+    with loader(ready, dtype=torch.float32, sequence=SampleSequence(SAMPLES, 2)) as plain:
+        wanted = take(plain, 3)
+    with Loader(ready, "train", WHOLE, sequence, device=torch.device("cpu")) as source:
+        source._read_ahead(2)
+        for pending in source._prefetched:
+            pending.result()  # both are read
+        found = [next(source)]
+        copy, use = ["copy", "copied"], ["wait", *["used"] * 4]
+        assert copy_events == [*copy, *use, *copy]
+        copy_events.clear()
+        found.append(next(source))
+        assert copy_events[:5] == use  # it has been copied before
+        state = source.state_dict()
+        source.load_state_dict(state)  # drops what was read and copied ahead
+        found.append(next(source))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a.state, b.state)
+        assert torch.equal(a.target, b.target)
+        assert torch.equal(a.static, b.static)
+
+
+def test_a_batch_that_fails_is_not_copied_ahead(ready, copy_events, monkeypatch):
+    read = BatchReader.read_sample
+
+    def failing(reader, batch, index, length=1):
+        if batch.times[0] != first:
+            raise UserError("a field is missing")
+        read(reader, batch, index, length)
+
+    sequence = SampleSequence(SAMPLES, 2)
+    first = stores.times(SAMPLES)[sequence.indices(0)][0]
+    monkeypatch.setattr(BatchReader, "read_sample", failing)
+    with Loader(ready, "train", WHOLE, sequence, device=torch.device("cpu")) as source:
+        next(source)
+        for _ in range(2):
+            with pytest.raises(UserError, match="a field is missing"):
+                next(source)
+    assert copy_events.count("copy") == 1
 
 
 def test_normalising_and_inverting(ready):

@@ -5,8 +5,9 @@ optimizer, `WeightAverage.update`, the schedule.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -35,6 +36,7 @@ from credit_dp.training.own_optimizer import (
 )
 from credit_dp.training.replicas import local_tensor
 
+FUSED_DEVICES = {"cuda"}  # on which one kernel updates the weights
 SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
 # Endings of the names of parameters without weight decay: biases, and tables of position biases and
 # embeddings. Parameters of norms are found by their number of dimensions.
@@ -53,7 +55,17 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     if not isinstance(config, AdamWConfig):
         raise TypeError(f"{type(config).__name__} is the config of no optimizer")
     betas = (config.betas[0], config.betas[1])
-    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+    fused = True if can_fuse(parameters.values()) else None  # None: torch chooses
+    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+
+
+def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one kernel can update all parameters that are not frozen: they are on GPUs.
+
+    Otherwise torch launches a kernel for each operation of the update.
+    """
+    devices = {p.device.type for p in parameters if p.requires_grad and p.is_floating_point()}
+    return bool(devices) and devices <= FUSED_DEVICES
 
 
 def state_layout(
@@ -65,6 +77,9 @@ def state_layout(
         UserError: a plug-in's optimizer would not train exactly on this mesh or after resuming.
     """
     if not isinstance(config, OwnOptimizerConfig):
+        if can_fuse(parameters.values()):  # the kernel reads the counter of steps on the device
+            device = next(p.device for p in parameters.values() if p.requires_grad)
+            return replace(ADAMW, scalars={"step": torch.zeros((), device=device)})
         return ADAMW
     return probe_plugin_optimizer(config, parameter_groups(parameters, config), parallel)
 

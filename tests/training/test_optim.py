@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import AdamWConfig
-from credit_dp.training.optim import build_optimizer, build_schedule, seed_step
+from credit_dp.config import AdamWConfig, ParallelConfig
+from credit_dp.training.checkpoint import TrainingState, load_checkpoint
+from credit_dp.training.optim import (
+    build_optimizer,
+    build_schedule,
+    can_fuse,
+    seed_step,
+    state_layout,
+)
+from tests.checkpoints import save_checkpoint
+from tests.training.states import small_state, take_step
 
 
 def small_model() -> nn.Module:
@@ -24,6 +33,37 @@ def test_only_weights_of_layers_decay():
     assert {p.ndim for p in decaying["params"]} == {4}
     assert len(decaying["params"]) == 2
     assert len(kept["params"]) == 4
+
+
+def test_weights_on_a_gpu_are_updated_by_one_kernel(monkeypatch, tmp_path):
+    def trained(steps: int, resume: bool = False) -> TrainingState:
+        state = small_state(seed=1)
+        if resume:
+            load_checkpoint(tmp_path, state)
+        for _ in range(steps):
+            take_step(state)
+        return state
+
+    plain = trained(4)
+    assert not any(group["fused"] for group in plain.optimizer.param_groups)
+    monkeypatch.setattr("credit_dp.training.optim.FUSED_DEVICES", {"cpu"})
+    fused = trained(2)
+    assert all(group["fused"] for group in fused.optimizer.param_groups)
+    save_checkpoint(tmp_path, fused, "")
+    for found in (trained(4), trained(2, resume=True)):
+        for name, tensor in found.tensors().items():
+            torch.testing.assert_close(tensor, plain.tensors()[name], rtol=1e-5, atol=1e-7)
+
+
+def test_the_counter_of_a_fused_update_is_on_the_device(monkeypatch):
+    monkeypatch.setattr("credit_dp.training.optim.FUSED_DEVICES", {"meta"})
+    with torch.device("meta"):
+        parameters = dict(small_model().named_parameters())
+    layout = state_layout(parameters, AdamWConfig(), ParallelConfig())
+    assert layout.scalars["step"].is_meta
+    assert can_fuse(parameters.values())
+    assert not can_fuse([*parameters.values(), nn.Parameter(torch.zeros(2))])
+    assert not can_fuse([])
 
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():

@@ -87,7 +87,7 @@ class ParallelConfig:
     data: int | None = None
     pipeline: int = 1  # ranks that share one model, each with some of its layers
     threads: int | None = None  # CPU threads of each rank; null: an equal share of the cores
-    # ddp: every rank holds all parameters | fsdp2: parameters are sharded over the data ranks
+    # ddp: every rank holds all parameters | fsdp2: data and domain ranks hold shards of them
     data_mode: str = "ddp"
     # of fsdp2: float32 | bfloat16 | float16, in which parameters compute; null: trainer.dtype
     param_dtype: str | None = None

@@ -41,7 +41,7 @@ from credit_dp.pipeline_parallel.stages import (
     state_bytes,
 )
 from credit_dp.training.optim import moments_per_parameter
-from credit_dp.training.parameter_shards import fsdp_blocks
+from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 
 
 class StepPlan(NamedTuple):
@@ -139,24 +139,21 @@ def replicated_budget(module: nn.Module, replicas: int, moments: int) -> Paramet
 def sharded_budget(
     module: nn.Module,
     parallel: ParallelConfig,
-    data: int,
-    domain: int,
+    replicas: int,
     microbatches: int,
     *,
     moments: int,
     gathers: int | None = None,
 ) -> ParameterBudget:
-    """Return the budget of a rank if the data ranks shard the parameters of a module (fsdp2).
+    """Return the budget of a rank if data and domain ranks shard a module's parameters (fsdp2).
 
     Args:
         module: the converted model, or a stage of it.
         parallel: gives the dtypes.
-        data: ranks that the parameters are sharded over.
-        domain: ranks that hold the same shards.
+        replicas: ranks that hold the module, over the data and the domain axis.
         microbatches: micro-batches of a step.
         moments: values that the optimizer keeps for each parameter.
-        gathers: times that a block is gathered in a step of a pipeline, whose stages keep gradients
-            unsharded until its end; None without a pipeline.
+        gathers: times that a block is gathered in a step of a pipeline; None without a pipeline.
     """
     blocks = [list(block.parameters()) for block in fsdp_blocks(module)]
     in_blocks = {id(p) for block in blocks for p in block}
@@ -168,30 +165,32 @@ def sharded_budget(
     # Without a pipeline FSDP gathers a block for forward and again for backward. Parameters outside
     # blocks belong to the root, which stays gathered from forward to backward.
     block_gathers = 2 * microbatches if gathers is None else gathers
-    reductions = microbatches if gathers is None else 1
-    # FSDP pads dimension 0, so that every data rank reduces a shard of the largest size.
-    reduced_bytes = data * _shard_bytes(trainable, data, reduce_dtype)
-    block_bytes = [data * _shard_bytes(block, data, compute_dtype) for block in blocks]
-    rest_bytes = data * _shard_bytes(rest, data, compute_dtype)
-    gathered_bytes = block_gathers * sum(block_bytes) + reductions * rest_bytes
-    # Reduce-scatter over the data ranks, then an all-reduce of the shard over the domain ranks.
-    sent_to_reduce = (data - 1) * reduced_bytes // data + ring_all_reduce_bytes(
-        reduced_bytes // data, domain
+    rest_gathers = microbatches if gathers is None else 1
+    shards = shards_of(replicas)
+    # FSDP pads dimension 0, so that every rank reduces a shard of the largest size.
+    reduced_bytes = shards * _shard_bytes(trainable, shards, reduce_dtype)
+    block_bytes = [shards * _shard_bytes(block, shards, compute_dtype) for block in blocks]
+    rest_bytes = shards * _shard_bytes(rest, shards, compute_dtype)
+    gathered_bytes = block_gathers * sum(block_bytes) + rest_gathers * rest_bytes
+    # Reduce-scatter over the ranks of one copy, then an all-reduce of the shard over the copies.
+    sent_to_reduce = (shards - 1) * reduced_bytes // shards + ring_all_reduce_bytes(
+        reduced_bytes // shards, replicas // shards
     )
-    gradients = _shard_bytes(trainable, data)
+    gradients = _shard_bytes(trainable, shards)
     gathered = rest_bytes + max(block_bytes, default=0)
-    if gathers is not None:
-        # After a backward a stage stays gathered until its next forward, and gradients are reduced
-        # once, at the end of the step.
+    if microbatches > 1 or gathers is not None:
+        # Gradients are reduced once, at the end of the step; until then they are unsharded.
         gradients = max(reduced_bytes, gradients)
+    if gathers is not None:
+        # After a backward a stage stays gathered until its next forward.
         gathered = rest_bytes + sum(block_bytes)
     return ParameterBudget(
-        weights=_shard_bytes(parameters, data),
+        weights=_shard_bytes(parameters, shards),
         gradients=gradients,
-        moments=moments * _shard_bytes(trainable, data),
+        moments=moments * _shard_bytes(trainable, shards),
         gathered=gathered,
-        sent_gradients=reductions * sent_to_reduce,
-        sent_weights=(data - 1) * gathered_bytes // data,
+        sent_gradients=sent_to_reduce,
+        sent_weights=(shards - 1) * gathered_bytes // shards,
     )
 
 
@@ -339,7 +338,7 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
     sharded = _converted_copy(model, report)
     if _can_shard(sharded, data * report.ranks):
         budgets["fsdp2"] = sharded_budget(
-            sharded, config.parallel, data, report.ranks, microbatches, moments=moments
+            sharded, config.parallel, data * report.ranks, microbatches, moments=moments
         )
     saved = max(report.saved_bytes)
     rows = _max_bytes_sent(traffic)
@@ -386,8 +385,7 @@ def _stage_budgets(
             sharded_budget(
                 stage.module,
                 parallel,
-                data,
-                domain,
+                data * domain,
                 microbatches,
                 moments=moments[index],
                 gathers=gathers[index],

@@ -23,7 +23,7 @@ from credit_dp.errors import UserError
 from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import WeightedLoss
-from credit_dp.training.parameter_shards import is_dtensor
+from credit_dp.training.parameter_shards import is_dtensor, is_fsdp_module
 
 if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -89,7 +89,7 @@ def clip_gradients(
     Gradients are those of the whole globe and batch already: alike on all ranks of the domain and
     data axes, or a share of them with fsdp2; other ranks of the pipeline have other parameters.
     The norm is the same on every rank. Collective over the pipeline group, and with fsdp2 over the
-    data group.
+    ranks that share the parameters.
     """
     learning = [p for p in parameters if p.grad is not None]
     norm = get_total_norm([p.grad for p in learning if p.grad is not None])
@@ -224,7 +224,8 @@ class ModelForwardBackward(ForwardBackward):
     def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
-        DDP sends gradients once, after the last micro-batch; FSDP2 reduces its shards at each.
+        Gradients are sent once, after the last micro-batch. Until then a rank adds up those of its
+        own samples, of all parameters with FSDP2, too.
 
         Raises:
             UserError: the loss does not depend on a parameter, for whose gradient DDP would wait.
@@ -269,9 +270,15 @@ class ModelForwardBackward(ForwardBackward):
                 )
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        if last or not isinstance(self.model, DistributedDataParallel):
+        if self.n_microbatches == 1:
             return contextlib.nullcontext()
-        return self.model.no_sync()
+        if isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext() if last else self.model.no_sync()
+        # The root of FSDP's modules may be inside the wrapper that recomputes activations.
+        root = next((module for module in self.model.modules() if is_fsdp_module(module)), None)
+        if root is not None:
+            root.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
 
 
 @final

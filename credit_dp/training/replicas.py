@@ -40,9 +40,9 @@ def check_replicas(
 ) -> None:
     """Check that parameters are the same, bit by bit, on all ranks that should share them.
 
-    Replicated parameters are compared over the domain and the data axis; of a `DTensor` the local
-    shards, over the domain axis only. Collective of all ranks: each sends 16 bytes for each
-    parameter and axis, and 24 more.
+    Replicated parameters are compared over the domain and the data axis; of a `DTensor` every rank
+    has a shard, which is not compared. Collective of all ranks: each sends 16 bytes for
+    each parameter and axis, and 24 more.
 
     Args:
         parameters: of this rank's pipeline stages, by name.
@@ -138,12 +138,12 @@ def first_difference(
 
     Args:
         sums: checksum of each parameter.
-        replicated: whether each parameter is equal on all data ranks.
+        replicated: whether each parameter is equal on all ranks of both axes.
         manager: this rank's position in the mesh.
     """
     over_domain = differing_entries(sums, manager.domain_group)
     over_data = differing_entries(sums, manager.data_parallel_group)
-    indices = (over_domain | (over_data & replicated.to(sums.device))).nonzero()
+    indices = ((over_domain | over_data) & replicated.to(sums.device)).nonzero()
     return int(indices[0]) if len(indices) else None
 
 
@@ -216,12 +216,8 @@ def replica_groups(table: list[list[int]], manager: DomainParallelManager) -> It
     """Yield the groups of ranks that should have the same bits of the parameter in the table."""
     per_stage = manager.dp_world_size * manager.domain_world_size
     for start in range(0, manager.world_size, per_stage):
-        kind = table[start][0]
-        # Shards are equal on the ranks of one domain only.
-        size = manager.domain_world_size if kind == SHARDED else per_stage
-        for first in range(start, start + per_stage, size):
-            if kind != ABSENT:
-                yield list(range(first, first + size))
+        if table[start][0] == REPLICATED:
+            yield list(range(start, start + per_stage))
 
 
 def all_gather_ints(values: list[int]) -> list[list[int]]:

@@ -70,9 +70,11 @@ def order_noted(parts: tuple[nn.Module, ...]) -> list[tuple[bool, int]]:
     return order
 
 
-def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
+def step_of(manager: DomainParallelManager, config: Config, shards: int) -> dict[str, Any]:
     """Return what a rank holds after its second step, and what it sent in this step."""
-    training: Training = built(config, manager)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("credit_dp.training.parameter_shards.SHARDS", shards)
+        training: Training = built(config, manager)
     state = training.trainer.state
     gradients: list[int] = []
     state.optimizer.register_step_pre_hook(
@@ -104,7 +106,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return replace(made, data=replace(made.data, batch_size=8))
 
 
-def both(config: Config, mesh: Mesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def both(
+    config: Config, mesh: Mesh, shards: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return what ranks hold and send, and the plan of the fullest rank of each stage."""
     pipeline, data, domain, mode, schedule = mesh
     parallel = ParallelConfig(
@@ -112,7 +116,7 @@ def both(config: Config, mesh: Mesh) -> tuple[list[dict[str, Any]], list[dict[st
     )
     config = replace(config, parallel=parallel)
     found = on_processes(
-        pipeline * data * domain, step_of, config, domain=domain, pipeline=pipeline
+        pipeline * data * domain, step_of, config, shards, domain=domain, pipeline=pipeline
     )
     budgets = [budget for budget in plan_step(config).budgets if budget.mode == mode]
     return found, [{"held": budget.held, "sent": budget.sent} for budget in budgets]
@@ -138,9 +142,23 @@ MESHES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(map(str, mesh)))
 def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> None:
-    found, planned = both(config, mesh)
+    assert_planned(config, mesh, 64)
+
+
+@pytest.mark.slow
+def test_the_plan_of_several_copies_is_what_ranks_hold_and_send(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("credit_dp.training.parameter_shards.SHARDS", 2)
+    assert_planned(config, Mesh(1, 2, 2, "fsdp2"), 2)
+
+
+def assert_planned(config: Config, mesh: Mesh, most_shards: int) -> None:
+    """Compare what ranks hold and send with the plan."""
+    found, planned = both(config, mesh, most_shards)
     micros, shared = MICROS[mesh.pipeline], mesh.mode == "fsdp2"
     size = mesh.data * mesh.domain
+    shards = min(size, most_shards)
     for stage, wanted in enumerate(planned):
         ranks = found[stage * size : (stage + 1) * size]
         held, sent = wanted["held"], wanted["sent"]
@@ -153,7 +171,7 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
         assert max(rank["sent"]["send"] for rank in ranks) - rows == sent["states"]
         assert (rows > 0) == (sent["rows"] > 0) == (mesh.domain > 1)
         for rank in ranks:
-            gathered = rank["sent"]["_allgather_base_"] * (mesh.data - 1) // mesh.data
+            gathered = rank["sent"]["_allgather_base_"] * (shards - 1) // shards
             assert gathered == sent["weights"]
             order = schedule_actions(
                 mesh.schedule, stage, mesh.pipeline, micros, 1 + (mesh.schedule == "interleaved")
@@ -162,12 +180,11 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
                 assert rank["order"] == [tuple(work) for work in order]
         if shared:
             by_kind = ranks[0]["sent"]
-            # Alone on its axis, a rank scatters nothing: what it holds goes to its domain at once.
-            scattered = by_kind["_reduce_scatter_base_"] if mesh.data > 1 else held["gradients"]
-            by_all = 2 * (mesh.domain - 1) * (scattered // mesh.data) // mesh.domain
-            if mesh.domain > 1:
-                assert by_kind["allreduce_"] >= scattered // mesh.data
-            assert sent["gradients"] == (mesh.data - 1) * scattered // mesh.data + by_all
+            scattered, copies = by_kind["_reduce_scatter_base_"], size // shards
+            if copies > 1:
+                assert by_kind["allreduce_"] >= scattered // shards
+            over_copies = 2 * (copies - 1) * (scattered // shards) // copies
+            assert sent["gradients"] == (shards - 1) * scattered // shards + over_copies
         else:
             assert sent["gradients"] == 2 * (size - 1) * held["gradients"] // size
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.replicas import CHUNK_ENTRIES, check_replicas, checksum
+from credit_dp.training.parameter_shards import fsdp_mesh
+from credit_dp.training.replicas import CHUNK_ENTRIES, check_replicas, checksum, local_tensor
 from tests.ranks import on_processes
 
 Parameters = dict[str, Tensor]
@@ -167,20 +167,17 @@ def test_other_names_are_reported_and_no_rank_hangs(change: Change, line: str) -
     assert line in lines[0]
 
 
-def shared_out(manager: DomainParallelManager, bad: int | None) -> str:
-    """Check FSDP over (domain, data), domain replicated, with one rank's shard changed."""
-    shape = (manager.pipeline_parallel_size, manager.dp_world_size, manager.domain_world_size)
-    grid = torch.arange(manager.world_size).view(shape).permute(0, 2, 1)
-    mesh = DeviceMesh("cpu", grid, mesh_dim_names=("pipeline", "domain", "data"))
+def shared_out(manager: DomainParallelManager, bad: str) -> str:
+    """Check parameters that FSDP shards, with one rank's shard, or a whole parameter, changed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)).double()  # one bias has one entry
-    fully_shard(model, mesh=mesh["domain", "data"])
-    parameters = dict(model.named_parameters())
-    shards = [p.to_local().shape for p in parameters.values()]  # type: ignore[attr-defined]
-    assert manager.dp_rank == 0 or 0 in shards[-1]  # an empty shard is among them
-    if manager.rank == bad:
+    fully_shard(model, mesh=fsdp_mesh(manager))
+    parameters = {**dict(model.named_parameters()), "whole": torch.ones(2)}
+    shards = [local_tensor(p).shape for p in parameters.values()]
+    assert manager.rank == 0 or 0 in shards[-2]  # an empty shard is among them
+    if manager.rank == 2:
         with torch.no_grad():
-            flip(parameters["0.weight"].to_local())  # type: ignore[attr-defined]
+            flip(local_tensor(parameters[bad]))
     try:
         check_replicas(parameters, manager)
     except UserError as error:
@@ -189,12 +186,12 @@ def shared_out(manager: DomainParallelManager, bad: int | None) -> str:
 
 
 @pytest.mark.slow
-def test_shards_are_compared_over_the_domain_only() -> None:
-    assert on_processes(4, shared_out, None, domain=2) == [""] * 4
-    lines = on_processes(4, shared_out, 3, domain=2)
+def test_shards_have_no_copies_to_be_compared_with() -> None:
+    assert on_processes(4, shared_out, "0.weight", domain=2) == [""] * 4
+    lines = on_processes(4, shared_out, "whole", domain=2)
     assert lines == lines[:1] * 4
-    ranks = "rank 2 (pipeline 0, data 1, domain 0) and rank 3 (pipeline 0, data 1, domain 1)"
-    assert f"parameter 0.weight differs between {ranks} at the start. " in lines[0]
+    ranks = "rank 0 (pipeline 0, data 0, domain 0) and rank 2 (pipeline 0, data 1, domain 0)"
+    assert f"parameter whole differs between {ranks} at the start. " in lines[0]
 
 
 def test_one_process_has_nothing_to_compare() -> None:

@@ -249,7 +249,6 @@ class CheckpointSaver:
 
     def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
         """Return what this rank writes of the present state, not copied; collective."""
-
         found = run_catching(state.tensors)
         # The thread that writes is done, so that its group is free: on GPUs the group of training
         # would wait for them.

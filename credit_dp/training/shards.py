@@ -37,6 +37,7 @@ Shape = tuple[int, ...]
 
 # Errors that torch, safetensors or this module raise for damaged files.
 READ_ERRORS = (
+    ArithmeticError,
     AssertionError,
     AttributeError,
     LookupError,
@@ -209,8 +210,8 @@ class Shards:
                 for name, (offsets, shape, dtype) in read_header(folder / file).items():
                     parts[name].append(StoredPart(number, offsets, shape))
                     dtypes[name] = dtype
-        shards = cls(key, folder, files, dict(parts), dtypes)
-        shards._check({name: tuple(shape) for name, shape in metadata["tensors"].items()})
+            shards = cls(key, folder, files, dict(parts), dtypes)
+            shards._check({name: tuple(shape) for name, shape in metadata["tensors"].items()})
         return shards
 
     def _check(self, expected: dict[str, Shape]) -> None:

@@ -370,7 +370,8 @@ def test_a_flipped_bit_of_a_tensor_is_found_when_it_is_loaded(tmp_path):
 def test_a_flipped_bit_of_a_tensors_place_or_of_a_number_is_found(tmp_path):
     _, path = save_two(tmp_path)
     whole = (path / SHARD).read_bytes()
-    for part in (b"0, 0, 0, 0]", b"exp_avg_sq", b"32"):  # in the header
+    # In the header: places, a name, a type, the number of rows in a block.
+    for part in (b"0, 0, 0, 0]", b", 0, 0, 0]", b"exp_avg_sq", b"32", b": [262144"):
         flip_bit(path / SHARD, part)
         refused_load(path)
         (path / SHARD).write_bytes(whole)

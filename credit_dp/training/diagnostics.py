@@ -24,6 +24,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch
+from credit_dp.training.preemption import agreed_signal, signal_marks
 from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import TrainingState
 
@@ -209,11 +210,15 @@ logger = logging.getLogger(__name__)
 
 @final
 class StepCheck(NamedTuple):
-    """The loss of the global batch, the global gradient norm, and whether to take the step."""
+    """The loss of the global batch, the global gradient norm, and whether to take the step.
+
+    `stop_signal` is the signal for which all ranks stop after this step; 0: none.
+    """
 
     loss: float
     grad_norm: float
     accepted: bool
+    stop_signal: int = 0
 
 
 @final
@@ -230,6 +235,7 @@ class NonFiniteGuard:
     Attributes:
         find_newest_checkpoint: returns the newest checkpoint or None; called on rank 0 when
             training stops.
+        pending_signal: returns the signal for which this rank has to stop, or 0.
     """
 
     def __init__(
@@ -239,6 +245,7 @@ class NonFiniteGuard:
         self.state = state
         self.manager = manager
         self.find_newest_checkpoint: Callable[[], Path | None] = lambda: None
+        self.pending_signal: Callable[[], int] = lambda: 0
         self.history = state.history
         self.buffers: list[Tensor] = []
 
@@ -248,7 +255,7 @@ class NonFiniteGuard:
             self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
 
     def check(self, share: Tensor, norm: Tensor, diagnose: Callable[[], str]) -> StepCheck:
-        """Return the global loss and norm, and whether to take the step; collective.
+        """Return the global loss and norm, whether to take the step, and to stop; collective.
 
         All ranks get the same answer, for it follows from one sum over all of them.
 
@@ -261,7 +268,7 @@ class NonFiniteGuard:
         Raises:
             UserError: training has to stop; the same line on all ranks.
         """
-        loss, grad_norm = self._reduce_loss_and_norm(share, norm)
+        loss, grad_norm, stop_signal = self._reduce(share, norm)
         if math.isfinite(loss) and math.isfinite(grad_norm):
             fault, finite = self._explosion_message(grad_norm), True
         else:
@@ -269,30 +276,34 @@ class NonFiniteGuard:
         if not fault:
             self.history.norms.append(grad_norm)
             self.history.in_a_row = 0
-            return StepCheck(loss, grad_norm, accepted=True)
+            return StepCheck(loss, grad_norm, accepted=True, stop_signal=stop_signal)
         self.history.in_a_row += 1
         if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise UserError(self._error_message(fault, "" if finite else diagnose()))
         self._skip_step(fault)
-        return StepCheck(loss, grad_norm, accepted=False)
+        return StepCheck(loss, grad_norm, accepted=False, stop_signal=stop_signal)
 
     def metrics(self) -> dict[str, float]:
         """Return the number of steps that the run has skipped, for the log."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
-    def _reduce_loss_and_norm(self, share: Tensor, norm: Tensor) -> tuple[float, float]:
-        """Return the global loss and norm, summed over all ranks in float64.
+    def _reduce(self, share: Tensor, norm: Tensor) -> tuple[float, float, int]:
+        """Return the global loss and norm, summed in float64, and the signal to stop for.
 
-        Both travel in one message: two ranks never see different numbers, and a step waits for the
-        device once. A rank's share is zero where it has no loss, as on early pipeline stages.
+        All travel in one message of all ranks: two ranks never see different numbers, and a step
+        waits for the device once. A rank's share is zero where it has no loss, as on early pipeline
+        stages.
         """
-        total = torch.stack([share.detach().double(), norm.detach().to(share.device).double()])
+        share = share.detach().double()
+        numbers = torch.stack([share, norm.detach().to(share)])
+        total = torch.cat([numbers, signal_marks(self.pending_signal(), share)])
         if self.manager.mesh is not None:
             dist.all_reduce(total)
         else:
             total = self.manager.transport.all_reduce(total)
-        loss, size = total.tolist()
-        return loss / self.manager.dp_world_size, size / self.manager.world_size
+        loss, size, *marks = total.tolist()
+        mean_loss, mean_norm = loss / self.manager.dp_world_size, size / self.manager.world_size
+        return mean_loss, mean_norm, agreed_signal(marks)
 
     def _non_finite_message(self, loss: float, norm: float) -> str:
         return (

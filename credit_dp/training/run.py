@@ -267,8 +267,8 @@ class _Run:
     def train(self, tracker: Tracker, monitor: TrainingMonitor, preemption: Preemption) -> bool:
         """Train to the last step; False if a signal stopped the run before.
 
-        All ranks go through this loop together: a batch, a step (`Trainer.train_step`), agreement
-        on a stop signal, a validation if it is due, the log, a checkpoint if it is due.
+        All ranks go through this loop together: a batch, a step (`Trainer.train_step`), which also
+        agrees on a stop signal, a validation if it is due, the log, a checkpoint if it is due.
         """
         trainer, steps = self.training.trainer, self.config.trainer.steps
         state = trainer.state
@@ -279,7 +279,7 @@ class _Run:
                 f"trainer.steps is {steps}; evaluating only"
             )
             return True
-        folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), False
+        folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), 0
         with (
             self.training.loader,
             self.screen.bar("training", steps, state.step) as bar,
@@ -287,13 +287,13 @@ class _Run:
             monitor.profiling(),
         ):
             trainer.guard.find_newest_checkpoint = checkpoints.newest_checkpoint
+            trainer.guard.pending_signal = preemption.pending_signal
             trainer.start()
             batches = monitor.batches()
             while state.step < steps and not stop:
                 batch = trainer.throughput.next_batch(batches)
                 record = trainer.train_step(batch)
-                # All ranks ask after every step, so that they stop after the same one.
-                stop = preemption.stop_requested()
+                stop = record.stop_signal  # the same on all ranks
                 # There may be little time left: then without a validation.
                 metrics = monitor.on_step_end(record, validate=not stop)
                 if metrics:
@@ -303,9 +303,9 @@ class _Run:
                     checkpoints.save(state, yaml, monitor.validation_rmse)
                 monitor.end_step()
         # Writing the last checkpoint takes time: a signal may have come meanwhile.
-        stop = stop or preemption.stop_requested()
+        stop = stop or preemption.agree_on_signal()
         if stop:
-            self.screen.show(preemption.stop_message(state.step, folder))
+            self.screen.show(preemption.stop_message(stop, state.step, folder))
             return False
         monitor.show_missing_trace()
         bubble = trainer.forward_backward.bubble_message()

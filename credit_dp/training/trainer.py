@@ -59,7 +59,8 @@ class StepRecord:
     """What one optimizer step leaves for the log.
 
     `loss` is that of the global batch before the step's update, `grad_norm` the global norm before
-    clipping. Both are None, and `extra` is empty, at steps that are not logged.
+    clipping. Both are None, and `extra` is empty, at steps that are not logged. `stop_signal` is
+    the signal for which all ranks stop after this step; 0: none.
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepRecord:
     loss: float | None = None
     grad_norm: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    stop_signal: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers that there are, by name."""
@@ -137,9 +139,9 @@ class Trainer:
         parameters = state.trainable_parameters.values()
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
-        # 3. Reduce the loss and look for NaN and infinity: one all-reduce over all ranks, and the
-        #    one moment at which the host waits for the device, unless block 6 is due or the step
-        #    is logged.
+        # 3. Reduce the loss, look for NaN and infinity, and agree on a signal to stop: one
+        #    all-reduce over all ranks, and the one moment at which the host waits for the device,
+        #    unless block 6 is due or the step is logged.
         check = self.guard.check(share, norm, partial(self.diagnose, batch))
 
         # 4. Update the weights and their average. Each rank updates its own weights; nothing is
@@ -159,9 +161,11 @@ class Trainer:
             check_replicas(state.parameters, manager, state.step)
 
         if not self.should_log(state.step):
-            return StepRecord(state.step, lr)
+            return StepRecord(state.step, lr, stop_signal=check.stop_signal)
         extra = {**self.throughput.metrics(), **self.loss_by_field(), **self.guard.metrics()}
-        return StepRecord(state.step, lr, check.loss, check.grad_norm, extra)
+        return StepRecord(
+            state.step, lr, check.loss, check.grad_norm, extra, stop_signal=check.stop_signal
+        )
 
     def compute_gradients(self, batch: Batch, begin: PrepareMicroBatch | None = None) -> Tensor:
         """Compute the gradients of the coming step, and return this rank's share of the loss.

@@ -88,10 +88,10 @@ def train(config: Config, ranks: RankInfo) -> int:
     with Preemption(build_manager(config.parallel, ranks)) as preemption:
         (folder / f"pid{ranks.rank}").write_text(str(os.getpid()))
         step = 1
-        while not preemption.stop_requested():
+        while not (number := preemption.agree_on_signal()):
             step += 1
             time.sleep(0.01 * ranks.rank)
-    (folder / f"steps{ranks.rank}").write_text(preemption.stop_message(step, Path("here")))
+    (folder / f"steps{ranks.rank}").write_text(preemption.stop_message(number, step, Path("here")))
     return EXIT_PREEMPTED
 
 

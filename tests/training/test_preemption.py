@@ -7,19 +7,23 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from credit_dp.config import Config
 from credit_dp.distributed import RankInfo, signals
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import CheckpointSaver
+from credit_dp.training.diagnostics import NonFiniteGuard, StepCheck
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.run import run
+from credit_dp.training.state import GradientHistory
 from credit_dp.training.trainer import Trainer
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store
 
 ASKED = 3  # the step in which the signal arrives
@@ -117,15 +121,15 @@ def test_a_signal_while_the_last_checkpoint_is_written_stops_the_run(config, mon
     assert scores.exists()
 
 
-def stops_requested(manager: DomainParallelManager) -> list[bool]:
-    """Return at each step whether a stop is requested; the last rank gets a signal at step 2."""
+def agreed_signals(manager: DomainParallelManager) -> list[int]:
+    """Return the signal that ranks agree on at each step; the last rank gets one at step 2."""
     heard = []
     with Preemption(manager) as preemption:
         for step in range(4):
             if step == 2 and manager.rank == manager.world_size - 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            heard.append(preemption.stop_requested())
-        assert preemption.stop_message(2, Path("here")).startswith(
+            heard.append(preemption.agree_on_signal())
+        assert preemption.stop_message(heard[-1], 2, Path("here")).startswith(
             "SIGUSR1: stopped after step 2, "
         )
     return heard
@@ -135,9 +139,21 @@ def stops_requested(manager: DomainParallelManager) -> list[bool]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_hear_of_a_signal_to_one(ranks):
     found = (
-        [stops_requested(alone())] if ranks == 1 else on_processes(ranks, stops_requested, domain=1)
+        [agreed_signals(alone())] if ranks == 1 else on_processes(ranks, agreed_signals, domain=1)
     )
-    assert found == [[False, False, True, True]] * ranks
+    assert found == [[0, 0, signal.SIGUSR1, signal.SIGUSR1]] * ranks
+
+
+@pytest.mark.parametrize("sent", [0, *signals.STOP_SIGNALS])
+def test_a_signal_to_one_rank_travels_with_the_check_of_a_step(config, sent):
+    def check(manager: DomainParallelManager) -> StepCheck:
+        state = SimpleNamespace(history=GradientHistory())
+        guard = NonFiniteGuard(config.trainer, state, manager)
+        guard.pending_signal = lambda: int(sent) if manager.rank == 1 else 0
+        return guard.check(torch.tensor(2.0), torch.tensor(3.0), str)
+
+    # Losses are shares of a sum, norms are equal.
+    assert on_threads(3, check) == [StepCheck(6.0, 3.0, True, sent)] * 3
 
 
 def test_signals_are_as_before_afterwards():

@@ -1,10 +1,14 @@
 """Tensors made of Python numbers."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+K = TypeVar("K", bound=Hashable)
 
 
 def constant_tensor(
@@ -16,3 +20,32 @@ def constant_tensor(
     if device.type == "cuda":
         return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def cached_constant(
+    compute: Callable[[K], Sequence[Any]], key: K, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return `compute(key)` as a tensor, which is made once for each key, device and dtype.
+
+    For numbers that every forward pass needs again. Nobody may write into the tensor.
+
+    Args:
+        compute: a function of a module, as the cache keeps it. It depends on `key` alone.
+        key: its argument.
+        device: of the tensor.
+        dtype: of the tensor.
+    """
+    # A dispatch mode may replace new tensors, for example by fake ones while a model is planned.
+    # The compiler can't see through the cache, and has one of its own.
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return constant_tensor(compute(key), device, dtype)
+    return _cached_constant(compute, key, device, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _cached_constant(
+    compute: Callable[[K], Sequence[Any]], key: K, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    # A tensor that is made in inference mode can't be saved for a later backward pass.
+    with torch.inference_mode(False):
+        return constant_tensor(compute(key), device, dtype)

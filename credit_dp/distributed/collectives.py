@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.transport import all_gather_single, message_device
 from credit_dp.errors import UserError
 
 T = TypeVar("T")
@@ -69,10 +68,10 @@ def all_gather_tensor(local: Tensor) -> Tensor:
     Shapes:
         `(...)`, the same on all ranks -> `(ranks, ...)`.
     """
-    local = local.to(message_device())
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    return torch.stack(gathered).cpu()
+    local = local.to(message_device()).contiguous()
+    gathered = local.new_empty((dist.get_world_size(), *local.shape))
+    all_gather_single(gathered, local)
+    return gathered.cpu()
 
 
 def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

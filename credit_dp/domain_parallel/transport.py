@@ -199,13 +199,30 @@ class GroupTransport(Transport):
 
     def _all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather(list(gathered.unbind(0)), x, group=self.group)
+        all_gather_single(gathered, x, group=self.group)
         return gathered
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+
+def all_gather_single(
+    gathered: Tensor, x: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Gather the `x` of all ranks into one tensor; collective.
+
+    A list of tensors would cost more: nccl gathers into one tensor and then copies each part.
+
+    Shapes:
+        `x`: `(...)`, contiguous, the same on all ranks; `gathered`: `(ranks, ...)`.
+    """
+    # torch 2.13 has renamed it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    # As vectors: gloo takes the first dimension for that of the ranks.
+    work: dist.Work | None = gather(gathered.view(-1), x.view(-1), group=group, async_op=async_op)
+    return work
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:

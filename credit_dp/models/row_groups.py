@@ -6,14 +6,17 @@ Attention in windows is such a layer. When rows are sharded, each rank gets some
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import ClassVar, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 
 
 @final
@@ -97,17 +100,26 @@ class GroupedRows(nn.Module, ABC):
         rows = self.treat(_rows_by_group(x, groups, dim), slice(0, groups.count), height)
         if groups.positions == tuple(range(height)):
             return rows.narrow(dim, 0, height)
-        return rows.index_select(dim, constant_tensor(groups.positions, x.device))
+        return rows.index_select(dim, cached_constant(_positions, groups, x.device, torch.int64))
 
 
 def _rows_by_group(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
     height = x.shape[dim]
     if groups.order == tuple(range(height)):
         return x
-    # Rows of zeros are appended, and each None of the order is replaced by the number of one.
+    # Rows of zeros are appended.
     x = F.pad(x, (*[0, 0] * (-dim - 1), 0, len(groups.order) - height))
-    padding = iter(range(height, len(groups.order)))
-    order = [next(padding) if row is None else row for row in groups.order]
+    order = _padded_order(groups)
     if order == sorted(order):  # the copy of `index_select` is not needed
         return x
-    return x.index_select(dim, constant_tensor(order, x.device))
+    return x.index_select(dim, cached_constant(_padded_order, groups, x.device, torch.int64))
+
+
+def _padded_order(groups: RowGroups) -> list[int]:
+    """Return the order of the groups, with the number of an appended row for each None."""
+    padding = count(len(groups.positions))
+    return [next(padding) if row is None else row for row in groups.order]
+
+
+def _positions(groups: RowGroups) -> Sequence[int]:
+    return groups.positions

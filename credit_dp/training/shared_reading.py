@@ -23,6 +23,7 @@ from credit_dp.data.sources.shared import SHARING_THRESHOLD, ExchangeStoppedErro
 from credit_dp.data.store import Store
 from credit_dp.distributed.collectives import new_background_group
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import all_gather_single
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,8 @@ class GroupChunkExchange:
         # Gathered as bytes of a fixed size: gathering objects can't be polled.
         local = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         local[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        messages = [torch.empty_like(local) for _ in self.bounds[1:]]
-        self._poll_until_done(dist.all_gather(messages, local, group=self._group, async_op=True))
+        messages = local.new_empty((len(self.bounds) - 1, MESSAGE_BYTES))
+        self._poll_until_done(all_gather_single(messages, local, group=self._group, async_op=True))
         return [_decode_text(message) for message in messages]
 
     def all_to_all(
@@ -123,7 +124,9 @@ class GroupChunkExchange:
         """See `ChunkExchange`."""
         self._stopped.set()
 
-    def _poll_until_done(self, work: dist.Work) -> None:
+    def _poll_until_done(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
         interval = MIN_POLL_SECONDS
         while not work.is_completed():
             if self._stopped.is_set():

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands
-from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype
+from credit_dp.domain_parallel.layers.norm import (
+    ReductionLayer,
+    accumulation_dtype,
+    row_shares,
+)
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
@@ -203,7 +207,8 @@ def _combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Ten
 
     Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
     """
-    weights = constant_tensor([[[size / sum(sizes)]] for size in sizes], parts.device, parts.dtype)
+    shares = cached_constant(row_shares, sizes, parts.device, parts.dtype)
+    weights = shares.view(-1, 1, 1)
     means, variances = parts.unbind(1)
     # Averaging differences from the first mean returns equal means without rounding.
     mean = means[0] + (weights * (means - means[0])).sum(0)

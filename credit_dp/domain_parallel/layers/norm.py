@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -95,6 +95,11 @@ class _SumOverBands(torch.autograd.Function):
         return ctx.transport.all_reduce(grad.contiguous()), None
 
 
+def row_shares(rows: tuple[int, ...]) -> list[float]:
+    """Return the share of each rank's rows in all rows."""
+    return [count / sum(rows) for count in rows]
+
+
 class GlobalReduction(NamedTuple):
     """A reduction of all bands over the negative dimensions `dims`, which include `row_dim`.
 
@@ -113,7 +118,7 @@ class GlobalReduction(NamedTuple):
 
     def weighted_mean(self, parts: Tensor) -> Tensor:
         """Return the mean of the bands' means, stacked in dimension 0, weighted by rows."""
-        weights = constant_tensor(self.rows, parts.device, parts.dtype) / sum(self.rows)
+        weights = cached_constant(row_shares, self.rows, parts.device, parts.dtype)
         return (weights.view(-1, *(1,) * (parts.ndim - 1)) * parts).sum(0)
 
 

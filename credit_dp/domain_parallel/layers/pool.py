@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, StencilLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -147,8 +147,8 @@ class _AveragePool(PoolLayer, ABC):
         if self._divisor is not None or set(counts) == {kernel}:
             return means
         local_counts = counts[bands.output.rows(self.manager.domain_rank)]
-        ratios = [kernel / count if count > 0 else 0.0 for count in local_counts]
-        factors = constant_tensor(ratios, means.device, means.dtype)
+        ratios = tuple(kernel / count if count > 0 else 0.0 for count in local_counts)
+        factors = cached_constant(list, ratios, means.device, means.dtype)
         return means * factors.view(-1, *[1] * (-self.dim - 1))
 
     def _counted_rows(self, out: int, height: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.pool import (
@@ -601,7 +601,8 @@ class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
         """Return this rank's output rows."""
         height = bands.input.height
         out = bands.output.rows(self.manager.domain_rank)
-        window_rows = constant_tensor(self._window_rows(bands), x.device)
+        indices = tuple(self._window_rows(bands))
+        window_rows = cached_constant(list, indices, x.device, torch.int64)
         rows = self.fetch(x, bands)
         if height % bands.output.height:  # else the windows do not overlap
             rows = rows.index_select(self.dim, window_rows - self.input_span(out, height)[0])

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, count, pairwise, product
 from typing import Any, NamedTuple, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.constants import constant_tensor
+from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -176,18 +177,27 @@ def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
     rows = F.pad(x, (*[0, 0] * (-dim - 1), 0, zero_rows))
     if order[-zero_rows:] == (None,) * zero_rows:
         return rows
+    return rows.index_select(dim, cached_constant(_sources, order, x.device, torch.int64))
+
+
+def _sources(order: RowOrder) -> list[int]:
+    """Return where each row of the order is, if its rows of zeros follow all others."""
     next_row = count()
-    next_zero = count(len(order) - zero_rows)
-    source = [next(next_zero if entry is None else next_row) for entry in order]
-    return rows.index_select(dim, constant_tensor(source, x.device))
+    next_zero = count(len(order) - order.count(None))
+    return [next(next_zero if entry is None else next_row) for entry in order]
 
 
 def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
     """Return `x` without the rows that `insert_zero_rows` has added."""
-    kept = [index for index, row in enumerate(order) if row is not None]
-    if kept == list(range(len(kept))):
-        return x.narrow(dim, 0, len(kept))
-    return x.index_select(dim, constant_tensor(kept, x.device))
+    zero_rows = order.count(None)
+    if order[len(order) - zero_rows :] == (None,) * zero_rows:
+        return x.narrow(dim, 0, len(order) - zero_rows)
+    return x.index_select(dim, cached_constant(_kept, order, x.device, torch.int64))
+
+
+def _kept(order: RowOrder) -> list[int]:
+    """Return the indices of all rows that are not rows of zeros."""
+    return [index for index, row in enumerate(order) if row is not None]
 
 
 def _range(rows: slice) -> range:

@@ -1,12 +1,11 @@
-"""Collectives on objects and small tensors, groups for threads, and errors raised by all ranks.
+"""Collectives on objects and small tensors, and errors that all ranks raise.
 
 A rank that raises alone leaves the others waiting in their next collective. What can fail on one
 rank only therefore goes through `run_on_all_ranks`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Generic, TypeVar, final
 
 import torch.distributed as dist
@@ -17,11 +16,6 @@ from credit_dp.errors import UserError
 
 T = TypeVar("T")
 
-# Seconds that a thread beside training waits for those of other ranks. One rank may start to read
-# or write long after another, for instance while the others evaluate, and disks differ: only the
-# collectives of training itself find out that a rank hangs.
-BACKGROUND_TIMEOUT = 24 * 3600.0
-
 
 def global_rank() -> int:
     """Return the rank of this process in the run; 0 without a process group."""
@@ -31,20 +25,6 @@ def global_rank() -> int:
 def has_process_group() -> bool:
     """Whether torch's default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
-
-
-def new_background_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Create a gloo group for a thread beside training; collective over all ranks of the run.
-
-    In the group of training, the collectives of the two threads could run in another order on each
-    rank.
-
-    Args:
-        ranks: of the group; None: all.
-    """
-    timeout = timedelta(seconds=BACKGROUND_TIMEOUT)
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo")
-    return group
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

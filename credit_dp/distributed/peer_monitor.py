@@ -4,25 +4,34 @@ A launcher does not know the mesh, a killed rank can't report itself, and ranks 
 be stuck in C++ for minutes. So every rank
 
 1. publishes its process id in the rendezvous store and reads those of its machine,
-2. waits in a thread for the key `credit_dp/end` of the store,
+2. waits in a thread for the key `credit_dp/end` of the store: the lowest rank of a machine at the
+   store, the others at a socket of that rank,
 3. on a failure or a signal, looks which processes have ended, and adds 1 to a counter in the store:
    exactly one rank, the first, reports,
 4. ends soon after the key is set, whatever its main thread waits for, unless it has finished.
+
+So the process that serves the store has two connections to each rank, torch's own and one for steps
+3 and 4, and one more to each machine. The second one can't be opened when it is needed: a process
+that is being killed still accepts connections, and torch would try for minutes.
 """
 
 import contextlib
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import final
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
+from credit_dp.distributed.process_groups import GROUP_TIMEOUT
 from credit_dp.distributed.report import rank_name, report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.distributed.worker import RendezvousStore
@@ -36,6 +45,7 @@ END_NOTICE_SECONDS = 0.5
 # Other ranks end later than the first one, so that the launcher names the right one.
 ROOT_CAUSE_SECONDS = 1.5
 FOREVER = timedelta(days=365)
+END_KEY = "credit_dp/end"
 PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
 LAST_RANK_SECONDS = 600.0  # for which a finished rank waits for the last one
 
@@ -65,22 +75,49 @@ class PeerMonitor:
         }
         # Keeps the store alive until all ranks have left, if this rank serves it.
         self.rendezvous_store = store
-        # One connection for each thread: the listener's call blocks its connection.
+        # Another connection for other threads: a call of the main thread blocks its own.
         self.store = store.clone()
-        listening_store = store.clone()
-        self.listener = threading.Thread(
-            target=self.wait_for_end, args=(listening_store,), daemon=True
-        )
+        lowest = min(self.processes)
+        key = f"credit_dp/socket/{lowest}"
+        if self.ranks.rank == lowest:
+            others = accept_connections(len(self.processes) - 1, partial(store.set, key))
+            wait = partial(self.wait_at_store, store.clone(), others)
+        else:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(store.get(key).decode())
+            wait = partial(self.wait_at_socket, connection)
+        self.listener = threading.Thread(target=wait, daemon=True)
         self.listener.start()
 
-    def wait_for_end(self, store: RendezvousStore) -> None:
-        """Wait for the end of the run, and end the process if this rank has not finished."""
-        try:
-            store.wait(["credit_dp/end"], FOREVER)
-            self.claim_attempted.acquire(blocking=False)  # another rank has reported
-        except RuntimeError:  # the rank that served the store has ended
-            if not self.finished:
-                self.report_once(None)
+    def wait_at_store(self, store: RendezvousStore, others: Sequence[socket.socket]) -> None:
+        """Wait for the end of the run, and tell the other ranks of this machine."""
+        word = b""
+        with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
+            store.wait([END_KEY], FOREVER)
+            word = b"e"
+        for connection in others:
+            with contextlib.suppress(OSError):  # that rank has ended already
+                connection.sendall(word)
+            connection.close()
+        self.end_process(reported=bool(word))
+
+    def wait_at_socket(self, connection: socket.socket) -> None:
+        """Wait for the word of the rank that waits at the store, or for the end of its process."""
+        word = b""
+        with connection, contextlib.suppress(OSError):
+            word = connection.recv(1)
+        self.end_process(reported=bool(word))
+
+    def end_process(self, reported: bool) -> None:
+        """End the process if this rank has not finished.
+
+        Args:
+            reported: whether a rank has reported the failure; if not, this rank may have to.
+        """
+        if reported:
+            self.claim_attempted.acquire(blocking=False)
+        elif not self.finished:
+            self.report_once(None)
         if not self.finished:
             time.sleep(ROOT_CAUSE_SECONDS)
             os._exit(1)
@@ -91,7 +128,7 @@ class PeerMonitor:
             return
         self.finished = True
         if self.store.add("credit_dp/left", 1) == self.ranks.world_size:
-            self.store.set("credit_dp/end", "")
+            self.store.set(END_KEY, "")
         self.listener.join(LAST_RANK_SECONDS)
 
     def stop(self, number: int) -> None:
@@ -143,7 +180,7 @@ class PeerMonitor:
         """Set the key that all ranks wait for, after the failure has been reported."""
         with contextlib.suppress(RuntimeError):  # without a store the others notice that themselves
             if self.store is not None:
-                self.store.set("credit_dp/end", "")
+                self.store.set(END_KEY, "")
                 time.sleep(END_NOTICE_SECONDS)
 
     def ended_ranks(self) -> list[int]:
@@ -159,6 +196,23 @@ class PeerMonitor:
             f"{first} ended without a message (killed, or out of memory?){others}; "
             "the other ranks were stopped"
         )
+
+
+def accept_connections(count: int, publish: Callable[[str], None]) -> list[socket.socket]:
+    """Return connections to other ranks of this machine, which connect to the published address."""
+    if not count:
+        return []
+    with (
+        tempfile.TemporaryDirectory(prefix="credit_dp-") as folder,
+        socket.socket(socket.AF_UNIX) as server,
+    ):
+        # On Linux a name that is no file: containers of one machine may not share folders.
+        address = f"\0{folder}" if sys.platform == "linux" else f"{folder}/end"
+        server.bind(address)
+        server.listen(count)
+        server.settimeout(GROUP_TIMEOUT.total_seconds())
+        publish(address)
+        return [server.accept()[0] for _ in range(count)]
 
 
 def machine_id() -> str:

@@ -1,7 +1,7 @@
 """Set one rank up, run the function on it, and write how it ended.
 
-In this order: signals, threads and logging; the rendezvous with the other ranks; the process group;
-the run folder of rank 0; the function. Everything that needs torch imports it late.
+In this order: signals, threads and logging; the rendezvous with the other ranks; the run folder of
+rank 0; the process group; the function. Everything that needs torch imports it late.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
+from credit_dp.distributed.process_groups import (
+    GROUP_TIMEOUT,
+    raise_file_limit,
+    trace_collectives,
+)
 from credit_dp.distributed.report import RankOutcome, write_outcome
 from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.errors import UserError
@@ -43,6 +48,9 @@ class RendezvousStore(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, and return its new value."""
 
+    def get(self, key: str) -> bytes:
+        """Wait until a key exists, and return its value."""
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait until all keys exist, and return their values."""
 
@@ -57,10 +65,6 @@ class RendezvousStore(Protocol):
 
 
 RunFunction = Callable[[Config, RankInfo], int]
-
-# Seconds that a rank waits for the others in a collective. Reading, compiling and writing take
-# less, and a rank that hangs must not use up the time of the job.
-GROUP_TIMEOUT = 600.0
 
 
 def rank_main(
@@ -119,13 +123,14 @@ def run_rank(
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
             faulthandler.register(signal.SIGUSR2)  # `kill -USR2` shows the stacks of a hanging run
+    raise_file_limit()
     with limit_threads(threads_per_rank(config.parallel, ranks, os.environ)):
         configure_logging(ranks)
         function = import_function(run)
         if ranks.world_size == 1:
             return function(config, ranks)
-        with process_group(config, ranks, init_method, on_store):
-            return function(broadcast_run_folder(config), ranks)
+        with process_group(config, ranks, init_method, on_store) as config:
+            return function(config, ranks)
 
 
 def import_function(run: str) -> RunFunction:
@@ -203,10 +208,9 @@ def join_rendezvous(init_method: str, ranks: RankInfo) -> RendezvousStore:
     from torch.distributed.rendezvous import rendezvous
 
     # torch yields (store, rank, world size), and again after a change of an elastic job.
-    timeout = timedelta(seconds=GROUP_TIMEOUT)
-    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=timeout)
+    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
     store = cast(RendezvousStore, next(handlers)[0])
-    store.set_timeout(timeout)
+    store.set_timeout(GROUP_TIMEOUT)
     return store
 
 
@@ -216,8 +220,10 @@ def process_group(
     ranks: RankInfo,
     init_method: str,
     on_store: Callable[[RendezvousStore], None] | None,
-) -> Iterator[None]:
+) -> Iterator[Config]:
     """Initialise torch's process group of all ranks, over nccl or gloo, and destroy it at the end.
+
+    Yields the config with the run folder of rank 0.
 
     Args:
         config: of the run.
@@ -243,15 +249,18 @@ def process_group(
         on_store(store)
         if cuda:
             check_own_gpu(store, config.parallel, ranks)
+    config = share_run_folder(config, ranks, store)
+    if cuda:
+        trace_collectives(Path(config.run.dir))
     distributed.init_process_group(
         backend=backend,
         store=cast(Any, store),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
+        timeout=GROUP_TIMEOUT,
         device_id=torch.device("cuda", gpu_index(config.parallel, ranks)) if cuda else None,
     )
-    yield
+    yield config
     # Some back ends abort a process that exits without this. Not in a `finally`: after a failure
     # the other ranks may never get here, and the process ends anyway.
     distributed.destroy_process_group()
@@ -281,13 +290,12 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def broadcast_run_folder(config: Config) -> Config:
+def share_run_folder(config: Config, ranks: RankInfo, store: RendezvousStore) -> Config:
     """Return the config with rank 0's run folder; collective.
 
     A launcher's ranks compose the config separately, and may choose different folders.
     """
-    from torch import distributed
-
-    folders = [config.run.dir]
-    distributed.broadcast_object_list(folders, src=0)  # of any length: torch sends it first
-    return replace(config, run=replace(config.run, dir=folders[0]))
+    key = "credit_dp/run_folder"
+    if ranks.rank == 0:
+        store.set(key, config.run.dir)
+    return replace(config, run=replace(config.run, dir=store.get(key).decode()))

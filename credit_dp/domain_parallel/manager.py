@@ -6,8 +6,9 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
 from credit_dp.domain_parallel.transport import (
     DetachedTransport,
@@ -98,10 +99,8 @@ class DomainParallelManager:
             "data": self.data_parallel_size,
             "domain": self.domain_parallel_size,
         }
-        # By name only: the mesh gives each rank a GPU of its own unless CUDA is initialised, which
-        # asking for the current device would do.
-        kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        self.mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        ranks = torch.arange(self.world_size).view(*axes.values())
+        self.mesh = new_mesh(ranks, tuple(axes), urgent="domain")
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
         self.domain_group = self.mesh.get_group("domain")

@@ -33,12 +33,12 @@ from credit_dp.distributed.collectives import (
     gather_on_rank_0,
     global_rank,
     has_process_group,
-    new_background_group,
     result_or_raise,
     run_catching,
     run_on_all_ranks,
     run_on_rank_0,
 )
+from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.errors import UserError
 from credit_dp.files import temporary_path
 from credit_dp.training import checkpoint_files

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
+from credit_dp.distributed.process_groups import new_group_of
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
@@ -54,16 +55,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
 def new_stage_group(manager: DomainParallelManager) -> dist.ProcessGroup | None:
     """Return the group of all ranks that hold the same stages; None if this rank is alone there.
 
-    A collective of all ranks: each of these groups is made by everyone.
+    A collective of all ranks.
     """
     size = manager.dp_world_size * manager.domain_world_size
     if size == 1:
         return None
-    starts = range(0, manager.world_size, size)
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(start, start + size))) for start in starts
-    ]
-    return groups[manager.pipeline_rank]
+    return new_group_of(torch.arange(manager.world_size).view(-1, size).tolist())
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

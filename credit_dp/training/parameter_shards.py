@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from credit_dp.config import ParallelConfig
+from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.row_tensors import row_shardings
@@ -121,16 +122,16 @@ def fsdp_mesh(manager: DomainParallelManager) -> DeviceMesh | None:
     replicas = manager.dp_world_size * manager.domain_world_size
     if manager.mesh is None or replicas == 1:
         return None
-    shards, kind = shards_of(replicas), manager.mesh.device_type
+    shards = shards_of(replicas)
+    # Ranks of the manager's mesh are ordered (pipeline, data, domain).
     ranks = manager.mesh.mesh.view(-1, replicas // shards, shards)
     if shards < replicas:
-        axes = ("pipeline", "copies", "shards")
-        return DeviceMesh(kind, ranks, mesh_dim_names=axes)["copies", "shards"]
+        return new_mesh(ranks, ("pipeline", "copies", "shards"))["copies", "shards"]
     if manager.domain_parallel_size == 1:
         return manager.mesh["data"]
     if len(ranks) == 1:  # all ranks of the run, whose group is there already
-        return DeviceMesh(kind, ranks[0, 0], mesh_dim_names=("shards",))
-    return DeviceMesh(kind, ranks[:, 0], mesh_dim_names=("pipeline", "shards"))["shards"]
+        return new_mesh(ranks[0, 0], ("shards",))
+    return new_mesh(ranks[:, 0], ("pipeline", "shards"))["shards"]
 
 
 # About the number of shards of a parameter. More save little: with 64 and AdamW in float32 a rank

@@ -21,7 +21,7 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.shared import SHARING_THRESHOLD, ExchangeStoppedError
 from credit_dp.data.store import Store
-from credit_dp.distributed.collectives import new_background_group
+from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import all_gather_single
 
@@ -59,25 +59,12 @@ def build_chunk_exchange(
             "credit-dp data prepare store=%s 'domains=[%d]' out=NEW",
             *(store.source.where, sum(excess) / len(excess), ranks, store.source.where, ranks),
         )
-    return GroupChunkExchange(_new_domain_group(manager), bounds)
+    domains = torch.arange(manager.world_size).view(-1, ranks).tolist()
+    return GroupChunkExchange(new_background_group(domains), bounds)
 
 
 def _amplification(store: Store, channel: Channel, bounds: Sequence[int]) -> float:
     return unshared_amplification(store.grid[0], store.source.chunk_shape(channel)[2], bounds)
-
-
-def _new_domain_group(manager: DomainParallelManager) -> dist.ProcessGroup:
-    """Create a second group of the domain's ranks, for the reading thread."""
-    size = manager.domain_world_size
-    own_group: dist.ProcessGroup | None = None
-    # Torch requires that all ranks create all groups in the same order, also those of others.
-    for first in range(0, manager.world_size, size):
-        members = list(range(first, first + size))
-        group = new_background_group(members)
-        own_group = group if manager.rank in members else own_group
-    if own_group is None:
-        raise RuntimeError(f"rank {manager.rank} is in no domain")
-    return own_group
 
 
 @final

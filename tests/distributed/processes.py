@@ -1,11 +1,13 @@
 """Programs that launch ranks: starts them, waits for them, and reads how they ended."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,14 @@ def begin(
     domain: int = 2,
     data: int = 0,
     pipeline: int = 1,
+    files: int | None = None,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Start a program that launches, as a terminal would: in a process group of its own."""
+    """Start a program that launches, as a terminal would: in a process group of its own.
+
+    `files` limits how many files each of its processes may open.
+    """
+    limits = (resource.RLIMIT_NOFILE, (files or 0, files or 0))
     sizes = [str(domain), str(data), str(pipeline)]
     names = ["-m", "tests.distributed.launch_program", function, *sizes, str(folder)]
     inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -43,6 +50,7 @@ def begin(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=partial(resource.setrlimit, *limits) if files else None,
     )
 
 

@@ -12,6 +12,7 @@ from torch import distributed
 from credit_dp.config import Config
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.mesh import build_manager
+from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -113,6 +114,20 @@ def wait_for_rank_0(config: Config, ranks: RankInfo) -> int:
         Path(os.environ["SEEN"]).touch()
         time.sleep(600)
     return wait_for_others(config, ranks)
+
+
+def connect(config: Config, ranks: RankInfo) -> int:
+    """Make all groups of a run, use each, and write how many files this rank has open then."""
+    manager = build_manager(config.parallel, ranks)
+    talk(manager)
+    domains = torch.arange(ranks.world_size).view(-1, config.parallel.domain).tolist()
+    for group in (new_background_group(), new_background_group(domains)):
+        found: list[int | None] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(found, ranks.rank, group=group)
+    count = len(list(Path("/proc/self/fd").iterdir()))
+    Path(config.run.dir, f"files{ranks.rank}").write_text(str(count))
+    distributed.barrier()
+    return 0
 
 
 def step_until_one_fails(config: Config, ranks: RankInfo) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import FileStore
 
 from credit_dp.cli.entry import launcher_rank
 from credit_dp.distributed import RankInfo
@@ -19,7 +20,7 @@ from credit_dp.distributed.launcher import (
     likely_rank,
     rendezvous_host,
 )
-from credit_dp.distributed.worker import broadcast_run_folder
+from credit_dp.distributed.worker import share_run_folder
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.distributed.launch_program import small_config
@@ -404,15 +405,16 @@ def test_ranks_of_an_mpirun_meet(tmp_path: Path) -> None:
     assert len(list((tmp_path / "seen").iterdir())) == 2
 
 
-def folder_of_rank_0(manager: DomainParallelManager, folder: str) -> str:
+def folder_of_rank_0(manager: DomainParallelManager, folder: str, store: Path) -> str:
     config = small_config(folder if manager.rank == 0 else "other")
-    return broadcast_run_folder(config).run.dir
+    ranks = RankInfo(manager.rank, manager.world_size)
+    return share_run_folder(config, ranks, FileStore(str(store), manager.world_size)).run.dir
 
 
 @pytest.mark.parametrize("length", [0, 10, 10_000])
-def test_all_ranks_get_the_run_folder_of_rank_0(length: int) -> None:
+def test_all_ranks_get_the_run_folder_of_rank_0(tmp_path: Path, length: int) -> None:
     folder = "é" * length
-    assert on_processes(3, folder_of_rank_0, folder) == [folder] * 3
+    assert on_processes(3, folder_of_rank_0, folder, tmp_path / "store") == [folder] * 3
 
 
 @pytest.mark.slow

@@ -1,0 +1,169 @@
+"""How process groups are made: who takes part, their time-outs, streams, connections and traces.
+
+Every group after the first is one of several that divide the ranks of the run, such as the domains.
+Over nccl all ranks make these in one call, by splitting the communicator of all ranks. Otherwise
+the ranks of each group make theirs, without waiting for other ranks.
+
+Groups over gloo cost each rank a connection to every other member, and four files. So ranks of a
+large run have no gloo group of all ranks, except one that connects two ranks when they first
+exchange something (`new_background_group`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Seconds that a rank waits for the others in a collective. Reading, compiling and writing take
+# less, and a rank that hangs must not use up the time of the job.
+GROUP_TIMEOUT = timedelta(seconds=600)
+# The same for a thread beside training. One rank may start to read or write long after another, for
+# instance while the others evaluate, and disks differ: only the collectives of training itself find
+# out that a rank hangs.
+BACKGROUND_TIMEOUT = timedelta(hours=24)
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files and connections as the system allows.
+
+    Usual limits are 1,024 and, on request, many more. Rank 0 has a connection to every other rank.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def trace_collectives(folder: Path) -> None:
+    """Make nccl write its last collectives into a folder when one takes too long.
+
+    Call it before the first group is made. Variables that the user has set stay. torch's
+    flight-recorder tools read the files.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # torch appends the number of the rank.
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl_trace_rank_"))
+
+
+def new_mesh(ranks: Tensor, names: tuple[str, ...], urgent: str = "") -> DeviceMesh:
+    """Return torch's mesh of all ranks, with a process group along each axis; collective.
+
+    Args:
+        ranks: the number of the rank at each position of the mesh.
+        names: of the axes.
+        urgent: the axis whose messages go before those of others on a GPU; none by default.
+
+    Shapes:
+        `ranks`: a dimension for each axis.
+    """
+    from torch.distributed import get_backend
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = ranks.contiguous()  # torch derives the positions from the strides
+    groups: dict[tuple[tuple[int, ...], ...], ProcessGroup] = {}
+    of_axes = []
+    for axis, name in enumerate(names):
+        parts = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        # Axes of one rank share their groups.
+        key = tuple(map(tuple, parts))
+        if key not in groups:
+            groups[key] = new_group_of(parts, urgent=name == urgent)
+        of_axes.append(groups[key])
+    kind = "cuda" if "nccl" in get_backend() else "cpu"
+    return DeviceMesh.from_group(of_axes, kind, ranks, mesh_dim_names=names)
+
+
+def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> ProcessGroup:
+    """Return a process group of this rank's part; collective of all ranks.
+
+    Args:
+        parts: divide the ranks of the run.
+        urgent: whether its messages on a GPU go before those of other groups.
+    """
+    from torch import distributed
+
+    world = distributed.group.WORLD
+    if world is None:
+        raise RuntimeError("there is no process group of all ranks")
+    rank = distributed.get_rank()
+    own = next(list(part) for part in parts if rank in part)
+    uses_nccl = "nccl" in distributed.get_backend()
+    if len(parts) == 1 and not (uses_nccl and urgent and len(own) > 1):
+        return world
+    options = nccl_options(urgent) if uses_nccl else None
+    if uses_nccl and world.bound_device_id is not None:
+        # One call of all ranks for all parts: nccl splits the communicator of all ranks, and every
+        # rank of it has to take part.
+        split = [list(part) for part in parts]
+        group = distributed.split_group(None, split, GROUP_TIMEOUT, options)
+    else:
+        # Only the members take part: of 1,024 ranks in domains of 8, all others would wait for 127
+        # other groups as well. torch names a group by its members and the number of the groups that
+        # they are in, which is the same on all of them.
+        group = distributed.new_group(
+            own, timeout=GROUP_TIMEOUT, pg_options=options, use_local_synchronization=True
+        )
+    return cast("ProcessGroup", group)  # every rank is in one of the parts
+
+
+def nccl_options(urgent: bool) -> object:
+    """Return the options of an nccl group of some ranks.
+
+    Args:
+        urgent: whether its kernels go before others that wait for the same GPU. Rows that a layer
+            waits for would queue behind reductions of gradients, which nothing waits for yet.
+    """
+    from torch import distributed
+
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    options._timeout = GROUP_TIMEOUT  # torch would take its default, not that of all ranks' group
+    return options
+
+
+def new_background_group(parts: Sequence[Sequence[int]] | None = None) -> ProcessGroup:
+    """Create a gloo group for a thread beside training; collective of its ranks.
+
+    In the group of training, the collectives of the two threads could run in another order on each
+    rank.
+
+    Args:
+        parts: divide the ranks of the run: the group is of this rank's part; None: of all ranks.
+    """
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    own = None if parts is None else next(list(part) for part in parts if rank in part)
+    with _connecting_late():
+        group: ProcessGroup = distributed.new_group(
+            own, timeout=BACKGROUND_TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
+    return group
+
+
+@contextlib.contextmanager
+def _connecting_late() -> Iterator[None]:
+    """Let gloo groups that are made meanwhile connect two ranks at their first message.
+
+    Only in background groups: a rank that first connects to one that has just died may wait until
+    its time is up. Then the threads of training notice the death, and end the process.
+    """
+    before = os.environ.get(LAZY_GLOO)
+    os.environ[LAZY_GLOO] = "1"  # torch has no argument for it
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LAZY_GLOO]
+        else:
+            os.environ[LAZY_GLOO] = before

@@ -1,0 +1,208 @@
+"""Process groups: their members, options and traces, and the connections of many ranks."""
+
+import os
+import resource
+import threading
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from credit_dp.config import ParallelConfig
+from credit_dp.distributed import RankInfo, process_groups
+from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
+from credit_dp.distributed.process_groups import (
+    GROUP_TIMEOUT,
+    new_background_group,
+    new_group_of,
+    new_mesh,
+    raise_file_limit,
+    trace_collectives,
+)
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.forward_backward import new_stage_group
+from tests.distributed.processes import begin, finish
+from tests.ranks import on_processes
+
+WORLD = 1024
+
+
+def test_a_rank_makes_its_own_groups_only(monkeypatch):
+    """With all others' groups, 1,024 ranks in domains of 8 make 1,160."""
+    made = []
+    make = distributed.new_group
+
+    def recorded(ranks, *args, **kwargs):
+        made.append(ranks)
+        return make(ranks, *args, **kwargs)
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=17, world_size=WORLD)
+    try:
+        monkeypatch.setattr(distributed, "new_group", recorded)
+        manager = DomainParallelManager(WORLD, 8)
+        assert made == [[17], [*range(1, WORLD, 8)], [*range(16, 24)]]
+        assert new_stage_group(manager) is distributed.group.WORLD
+        found = manager.mesh["domain"].get_group(), manager.mesh["data"].get_group()
+        assert found == (manager.domain_group, manager.data_parallel_group)
+    finally:
+        distributed.destroy_process_group()
+
+
+def groups_work(manager: DomainParallelManager) -> list[list[int]]:
+    """Return the members that this rank meets in groups of each kind."""
+    pairs = [[0, 1], [2, 3]]
+    mesh = new_mesh(torch.arange(4).view(2, 2).T, ("columns", "rows"))
+    groups = [
+        new_group_of(pairs),
+        new_background_group(pairs),
+        new_background_group(),
+        mesh.get_group("columns"),
+        mesh["rows"].get_group(),
+    ]
+    met = []
+    for group in groups:
+        members: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(members, manager.rank, group=group)
+        met.append(members)
+    for group in groups:
+        distributed.destroy_process_group(group)
+    assert process_groups.LAZY_GLOO not in os.environ
+    return met
+
+
+@pytest.mark.slow
+def test_members_of_a_group_meet():
+    found = on_processes(4, groups_work)
+    for rank, met in enumerate(found):
+        pair, other = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert met == [pair, pair, [0, 1, 2, 3], pair, other]
+
+
+class Options:
+    """Options of nccl, which a torch for CPUs does not have."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=1)
+
+
+@pytest.fixture
+def splits(monkeypatch) -> list[tuple[Any, ...]]:
+    """Pretend that rank 2 of 4 runs on a GPU, and return the splits that it makes."""
+    made: list[tuple[Any, ...]] = []
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+
+    def split_group(parent, parts, timeout, options):
+        assert parent is None
+        made.append((parts, timeout, options._timeout, options.is_high_priority_stream))
+        return SimpleNamespace(name=f"group {len(made)}")
+
+    monkeypatch.setattr(distributed, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(distributed, "split_group", split_group)
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", nccl, raising=False)
+    return made
+
+
+def test_nccl_splits_its_communicator_with_all_ranks(splits):
+    assert new_group_of([[0, 1], [2, 3]]).name == "group 1"
+    new_group_of([[0, 1], [2, 3]], urgent=True)
+    assert new_group_of([[0, 1, 2, 3]]) is distributed.group.WORLD
+    new_group_of([[0, 1, 2, 3]], urgent=True)  # its stream is not that of gradients
+    pairs, times = [[0, 1], [2, 3]], (GROUP_TIMEOUT, GROUP_TIMEOUT)
+    assert splits == [
+        (pairs, *times, False),
+        (pairs, *times, True),
+        ([[0, 1, 2, 3]], *times, True),
+    ]
+
+
+def test_nccl_writes_a_trace_unless_the_user_has_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
+    trace_collectives(tmp_path)
+    assert os.environ == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl_trace_rank_",
+    }
+
+
+def test_the_limit_of_open_files_is_raised(monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
+    raise_file_limit()
+    assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+class CountingStore:
+    """A store for threads, which counts its connections."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.connections = Counter[str]()
+
+    def clone(self) -> "CountingStore":
+        self.connections["more"] += 1
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value.encode()
+            self.changed.notify_all()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            total = int(self.values.get(key, b"0")) + amount
+            self.set(key, str(total))
+        return total
+
+    def get(self, key: str) -> bytes:
+        self.wait([key], timedelta(seconds=60))
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            seconds = min(timeout.total_seconds(), 60)
+            assert self.changed.wait_for(lambda: self.values.keys() >= set(keys), seconds)
+
+
+def test_one_rank_of_each_machine_waits_at_the_store():
+    store, machines, per_machine = CountingStore(), 3, 4
+
+    def run(rank: int) -> None:
+        ranks = RankInfo(rank, machines * per_machine, 0, per_machine, rank // per_machine)
+        monitor = PeerMonitor(ranks, ParallelConfig())
+        monitor.start_monitoring(store)
+        monitor.wait_for_all_ranks()
+        assert not monitor.listener.is_alive()
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(machines * per_machine)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    # Beside the one that each rank has already.
+    assert store.connections == {"more": machines * per_machine + machines}
+    assert END_KEY in store.values
+
+
+@pytest.mark.slow
+def test_many_ranks_start_with_few_files(tmp_path: Path):
+    """Each has a connection to each other rank: a second group of that kind would need 27 more."""
+    code, _, err = finish(begin("connect", tmp_path, 24, OMP_NUM_THREADS="1", files=64))
+    assert (code, err) == (0, "")
+    assert len([int(path.read_text()) for path in tmp_path.iterdir()]) == 24

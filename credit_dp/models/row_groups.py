@@ -117,7 +117,7 @@ def _rows_by_group(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
 
 def _padded_order(groups: RowGroups) -> list[int]:
     """Return the order of the groups, with the number of an appended row for each None."""
-    padding = count(len(groups.positions))
+    padding = count(len(groups.order) - groups.order.count(None))
     return [next(padding) if row is None else row for row in groups.order]
 
 

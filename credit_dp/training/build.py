@@ -14,6 +14,7 @@ DDP and activation checkpointing wrap the model only where gradients are compute
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -77,6 +78,8 @@ from credit_dp.training.trainer import LossNames, Trainer
 
 if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -258,12 +261,12 @@ def build_model_parts(
     _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     _enable_configured_autocast(model, config, like)
-    if config.compile:
-        if view is not None:
-            raise UserError(
-                "compile: this model computes through the global view, whose functions can't be "
-                "compiled. Set compile=false."
-            )
+    if config.compile and view is not None:
+        logger.warning(
+            "compile: this model computes through the global view, whose functions can't be "
+            "compiled. It runs uncompiled."
+        )
+    elif config.compile:
         compile_model(model, like.device)
     return ModelParts((model,))
 

@@ -73,9 +73,8 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
     data = config.parallel.data or 1
     check_batch(config, data)
     model, shape = model_and_shape(config, data * microbatches_per_step(config))
-    # Stages of a pipeline can't compute through the global view.
-    whole_ops = config.parallel.whole_ops if config.parallel.pipeline == 1 else "refuse"
-    return _report(model, shape, config.parallel.domain, config, whole_ops), model
+    report = _report(model, shape, config.parallel.domain, config, config.parallel.whole_ops)
+    return report, model
 
 
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
@@ -270,7 +269,9 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     manager = dry_run_manager(report.ranks)
     # Bands differ in height and so in saved activations: plan for the fullest rank.
     manager.rank = report.saved_bytes.index(max(report.saved_bytes))
-    converted = shard_model(copy_model(model), manager, shape, whole_ops="refuse")
+    converted = shard_model(
+        copy_model(model), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
+    )
     stages = cut_model(converted, manager, slices, shape)
     cost_shares = [sum(list(costs.values())[cut]) / sum(costs.values()) for cut in slices]
     cuts = [

@@ -8,7 +8,7 @@ for plans (`measure_stage`). All of it runs on the meta device: nothing is compu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -29,6 +29,12 @@ from credit_dp.domain_parallel.costs.report import (
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.planning.plan import Shape
+from credit_dp.domain_parallel.planning.trace import dtype_and_device
+from credit_dp.domain_parallel.view.boundary import layout_outside
+from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
+from credit_dp.domain_parallel.view.tensor import GlobalView
+from credit_dp.domain_parallel.view.trial import OutputSpec, TrialRun, trial_run
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel, SegmentState
 
@@ -213,6 +219,8 @@ class Stage:
         input_specs: tensors of the state before the stage.
         output_specs: tensors of the state after the stage.
         model_output_specs: tensors of the last stage's output.
+        view_shapes: global shapes of the state before the stage, if it computes through the global
+            view; else None.
     """
 
     index: int
@@ -221,6 +229,7 @@ class Stage:
     input_specs: StateSpecs
     output_specs: StateSpecs
     model_output_specs: StateSpecs
+    view_shapes: tuple[Shape, ...] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -239,7 +248,8 @@ def cut_model(
     """Return this rank's stages; stage `i` belongs to pipeline rank `i` modulo their number.
 
     Runs the stages on meta tensors and sends nothing. The stages share the model's parameters and
-    buffers.
+    buffers. If the model computes through the global view, each stage does. Between stages a tensor
+    of fields, or any other with a row for each rank in the last dimension but one, is a band.
 
     Args:
         model: with `parallel.domain` above 1, the converted one.
@@ -252,9 +262,16 @@ def cut_model(
     """
     segmented = as_segmented(model)
     _check_owners(segmented, cuts)
-    specs = _boundary_specs(segmented, manager, cuts, shape)
+    view = attached_view(segmented)
+    view_shapes: list[tuple[Shape, ...]] | None = None
+    if view is None:
+        specs = _boundary_specs(segmented, manager, cuts, shape)
+    else:
+        states = _view_boundaries(segmented, manager, cuts, shape)
+        view_shapes = [tuple(x.shape for x in state) for state in states]
+        specs = [_band_specs(state, view) for state in states]
     local_stages = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
-    return [
+    stages = [
         Stage(
             index=index,
             count=len(cuts),
@@ -262,14 +279,23 @@ def cut_model(
             input_specs=specs[index],
             output_specs=specs[index + 1],
             model_output_specs=specs[-1],
+            view_shapes=None if view_shapes is None else view_shapes[index],
         )
         for index in local_stages
     ]
+    for stage in stages:
+        if view is not None and stage.view_shapes is not None:
+            view_of_stage = attach_view(stage.module, manager, stage.view_shapes, of_stage=True)
+            view_of_stage.plan = view.plan
+    return stages
 
 
 def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
     # A copy of the modules that shares all tensors: the memo of `deepcopy` maps them to themselves.
-    module = copy.deepcopy(model, {id(x): x for x in tensors_of(model)})
+    # The view of the model is in its hooks, by which it is taken off the copy.
+    shared = [*tensors_of(model), attached_view(model)]
+    module = copy.deepcopy(model, {id(x): x for x in shared})
+    detach_view(module)
     module.active_segments = cuts[stage]
     paths = _module_paths(module, cuts)
     for path in {path for stage_paths in paths for path in stage_paths} - paths[stage]:
@@ -339,6 +365,64 @@ def _boundary_specs(
     return specs
 
 
+def _view_boundaries(
+    model: SegmentedModel,
+    manager: DomainParallelManager,
+    cuts: Sequence[slice],
+    shape: Sequence[int],
+) -> list[tuple[OutputSpec, ...]]:
+    """Return the global states before, between and after stages that compute through the view."""
+    dtype, _ = dtype_and_device(model)
+    states: list[tuple[OutputSpec, ...]] = [(OutputSpec((1, *shape[1:]), dtype, False),)]
+    for index in range(len(cuts)):
+        trial = _try_stage(_stage_module(model, cuts, index), index, states[-1], manager)
+        states.append(trial.outputs)
+    return states
+
+
+def _try_stage(
+    module: SegmentedModel,
+    index: int,
+    state: Sequence[OutputSpec],
+    manager: DomainParallelManager,
+    *,
+    backward: bool = False,
+) -> TrialRun:
+    """Return a trial run of a stage without a view, which gets a global state."""
+    _, device = dtype_and_device(module)
+
+    def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
+        return [
+            torch.empty(shape_of(x.shape), dtype=x.dtype, device=device).requires_grad_(
+                x.has_gradient
+            )
+            for x in state
+        ], {}
+
+    return trial_run(
+        module,
+        manager,
+        [x.shape for x in state],
+        inputs,
+        rank=manager.domain_rank,
+        backward=backward,
+        training=True if backward else None,
+        stage=index,
+    )
+
+
+def _band_specs(state: Sequence[OutputSpec], view: GlobalView) -> StateSpecs:
+    """Return the specs of a rank's part of a global state."""
+    parts = []
+    for x in state:
+        layout = layout_outside(x.shape, view)
+        part = list(x.shape)
+        if layout is not None:
+            part[ROW_DIM] = layout.partition.sizes[view.rank]
+        parts.append(torch.empty(part, dtype=x.dtype, device="meta", requires_grad=x.has_gradient))
+    return _state_specs(tuple(parts), "a stage")
+
+
 def _state_specs(state: SegmentState, where: str) -> StateSpecs:
     wrong = next((x.shape for x in state if not x.ndim or x.shape[0] != 1), None)
     if wrong is not None:
@@ -387,6 +471,8 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
         manager: the one that the model was converted with; its `rank` chooses the band.
         samples: of a micro-batch.
     """
+    if stage.view_shapes is not None:
+        return _measure_in_view(stage, stage.view_shapes, manager, samples)
     transport = manager.transport
     size = manager.domain_parallel_size
     counting = CountingTransport(manager.domain_rank, size, manager.bands.planned_partitions)
@@ -396,6 +482,22 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
             return StageFootprint(_saved_for_backward(stage, samples), counting.sent)
     finally:
         manager.transport = transport
+
+
+def _measure_in_view(
+    stage: Stage, shapes: Sequence[Shape], manager: DomainParallelManager, samples: int
+) -> StageFootprint:
+    """Return the memory and traffic of a stage that computes through the view."""
+    state = [
+        OutputSpec((samples, *shape[1:]), spec.dtype, spec.has_gradient)
+        for shape, spec in zip(shapes, stage.input_specs, strict=True)
+    ]
+    copied = as_segmented(copy_to_meta(stage.module))
+    detach_view(copied)
+    trial = _try_stage(copied, stage.index, state, manager, backward=True)
+    traffic = [*trial.forward.values(), *trial.backward.values()]
+    sent = tuple(sum(of_rank, RankTraffic()) for of_rank in zip(*traffic, strict=True))
+    return StageFootprint(trial.saved_bytes, sent)
 
 
 def _saved_for_backward(stage: Stage, samples: int) -> int:

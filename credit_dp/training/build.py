@@ -255,13 +255,11 @@ def build_model_parts(
     model = shard_model(
         model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
     )
-    view = attached_view(model)
-    if view is not None:
-        view.loss_factor = manager.domain_world_size  # as `ModelForwardBackward` has it
+    _set_loss_factor(model, manager)
     _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     _enable_configured_autocast(model, config, like)
-    if config.compile and view is not None:
+    if config.compile and attached_view(model) is not None:
         logger.warning(
             "compile: this model computes through the global view, whose functions can't be "
             "compiled. It runs uncompiled."
@@ -283,9 +281,18 @@ def _build_stages(
     costs = segment_costs(model, shape)
     virtual = parallel.virtual_stages
     cuts = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
-    # Stages run without the root, which shows fields through the global view.
-    converted = shard_model(model, manager, shape, whole_ops="refuse")
-    return cut_model(converted, manager, cuts, shape)
+    converted = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
+    stages = cut_model(converted, manager, cuts, shape)
+    for stage in stages:
+        _set_loss_factor(stage.module, manager)
+    return stages
+
+
+def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
+    """Tell the view of a part, if it has one, what `ForwardBackward` multiplies the loss by."""
+    view = attached_view(part)
+    if view is not None:
+        view.loss_factor = manager.domain_world_size
 
 
 def _move_and_shard(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
@@ -32,7 +33,7 @@ CONFIGS = {
     "crossformer": tiny_crossformer(depths=[1, 2]),
     "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }
-NAMES = [*CONFIGS, "own"]
+NAMES = [*CONFIGS, "own", "view"]
 
 
 class Own(SegmentedModel):
@@ -66,11 +67,53 @@ class _Anomalies(nn.Module):
         return self.mix(x - functional.mean(x, (-2, -1), keepdim=True))
 
 
+class Spectral(SegmentedModel):
+    """Needs the global view, and hands on tensors of every kind: fields, whole ones, tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(FIELDS.inputs, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.query, self.mix = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = nn.Conv2d(8, FIELDS.outputs, 1)
+
+    def segments(self) -> list[Segment]:
+        return [
+            Segment("first", self._begin, ("first",)),
+            Segment("norm", self._filter, ("norm",)),
+            Segment("mix", self._attend, ("mix", "query")),
+            Segment("last", self._finish, ("last",)),
+        ]
+
+    def _begin(self, state: SegmentState) -> SegmentState:
+        y = self.first(state[0])
+        # Rows in the second dimension; a whole value; few whole rows, which ranks may share.
+        return y.permute(0, 2, 3, 1), y.mean((2, 3)), F.adaptive_avg_pool2d(y, (3, 1))
+
+    def _filter(self, state: SegmentState) -> SegmentState:
+        channels_last, mean, few = state
+        y = self.norm(channels_last.permute(0, 3, 1, 2) - few.amax((2, 3), keepdim=True))
+        waves = torch.fft.rfft2(y, norm="ortho") * mean[:, :, None, None].sigmoid()
+        y = torch.fft.irfft2(waves, s=y.shape[-2:], norm="ortho")
+        rows = torch.linspace(-1, 1, y.shape[-2], dtype=y.dtype, device=y.device)
+        return y, (y + rows[:, None]).flatten(2).transpose(1, 2), few
+
+    def _attend(self, state: SegmentState) -> SegmentState:
+        y, tokens, few = state
+        mixed = F.scaled_dot_product_attention(self.query(tokens), tokens, tokens)
+        return y.transpose(-1, -2), self.mix(mixed), few, few
+
+    def _finish(self, state: SegmentState) -> SegmentState:
+        y, tokens, few, again = state
+        y = y.transpose(-1, -2)
+        return (self.last(y + tokens.transpose(1, 2).reshape(y.shape) * (few + again).mean()),)
+
+
 def build(name: str, rows: int) -> nn.Module:
     """Build a model with the same weights on every rank."""
     torch.manual_seed(0)
-    if name == "own":
-        return Own().double()
+    if name in ("own", "view"):
+        return (Own() if name == "own" else Spectral()).double()
     return build_model(CONFIGS[name], fields(name), (rows, COLUMNS)).double()
 
 

@@ -56,7 +56,7 @@ def test_two_stages_are_the_model(name, schedule):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    cases(("unet with all", "1f1b"), names=QUICKLY_SHARDED),
+    cases(("unet with all", "1f1b"), names=QUICKLY_SHARDED, with_all=["view"]),
 )
 def test_stages_of_sharded_models_are_the_model(name, schedule):
     # 33 rows divide into no whole patches, windows or bands.

@@ -44,11 +44,20 @@ class ShowInputs:
     """Starts a forward, and shows the inputs of the model through the view.
 
     An input is a band if it is one of the shapes of the global inputs but for samples and rows.
+
+    Args:
+        view: that of the model.
+        shapes: of the global inputs.
+        of_stage: whether the model is a stage of a pipeline. Its inputs are then as `TakeOutputs`
+            of the stage before has left them, and each has the shape at its position.
     """
 
-    def __init__(self, view: GlobalView, shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, view: GlobalView, shapes: Sequence[Sequence[int]], of_stage: bool = False
+    ) -> None:
         self.view = view
-        self.shapes = [tuple(shape) for shape in shapes if is_banded(tuple(shape))]
+        self.of_stage = of_stage
+        self.shapes = [tuple(shape) for shape in shapes if of_stage or is_banded(tuple(shape))]
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -63,7 +72,11 @@ class ShowInputs:
         ending.enter_context(run_in(self.view))
         shown, error = None, None
         try:
-            shown = map_tensors(self._show, (tuple(args), kwargs))
+            if self.of_stage:
+                pairs = zip(args, self.shapes, strict=True)
+                shown = tuple(self._show_state(x, shape) for x, shape in pairs), kwargs
+            else:
+                shown = map_tensors(self._show, (tuple(args), kwargs))
         except UserError as caught:
             error = caught
         ending.enter_context(same_python_numbers(self.view, error))
@@ -83,6 +96,24 @@ class ShowInputs:
                 f"{', '.join(map(str, heights))} rows. Convert with the input_shape of this call."
             )
         return GlobalTensor(x, None, self.view)
+
+    def _show_state(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        layout = layout_outside(shape, self.view)
+        rows = layout.partition.sizes[self.view.rank] if layout else 0
+        if layout is not None and x.shape[ROW_DIM] != rows:
+            raise UserError(
+                f"rank {self.view.rank}: got {x.shape[ROW_DIM]} rows, planned is a band of {rows}. "
+                "Build the pipeline with the input_shape of this call."
+            )
+        return GlobalTensor(x, layout, self.view)
+
+
+def layout_outside(shape: Sequence[int], view: GlobalView) -> Layout | None:
+    """Return how ranks hold an output of this global shape outside of the view; None: whole."""
+    if len(shape) < FIELD_DIMS:
+        return None
+    partition = view.partition(shape[ROW_DIM])
+    return None if partition is None else Layout(len(shape) + ROW_DIM, 1, partition)
 
 
 def is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
@@ -176,10 +207,17 @@ def _check_object(function: Callable[[Tensor], Any], value: Any) -> None:
 
 @final
 class TakeOutputs:
-    """Takes the outputs of the model out of the view: rows of fields as bands, the rest whole."""
+    """Takes the outputs of the model out of the view: rows of fields as bands, the rest whole.
 
-    def __init__(self, view: GlobalView) -> None:
+    Args:
+        view: that of the model.
+        of_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
+            contiguous tensors.
+    """
+
+    def __init__(self, view: GlobalView, of_stage: bool = False) -> None:
         self.view = view
+        self.of_stage = of_stage
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -201,12 +239,10 @@ class TakeOutputs:
         return result
 
     def _take(self, x: Tensor) -> Tensor:
-        layout = None
-        if x.ndim >= FIELD_DIMS:
-            partition = self.view.partition(x.shape[ROW_DIM])
-            if partition is not None:
-                layout = Layout(x.ndim + ROW_DIM, 1, partition)
+        layout = layout_outside(x.shape, self.view)
         local: Tensor = whole(x) if layout is None else with_layout(x, layout, self.view)
+        if self.of_stage:
+            local = local.contiguous()
         self.view.outputs[local] = Shown(layout, self.view, False)
         return local
 

@@ -45,7 +45,11 @@ HOOK_OPTIONS = (
 
 
 def attach_view(
-    model: nn.Module, manager: DomainParallelManager, input_shapes: Sequence[Sequence[int]]
+    model: nn.Module,
+    manager: DomainParallelManager,
+    input_shapes: Sequence[Sequence[int]],
+    *,
+    of_stage: bool = False,
 ) -> GlobalView:
     """Make a model compute through the global view, in place; its parameters keep their names.
 
@@ -53,6 +57,7 @@ def attach_view(
         model: any model; none of its layers is replaced.
         manager: this rank's position in the mesh.
         input_shapes: the shapes of its global inputs.
+        of_stage: whether the model is a stage of a pipeline, see `ShowInputs`.
     """
     view = GlobalView(manager)
     view.has_model = True
@@ -63,9 +68,9 @@ def attach_view(
         if path and not computes_weights and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(RequireRunningModel(view, path), prepend=True)
     # Before and after the user's hooks: see `boundary`.
-    inputs = ShowInputs(view, input_shapes)
+    inputs = ShowInputs(view, input_shapes, of_stage)
     model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
-    model.register_forward_hook(TakeOutputs(view), with_kwargs=True)
+    model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True)
     model.register_forward_hook(LeaveModel(view), always_call=True)
     model.__dict__[VIEW_ATTRIBUTE] = view
     return view

@@ -539,6 +539,10 @@ def _attribute(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return x.adjoint()
     if name in ("real", "imag", "data") and func.__name__ == "__get__":
         return GlobalTensor(func(x.local), x.rows, x.view_)
+    if name == "_base" and func.__name__ == "__get__":
+        # The tensor that it is a view of on one process; FSDP2 asks whether there is one.
+        base = None if x.memory is None else x.memory.tensors[0]()
+        return None if base is x else base
     if name in SHARED_ATTRIBUTES:
         return func(x.local, *args[1:], **kwargs)
     raise UserError(

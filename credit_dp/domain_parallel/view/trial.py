@@ -42,8 +42,9 @@ from credit_dp.domain_parallel.planning.trace import (
     tensors_in,
     use_fake_tensors,
 )
+from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.model import attach_view, detach_view
-from credit_dp.domain_parallel.view.tensor import GlobalTensor
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView
 from credit_dp.errors import UserError
 
 # A smaller excess is never refused: no memory needs protection from it.
@@ -80,6 +81,14 @@ class WholeCall:
     work: float | None
 
 
+class OutputSpec(NamedTuple):
+    """An output of a model: its global shape, its dtype, and whether it has a gradient."""
+
+    shape: Shape
+    dtype: torch.dtype
+    has_gradient: bool
+
+
 @final
 @dataclass(frozen=True)
 class TrialRun:
@@ -96,6 +105,7 @@ class TrialRun:
         backward: the same of the backward; without traffic if it was not run.
         types: of the modules, by path.
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
+        outputs: of the model.
     """
 
     ranks: int
@@ -108,6 +118,7 @@ class TrialRun:
     backward: dict[str, tuple[RankTraffic, ...]]
     types: Mapping[str, str]
     sent_bytes: Mapping[RowPartition, int]
+    outputs: tuple[OutputSpec, ...]
 
     @property
     def least_bytes(self) -> int:
@@ -325,6 +336,7 @@ def trial_run(
     rank: int = 0,
     backward: bool = False,
     training: bool | None = None,
+    stage: int | None = None,
 ) -> TrialRun:
     """Run a model's step through the view as one of the ranks, without data and messages.
 
@@ -336,6 +348,8 @@ def trial_run(
         rank: the rank to run as.
         backward: whether to run the backward, too; memory is known without it.
         training: the mode of the model; None for its own.
+        stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
+            is then with its outputs, and without the inputs that another stage has sent.
 
     Raises:
         UserError: the model fails, or can't be computed on bands.
@@ -346,13 +360,13 @@ def trial_run(
         trial.bands.register(partition)
 
     def local_shape(shape: Shape) -> Shape:
-        if not is_banded(shape):
+        if not (is_banded(shape) if stage is None else layout_outside(shape, view)):
             return shape
         rows = trial.partition(shape[ROW_DIM]).sizes[rank]
         return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
 
     recorder = _Recorder(trial)
-    view = attach_view(model, trial, shapes)
+    view = attach_view(model, trial, shapes, of_stage=stage is not None)
     view.recorder = recorder
     try:
         with preserve_model(model), use_fake_tensors(model), recorder.follow(model):
@@ -360,21 +374,39 @@ def trial_run(
                 model.train(training)
             args, kwargs = (inputs or empty_inputs(model, shapes))(local_shape)
             recorder.exclude([*model.parameters(), *model.buffers()])
+            if stage:
+                recorder.exclude(tensor_leaves([args, kwargs]))
             with torch.enable_grad(), _TrialMode(recorder):
                 outputs = _forward(model, args, kwargs, recorder)
+                specs = tuple(_output_spec(x, view) for x in outputs)
+                if stage is not None:
+                    for x in outputs:
+                        recorder.save(x)
                 forward = recorder.traffic()
                 outputs = [x for x in outputs if x.requires_grad]
                 if backward and outputs:
                     torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
     finally:
         detach_view(model)
-    return _result(recorder, ranks, forward)
+    return _result(recorder, ranks, forward, specs)
+
+
+def _output_spec(x: Tensor, view: GlobalView) -> OutputSpec:
+    """Return the spec of an output that was taken out of the view."""
+    shown = view.outputs.get(x)  # None if a hook has replaced it
+    shape = list(x.shape)
+    if shown is not None and shown.rows is not None:
+        shape[ROW_DIM] = shown.rows.size
+    return OutputSpec(tuple(shape), x.dtype, x.requires_grad)
 
 
 def _result(
-    recorder: _Recorder, ranks: int, forward: dict[str, tuple[RankTraffic, ...]]
+    recorder: _Recorder,
+    ranks: int,
+    forward: dict[str, tuple[RankTraffic, ...]],
+    outputs: tuple[OutputSpec, ...],
 ) -> TrialRun:
-    """Return what a recorder has noted, given the traffic of the forward."""
+    """Return what a recorder has noted, given the traffic of the forward and the outputs."""
     no_traffic = (RankTraffic(),) * ranks
     # Counters only grow: the backward is the difference to the counts after the forward.
     forward = {path: forward.get(path, no_traffic) for path in recorder.counters}
@@ -396,6 +428,7 @@ def _result(
         backward=backward,
         types=recorder.types,
         sent_bytes=sent_bytes,
+        outputs=outputs,
     )
 
 

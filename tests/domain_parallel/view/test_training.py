@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.config import OwnModelConfig
+from credit_dp.models.segments import Segment, SegmentedModel
 from tests.domain_parallel.equality import Clip
 from tests.ranks import on_processes
 from tests.training.meshes import (
@@ -114,6 +115,42 @@ class UserConfig(OwnModelConfig):
         return UserModel(in_channels, out_channels, grid[0], self.recompute, self.of_batch)
 
 
+class InSegments(SegmentedModel):
+    """A model of the user's that a pipeline may cut, though it needs the view."""
+
+    def __init__(self, in_channels, out_channels, rows):
+        super().__init__()
+        self.stem = nn.Conv2d(in_channels, WIDTH, 3, padding=1)
+        self.attention = _Attention(rows)
+        self.spectral = _Spectral(of_batch=False)
+        self.head = nn.Conv2d(WIDTH, out_channels, 1)
+
+    def segments(self):
+        return [
+            Segment("stem", lambda state: (self.stem(state[0]),), ("stem",)),
+            Segment("attention", lambda state: (self.attention(state[0]),), ("attention",)),
+            Segment("spectral", self._filter, ("spectral",)),
+            Segment("head", self._end, ("head",)),
+        ]
+
+    def _filter(self, state):
+        y = self.spectral(state[0])
+        return y, y.square().mean((2, 3))  # the same on all ranks
+
+    def _end(self, state):
+        y, power = state
+        # A gradient that is clipped: what a rank contributes to it won't do.
+        return (self.head(y * Clip.apply(power)[:, :, None, None]),)
+
+
+@dataclass
+class InSegmentsConfig(OwnModelConfig):
+    name: str = "in_segments"
+
+    def build(self, in_channels, out_channels, grid):
+        return InSegments(in_channels, out_channels, grid[0])
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("store"), ROWS)
@@ -167,6 +204,16 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_ten_steps_are_those_of_one_process(reference, mesh):
     config, expected = reference(of_batch=mesh.data == 1)
+    assert_same_trajectory(trained(mesh, config), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(2, 1, 2), Mesh(2, 1, 2, "fsdp2")], ids=str)
+def test_pipelines_train_as_one_process(store, tmp_path, mesh):
+    config = make_config(store, tmp_path, InSegmentsConfig(), steps=3)
+    # A pipeline of two ranks has two micro-batches, on which the clipped gradient depends.
+    same_parts = replace(config, trainer=replace(config.trainer, accumulate=2))
+    expected = run_on_mesh(ONE, train_from_start, same_parts, None)
     assert_same_trajectory(trained(mesh, config), expected)
 
 

@@ -25,8 +25,10 @@ from credit_dp.domain_parallel.view.rules import (
 )
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
+    GlobalView,
     Layout,
     bands_of,
+    check_in_place,
     is_band,
     local_of,
     whole,
@@ -264,43 +266,77 @@ def _without(x: Tensor, dim: int) -> list[int]:
     return [size for d, size in enumerate(x.shape) if d != dim]
 
 
-@rule_for("index_add", "scatter_add")
-def add_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Additions at indices of a dimension without rows."""
-    if func.__name__ == "scatter_add":
-        arguments = bind(("input", "dim", "index", "source"), args, _named_source(kwargs))
-    else:
-        names = ("input", "dim", "index", "source", "alpha")
-        arguments = bind(names, args, kwargs)
+# Functions that write a source to indices of a dimension, with the parameters after these.
+WRITES_AT: dict[str, tuple[str, ...]] = {
+    "scatter": ("source", "reduce"),
+    "scatter_add": ("source",),
+    "scatter_reduce": ("source", "reduce", "include_self"),
+    "index_add": ("source", "alpha"),
+    "index_copy": ("source",),
+    "index_fill": ("source",),
+}
+SOURCES = ("src", "value", "tensor")  # other names of `source`
+
+
+@rule_for(*WRITES_AT, *(f"{name}_" for name in WRITES_AT))
+def write_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Write to, or add at, indices of a dimension, whose entries each rank needs all of.
+
+    Rows along it are moved to another dimension.
+    """
+    name = func.__name__.rstrip("_")
+    names = ("input", "dim", "index", *WRITES_AT[name])
+    kwargs = {("source" if key in SOURCES else key): x for key, x in kwargs.items()}
+    arguments = bind(names, args, kwargs)
     x, dim, index, source = require(arguments, "input", "dim", "index", "source")
-    first = next(band for band in (source, x, index) if is_band(band))
-    layout, view = layout_of(first), first.view_
+    in_place = func.__name__ != name
+    if x.ndim == 0 or (in_place and not is_band(x)):
+        raise NoRuleError
     dim %= x.ndim
-    if layout.dim == dim or source.ndim != x.ndim:
+    if in_place:
+        check_in_place(x, func.__name__)
+    layout, view = _layout_to_write(x, dim, index, source)
+    of_each = [part for part in (x, source) if isinstance(part, Tensor) and part.ndim]
+    local, *local_source = (with_layout(part, layout, view) for part in of_each)
+    # Vectors of indices are indices of the dimension alone.
+    by_entry = name.startswith("scatter")
+    local_index = with_layout(index, layout, view) if by_entry else whole(index)
+    options = {name: arguments[name] for name in names[4:] if name in arguments}
+    # Bands that were moved are a copy, which is written to x afterwards.
+    write = getattr(local, func.__name__ if in_place and local is x.local else name)
+    part = write(dim, local_index, *(local_source or [local_of(source)]), **options)
+    if not in_place:
+        return wrap(part, layout, view)
+    if local is not x.local:
+        x.local.copy_(with_layout(GlobalTensor(part, layout, view), layout_of(x), view))
+    return x
+
+
+def _layout_to_write(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Layout, GlobalView]:
+    """Return along which dimension a tensor can be cut that is written to at indices of `dim`.
+
+    Raises:
+        NoRuleError: in no dimension have all tensors a part for each rank.
+    """
+    tensors = [t for t in (x, source, index) if isinstance(t, Tensor) and t.ndim == x.ndim]
+    if isinstance(source, Tensor) and source.ndim not in (0, x.ndim):
         raise NoRuleError
-    if x.shape[layout.dim] != layout.size or source.shape[layout.dim] != layout.size:
+    if index.ndim != x.ndim and index.ndim != 1:
         raise NoRuleError
-    options = {"alpha": arguments["alpha"]} if "alpha" in arguments else {}
-    local_index = _index_part(index, source, layout)
-    local, local_source = (with_layout(part, layout, view) for part in (x, source))
-    part = getattr(local, func.__name__)(dim, local_index, local_source, **options)
-    return wrap(part, layout, view)
+    bands = bands_of([x, source, index])
+    view = bands[0].view_
 
+    def fits(d: int) -> bool:
+        return d != dim and all(t.shape[d] == x.shape[d] for t in tensors)
 
-def _named_source(kwargs: Kwargs) -> Kwargs:
-    return {("source" if name == "src" else name): x for name, x in kwargs.items()}
-
-
-def _index_part(index: Tensor, source: Any, layout: Layout) -> Tensor:
-    """Return a vector of indices, or this rank's part of indices of each entry."""
-    if index.ndim == 1 != source.ndim:
-        require_whole(index)
-        vector: Tensor = local_of(index)
-        return vector
-    if index.shape != source.shape:
-        raise NoRuleError
-    view = next(x.view_ for x in (source, index) if type(x) is GlobalTensor)
-    return with_layout(index, layout, view)
+    for band in bands:
+        if band.ndim == x.ndim and fits(layout_of(band).dim):
+            return layout_of(band), view
+    for d in sorted(filter(fits, range(x.ndim)), key=lambda d: -x.shape[d]):
+        partition = view.partition(x.shape[d])
+        if partition is not None:
+            return Layout(d, 1, partition), view
+    raise NoRuleError
 
 
 # ---------------------------------------------------------------- orders of channels and dimensions

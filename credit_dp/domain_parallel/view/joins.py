@@ -159,7 +159,7 @@ def roll(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return _new_tensor(local, layout, args[0])
 
 
-def _new_tensor(local: Tensor, layout: Layout, x: GlobalTensor) -> GlobalTensor:
+def _new_tensor(local: Tensor, layout: Layout | None, x: GlobalTensor) -> GlobalTensor:
     """Return the result of a function that is no view: a copy even if nothing changes."""
     return GlobalTensor(local.clone() if local is x.local else local, layout, x.view_)
 
@@ -193,14 +193,14 @@ def pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
         north, south = widths[position : position + 2]
         x = _pad_rows(x, north, south, mode, value)
         widths[position : position + 2] = [0, 0]
-    if mode != "constant":
+    if mode != "constant" and is_band(x):
         x = with_rows_everywhere(x)  # torch refuses to reflect columns of no rows
     local = func(x.local, widths, mode=mode, value=value) if any(widths) else x.local
-    return _new_tensor(local, layout_of(x), args[0])
+    return _new_tensor(local, x.rows, args[0])
 
 
 def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) -> GlobalTensor:
-    """Return `x` with more rows, or with fewer where a width is negative."""
+    """Return `x` with more rows, or with fewer where a width is negative; whole if too few."""
     layout = layout_of(x)
     size = layout.size
     positions = range(-north, size + south)
@@ -214,11 +214,12 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
         indices = [abs(i) if i < size else 2 * (size - 1) - i for i in positions]
     else:
         raise NoRuleError
-    if len(indices) < x.view_.ranks:  # runs whole
+    if not indices:
         raise NoRuleError
     result = take_rows(x, indices)
     if mode == "constant" and value:
-        outside = [i < 0 for i in indices[layout_of(result).partition.rows(x.view_.rank)]]
+        rows = slice(None) if result.rows is None else result.rows.partition.rows(x.view_.rank)
+        outside = [i < 0 for i in indices[rows]]
         shape = [-1 if d == layout.dim else 1 for d in range(x.ndim)]
         mask = torch.tensor(outside, device=x.device).view(shape)
         result = wrap(result.local.masked_fill(mask, value), result.rows, x.view_)

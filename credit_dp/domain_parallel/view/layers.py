@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
+    is_band,
     local_of,
     with_layout,
     wrap,
@@ -294,9 +296,53 @@ def pool(
                 return result
         return call_layer(partial(func, **settings), x, kind, settings)
 
-    if settings.get("return_indices"):
-        return rule(x, settings, {})
-    return _rows_before_columns(rule, x, settings, {})
+    if not settings.get("return_indices"):
+        return _rows_before_columns(rule, x, settings, {})
+    if layout_of(x).dim == max(x.ndim - 2, 2):
+        with suppress(NoRuleError):
+            return rule(x, settings, {})
+    # Indices count along all of a channel, whose rows could be in any dimension.
+    x = move_rows(x, range(2, x.ndim))
+    return wrap(func(x.local, **settings), layout_of(x), x.view_)
+
+
+def pool_with_indices(
+    kind: type[nn.Module],
+    names: tuple[str, ...],
+    count: int,
+    func: Function,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Max pools that return where the maxima are, whatever `return_indices` says."""
+    settings = bind(names, args, kwargs) | {"return_indices": True}
+
+    def compute(x: Tensor, **settings: Any) -> Any:
+        return func(x, **{k: v for k, v in settings.items() if k != "return_indices"})
+
+    return pool(kind, names, count, compute, (settings.pop("input"),), settings)
+
+
+UNPOOL = ("input", "indices", "kernel_size", "stride", "padding", "output_size")
+
+
+@rule_for("max_unpool1d", "max_unpool2d", "max_unpool3d")
+def unpool(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Values put to indices of their channel, by ranks that share the channels or the samples."""
+    settings = bind(UNPOOL, args, kwargs)
+    x, indices = settings.pop("input"), settings.pop("indices")
+    if func not in UNPOOLS or x.ndim != UNPOOLS[func] + 2:
+        raise NoRuleError
+    band = x if is_band(x) else indices
+    moved = band if layout_of(band).dim < 2 else move_rows(band, range(2, x.ndim))
+    layout, view = layout_of(moved), band.view_
+    local, local_indices = (
+        with_layout(moved if part is band else part, layout, view) for part in (x, indices)
+    )
+    return wrap(func(local, local_indices, **settings), layout, view)
+
+
+UNPOOLS = {getattr(F, f"max_unpool{count}d"): count for count in (1, 2, 3)}
 
 
 ADAPTIVE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
@@ -366,8 +412,11 @@ def _register_layers() -> None:
             ),
         ]
         for name, kind, names in POOLS:
-            rule: Callable[..., Any] = partial(pool, getattr(nn, f"{kind}{count}d"), names, count)
-            rules.append((f"{name}{count}d", rule))
+            settings = getattr(nn, f"{kind}{count}d"), names, count
+            rules.append((f"{name}{count}d", partial(pool, *settings)))
+            if "return_indices" in names:
+                rule = partial(pool_with_indices, *settings)
+                rules.append((f"{name}{count}d_with_indices", rule))
         for name, rule_of_count in rules:
             RULES.update(dict.fromkeys(functions_named(name), rule_of_count))
 

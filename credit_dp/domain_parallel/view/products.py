@@ -105,6 +105,38 @@ def add_product(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return product + (x if beta == 1 else x * beta)
 
 
+MATRIX_PRODUCTS = 25  # rows or columns beyond which torch computes distances by them
+DISTANCE_BY_SIZE = "use_mm_for_euclid_dist_if_necessary"
+
+
+@rule_for("cdist")
+def cdist(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """The distances of all pairs of vectors, cut as a matrix product."""
+    names = ("x1", "x2", "p", "compute_mode")
+    defaults: dict[str, Any] = {"p": 2.0, "compute_mode": DISTANCE_BY_SIZE}
+    arguments = defaults | bind(names, args, kwargs)
+    p, mode = float(arguments["p"]), arguments["compute_mode"] or DISTANCE_BY_SIZE
+    vectors = [arguments["x1"], arguments["x2"]]
+    a, b = (
+        # Differences along the last dimension need all of it.
+        move_rows(x, [x.ndim - 1]) if is_band(x) and layout_of(x).dim == x.ndim - 1 else x
+        for x in vectors
+    )
+    if p == 2.0 and mode == DISTANCE_BY_SIZE:
+        # By sizes of the globe: both ways round differently where vectors are nearly equal.
+        is_large = max(a.shape[-2], b.shape[-2]) > MATRIX_PRODUCTS
+        mode = "use_mm_for_euclid_dist" if is_large else "donot_use_mm_for_euclid_dist"
+    batch = list(ascii_lowercase[: max(a.ndim, b.ndim) - 2])
+    left = [*batch[len(batch) - (a.ndim - 2) :], "y", "k"]
+    right = [*batch[len(batch) - (b.ndim - 2) :], "z", "k"]
+
+    def distances(a: Tensor, b: Tensor) -> Tensor:
+        result: Tensor = torch.cdist(a, b, p, mode)
+        return result
+
+    return contract([a, b], [left, right], [*batch, "y", "z"], distances)
+
+
 def contract(
     tensors: Sequence[Any],
     labels: Sequence[Sequence[str]],

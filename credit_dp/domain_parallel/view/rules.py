@@ -465,7 +465,35 @@ def read_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return _whole(func, args, kwargs)
 
 
-RULES_FOR_WHOLE.update(func for func, rule in RULES.items() if rule is read_values)
+@rule_for("numpy", "__array__")
+def read_array(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return values as NumPy's array, of the first rank; what is written there must not be lost.
+
+    On one process an array shares the memory of its tensor. Here it may be that of a copy, which
+    NumPy then refuses to write to.
+    """
+    x, *others = args
+    array = _whole(func, (of_first_rank(x), *others), kwargs)
+    if not is_band(x):
+        own = func(local_of(x), *others, **kwargs)
+        if own.tobytes() == array.tobytes():
+            return own
+    array.setflags(write=False)
+    return array
+
+
+@rule_for("__format__")
+def format_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return a value of the first rank as text, as in an f-string; none in a trial run."""
+    x, *others = args
+    if isinstance(x.local, FakeTensor) and x.ndim == 0:
+        of_first_rank(x)
+        return ""
+    return _whole(func, (of_first_rank(x), *others), kwargs)
+
+
+VALUES = (read_values, read_array, format_value)
+RULES_FOR_WHOLE.update(func for func, rule in RULES.items() if rule in VALUES)
 
 # ---------------------------------------------------------------- attributes
 

@@ -6,12 +6,13 @@ import gc
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view, attached_view
@@ -302,3 +303,51 @@ def test_fields_in_reference_cycles_do_not_refuse_a_change_in_place():
         assert _run(change)[0] == (True, True)
     finally:
         gc.enable()
+
+
+def _one_bit_more(x):
+    """Return a value that differs between ranks, as on GPUs the last bits may."""
+    value = x.abs().mean()
+    value.local.add_(x.view_.rank)
+    return value
+
+
+def test_text_and_arrays_are_those_of_the_first_rank():
+    def read(x):
+        value = _one_bit_more(x)
+        array = value.numpy()
+        is_own = array.flags.writeable
+        return f"{value:.4f}", float(array), float(np.asarray(value)), is_own, f"{x.sum():>9.3f}"
+
+    texts, view = _run(read, 3)
+    assert len({text[:3] for text in texts}) == 1
+    assert [text[3] for text in texts] == [True, False, False]
+    assert view[0].whole_calls == {}
+
+
+def test_what_is_written_to_arrays_is_not_lost():
+    def write(x):
+        whole = x.mean((2, 3))
+        whole.numpy()[0, 0] = 7.0
+        field = np.asarray(x)
+        with pytest.raises(ValueError, match="read-only"):
+            field[0] = 0
+        return whole[0, 0].item(), field.shape
+
+    assert _run(write)[0] == ((7.0, SHAPE),) * 2
+
+
+def test_a_value_in_a_text_can_be_planned():
+    class Says(nn.Module):
+        def forward(self, x):
+            self.text = f"{x.mean():.3f}"
+            return torch.fft.rfft2(x).abs()
+
+    def text(manager):
+        model = Says()
+        x = torch.ones(1, 2, 6, 4)
+        convert_to_domain_parallel(model, manager, input_shape=x.shape)
+        model(shard_tensor(x, manager=manager))
+        return model.text
+
+    assert on_threads(2, text) == ["1.000"] * 2

@@ -712,7 +712,108 @@ WINDOWS = {
     ),
 }
 
+
+def row_index(x, size=None):
+    """Return an index along the rows of `x`, in another order and with repetitions."""
+    height = x.shape[-2]
+    return torch.arange(height).flip(0) * 2 % (size or height)
+
+
+def few_rows(x):
+    return row_index(x)[:2]
+
+
+def write_in_place(model, x):
+    """Write along rows and channels to a field of which there are other views."""
+    y = x * 1
+    view = y.mT
+    y.index_add_(2, row_index(y), x, alpha=-0.5)
+    y.scatter_(1, x.argsort(1)[:, :1], 0.25)
+    y.index_fill_(-2, few_rows(y), model.scale[0])
+    y.index_copy_(dim=3, index=torch.tensor([4, 1]), source=x[..., :2])
+    y.scatter_add_(-2, x.argsort(2), x)
+    return y, view * 2
+
+
+def unpooled(x, size, **settings):
+    spatial = x.ndim - 2
+    pool, unpool = (getattr(F, f"{name}{spatial}d") for name in ("max_pool", "max_unpool"))
+    values, indices = pool(x, size, return_indices=True, **settings)
+    return values, indices, unpool(values * 2, indices, size, output_size=x.shape[2:])
+
+
+WRITES = {
+    "index_add along rows": lambda m, x: (
+        x.index_add(2, row_index(x), x * 2, alpha=-0.5),
+        x.index_add(-2, index=few_rows(x), source=x[:, :, :2]),
+        torch.zeros_like(x).index_add(2, row_index(x), x),
+        m.rows[: x.shape[2]].expand(x.shape).index_add(2, row_index(x), x),
+        x.new_zeros(2, CHANNELS, 3, COLUMNS).index_add(2, row_index(x, 3), x),
+        m.rows[:9]
+        .expand(2, CHANNELS, 9, COLUMNS)
+        .index_add(2, x[0, 0, :3].argmax(-1), x[:, :, :3]),
+        tokens(x).index_add(1, torch.arange(x[0, 0].numel()) // 2, tokens(x) * 2),
+        x.flatten(0, 1).index_add(0, torch.tensor([1, 0]), m.rows[: x.shape[2]].expand(2, -1, -1)),
+    ),
+    "scatter along rows": lambda m, x: (
+        x.scatter(2, x.argsort(2), x * 3),
+        x.scatter(-2, x.argsort(2)[:, :, :2], 5.0),
+        x.scatter(dim=2, index=x.argsort(2)[:, :4], src=x.detach() * 3),
+        x.detach().scatter(2, x.argsort(2)[:, :, :1], 2.0, reduce="multiply"),
+        x.scatter_add(2, x.argsort(2), src=x),
+        x.new_zeros(2, CHANNELS, 3, COLUMNS).scatter_add(2, x.argsort(2) % 3, x),
+        x.scatter_reduce(2, x.argsort(2) // 2, x * 2, "amax", include_self=False),
+        x.scatter_reduce(2, x.argsort(2) // 2, x * 2, reduce="mean"),
+        x.index_copy(2, few_rows(x), x[:, :, 1:3] * 2),
+        x.index_fill(2, few_rows(x), m.scale[0]),
+    ),
+    "scatter along others": lambda m, x: (
+        x.scatter(3, x.argsort(3), x * 3),
+        x.scatter(1, x.argmax(1, keepdim=True), 2.0),
+        x.scatter(1, x.argsort(1)[:, :3], m.matrix[:3, 0].view(3, 1, 1).expand(2, 3, *x.shape[2:])),
+        torch.zeros_like(x).scatter_reduce(-1, x.argsort(3) // 2, x, "sum"),
+        x.index_copy(1, torch.tensor([3, 0]), x[:, :2] * 2),
+        x.index_fill(-1, torch.tensor([3, 0]), 1.5),
+    ),
+    "in place": write_in_place,
+    "cdist": lambda m, x: (
+        torch.cdist(tokens(x), m.matrix),
+        torch.cdist(m.matrix, tokens(x)),
+        torch.cdist(tokens(x), tokens(x).flip(1) * 2, p=1),
+        torch.cdist(x, x.flip(2) * 2),
+        torch.cdist(x.mT, x.mT.flip(2) * 2, 3.0),
+        torch.cdist(x.transpose(1, 2), x.transpose(1, 2).flip(2) * 2),
+        torch.cdist(x.transpose(0, 2), m.rows[:5], compute_mode="use_mm_for_euclid_dist"),
+        torch.cdist(x1=x.permute(0, 2, 3, 1).reshape(-1, CHANNELS), x2=m.matrix),
+        torch.cdist(x[:1], m.rows[:3].expand(2, 1, 3, COLUMNS)),
+    ),
+    "pools with indices": lambda m, x: (
+        unpooled(x, 2),
+        unpooled(x.mT, (2, 1)),
+        unpooled(x[:, :, :, None], (1, 1, 2), stride=(1, 1, 2)),
+        unpooled(x.transpose(0, 2), 2),
+        unpooled(x[:, :, 0], 3),
+        unpooled(x[0].transpose(0, 1), 2),
+        F.max_pool2d(x, 3, 2, 1, return_indices=True),
+        F.max_pool2d_with_indices(x, (2, 3), ceil_mode=True),
+        F.adaptive_max_pool2d(x, (3, 2), return_indices=True),
+        F.adaptive_max_pool2d(x, 1, return_indices=True),
+        F.max_unpool2d(
+            x.mean((2, 3), True).expand(2, CHANNELS, 2, COLUMNS), x.argsort(3)[:, :, :2], 1
+        ),
+    ),
+    "pads to few rows": lambda m, x: (
+        F.pad(x, (1, 2, -1, 2 - x.shape[2]), value=3.0),
+        F.pad(x, (1, 1, 2 - x.shape[2], 1), mode="replicate"),
+        F.pad(x, (1, 1, 2 - x.shape[2], 1), mode="reflect"),
+        F.pad(x, (0, 0, 1, -x.shape[2]), value=2.0),
+        F.pad(tokens(x), (0, 0, 1, -x[0, 0].numel()), value=2.0),
+        F.pad(x.flatten(0, 2), (0, 0, -1, -2)),
+    ),
+}
+
 FAMILIES = {
+    "writes": WRITES,
     "windows": WINDOWS,
     "attention": ATTENTION,
     "reductions": REDUCTIONS,

@@ -267,8 +267,11 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 
 @contextmanager
-def use_fake_tensors(model: nn.Module) -> Iterator[None]:
-    """Run on fake tensors, without gradients or autocast; restore buffers and random state."""
+def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Run on fake tensors, without gradients or autocast; restore buffers and random state.
+
+    The value of the context is their mode.
+    """
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     no_autocast = torch.autocast(dtype_and_device(model)[1].type, enabled=False)
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -285,7 +288,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[None]:
             torch.random.fork_rng(devices=[]),
             _replace_by_fakes(model, fake),
         ):
-            yield
+            yield fake
     except DATA_DEPENDENT_ERRORS as error:
         raise UserError(
             f"{user_line_of(error)}: control flow or shapes that depend on data can't be planned. "
@@ -327,8 +330,8 @@ def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    spec = _TensorSpec(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, device, mode)
-    fake = spec.create()
+    spec = _TensorSpec(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, device, True)
+    fake = spec.create(mode)
     if isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = True  # so it is an instance of `nn.Parameter`
@@ -424,10 +427,15 @@ class ShapeMemo:
 
     Results are reused only if they are new tensors, views of a fake first operand, or that operand,
     changed in place. Other operations run every time, and so do views and changes on the meta
-    device, which are as fast as the cache. A memo serves a single `FakeTensorMode`.
+    device, which are as fast as the cache.
+
+    Attributes:
+        mode: that of the fake tensors that run now. A run under another one sets it first; results
+            of the runs before are then reused as tensors of this mode.
     """
 
     def __init__(self) -> None:
+        self.mode: FakeTensorMode | None = None
         self._results: dict[Hashable, _CachedResult | None] = {}
         self._changes: set[Hashable] = set()
         self._properties: dict[Any, _Properties] = {}
@@ -465,9 +473,11 @@ class ShapeMemo:
                 result = func(*args, **kwargs)
             if key not in self._results:
                 self._results[key] = _cacheable_result(result, args, kwargs)
+                modes = filter(None, map(_mode_of, tensors_in([result])))
+                self.mode = next(modes, self.mode)
             return result
         storage = first.untyped_storage() if cached.is_view else None
-        tensors = [one and one.create(storage) for one in cached.outputs]
+        tensors = [one and one.create(self.mode, storage) for one in cached.outputs]
         return tensors[0] if cached.container is None else cached.container(tensors)
 
 
@@ -561,11 +571,13 @@ class _TensorSpec(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
-    mode: FakeTensorMode | None
+    is_fake: bool
 
-    def create(self, storage: torch.UntypedStorage | None = None) -> Tensor:
-        """Return a new tensor, or a view of `storage`."""
-        if self.mode is None:
+    def create(
+        self, mode: FakeTensorMode | None, storage: torch.UntypedStorage | None = None
+    ) -> Tensor:
+        """Return a new tensor, or a view of `storage`; a fake one belongs to the mode."""
+        if not self.is_fake:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         with torch._C._DisableTorchDispatch():
             if storage is None:
@@ -573,7 +585,7 @@ class _TensorSpec(NamedTuple):
             else:
                 data = torch.empty(0, dtype=self.dtype, device="meta")
                 data.set_(storage, self.offset, self.shape, self.stride)
-        return FakeTensor(self.mode, data, self.device)
+        return FakeTensor(mode, data, self.device)
 
 
 class _CachedResult(NamedTuple):
@@ -673,9 +685,14 @@ def _cacheable_result(
     return _CachedResult(specs, container, is_view)
 
 
+def _mode_of(x: Tensor) -> FakeTensorMode | None:
+    mode: FakeTensorMode | None = x.fake_mode if isinstance(x, FakeTensor) else None
+    return mode
+
+
 def _spec_of(x: Tensor) -> _TensorSpec:
-    mode = x.fake_mode if isinstance(x, FakeTensor) else None
-    return _TensorSpec(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.device, mode)
+    offset, is_fake = int(x.storage_offset()), isinstance(x, FakeTensor)
+    return _TensorSpec(tuple(x.shape), x.stride(), offset, x.dtype, x.device, is_fake)
 
 
 def _is_describable(x: Any) -> bool:
@@ -686,4 +703,7 @@ def _is_describable(x: Any) -> bool:
 def _fills_storage(x: Tensor) -> bool:
     """Return whether this tensor covers its storage."""
     size: int = x.untyped_storage().nbytes()
-    return x.storage_offset() == 0 and size == _spec_of(x).create().untyped_storage().nbytes()
+    return (
+        x.storage_offset() == 0
+        and size == _spec_of(x).create(_mode_of(x)).untyped_storage().nbytes()
+    )

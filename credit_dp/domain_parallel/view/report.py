@@ -26,6 +26,7 @@ from credit_dp.domain_parallel.planning.plan import (
     Shape,
     is_banded,
 )
+from credit_dp.domain_parallel.planning.trace import ShapeMemo
 from credit_dp.domain_parallel.view.boundary import is_same_field
 from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
@@ -254,11 +255,12 @@ def plan_view(
     ranks = manager.domain_parallel_size
     sizes = manager.partition(heights[0]).sizes if heights else (0,) * ranks
     most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))
+    memo = ShapeMemo()
     trial = trial_run(
-        model, manager, shapes, inputs, rank=most, backward=backward, training=training
+        model, manager, shapes, inputs, rank=most, backward=backward, training=training, memo=memo
     )
     check_limit(model, shapes, inputs, trial, limit)
     if fewest != most:
         # What a function may do can depend on the size of a band. Forward is enough to see it.
-        trial_run(model, manager, shapes, inputs, rank=fewest, training=training)
+        trial_run(model, manager, shapes, inputs, rank=fewest, training=training, memo=memo)
     return trial

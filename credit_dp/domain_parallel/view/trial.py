@@ -158,10 +158,10 @@ class _TrialMode(PlanningMode):
     Below autograd: what an operation saves is created in here.
     """
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, memo: ShapeMemo) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
-        self._memo = ShapeMemo()
+        self._memo = memo
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -337,6 +337,7 @@ def trial_run(
     backward: bool = False,
     training: bool | None = None,
     stage: int | None = None,
+    memo: ShapeMemo | None = None,
 ) -> TrialRun:
     """Run a model's step through the view as one of the ranks, without data and messages.
 
@@ -350,6 +351,7 @@ def trial_run(
         training: the mode of the model; None for its own.
         stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
             is then with its outputs, and without the inputs that another stage has sent.
+        memo: shapes of operations that other trial runs have found.
 
     Raises:
         UserError: the model fails, or can't be computed on bands.
@@ -369,14 +371,16 @@ def trial_run(
     view = attach_view(model, trial, shapes, of_stage=stage is not None)
     view.recorder = recorder
     try:
-        with preserve_model(model), use_fake_tensors(model), recorder.follow(model):
+        with preserve_model(model), use_fake_tensors(model) as mode, recorder.follow(model):
+            memo = memo or ShapeMemo()
+            memo.mode = mode
             if training is not None:
                 model.train(training)
             args, kwargs = (inputs or empty_inputs(model, shapes))(local_shape)
             recorder.exclude([*model.parameters(), *model.buffers()])
             if stage:
                 recorder.exclude(tensor_leaves([args, kwargs]))
-            with torch.enable_grad(), _TrialMode(recorder):
+            with torch.enable_grad(), _TrialMode(recorder, memo):
                 outputs = _forward(model, args, kwargs, recorder)
                 specs = tuple(_output_spec(x, view) for x in outputs)
                 if stage is not None:

@@ -196,3 +196,15 @@ def test_a_view_of_another_part_is_another_one() -> None:
         parts = [aten.slice.Tensor(x, 0, first, first + 2) for first in (0, 2)]
         made = [memo.run(aten.slice.Tensor, (part, 0, 1, 2), {}) for part in parts]
     assert [row.storage_offset() for row in made] == [6, 18]
+
+
+def test_another_run_gets_tensors_of_its_own_mode() -> None:
+    memo, counted = ShapeMemo(), _Counted(aten.relu.default)
+    for _ in range(2):
+        mode = FakeTensorMode()
+        memo.mode = mode
+        x = mode.from_tensor(torch.zeros(3, 4))
+        result = memo.run(counted, (x,), {})
+        assert (result.fake_mode, result.shape) == (mode, x.shape)
+        assert (result + x).fake_mode is mode  # modes can't be mixed
+    assert counted.runs == 1

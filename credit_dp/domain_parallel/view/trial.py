@@ -397,7 +397,8 @@ def trial_run(
 
 def _output_spec(x: Tensor, view: GlobalView) -> OutputSpec:
     """Return the spec of an output that was taken out of the view."""
-    shown = view.outputs.get(x)  # None if a hook has replaced it
+    # None if a hook has replaced it, or the model runs inside of another one.
+    shown = None if view.outputs is None else view.outputs.get(x)
     shape = list(x.shape)
     if shown is not None and shown.rows is not None:
         shape[ROW_DIM] = shown.rows.size

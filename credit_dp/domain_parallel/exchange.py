@@ -400,11 +400,10 @@ def start_returning_gradients(
     """
     # Messages run in the opposite direction: for each forward message received, send one gradient
     # row per row of it, even if the row was copied several times.
-    send = []
-    for message in exchange.receives:
-        outgoing = _empty_rows(grad, dim, message.length).zero_()
-        _accumulate_rows(outgoing, grad, exchange.copies_from(message.peer), dim)
-        send.append((message.peer, outgoing))
+    send = [
+        (message.peer, _pack_gradients(grad, exchange, message, dim))
+        for message in exchange.receives
+    ]
     received = [
         (message.peer, _empty_rows(grad, dim, message.length)) for message in exchange.sends
     ]
@@ -427,6 +426,17 @@ def _pack_rows(x: Tensor, exchange: RowExchange, message: RowMessage, dim: int) 
     """Return the rows of a message as one contiguous tensor."""
     parts = [x.narrow(dim, start, length) for start, length in exchange.local_ranges(message)]
     return (torch.cat(parts, dim) if len(parts) > 1 else parts[0]).contiguous()
+
+
+def _pack_gradients(grad: Tensor, exchange: RowExchange, message: RowMessage, dim: int) -> Tensor:
+    """Return the gradients of a received message's rows, each the sum of the row's copies."""
+    first, *others = exchange.copies_from(message.peer)
+    if not others and first.stop - first.start == message.length:  # each row was copied once
+        rows = grad.narrow(dim, first.result_start, message.length)
+        return _flip_and_rotate(rows, first.row_range, dim, -1).contiguous()
+    outgoing = _empty_rows(grad, dim, message.length).zero_()
+    _accumulate_rows(outgoing, grad, (first, *others), dim)
+    return outgoing
 
 
 def _unpack_add(

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from credit_dp.config.model import UNetConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.models.blocks import StochasticDepth, pad_poles, run_block, stochastic_depth_rates
+from credit_dp.models.blocks import (
+    StochasticDepth,
+    pad_columns,
+    pad_poles,
+    run_block,
+    stochastic_depth_rates,
+)
 from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 
 logger = logging.getLogger(__name__)
@@ -123,10 +129,10 @@ class LongRangeConv2d(nn.Conv2d):
         """Return the convolution."""
         remaining = self.column_padding
         while remaining:
-            # torch pads circularly by the width of its input at most. The padded field is periodic
-            # as well, so padding it again continues the globe.
+            # One call pads by the width of its input at most. The padded field is periodic as well,
+            # so padding it again continues the globe.
             columns = min(remaining, x.shape[-1])
-            x = F.pad(x, (columns, columns, 0, 0), mode="circular")
+            x = pad_columns(x, columns)
             remaining -= columns
         return super().forward(x)
 
@@ -209,8 +215,7 @@ class PeriodicConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
         x = pad_poles(x, self.padding, self.poles)
-        x = F.pad(x, (self.padding, self.padding, 0, 0), mode="circular")
-        return self.conv(x)  # type: ignore[no-any-return]
+        return self.conv(pad_columns(x, self.padding))  # type: ignore[no-any-return]
 
 
 @final
@@ -239,8 +244,7 @@ class PeriodicUpsample(nn.Module):
     @staticmethod
     def refine(x: Tensor) -> Tensor:
         """Return the finer rows; the first two and the last two lack a neighbour and are wrong."""
-        x = F.pad(x, (1, 1, 0, 0), mode="circular")
-        return F.interpolate(x, scale_factor=2, mode="bilinear")[..., 2:-2]
+        return F.interpolate(pad_columns(x, 1), scale_factor=2, mode="bilinear")[..., 2:-2]
 
 
 @final

@@ -71,7 +71,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = tensor_leaves((args, kwargs))
         results = tensor_leaves(result)
         on_meta = any(x.is_meta for x in (*operands, *results))
-        if on_meta and not _is_free(func):
+        if on_meta and not is_free(func):
             # Operations on lists (`_foreach_*_`) return nothing and write to their first argument.
             written = results or tensor_leaves(args[:1])
             bytes_touched = sum(map(_bytes, operands)) + sum(map(_bytes, written))
@@ -85,7 +85,7 @@ def _bytes(x: Tensor) -> int:
     return min(x.nbytes, x.untyped_storage().nbytes())
 
 
-def _is_free(func: Any) -> bool:
+def is_free(func: Any) -> bool:
     """Whether an operation is a view or an allocation."""
     if func.namespace != "aten" or func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
         return True

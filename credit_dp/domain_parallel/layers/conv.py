@@ -28,10 +28,12 @@ from torch.nn.modules.conv import _ConvNd
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
     empty_rows_like,
+    memory_format_of,
     start_fetching,
     start_returning_gradients,
 )
 from credit_dp.domain_parallel.layers.base import Bands, StencilLayer, overridden_method
+from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.transport import Transport
@@ -218,11 +220,9 @@ class BandEdge:
         grad_rows, grad_taps, _ = self.settings.gradients(*operands, (*needs_grad, False))
         return grad_rows, grad_taps
 
-    def add_halo_grad(self, total: Tensor, grad_rows: Tensor) -> None:
-        """Add the first result of `gradients` to the gradient of both halos, in place."""
-        dim = self.settings.dim
-        first, length = self.halo
-        total.narrow(dim, first, length).add_(grad_rows.narrow(dim, self.zeros[0], length))
+    def halo_part(self, grad_rows: Tensor) -> Tensor:
+        """Return a view of the first result of `gradients` without the added rows of zeros."""
+        return grad_rows.narrow(self.settings.dim, self.zeros[0], self.halo[1])
 
     def add_weight_grad(self, total: Tensor, grad_taps: Tensor) -> None:
         """Add the second result of `gradients` to the gradient of the weight, in place."""
@@ -233,14 +233,16 @@ class BandEdge:
 
     def _rows_of(self, halo: Tensor) -> Tensor:
         dim = self.settings.dim
-        return _pad_rows(halo.narrow(dim, *self.halo), *self.zeros, dim).contiguous()
+        rows = _pad_rows(halo.narrow(dim, *self.halo), *self.zeros, dim)
+        return rows.contiguous(memory_format=memory_format_of(halo))
 
     def _gradient_of_rows(self, grad: Tensor) -> Tensor:
         # The adjoint of `add`: zeros stand for the output rows that this band does not own.
         dim = self.settings.dim
         missing = self.halo[1] - self.reached_rows[1]
         rows = grad.narrow(dim, *self.reached_rows)
-        return _pad_rows(rows, self.skipped_rows, missing - self.skipped_rows, dim).contiguous()
+        rows = _pad_rows(rows, self.skipped_rows, missing - self.skipped_rows, dim)
+        return rows.contiguous(memory_format=memory_format_of(grad))
 
 
 def _pad_rows(rows: Tensor, north: int, south: int, dim: int) -> Tensor:
@@ -276,49 +278,6 @@ def edges_of(settings: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, Ba
         skipped_rows=width - reached,
     )
     return north, south
-
-
-@final
-@dataclass(frozen=True)
-class ColumnPadding:
-    """Padding of all dimensions except the rows, in the order of `F.pad`; zero along the rows."""
-
-    padding_widths: tuple[int, ...]
-    mode: str
-
-    def pad(self, x: Tensor) -> Tensor:
-        """Return `x` with its padding; circular padding may be wider than the globe."""
-        remaining = self.padding_widths
-        while any(remaining):
-            turn = self._single_turn(remaining, x)
-            x = F.pad(x, turn, mode=self.mode)
-            remaining = tuple(a - b for a, b in zip(remaining, turn, strict=True))
-        return x
-
-    def _single_turn(self, widths: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
-        """Return the widths to pad in one call: torch wraps circularly once at most."""
-        if self.mode != "circular":
-            return widths
-        return tuple(min(width, x.shape[-1 - index // 2]) for index, width in enumerate(widths))
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """Return a view of the entries that are not padding."""
-        for dim, (before, after) in enumerate(
-            zip(self.padding_widths[::2], self.padding_widths[1::2], strict=True)
-        ):
-            if before or after:
-                size = padded.shape[-1 - dim] - before - after
-                padded = padded.narrow(-1 - dim, before, size)
-        return padded
-
-    def gradients(self, grad: Tensor) -> Tensor:
-        """Return the gradient of `x`, given that of the padded `x`."""
-        if not any(self.padding_widths):
-            return grad
-        # torch's own adjoint of `pad`, whatever the mode; the values of `x` don't matter.
-        with torch.enable_grad():
-            x = torch.zeros_like(self.unpad(grad)).requires_grad_()
-            return torch.autograd.grad(self.pad(x), x, grad)[0]
 
 
 @final
@@ -431,9 +390,13 @@ class _BandConv(torch.autograd.Function):
             (edge, *edge.gradients(grad, rows, weight, needs_grad[:2])) for edge in ctx.edges
         ]
         if needs_grad[0]:  # equal on all ranks, so that all send or none does
-            halo_grad = torch.zeros_like(rows)
-            for edge, grad_rows, _ in edge_gradients:
-                edge.add_halo_grad(halo_grad, grad_rows)
+            parts = [(edge.halo, edge.halo_part(of_rows)) for edge, of_rows, _ in edge_gradients]
+            if len(parts) == 2:
+                halo_grad = torch.cat([part for _, part in parts], halo.dim)
+            else:  # zeros beyond a pole, or beyond both
+                halo_grad = torch.zeros_like(rows)
+                for place, part in parts:
+                    halo_grad.narrow(halo.dim, *place).copy_(part)
             halo_grad = halo.column_padding.gradients(halo_grad)
             finish = start_returning_gradients(halo_grad, halo.exchange, halo.transport, halo.dim)
         grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, needs_grad)

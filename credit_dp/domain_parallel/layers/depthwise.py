@@ -22,7 +22,8 @@ from credit_dp.channel_parallel import (
 )
 from credit_dp.domain_parallel.count_transport import received_row_counts
 from credit_dp.domain_parallel.layers.base import Bands
-from credit_dp.domain_parallel.layers.conv import ColumnPadding, _PaddedConv
+from credit_dp.domain_parallel.layers.conv import _PaddedConv
+from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.planner import active_planner

@@ -3,7 +3,8 @@
 torch's own group norm can't be used on a band, as it takes the statistics of its input. Here
 forward gathers each band's moments (one collective) and applies `(x - center) * scale + shift` per
 channel; backward sums the gradients of both moments over all bands (one collective). Both passes
-use torch's batch-norm kernels with given statistics, chunk by chunk: a chunk fits in the cache.
+use torch's batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits
+in the cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class DomainParallelGroupNorm(ReductionLayer):
     """A `GroupNorm` on one band of rows, equal to that layer on the whole globe.
 
     One small collective in forward and one in backward. Rows may be in any dimension except the
-    channels'. Statistics of half-precision input are float32, without a float32 copy of the input.
+    channels'. The output has the dtype and the memory format of the input, also under autocast on
+    GPUs, where torch's own group norm returns float32. Statistics of half-precision input are
+    float32, and backward keeps no float32 copy of it.
 
     Args:
         norm: the layer to shard; parameters are shared with it.
@@ -66,8 +69,6 @@ class DomainParallelGroupNorm(ReductionLayer):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments."""
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            x = x.float()  # as autocast does with a GroupNorm on GPUs, but not on CPUs
         dtype = accumulation_dtype(x)
         weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
         rows = bands.input.sizes
@@ -102,13 +103,23 @@ class _Chunk(NamedTuple):
 FULL_CHUNK = _Chunk()
 
 
+def is_chunked(x: Tensor) -> bool:
+    """Return whether to process a field by chunks that fit in a core's cache: only on CPUs."""
+    return x.is_cpu
+
+
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
     """Return chunks that fit in the cache: samples and groups, or slabs if channels are last.
 
     Of two consecutive passes one runs in reverse: it starts with the chunk that the other has just
-    left in the cache.
+    left in the cache. Elsewhere than on CPUs the field is one chunk. If channels are last each
+    sample is one, as samples have their own factors but are not adjacent channels.
     """
     samples, channels = x.shape[:2]
+    if not is_chunked(x):
+        if samples == 1 or (samples and not _is_channels_last(x)):
+            return [FULL_CHUNK]
+        return [_Chunk(slice(sample, sample + 1)) for sample in range(samples)]
     if _is_channels_last(x):
         return [
             _Chunk(slice(sample, sample + 1), slab=slab)
@@ -117,7 +128,7 @@ def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
         ]
     group_channels = channels // groups
     groups_at_once = max(1, CHUNK_ENTRIES * groups // max(1, x.shape[1:].numel()))
-    if 0 < samples * groups <= groups_at_once or x.is_meta:  # it all fits, or has no data
+    if 0 < samples * groups <= groups_at_once:  # it all fits
         return [FULL_CHUNK]
     group_step = min(groups, groups_at_once)
     sample_step = max(1, groups_at_once // groups)
@@ -139,18 +150,19 @@ def _slabs(x: Tensor) -> list[slice]:
     return [slice(row, min(row + rows_at_once, height)) for row in range(0, height, rows_at_once)]
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """Return the format to normalise in: that of the tensor on CPUs, contiguous on GPUs."""
-    return memory_format_of(x) if x.is_cpu else torch.contiguous_format
-
-
 def _is_channels_last(x: Tensor) -> bool:
-    return _memory_format(x) is not torch.contiguous_format
+    return memory_format_of(x) is not torch.contiguous_format
 
 
 def _local_moments(x: Tensor, groups: int) -> Tensor:
     """Return mean and variance of each sample's groups on this band, `(2, B, G)`."""
     dtype = accumulation_dtype(x)
+    if not is_chunked(x) and len(x):
+        # One stable pass. The copy in float32, if x has half precision, lives until it ends.
+        by_group = torch.unflatten(x.to(dtype), 1, (groups, -1))
+        dims = tuple(range(2, by_group.ndim))
+        variance, mean = torch.var_mean(by_group, dims, correction=0)
+        return torch.stack([mean, variance])
     if _is_channels_last(x):
         slabs = _slabs(x)
         sizes = tuple(slab.stop - slab.start for slab in slabs)
@@ -216,11 +228,12 @@ def _combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Ten
 
 
 class _Factors(NamedTuple):
-    """Factors of each sample's channels: `(B, C)` each, of one dtype."""
+    """Factors of each sample's channels: `(B, C)` each, of one dtype; `ones` are all 1."""
 
     center: Tensor
     scale: Tensor
     shift: Tensor
+    ones: Tensor
 
 
 def _apply_affine(
@@ -228,11 +241,10 @@ def _apply_affine(
 ) -> Tensor:
     """Return `(x - center) * scale + shift`, plus `addend[0]` times the factors `addend[1]`."""
     channels_last = _is_channels_last(x)
-    y = torch.empty_like(x, memory_format=_memory_format(x))
-    ones = torch.ones_like(factors.center)
+    y = torch.empty_like(x, memory_format=memory_format_of(x))
     empty_statistics = [factors.center.new_empty(0) for _ in range(2)]
     for chunk in _chunks(x, groups):
-        center, scale, shift, one = map(chunk.select_channels, (*factors, ones))
+        center, scale, shift, one = map(chunk.select_channels, factors)
         out = chunk.select(y)
         # An evaluating batch norm with variance 1 and eps 0 computes this in one pass. Samples are
         # made channels, as each sample has its own factors.
@@ -263,24 +275,27 @@ class _GlobalGroupNorm(torch.autograd.Function):
         transport: Transport,
     ) -> Tensor:
         mean, variance = _global_moments(x, groups, rows, transport)
-        moments = torch.stack([mean, (variance + eps).rsqrt()])
+        moments = _repeat_per_channel(torch.stack([mean, (variance + eps).rsqrt()]), x)
         ctx.save_for_backward(x, weight, moments)
         ctx.groups = groups
         ctx.transport = transport
         ctx.area = area
-        center, rstd = _repeat_per_channel(moments, x).unbind()
+        center, rstd = moments.unbind()
         scale = rstd if weight is None else rstd * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
-        return _apply_affine(x, groups, _Factors(center, scale, shift))
+        factors = _Factors(center, scale, shift, torch.ones_like(center))
+        return _apply_affine(x, groups, factors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, moments = ctx.saved_tensors
         if _is_channels_last(x):
-            grad = grad.contiguous(memory_format=_memory_format(x))
-        center, rstd = _repeat_per_channel(moments, x).unbind()
-        sums = _channel_gradient_sums(grad, x, center, rstd, ctx.groups)
+            grad = grad.contiguous(memory_format=memory_format_of(x))
+        center, rstd = moments.unbind()
+        ones = torch.ones_like(center)
+        sums = _channel_gradient_sums(grad, x, ctx.groups, (center, ones))
+        sums[0].mul_(rstd)
         grad_weight, grad_bias = sums.sum(1).unbind()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
@@ -291,7 +306,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
             # mean: minus the means of `grad * standardised x` and of `grad` over the group.
             totals /= -(x.shape[1] // ctx.groups * ctx.area)
             grad_std, grad_mean = _repeat_per_channel(totals, x) * rstd
-            factors = _Factors(center, grad_std * rstd, grad_mean)
+            factors = _Factors(center, grad_std * rstd, grad_mean, ones)
             scale = rstd if weight is None else rstd * weight
             grad_x = _apply_affine(x, ctx.groups, factors, (grad, scale))
         return (
@@ -303,28 +318,31 @@ class _GlobalGroupNorm(torch.autograd.Function):
 
 
 def _channel_gradient_sums(
-    grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int
+    grad: Tensor, x: Tensor, groups: int, factors: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return each channel's sums of `grad` times standardised `x` and of `grad`, `(2, B, C)`.
+    """Return each channel's sums of `grad` times centered `x` and of `grad`, `(2, B, C)`.
 
-    They are the gradients of weight and bias before the sum over samples.
+    They are the gradients of `scale` and `shift` in `_apply_affine`. The backward of torch's group
+    norm would sum uncentered `x`, which cancels for a large mean. `factors` are centers and ones.
     """
     channels_last = _is_channels_last(x)
-    sums = centers.new_zeros((2, *x.shape[:2]))
-    ones = torch.ones_like(centers)
-    for chunk in reversed(_chunks(x, groups)):
+
+    def sums_of(chunk: _Chunk) -> Tensor:
         values = chunk.select(x)
-        center, one = map(chunk.select_channels, (centers, ones))
-        # The gradients of `scale` and `shift` in `_apply_affine`. The backward of torch's group
-        # norm would sum uncentered `x`, which cancels for a large mean.
+        center, one = map(chunk.select_channels, factors)
         _, *grads = torch.ops.aten.native_batch_norm_backward(
             _as_one_sample(chunk.select(grad), channels_last),
             _as_one_sample(values, channels_last),
             one, center, one, None, None, False, 0.0, [False, True, True],
         )  # fmt: skip
-        chunk_sums = torch.stack(grads).view(2, *values.shape[:2])
-        sums[:, chunk.samples, chunk.channels] += chunk_sums
-    sums[0] *= rstd
+        return torch.stack(grads).view(2, *values.shape[:2])
+
+    chunks = _chunks(x, groups)
+    if chunks == [FULL_CHUNK]:
+        return sums_of(FULL_CHUNK)
+    sums = factors[0].new_zeros((2, *x.shape[:2]))
+    for chunk in reversed(chunks):
+        sums[:, chunk.samples, chunk.channels] += sums_of(chunk)
     return sums
 
 

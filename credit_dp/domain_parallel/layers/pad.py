@@ -7,13 +7,14 @@ dimensions to torch.
 from __future__ import annotations
 
 from abc import ABC
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import RowRange, rows_with_poles
+from credit_dp.domain_parallel.exchange import RowRange, memory_format_of, rows_with_poles
 from credit_dp.domain_parallel.layers.base import (
     Bands,
     ConstantFillLayer,
@@ -26,6 +27,99 @@ from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
 
 MODES = ("constant", "reflect", "replicate", "circular")
+
+
+def pad_circularly(x: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """Return `x` continued periodically, by any widths from 0 on, in the order of `F.pad`.
+
+    In contrast to `F.pad` it keeps the memory format, and copies once where that copies three
+    times, and five times as often in its backward.
+    """
+    return _CircularPad.apply(x, widths) if any(widths) else x  # type: ignore[no-untyped-call]
+
+
+def circular_gradient(grad: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """Return the gradient of `x`, given that of `pad_circularly(x, widths)`."""
+    for index in reversed(range(0, len(widths), 2)):
+        before, after = widths[index : index + 2]
+        if before or after:
+            grad = _add_up_turns(grad, -1 - index // 2, before, after)
+    return grad
+
+
+class _CircularPad(torch.autograd.Function):
+    """Circular padding of several dimensions; saves no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        ctx.widths = widths
+        for index in range(0, len(widths), 2):
+            before, after = widths[index : index + 2]
+            dim = -1 - index // 2
+            size = x.shape[dim]
+            turns_before, first = divmod(before, size)
+            turns_after, last = divmod(after, size)
+            parts = [x] * (turns_before + 1 + turns_after)
+            parts = [x.narrow(dim, size - first, first), *parts] if first else parts
+            parts = [*parts, x.narrow(dim, 0, last)] if last else parts
+            x = torch.cat(parts, dim) if len(parts) > 1 else x
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return circular_gradient(grad, ctx.widths), None
+
+
+def _add_up_turns(grad: Tensor, dim: int, before: int, after: int) -> Tensor:
+    """Return the sum of the gradients of an entry's copies, for all entries along `dim`."""
+    size = grad.shape[dim] - before - after
+    inner = grad.narrow(dim, before, size)
+    total = inner.clone(memory_format=memory_format_of(grad))
+    # From `start` of the padded size on, up to the next copy of the first entry.
+    start = 0
+    while start < before + size + after:
+        entry = (start - before) % size
+        length = min(size - entry, before + size + after - start)
+        if start != before:
+            total.narrow(dim, entry, length).add_(grad.narrow(dim, start, length))
+        start += length
+    return total
+
+
+@final
+@dataclass(frozen=True)
+class ColumnPadding:
+    """Padding of all dimensions except the rows, in the order of `F.pad`; zero along the rows."""
+
+    padding_widths: tuple[int, ...]
+    mode: str
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return `x` with its padding; circular padding may be wider than the globe."""
+        if self.mode == "circular":
+            return pad_circularly(x, self.padding_widths)
+        return F.pad(x, self.padding_widths, self.mode) if any(self.padding_widths) else x
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Return a view of the entries that are not padding."""
+        for dim, (before, after) in enumerate(
+            zip(self.padding_widths[::2], self.padding_widths[1::2], strict=True)
+        ):
+            if before or after:
+                size = padded.shape[-1 - dim] - before - after
+                padded = padded.narrow(-1 - dim, before, size)
+        return padded
+
+    def gradients(self, grad: Tensor) -> Tensor:
+        """Return the gradient of `x`, given that of the padded `x`."""
+        if not any(self.padding_widths):
+            return grad
+        if self.mode == "circular":
+            return circular_gradient(grad, self.padding_widths)
+        # torch's own adjoint of `pad`, whatever the mode; the values of `x` don't matter.
+        with torch.enable_grad():
+            x = torch.zeros_like(self.unpad(grad)).requires_grad_()
+            return torch.autograd.grad(self.pad(x), x, grad)[0]
 
 
 class _RowPad(ConstantFillLayer, ABC):
@@ -90,6 +184,8 @@ class _RowPad(ConstantFillLayer, ABC):
         )
         if self.mode != "constant":
             rows = self.fetch(x, bands)
+            if self.mode == "circular" and min(other_widths) >= 0:
+                return pad_circularly(rows, other_widths)
             return F.pad(rows, other_widths, self.mode) if any(other_widths) else rows
         rows = self.fetch_with_fill(x, bands, self.value)
         return F.pad(rows, other_widths, value=self.value) if any(other_widths) else rows
@@ -225,7 +321,7 @@ class DomainParallelPolePad(StencilLayer):
         """Return this rank's rows of the padded globe."""
         # Columns last: rows beyond a pole may be rolled in longitude, which needs the plain globe.
         rows = self.fetch(x, bands)
-        return F.pad(rows, (self.columns, self.columns, 0, 0), mode="circular")
+        return pad_circularly(rows, (self.columns, self.columns, 0, 0))
 
 
 @final

@@ -1,12 +1,17 @@
 """Layers keep the memory format channels last, of fields and of their gradients."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_dp.domain_parallel import convert_to_domain_parallel
+from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.layers import group_norm
+from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, UNet
 from tests.ranks import on_threads
 
 
@@ -21,34 +26,84 @@ class Branches(nn.Module):
         return self.wide(x) + self.narrow(x)
 
 
+class Layer(nn.Sequential):
+    """A layer by itself, with the rules of a U-Net's layers."""
+
+    row_rules = UNet.row_rules
+
+
 LAYERS = {
     "convolution": lambda: nn.Conv2d(6, 6, 3, padding=1),
+    "circular convolution": lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular"),
+    "convolution across the poles": lambda: PeriodicConv2d(6, 6, poles="earth"),
     "strided": lambda: nn.Conv2d(6, 6, 3, padding=1, stride=2),
+    "strided across the poles": lambda: PeriodicConv2d(6, 6, stride=2),
+    "depthwise": lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    "long": lambda: LongRangeConv2d(6, (5, 7)),
     "branches": Branches,
+    "circular padding": lambda: nn.CircularPad2d(2),
+    "reflection": lambda: nn.ReflectionPad2d(2),
+    "zeros": lambda: nn.ZeroPad2d(2),
     "maximum": lambda: nn.MaxPool2d(2),
+    "overlapping maximum": lambda: nn.MaxPool2d(3, 2, 1),
     "mean": lambda: nn.AvgPool2d(3, 2, 1),
     "batch norm": lambda: nn.BatchNorm2d(6),
+    "instance norm": lambda: nn.InstanceNorm2d(6, affine=True),
     "group norm": lambda: nn.GroupNorm(3, 6),
+    "layer norm": lambda: nn.LayerNorm((24, 8)),
 }
+ROWS = 8  # of a band
 
 
 def channels_last(x):
     return x.to(memory_format=CHANNELS_LAST_FORMATS[x.ndim])
 
 
-def keeps_format(layer, x):
-    """Return whether a layer's output and the gradient of its input are channels last."""
+class Copies(TorchDispatchMode):
+    """Notes copies of whole bands to another memory format.
+
+    Messages are contiguous whatever the format of the bands is, but have a few rows only.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if name in ("clone", "copy_", "_to_copy", "slice_backward", "cat"):
+            source = args[1] if name == "copy_" else args[0]
+            source = max(source, key=torch.numel) if name == "cat" else source
+            is_band = source.ndim >= 4 and min(source.shape[-2], result.shape[-2]) >= ROWS // 2
+            # A view of some columns is contiguous in no format, but its channels are adjacent.
+            if is_band and (source.stride(1) == 1) is not (result.stride(1) == 1):
+                self.found.append((name, tuple(source.shape)))
+        return result
+
+
+def keeps_format(layer, x, copies):
+    """Return whether a layer's output and the gradient of its input are channels last.
+
+    `copies` is a context for both passes.
+    """
     x_leaf = x.detach().requires_grad_()
-    output = layer(x_leaf)
-    output.backward(channels_last(torch.randn(output.shape)))
+    with copies:
+        output = layer(x_leaf)
+    cotangent = channels_last(torch.randn(output.shape))
+    with copies:
+        output.backward(cotangent)
     fields = output, x_leaf.grad
     return all(t.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[t.ndim]) for t in fields)
 
 
 def layer_keeps(manager, name):
-    model = nn.Sequential(LAYERS[name]()).to(memory_format=torch.channels_last)
-    sharded = convert_to_domain_parallel(model, manager, input_shape=(2, 6, 24, 8))
-    return keeps_format(sharded, channels_last(torch.randn(2, 6, 8, 8)))
+    model = Layer(LAYERS[name]()).to(memory_format=torch.channels_last)
+    sharded = shard_model(model, manager, (2, 6, 24, 8), "refuse", None)
+    copies = Copies()
+    keeps = keeps_format(sharded, channels_last(torch.randn(2, 6, ROWS, 8)), copies)
+    assert copies.found == []
+    return keeps
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -56,8 +111,14 @@ def test_layers_keep_channels_last(name):
     assert all(on_threads(3, layer_keeps, name))
 
 
+def test_a_group_norm_keeps_channels_last_on_gpus(monkeypatch):
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: False)
+    assert all(on_threads(3, layer_keeps, "group norm"))
+
+
 def exchange_keeps(manager, shape):
-    return keeps_format(HaloExchange(2, manager=manager), channels_last(torch.randn(shape)))
+    exchange = HaloExchange(2, manager=manager)
+    return keeps_format(exchange, channels_last(torch.randn(shape)), nullcontext())
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 7, 5), (1, 6, 2, 7, 5)])
@@ -67,7 +128,8 @@ def test_a_halo_exchange_keeps_channels_last(shape):
 
 def exchange_of_rows_keeps(manager):
     exchange = HaloExchange(2, manager=manager)
-    return keeps_format(lambda x: exchange(x[..., 1:, :]), channels_last(torch.randn(2, 6, 7, 5)))
+    x = channels_last(torch.randn(2, 6, 7, 5))
+    return keeps_format(lambda x: exchange(x[..., 1:, :]), x, nullcontext())
 
 
 def test_samples_with_gaps_keep_channels_last():

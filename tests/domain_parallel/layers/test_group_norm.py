@@ -96,7 +96,9 @@ def _as_exact_as_torch(manager, dtype, mean, change):
     ],
 )
 @pytest.mark.parametrize("change", [lambda x: x, _last])
-def test_as_exact_as_torch(dtype, mean, change):
+@pytest.mark.parametrize("is_chunked", [True, False])  # False: as on GPUs
+def test_as_exact_as_torch(monkeypatch, dtype, mean, change, is_chunked):
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
     on_threads(3, _as_exact_as_torch, dtype, mean, change)
 
 
@@ -113,7 +115,9 @@ def _mixed(manager, fields, cotangents):
 
 @pytest.mark.parametrize("fields", [(0, 1, 2), (1,), ()])
 @pytest.mark.parametrize("cotangents", [(0, 1, 2), (0, 2), ()])
-def test_channels_last_on_some_ranks(fields, cotangents):
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_channels_last_on_some_ranks(monkeypatch, fields, cotangents, is_chunked):
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
     on_threads(3, _mixed, fields, cotangents)
 
 
@@ -124,7 +128,9 @@ def _empty(manager):
     assert (y.shape, x.grad.shape) == (x.shape, x.shape)
 
 
-def test_no_samples():
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_no_samples(monkeypatch, is_chunked):
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
     on_threads(2, _empty)
 
 

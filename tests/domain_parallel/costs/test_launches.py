@@ -1,0 +1,154 @@
+"""What a rank launches in a step on a GPU: few operations, and none that the host waits for.
+
+The steps run on tensors without data. Fake tensors of a GPU need a build of torch with CUDA, so
+they are a CPU's, and `is_chunked`, the one place where layers ask for the device, says that they
+are not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from credit_dp.cli.compose import Composer
+from credit_dp.costs.budget import model_and_shape
+from credit_dp.domain_parallel import DomainParallelGroupNorm
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.costs.report import row_layers, tensors_of
+from credit_dp.domain_parallel.costs.work import is_free, step_work
+from credit_dp.domain_parallel.count_transport import CountingTransport
+from credit_dp.domain_parallel.layers import group_norm
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.planning.trace import tensor_leaves
+from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
+
+LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
+ERA5 = ["data.grid=721x1440", f"data.levels={LEVELS}", "device=cpu"]
+# They copy to the host or wait for the device.
+SYNCHRONISING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what starts a kernel, views and allocations, and notes what should not happen."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.views = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim" or not tensor_leaves((args, kwargs, result)):
+            return result  # FakeTensorMode itself asks for devices
+        if is_free(func):
+            self.views += 1
+            return result
+        name = func._overloadpacket.__name__
+        self.launches[name] += 1
+        assert name not in SYNCHRONISING
+        assert (kwargs or {}).get("device") is None or name not in ("_to_copy", "copy_")
+        return result
+
+
+def launches_of_a_step(model, shape, ranks, rank, needs_grad=False):
+    """Return what a rank launches in forward and backward; `needs_grad`: also of the input."""
+    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+    model = shard_model(model, manager, shape, "allow", None)
+    manager.rank = rank
+    manager.transport = CountingTransport(rank, ranks, manager.bands.planned_partitions)
+    for layer in row_layers(model).values():
+        layer.forget_exchanges()
+    rows = manager.bands[shape[-2]].sizes[rank]
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(group_norm, "is_chunked", lambda x: False)
+        model = copy.deepcopy(model, {id(x): without_data(x) for x in tensors_of(model)}).train()
+        x = torch.empty(*shape[:-2], rows, shape[-1])
+        counted = Launches()
+        with counted:
+            y = model(x.requires_grad_(needs_grad))
+            y.backward(torch.empty_like(y))
+    return counted
+
+
+def without_data(x):
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+class Layer(nn.Sequential):
+    """A layer by itself, with the rules of a U-Net's layers."""
+
+    row_rules = UNet.row_rules
+
+
+SHAPE = (2, 6, 24, 8)
+# Launches and views of a step of one layer on an interior rank. They may fall, but not rise.
+LAYERS = {
+    "convolution": (lambda: nn.Conv2d(6, 6, 3, padding=1), 25, 39),
+    "circular convolution": (lambda: PeriodicConv2d(6, 6, poles="earth"), 33, 56),
+    "strided convolution": (lambda: PeriodicConv2d(6, 6, stride=2), 12, 23),
+    "long convolution": (lambda: LongRangeConv2d(6, (7, 5)), 33, 56),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(6, 6, 4, 2, 1), 13, 25),
+    "upsampling": (PeriodicUpsample, 19, 29),
+    "circular padding": (lambda: nn.CircularPad2d(2), 8, 17),
+    "mean pool": (lambda: nn.AvgPool2d(3, 2, 1), 8, 14),
+    "maximum pool": (lambda: nn.MaxPool2d(3, 2, 1), 8, 14),
+    "group norm": (lambda: nn.GroupNorm(3, 6), 33, 50),
+    "batch norm": (lambda: nn.BatchNorm2d(6), 46, 23),
+    "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), 36, 21),
+    "layer norm": (lambda: nn.LayerNorm((24, 8)), 38, 19),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_launches_no_more(name):
+    build, launches, views = LAYERS[name]
+    counted = launches_of_a_step(Layer(build()), SHAPE, 3, 1, needs_grad=True)
+    assert counted.launches.total() <= launches
+    assert counted.views <= views
+
+
+# The same for the base models at 721x1440, on the rank at the north pole of 8; and the copies that
+# torch makes for tensors of a CPU, but not for those without a device of the plan.
+MODELS = {
+    "unet_base": (2154, 3014, 0),
+    "pangu_base": (1105, 2047, 1),
+    "crossformer_base": (5883, 12674, 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_launches_no_more_and_what_is_planned(name):
+    config = Composer("train").compose_config([f"model={name}", *ERA5])
+    model, (_, *shape) = model_and_shape(config, 1)
+    # The ranks with as many rows as the first.
+    planned, *_ = step_work(model, (1, *shape), 8).operations
+    counted = launches_of_a_step(model, (1, *shape), 8, 0)
+    launches, views, more_copies = MODELS[name]
+    assert planned.total() + more_copies == counted.launches.total() <= launches
+    assert counted.views <= views
+
+
+def test_the_plan_counts_what_is_launched():
+    model = Layer(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8), PeriodicConv2d(8, 6, stride=2))
+    shape = (1, 6, 16, 8)
+    planned, *_ = step_work(model, shape, 2).operations
+    counted = launches_of_a_step(model, shape, 2, 0)
+    assert planned.total() == counted.launches.total()
+
+
+def test_a_norm_saves_half_precision_as_it_is(monkeypatch):
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: False)
+    saved = []
+    x = torch.randn(2, 6, 24, 8, dtype=torch.bfloat16, requires_grad=True)
+    norm = DomainParallelGroupNorm(nn.GroupNorm(3, 6), manager=DomainParallelManager(1, 1))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert [t.shape for t in saved if t.dtype == torch.float32 and t.numel() >= x.numel()] == []

@@ -16,6 +16,8 @@ from credit_dp.plugins import (
     registration_hint,
 )
 
+# The words of `torch.set_float32_matmul_precision`.
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 LOSSES = ("mse", "mae", "huber")
 LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard")
@@ -29,6 +31,11 @@ class TrainerConfig:
     dtype: str = "float32"  # float32 | float64: of weights and their updates
     # bfloat16: compute in it where that is safe, with float32 weights; null: compute in dtype
     autocast: str | None = None
+    # highest | high | medium: of products of float32 matrices on GPUs, as torch names it; high is
+    # TF32, highest float32, in convolutions too; CPUs always compute in float32
+    matmul: str = "high"
+    # on GPUs use only algorithms that give the same bits in every run; slower
+    deterministic: bool = False
     accumulate: int = 1  # parts of the batch that are computed one after the other
     gradient_clip: float | None = 1.0  # largest norm of the whole gradient; null: no clipping
     # forecast steps per optimizer step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
@@ -66,6 +73,7 @@ class TrainerConfig:
                     f"trainer.autocast: needs trainer.dtype=float32, got {self.dtype}. "
                     "Change one of them."
                 )
+        checks.one_of("trainer.matmul", self.matmul, MATMUL_PRECISIONS)
         checks.at_least("trainer.accumulate", self.accumulate, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
         self._check_rollout()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from credit_dp.config import Config, ParallelConfig
+from credit_dp.config.training import TrainerConfig
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
@@ -126,11 +127,31 @@ def run_rank(
     raise_file_limit()
     with limit_threads(threads_per_rank(config.parallel, ranks, os.environ)):
         configure_logging(ranks)
+        if config.device == "cuda":
+            set_precision(config.trainer)
         function = import_function(run)
         if ranks.world_size == 1:
             return function(config, ranks)
         with process_group(config, ranks, init_method, on_store) as config:
             return function(config, ranks)
+
+
+def set_precision(trainer: TrainerConfig) -> None:
+    """Set the precision of float32 on GPUs, and whether to use deterministic algorithms only."""
+    import torch  # takes seconds
+
+    torch.set_float32_matmul_precision(trainer.matmul)
+    # By default torch runs convolutions in TF32, but not products of matrices.
+    torch.backends.cudnn.allow_tf32 = trainer.matmul != "highest"
+    if trainer.deterministic:
+        # cuBLAS reads it when it is first used. The user may have chosen another workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    # Both ways: the runs of a sweep share a process.
+    torch.use_deterministic_algorithms(trainer.deterministic)
+    torch.backends.cudnn.deterministic = trainer.deterministic
+    # Filling every new tensor would cost a launch each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def import_function(run: str) -> RunFunction:

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from credit_dp.config import Config, microbatches_per_step
+from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
@@ -145,9 +146,18 @@ def model_line(config: Config, training: Training) -> str:
     frozen = count - sum(p.numel() for p in state.trainable_parameters.values())
     dtype = config.trainer.dtype
     dtype += f", computes in {config.trainer.autocast}" if config.trainer.autocast else ""
+    if config.device == "cuda":
+        dtype += gpu_precision(config.trainer)
     on_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
     of_them = f", {frozen:,} of them frozen" if frozen else ""
     return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}"
+
+
+def gpu_precision(trainer: TrainerConfig) -> str:
+    """Return how GPUs compute products of float32 matrices, and whether deterministically."""
+    dtype = {"highest": "float32", "high": "TF32", "medium": "bfloat16"}[trainer.matmul]
+    products = f", products of float32 in {dtype}" if trainer.dtype == "float32" else ""
+    return products + (", deterministic" if trainer.deterministic else "")
 
 
 def mesh_line(manager: DomainParallelManager, rows: int) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,9 +11,12 @@ import torch
 from torch.distributed import HashStore
 
 from credit_dp.config import ParallelConfig
+from credit_dp.config.training import TrainerConfig
 from credit_dp.distributed import RankInfo, placement, worker
 from credit_dp.distributed.launcher import Launcher
+from credit_dp.distributed.worker import set_precision
 from credit_dp.errors import UserError
+from credit_dp.training.summary import gpu_precision
 from tests.distributed.launch_program import small_config
 
 
@@ -178,3 +181,48 @@ def test_gpus_of_a_layout_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config.parallel = ParallelConfig(layout={"root": "cuda:5"})
     with pytest.raises(UserError, match=r"parallel\.layout: counts 6 GPUs .* torch sees 4"):
         placement.resolve_ranks(config, None)
+
+
+@pytest.fixture
+def restored_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # and so removed afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    yield
+    cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("restored_precision")
+def test_precision_on_gpus() -> None:
+    set_precision(TrainerConfig())
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_precision(TrainerConfig(matmul="highest", deterministic=True))
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    set_precision(TrainerConfig())  # the next run of a sweep
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_summary_names_the_precision_on_gpus() -> None:
+    assert gpu_precision(TrainerConfig()) == ", products of float32 in TF32"
+    exact = TrainerConfig(matmul="highest", deterministic=True)
+    assert gpu_precision(exact) == ", products of float32 in float32, deterministic"
+    with pytest.raises(UserError, match=r"trainer\.matmul.*highest"):
+        TrainerConfig(matmul="tf32")
+
+
+def test_cpus_always_compute_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "set_precision", lambda trainer: pytest.fail("on a CPU"))
+    monkeypatch.setattr(worker, "configure_logging", lambda ranks: None)
+    monkeypatch.setattr(worker, "import_function", lambda run: lambda config, ranks: 0)
+    config = small_config("runs")  # device=cpu
+    assert worker.run_rank(config, RankInfo(), "module:function") == 0

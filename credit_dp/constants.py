@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 K = TypeVar("K", bound=Hashable)
 
@@ -36,8 +35,9 @@ def cached_constant(
         dtype: of the tensor.
     """
     # A dispatch mode may replace new tensors, for example by fake ones while a model is planned.
+    # This thread's modes count: torch has a flag, too, but only one for all threads.
     # The compiler can't see through the cache, and has one of its own.
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return constant_tensor(compute(key), device, dtype)
     return _cached_constant(compute, key, device, dtype)
 

@@ -36,8 +36,13 @@ def cached_constant(
     """
     # A dispatch mode may replace new tensors, for example by fake ones while a model is planned.
     # This thread's modes count: torch has a flag, too, but only one for all threads.
-    # The compiler can't see through the cache, and has one of its own.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    # In a transform of `torch.func` new tensors belong to it. The compiler can't see through the
+    # cache, and has one of its own.
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
         return constant_tensor(compute(key), device, dtype)
     return _cached_constant(compute, key, device, dtype)
 

@@ -1,5 +1,7 @@
 """Constants are made once, except where a cached one would be wrong."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,15 @@ def test_a_constant_of_inference_serves_training(made):
     x = torch.ones(2, requires_grad=True)
     x[cached_constant(list, (1, 0), CPU, torch.int64)].sum().backward()
     assert len(made) == 1
+
+
+def test_a_constant_of_a_transform_is_not_kept(made):
+    def product(x):
+        return (x * cached_constant(halves, (1, 2), CPU, torch.float64)).sum()
+
+    x = torch.ones(2, dtype=torch.float64)
+    assert torch.func.grad(product)(x).tolist() == [0.5, 1.0]
+    copy.deepcopy(cached_constant(halves, (1, 2), CPU, torch.float64))  # not a transform's tensor
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,14 @@ class ParallelConfig:
                 f"parallel.{given[0]}: needs parallel.data_mode=fsdp2, got {self.data_mode}"
             )
 
+    @property
+    def sums_whole_gradients(self) -> bool:
+        """Whether fsdp2 adds up micro-batches' gradients before it reduces them to shards.
+
+        Without `reduce_dtype` the sum would be rounded to a lower `param_dtype` each time.
+        """
+        return self.param_dtype is None or self.reduce_dtype not in (None, self.param_dtype)
+
     def _check_pipeline(self) -> None:
         if self.stages is not None:
             checks.no_repeats("parallel.stages", self.stages)

@@ -177,7 +177,9 @@ def sharded_budget(
     )
     gradients = _shard_bytes(trainable, shards)
     gathered = rest_bytes + max(block_bytes, default=0)
-    if microbatches > 1 or gathers is not None:
+    if gathers is None and not parallel.sums_whole_gradients:
+        sent_to_reduce *= microbatches
+    elif microbatches > 1 or gathers is not None:
         # Gradients are reduced once, at the end of the step; until then they are unsharded.
         gradients = max(reduced_bytes, gradients)
     if gathers is not None:

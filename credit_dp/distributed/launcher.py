@@ -2,12 +2,13 @@
 
 Each launcher sets its own variables: the rank, the number of ranks, and in some cases where rank 0
 runs. All ranks of a job have to work out the same address and port. Launchers may be nested, as
-mpirun starts its daemons by srun: the innermost one counts, and those that start a single process
-do not. An environment of several ranks that is not understood is refused, as otherwise each of them
-would start a run of its own.
+mpirun starts its daemons by srun: the innermost one counts. One that starts a single process does
+not, except for RANK=0 and WORLD_SIZE=1. An environment of several ranks that is not understood is
+refused, as otherwise each of them would start a run of its own.
 """
 
 import errno
+import os
 import re
 import socket
 import zlib
@@ -31,7 +32,7 @@ class RankInfo:
         world_size: processes of the run.
         local_rank: of this process, among those on its node.
         local_world_size: processes on its node.
-        node: number of its node, counted from 0.
+        node: a number of its node, which no other node has.
     """
 
     rank: int = 0
@@ -59,7 +60,7 @@ class Launcher:
     """The program that started the ranks, and how its ranks reach rank 0.
 
     Attributes:
-        name: torchrun, srun, mpirun, mpiexec, flux run or submitit.
+        name: torchrun, srun, mpirun, mpiexec, jsrun, flux run or submitit.
         ranks: of this process.
         address: host of rank 0; None if the environment does not tell.
         port: on which rank 0 listens.
@@ -117,12 +118,16 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
             f"MASTER_ADDR: needs the host of rank 0, which {launcher.name} does not tell here. Set "
             "MASTER_ADDR to its name and MASTER_PORT to a free port, the same on all ranks."
         )
-    if launcher.ranks.rank > 0 or "MASTER_ADDR" in environment:
+    if launcher.ranks.rank > 0 or launcher.name == "torchrun":  # whose agent may listen there
         return address
     try:
-        socket.create_server((address, port)).close()
+        # Without listening: other ranks may try to connect already.
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+        # The user may have given a name that only leads to this host, as that of a service.
+        if error.errno == errno.EADDRNOTAVAIL and "MASTER_ADDR" not in environment:
             raise UserError(
                 f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, not on {address}, the first "
                 "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
@@ -144,10 +149,16 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
     rank = int(env["RANK"])
     world_size = int(env["WORLD_SIZE"])
     local_rank = int(env.get("LOCAL_RANK", rank))
-    # Without it all ranks are on one node, unless their numbers on the node say otherwise.
-    per_node = world_size
-    if "LOCAL_WORLD_SIZE" in env or local_rank != rank:
-        per_node = int(env["LOCAL_WORLD_SIZE"])
+    # Scripts that set these variables may leave out the last one, which the launcher knows.
+    sizes = ("LOCAL_WORLD_SIZE", *(name for known in MPI for name in known.local_size))
+    if _has_any(env, sizes):
+        per_node = _read_first(env, sizes)
+    elif _step_tasks(env) == world_size > 1:
+        per_node = _from_srun(env).ranks.local_world_size  # type: ignore[union-attr]
+    elif local_rank != rank:
+        raise KeyError("LOCAL_WORLD_SIZE")
+    else:
+        per_node = world_size  # all on one node
     node = int(env.get("GROUP_RANK", rank // per_node))
     ranks = RankInfo(rank, world_size, local_rank, per_node, node)
     return Launcher("torchrun", ranks, _address(env, ranks), int(env.get("MASTER_PORT", 29500)))
@@ -168,8 +179,9 @@ def _from_flux(env: Mapping[str, str]) -> Launcher | None:
             "use --nodes and --tasks-per-node"
         )
     per_node = int(env.get("LOCAL_WORLD_SIZE", tasks // nodes))
-    ranks = _numbered_nodes(int(env["FLUX_TASK_RANK"]), tasks, local_rank, per_node)
-    return Launcher("flux run", ranks, _address(env, ranks), _port(env, _job_number(env)))
+    node = _node_of_host(tasks, per_node)
+    ranks = RankInfo(int(env["FLUX_TASK_RANK"]), tasks, local_rank, per_node, node)
+    return Launcher("flux run", ranks, _address(env, ranks), _port(env, _job_number(env, ranks)))
 
 
 @final
@@ -209,11 +221,19 @@ OPEN_MPI, MVAPICH = (
     )
     for command, prefix in (("mpirun", "OMPI"), ("mpiexec", "MV2"))
 )
+JSRUN = MpiVariables(
+    "jsrun",
+    ("JSM_NAMESPACE_RANK",),
+    ("JSM_NAMESPACE_SIZE",),
+    ("JSM_NAMESPACE_LOCAL_RANK",),
+    ("JSM_NAMESPACE_LOCAL_SIZE",),
+)
+MPI = (OPEN_MPI, MVAPICH, PMI, JSRUN)
 
 
 def _from_mpi(env: Mapping[str, str]) -> Launcher | None:
     """Return the ranks of mpirun or mpiexec: Open MPI, MVAPICH, MPICH, Intel MPI or Cray's PALS."""
-    for variables in (OPEN_MPI, MVAPICH, PMI):
+    for variables in MPI:
         if not _has_any(env, variables.rank) or not _has_any(env, variables.size):
             continue
         rank, size = _read_first(env, variables.rank), _read_first(env, variables.size)
@@ -223,9 +243,11 @@ def _from_mpi(env: Mapping[str, str]) -> Launcher | None:
         if size == 1 or (variables is PMI and by_srun):
             continue
         local_rank = _read_first(env, variables.local_rank)
-        ranks = _numbered_nodes(rank, size, local_rank, _read_first(env, variables.local_size))
+        per_node = _read_first(env, variables.local_size)
+        node = int(env.get("PALS_NODEID", _node_of_host(size, per_node)))
+        ranks = RankInfo(rank, size, local_rank, per_node, node)
         address = _address(env, ranks)
-        return Launcher(variables.launcher, ranks, address, _port(env, _job_number(env)))
+        return Launcher(variables.launcher, ranks, address, _port(env, _job_number(env, ranks)))
     return None
 
 
@@ -240,15 +262,13 @@ def _read_first(env: Mapping[str, str], names: tuple[str, ...]) -> int:
     raise KeyError(" or ".join(names))
 
 
-def _numbered_nodes(rank: int, size: int, local_rank: int, local_size: int) -> RankInfo:
-    """Return the rank with the number of its node, which these launchers do not tell.
+def _node_of_host(size: int, local_size: int) -> int:
+    """Return a number of this node, for launchers that do not tell it; 0 if there is only one.
 
-    Ranks fill one node after the other, or, where that contradicts the numbers on the node, are
+    The numbers of the ranks do not tell it either: they may fill one node after the other, or be
     dealt to the nodes in turn.
     """
-    in_turn = rank % local_size != local_rank and size % local_size == 0
-    node = rank % (size // local_size) if in_turn else rank // local_size
-    return RankInfo(rank, size, local_rank, local_size, node)
+    return 0 if local_size == size else zlib.crc32(socket.gethostname().encode())
 
 
 def _from_srun(env: Mapping[str, str]) -> Launcher | None:
@@ -296,9 +316,9 @@ def _from_submitit(env: Mapping[str, str]) -> Launcher | None:
 
 
 # Each tells a rank, but not of how many.
-LONE_RANKS = ("JSM_NAMESPACE_RANK", "PMIX_RANK", "PMI_ID")
-RANKS = (*OPEN_MPI.rank, *MVAPICH.rank, *PMI.rank, *LONE_RANKS)
-SIZES = (*OPEN_MPI.size, *MVAPICH.size, *PMI.size, "FLUX_JOB_SIZE")
+LONE_RANKS = ("PMIX_RANK", "PMI_ID")
+RANKS = (*(name for known in MPI for name in known.rank), *LONE_RANKS)
+SIZES = (*(name for known in MPI for name in known.size), "FLUX_JOB_SIZE")
 
 
 def _refuse_unknown_ranks(env: Mapping[str, str]) -> None:
@@ -351,7 +371,8 @@ def _address(
         return "127.0.0.1"
     if "FLUX_TASK_RANK" in env:
         return _first_host_of_flux_job(env.get("FLUX_JOB_ID", "local"))
-    if "PBS_NODEFILE" in env:
+    by_srun = nodes == "SLURM_STEP_NODELIST"
+    if "PBS_NODEFILE" in env and not by_srun:
         return _first_line(Path(env["PBS_NODEFILE"]))
     hosts = env.get(nodes) or env.get("SLURM_JOB_NODELIST")
     return first_host(hosts) if hosts else None
@@ -376,9 +397,11 @@ def _first_line(path: Path) -> str | None:
 JOB_VARIABLES = ("PALS_APID", "FLUX_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "SLURM_JOB_ID")
 
 
-def _job_number(env: Mapping[str, str]) -> int:
+def _job_number(env: Mapping[str, str], ranks: RankInfo) -> int:
     """Return a number that is equal on all ranks of a job, and likely to differ between jobs."""
-    return zlib.crc32(next((env[name] for name in JOB_VARIABLES if name in env), "").encode())
+    # On one node the ranks have the same parent, the launcher or its daemon there.
+    parent = "" if ranks.on_several_nodes else str(os.getppid())
+    return zlib.crc32(next((env[name] for name in JOB_VARIABLES if name in env), parent).encode())
 
 
 def _port(env: Mapping[str, str], job: int) -> int:

@@ -50,10 +50,13 @@ def trace_collectives(folder: Path) -> None:
     Call it before the first group is made. Variables that the user has set stay. torch's
     flight-recorder tools read the files.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    # torch appends the number of the rank.
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl_trace_rank_"))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the former name, which torch reads, too
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        # torch appends the number of the rank.
+        trace = folder.absolute() / "nccl_trace_rank_"
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 
 
 def new_mesh(ranks: Tensor, names: tuple[str, ...], urgent: str = "") -> DeviceMesh:

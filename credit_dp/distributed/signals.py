@@ -12,8 +12,9 @@ after its clean-up inside `raise_on_stop`.
 | a run of one process | `raise_on_stop` | `handle_stop(record_signal)` as above |
 
 Python runs signal handlers in the main thread only, between two of its own instructions, so
-not while it waits in a collective. The default action ends a local rank anywhere, and its parent
-can kill it while it trains. A launched rank has no such parent, and listens in a separate thread.
+not while it waits in a collective. The default action ends a local rank at any point; while it
+trains, where signals are recorded instead, its parent can kill it. A launched rank has no such
+parent, and listens in a separate thread.
 """
 
 import contextlib

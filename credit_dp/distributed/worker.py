@@ -301,7 +301,8 @@ def check_own_gpu(store: RendezvousStore, parallel: ParallelConfig, ranks: RankI
         raise UserError(
             f"device: {ranks.local_world_size} ranks on this machine need a GPU each, but rank "
             f"{ranks.rank} shares GPU {gpu} with another rank. Start one rank for each GPU (srun "
-            "--gpus-per-task=1), or use device=cpu."
+            "--gpus-per-task=1; torchrun --nproc-per-node with the number of GPUs), or use "
+            "device=cpu."
         )
 
 

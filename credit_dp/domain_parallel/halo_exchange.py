@@ -1,9 +1,8 @@
 """Functions for users' code: halo rows of a band, and bands of global tensors and back.
 
 `HaloExchange` is for code that pads by itself, `shard_tensor` and `shard_batch` return bands of
-global fields, `gather_tensor` joins bands. Most converted layers fetch their rows through
-`HaloExchange.fetch`, which takes any `RowExchange`; convolutions that overlap with their messages
-and layers with a shared exchange call `exchange.start_fetching`.
+global fields, `gather_tensor` joins bands. Converted layers exchange their rows, and gradients in
+backward, in `exchange.py`; `HaloExchange.fetch` only passes their `RowExchange` on to it.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
 def pad_columns(x: Tensor, columns: int) -> Tensor:
     """Return a field with `columns` more columns on both sides, periodic in longitude.
 
-    As `F.pad` with `mode="circular"`, but in one copy, which keeps the memory format.
+    As `F.pad` with `mode="circular"`, but forward is one copy, which keeps the memory format.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, H, W + 2 * columns)`.

@@ -247,9 +247,10 @@ def cut_model(
 ) -> list[Stage]:
     """Return this rank's stages; stage `i` belongs to pipeline rank `i` modulo their number.
 
-    Runs the stages on meta tensors and sends nothing. The stages share the model's parameters and
-    buffers. If the model computes through the global view, each stage does. Between stages a tensor
-    of fields, or any other with a row for each rank in the last dimension but one, is a band.
+    Runs the stages on tensors without data and sends nothing. The stages share the model's
+    parameters and buffers. If the model computes through the global view, each stage does. Between
+    stages a tensor of fields, or any other with a row for each rank in the last dimension but one,
+    is a band.
 
     Args:
         model: with `parallel.domain` above 1, the converted one.
@@ -292,7 +293,7 @@ def cut_model(
 
 def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
     # A copy of the modules that shares all tensors: the memo of `deepcopy` maps them to themselves.
-    # The view of the model is in its hooks, by which it is taken off the copy.
+    # The copy's hooks refer to the same view, so that `detach_view` finds and removes them.
     shared = [*tensors_of(model), attached_view(model)]
     module = copy.deepcopy(model, {id(x): x for x in shared})
     detach_view(module)

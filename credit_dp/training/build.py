@@ -204,7 +204,12 @@ class ModelParts:
         if uses_ddp and manager.world_size > 1:
             model = wrap_in_ddp(model, config.parallel)
         return ModelForwardBackward(
-            model, forecast_step.with_model(model), loss, n_microbatches, manager.domain_world_size
+            model,
+            forecast_step.with_model(model),
+            loss,
+            n_microbatches,
+            manager.domain_world_size,
+            config.parallel.sums_whole_gradients,
         )
 
 

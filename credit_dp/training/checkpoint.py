@@ -22,6 +22,7 @@ from threading import Thread
 from typing import Any, Self, final
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from credit_dp.config.training import TrainerConfig
@@ -77,8 +78,8 @@ class WrittenTensors:
     same. Ranks that write nothing copy nothing to the host's memory.
 
     Attributes:
-        digests: of the names and shapes of every rank's tensors; as long as they stay the same, so
-            does everything else.
+        digests: of the names and shapes of every rank's tensors. The other attributes follow from
+            them.
         shapes: unsharded shapes of the tensors of all ranks.
         lowest_ranks: the lowest rank that holds each tensor of this rank.
     """
@@ -148,7 +149,7 @@ class Snapshot:
 
     Attributes:
         parts: of tensors; not copied, unless by `cpu_copy`.
-        metadata: the content of `state.json`, the same on every rank.
+        metadata: the content of `state.json`; complete on rank 0, which writes it.
     """
 
     parts: list[TensorPart]
@@ -250,16 +251,13 @@ class CheckpointSaver:
     def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
         """Return what this rank writes of the present state, not copied; collective."""
         found = run_catching(state.tensors)
-        # The thread that writes is done, so that its group is free: on GPUs the group of training
-        # would wait for them.
-        digests = gather_from_all_ranks(
-            lambda: digest_of(shapes_of(result_or_raise(found))), self._group
-        )
+        # In the group of training, whose time-out is that of a step: a rank that hangs is noticed.
+        digests = gather_from_all_ranks(lambda: digest_of(shapes_of(result_or_raise(found))))
         tensors = result_or_raise(found)
         # All ranks compare the same digests, and so all or none of them agree anew. They do if the
         # optimizer has allocated its tensors since the last save.
         if self._written is None or self._written.digests != digests:
-            self._written = WrittenTensors.agree(shapes_of(tensors), digests, self._group)
+            self._written = WrittenTensors.agree(shapes_of(tensors), digests)
         written, rank = self._written, global_rank()
         parts = local_parts(
             {n: t for n, t in tensors.items() if written.is_written_by(rank, n, t)}
@@ -458,8 +456,9 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `path`, then remove checkpoints that need not be kept; collective.
 
-    Earlier checkpoints stay until the new one is complete and on disk. What is sent: a word from
-    rank 0 when the folder is there, the name of each file to rank 0, its word when all is done.
+    Earlier checkpoints stay until the new one is complete and on disk. Rank 0 tells the others that
+    the folder exists, they send the names of their files to rank 0, and it tells them that all is
+    done.
 
     Args:
         path: of the checkpoint.
@@ -535,12 +534,13 @@ def commit_checkpoint(
 
 @contextmanager
 def translate_checkpoint_write_errors(temporary: Path, step: int) -> Iterator[None]:
-    """Turn an error of the disk into a `UserError` of one line."""
+    """Turn an error of the disk, or of full memory, into a `UserError` of one line."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(
             f"{temporary.parent}: the checkpoint of step {step} could not be written "
-            f"({error.strerror or error}). The previous one is untouched; free space there or "
-            f"change run.dir, then continue with resume=auto."
+            f"({reason or type(error).__name__}). The previous one is untouched; free space there "
+            "or change run.dir, then continue with resume=auto."
         ) from error

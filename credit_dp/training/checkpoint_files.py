@@ -157,8 +157,10 @@ def older_checkpoint_advice(key: str, path: Path) -> str:
         key: config key that the checkpoint came from.
         path: of the damaged checkpoint.
     """
-    older = [p for p in list_checkpoints(path.parent) if STEP_PATTERN.fullmatch(path.name)]
-    older = [p for p in older if step_of(p) < step_of(path)]
+    path = path.resolve()  # the path may be the link to the best checkpoint
+    older: list[Path] = []
+    if STEP_PATTERN.fullmatch(path.name):
+        older = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
     if older:
         return f"Set {key}={older[-1]}, the checkpoint before it."
     return f"There is no older one beside it: restore it from a copy, or change {key}."
@@ -177,7 +179,10 @@ def read_metadata(key: str, path: Path) -> Metadata:
         shards = shard_names(path)
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{key}: {path} is not a readable checkpoint ({reason}).") from error
+        raise UserError(
+            f"{key}: {path} is not a readable checkpoint ({reason}). "
+            f"{older_checkpoint_advice(key, path)}"
+        ) from error
     if not is_valid_metadata(metadata):
         raise UserError(
             f"{key}: {path} is not a checkpoint of this program (format {FORMAT_VERSION})."
@@ -192,7 +197,7 @@ def read_metadata(key: str, path: Path) -> Metadata:
     if unexpected:
         raise UserError(
             f"{key}: {path} is not a readable checkpoint ({unexpected[0]} is missing or does not "
-            "belong to it)."
+            f"belong to it). {older_checkpoint_advice(key, path)}"
         )
     return dict(metadata)
 
@@ -259,12 +264,17 @@ def best_checkpoint(paths: list[Path]) -> Path | None:
 
 
 def validation_error_of(path: Path) -> float | None:
-    """Read the validation error of a checkpoint; None if it has none or can't be read."""
+    """Read the validation error of a checkpoint; None if it has none, or is not readable."""
     try:
         metadata = json.loads((path / METADATA_FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return finite_or_none(metadata.get(VALIDATION_KEY)) if isinstance(metadata, dict) else None
+    if not isinstance(metadata, dict):
+        return None
+    checksum = metadata.pop(CHECKSUM_KEY, None)
+    if checksum is not None and checksum != metadata_checksum(metadata):
+        return None
+    return finite_or_none(metadata.get(VALIDATION_KEY))
 
 
 def finite_or_none(value: Any) -> float | None:

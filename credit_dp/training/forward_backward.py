@@ -204,6 +204,12 @@ class ModelForwardBackward(ForwardBackward):
 
     Args:
         model: the model that `forecast` calls, wrapped in DDP, sharded by FSDP2, or neither.
+        forecast: calls it.
+        loss: loss of a forecast step.
+        n_microbatches: how many micro-batches a batch is cut into.
+        domain_size: how many bands a globe is cut into.
+        sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
+            them.
     """
 
     def __init__(
@@ -213,16 +219,18 @@ class ModelForwardBackward(ForwardBackward):
         loss: WeightedLoss,
         n_microbatches: int,
         domain_size: int,
+        sum_whole_gradients: bool = True,
     ) -> None:
         super().__init__(loss, n_microbatches, domain_size)
         self.model = model
         self.forecast = forecast
+        self.sum_whole_gradients = sum_whole_gradients
 
     def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
         Gradients are sent once, after the last micro-batch. Until then a rank adds up those of its
-        own samples, of all parameters with FSDP2, too.
+        own samples, of all parameters with FSDP2, too (unless `sum_whole_gradients` is False).
 
         Raises:
             UserError: the loss does not depend on a parameter, for whose gradient DDP would wait.
@@ -273,7 +281,7 @@ class ModelForwardBackward(ForwardBackward):
             return contextlib.nullcontext() if last else self.model.no_sync()
         # The root of FSDP's modules may be inside the wrapper that recomputes activations.
         root = next((module for module in self.model.modules() if is_fsdp_module(module)), None)
-        if root is not None:
+        if root is not None and self.sum_whole_gradients:
             root.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 

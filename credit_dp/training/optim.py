@@ -60,12 +60,14 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 
 
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether one kernel can update all parameters that are not frozen: they are on GPUs.
+    """Whether one kernel can update all parameters that are not frozen: real ones, on GPUs.
 
     Otherwise torch launches a kernel for each operation of the update.
     """
-    devices = {p.device.type for p in parameters if p.requires_grad and p.is_floating_point()}
-    return bool(devices) and devices <= FUSED_DEVICES
+    learning = [p for p in parameters if p.requires_grad]
+    return bool(learning) and all(
+        p.is_floating_point() and p.device.type in FUSED_DEVICES for p in learning
+    )
 
 
 def state_layout(

@@ -40,9 +40,9 @@ def check_replicas(
 ) -> None:
     """Check that parameters are the same, bit by bit, on all ranks that should share them.
 
-    Replicated parameters are compared over the domain and the data axis; of a `DTensor` every rank
-    has a shard, which is not compared. Collective of all ranks: each sends 16 bytes for
-    each parameter and axis, and 24 more.
+    Replicated parameters are compared over the domain and the data axis. The shards of a `DTensor`
+    are not compared, nor, with more than 64 ranks, its copies. Collective of all ranks: each sends
+    16 bytes for each parameter and axis, and 24 more.
 
     Args:
         parameters: of this rank's pipeline stages, by name.

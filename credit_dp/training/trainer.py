@@ -156,7 +156,7 @@ class Trainer:
         state.schedule.step()
         state.step += 1
 
-        # 6. Compare replicas if it is due: a checksum of each parameter, by all-reduces (MAX).
+        # 6. Compare replicas if it is due: checksums of all parameters, gathered and reduced (MAX).
         if self.check_every and state.step % self.check_every == 0:
             check_replicas(state.parameters, manager, state.step)
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,9 @@ def test_ranks_of_every_launcher(site: str, tmp_path: Path) -> None:
         environment = {**environment, "PBS_NODEFILE": str(tmp_path / "nodes")}
     launcher = launcher_of(environment)
     assert (launcher.name, launcher.address) == (name, host)
-    assert launcher.ranks == RankInfo(7, 8, 3, 4, node=1)
+    told = name in ("torchrun", "srun") or (name == "mpiexec" and "PALS_NODEID" in environment)
+    node = 1 if told else zlib.crc32(socket.gethostname().encode())
+    assert launcher.ranks == RankInfo(7, 8, 3, 4, node)
     assert launcher.port == 29_500 if name == "torchrun" else 20_000 <= launcher.port < 32_000
     assert launcher_of({**environment, "MASTER_PORT": "4000"}).port == 4000
 
@@ -190,7 +193,7 @@ def test_ranks_of_every_launcher(site: str, tmp_path: Path) -> None:
 def test_ranks_of_one_node_meet_on_loopback(environment: dict[str, str]) -> None:
     changes = {name: "8" for name in environment if "LOCAL_SIZE" in name or "LOCALNRANKS" in name}
     launcher = launcher_of({**environment, **changes})
-    assert (launcher.address, launcher.ranks.node) == ("127.0.0.1", 0)
+    assert (launcher.address, launcher.ranks.on_several_nodes) == ("127.0.0.1", False)
 
 
 def test_ports_of_programs_differ_if_the_launcher_numbers_them() -> None:
@@ -199,11 +202,41 @@ def test_ports_of_programs_differ_if_the_launcher_numbers_them() -> None:
     assert launcher_of(environment).port != launcher_of({**environment, **other}).port
 
 
-def test_ranks_that_are_dealt_to_nodes_in_turn() -> None:
-    local = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
-    assert launcher_of({**OPEN_MPI, **local}).ranks == RankInfo(5, 8, 2, 4, node=1)
-    local = {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
-    assert launcher_of({**OPEN_MPI, **local}).ranks == RankInfo(4, 8, 2, 4, node=0)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_ranks_of_mpirun_know_their_node_however_they_are_dealt(
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = []
+    for rank in range(8):
+        node, local = (rank % 4, rank // 4) if in_turn else (rank // 2, rank % 2)
+        monkeypatch.setattr(socket, "gethostname", lambda node=node: f"node{node}")
+        numbers = {"RANK": rank, "SIZE": 8, "LOCAL_RANK": local, "LOCAL_SIZE": 2}
+        environment = {f"OMPI_COMM_WORLD_{name}": str(n) for name, n in numbers.items()}
+        launcher = launcher_of({**environment, "MASTER_ADDR": "node0"})
+        nodes.append(launcher.ranks.node)
+    first = list(dict.fromkeys(nodes))
+    expected = [0, 1, 2, 3] * 2 if in_turn else [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [first.index(node) for node in nodes] == expected
+
+
+def test_a_script_for_torchruns_variables_may_leave_the_ranks_of_a_node_to_srun() -> None:
+    given = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "node1"}
+    assert launcher_of({**STEP, **given}).ranks == RankInfo(7, 8, 3, 4, node=1)
+    assert launcher_of({**OPEN_MPI, **given}).ranks == RankInfo(7, 8, 3, 4, node=1)
+    first = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"}
+    assert launcher_of({**OPEN_MPI, **first}).ranks.local_world_size == 4
+    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE"):
+        launcher_of(given)
+
+
+def test_runs_of_mpiexec_without_a_queue_have_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = set()
+    for parent in (1, 2):
+        monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
+        ports.add(launcher_of({**HYDRA, "MPI_LOCALNRANKS": "8"}).port)
+    assert len(ports) == 2
 
 
 def test_flux_tells_the_first_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,14 +337,15 @@ def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         launcher = Launcher("mpirun", RankInfo(0, 2, 0, 2), "127.0.0.1", port)
-        with pytest.raises(UserError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"):
-            rendezvous_host(launcher, {})
+        for environment in ({}, {"MASTER_ADDR": "127.0.0.1"}):
+            with pytest.raises(UserError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"):
+                rendezvous_host(launcher, environment)
     assert rendezvous_host(launcher, {}) == "127.0.0.1"
 
     def unknown_name(*_: object) -> None:
         raise OSError(errno.ENOENT, "unknown name")
 
-    monkeypatch.setattr(socket, "create_server", unknown_name)  # torch reports it
+    monkeypatch.setattr(socket.socket, "bind", unknown_name)  # torch reports it
     assert rendezvous_host(launcher, {}) == "127.0.0.1"
 
 

@@ -362,7 +362,15 @@ def test_a_flipped_bit_of_a_tensor_is_found_when_it_is_loaded(tmp_path):
     flip_bit(path / SHARD, state.tensors()[name].numpy().tobytes())
     line = refused_load(path)
     assert f"{path} is damaged: {name} in {SHARD} is not as it was written" in line
-    assert f"Set resume={tmp_path / 'step-00000000'}, the checkpoint before it." in line
+    advice = f"Set resume={tmp_path / 'step-00000000'}, the checkpoint before it."
+    assert advice in line
+    (tmp_path / "best").symlink_to(path.name)
+    assert advice in refused_load(tmp_path / "best")
+    state_file = path / "state.json"
+    whole = state_file.read_text()
+    state_file.write_text(whole[:-1])
+    assert advice in refused_load(path)
+    state_file.write_text(whole)
     shutil.rmtree(tmp_path / "step-00000000")
     assert "There is no older one" in refused_load(path)
 

@@ -64,6 +64,8 @@ def test_the_counter_of_a_fused_update_is_on_the_device(monkeypatch):
     assert can_fuse(parameters.values())
     assert not can_fuse([*parameters.values(), nn.Parameter(torch.zeros(2))])
     assert not can_fuse([])
+    complex_weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64, device="meta"))
+    assert not can_fuse([*parameters.values(), complex_weight])  # torch refuses to fuse it
 
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():

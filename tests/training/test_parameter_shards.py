@@ -181,6 +181,14 @@ def test_gradients_of_several_micro_batches_are_reduced_once(config, recompute):
     assert on_processes(2, count_reductions, config, domain=1) == [6, 6]
 
 
+@pytest.mark.parametrize(("reduce_dtype", "times"), [(None, 2), ("float32", 1)])
+def test_gradients_are_never_summed_in_a_lower_dtype(config, reduce_dtype, times):
+    trainer = replace(config.trainer, accumulate=2, dtype="float32")
+    config = replace(config, trainer=trainer)
+    config = fsdp2(config, param_dtype="bfloat16", reduce_dtype=reduce_dtype)
+    assert on_processes(2, count_reductions, config, domain=1) == [6 * times, 6 * times]
+
+
 def in_bfloat16(manager: DomainParallelManager, config: Config):
     training = built(config, manager)
     seen: set[tuple[torch.dtype, torch.dtype]] = set()

@@ -186,7 +186,7 @@ def shared_out(manager: DomainParallelManager, bad: str) -> str:
 
 
 @pytest.mark.slow
-def test_shards_have_no_copies_to_be_compared_with() -> None:
+def test_shards_are_not_compared() -> None:
     assert on_processes(4, shared_out, "0.weight", domain=2) == [""] * 4
     lines = on_processes(4, shared_out, "whole", domain=2)
     assert lines == lines[:1] * 4

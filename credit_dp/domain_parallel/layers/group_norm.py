@@ -4,7 +4,8 @@ torch's own group norm can't be used on a band, as it takes the statistics of it
 forward gathers each band's moments (one collective) and applies `(x - center) * scale + shift` per
 channel; backward sums the gradients of both moments over all bands (one collective). Both passes
 use torch's batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits
-in the cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band.
+in the cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band
+(with channels last: one sample at a time).
 """
 
 from __future__ import annotations

@@ -184,7 +184,10 @@ class _RowPad(ConstantFillLayer, ABC):
         )
         if self.mode != "constant":
             rows = self.fetch(x, bands)
-            if self.mode == "circular" and min(other_widths) >= 0:
+            fits = all(
+                0 <= width <= rows.shape[-1 - i // 2] for i, width in enumerate(other_widths)
+            )
+            if self.mode == "circular" and fits:  # torch refuses to wrap around more than once
                 return pad_circularly(rows, other_widths)
             return F.pad(rows, other_widths, self.mode) if any(other_widths) else rows
         rows = self.fetch_with_fill(x, bands, self.value)

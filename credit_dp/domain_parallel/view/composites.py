@@ -290,7 +290,11 @@ def write_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = bind(names, args, kwargs)
     x, dim, index, source = require(arguments, "input", "dim", "index", "source")
     in_place = func.__name__ != name
-    if x.ndim == 0 or (in_place and not is_band(x)):
+    by_entry = name.startswith("scatter")
+    options = {name: arguments[name] for name in names[4:] if name in arguments}
+    if x.ndim == 0 or (in_place and not is_band(x)) or (by_entry and index.ndim != x.ndim):
+        raise NoRuleError
+    if any(isinstance(value, Tensor) for value in options.values()):
         raise NoRuleError
     dim %= x.ndim
     if in_place:
@@ -299,9 +303,7 @@ def write_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
     of_each = [part for part in (x, source) if isinstance(part, Tensor) and part.ndim]
     local, *local_source = (with_layout(part, layout, view) for part in of_each)
     # Vectors of indices are indices of the dimension alone.
-    by_entry = name.startswith("scatter")
     local_index = with_layout(index, layout, view) if by_entry else whole(index)
-    options = {name: arguments[name] for name in names[4:] if name in arguments}
     # Bands that were moved are a copy, which is written to x afterwards.
     write = getattr(local, func.__name__ if in_place and local is x.local else name)
     part = write(dim, local_index, *(local_source or [local_of(source)]), **options)

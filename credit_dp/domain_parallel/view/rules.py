@@ -469,17 +469,18 @@ def read_values(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def read_array(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Return values as NumPy's array, of the first rank; what is written there must not be lost.
 
-    On one process an array shares the memory of its tensor. Here it may be that of a copy, which
-    NumPy then refuses to write to.
+    On one process an array shares the memory of its tensor, and so does that of a whole tensor
+    here. The array of a band is one of a copy, which NumPy then refuses to write to.
     """
     x, *others = args
     array = _whole(func, (of_first_rank(x), *others), kwargs)
-    if not is_band(x):
-        own = func(local_of(x), *others, **kwargs)
-        if own.tobytes() == array.tobytes():
-            return own
-    array.setflags(write=False)
-    return array
+    if is_band(x):
+        array.setflags(write=False)
+        return array
+    own = func(local_of(x), *others, **kwargs)
+    if own.tobytes() != array.tobytes():
+        own[...] = array  # on a GPU the last bits may differ
+    return own
 
 
 @rule_for("__format__")

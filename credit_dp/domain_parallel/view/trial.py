@@ -378,7 +378,7 @@ def trial_run(
                 model.train(training)
             args, kwargs = (inputs or empty_inputs(model, shapes))(local_shape)
             recorder.exclude([*model.parameters(), *model.buffers()])
-            if stage:
+            if stage is not None and stage > 0:  # another stage has sent the inputs
                 recorder.exclude(tensor_leaves([args, kwargs]))
             with torch.enable_grad(), _TrialMode(recorder, memo):
                 outputs = _forward(model, args, kwargs, recorder)

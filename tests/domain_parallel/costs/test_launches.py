@@ -1,4 +1,4 @@
-"""What a rank launches in a step on a GPU: few operations, and none that the host waits for.
+"""What a rank launches in a step on a GPU: few operations, and no operation that reads values.
 
 The steps run on tensors without data. Fake tensors of a GPU need a build of torch with CUDA, so
 they are a CPU's, and `is_chunked`, the one place where layers ask for the device, says that they

@@ -80,10 +80,9 @@ class Machine:
     between_nodes: Link
     links_reached: float
 
-    def flops_per_s(self, dtype: str, convolves: bool = False) -> float:
+    def flops_per_s(self, dtype: str) -> float:
         """Return the FLOP/s that a rank reaches in a dtype of `tflops`."""
-        kind = "tf32" if convolves and dtype == "float32" and "tf32" in self.tflops else dtype
-        return self.tflops[kind] * 1e12 * self.tflops_reached
+        return self.tflops[dtype] * 1e12 * self.tflops_reached
 
     @property
     def bytes_per_s(self) -> float:

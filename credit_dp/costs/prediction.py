@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from credit_dp.config import Config
+from credit_dp.config import Config, TrainerConfig
 from credit_dp.costs.budget import ParameterBudget, domain_sizes, model_and_shape, replicated_budget
 from credit_dp.costs.machine import Link, Machine
 from credit_dp.domain_parallel.costs.work import (
@@ -54,6 +54,13 @@ def check_predictable(config: Config, machine: Machine) -> None:
         )
 
 
+def product_dtype(trainer: TrainerConfig, machine: Machine) -> str:
+    """Return the dtype, one of the machine's `tflops`, of convolutions and matrix products."""
+    dtype = trainer.autocast or trainer.dtype
+    uses_tf32 = dtype == "float32" and trainer.matmul != "highest" and "tf32" in machine.tflops
+    return "tf32" if uses_tf32 else dtype
+
+
 # Gradients that torch's DistributedDataParallel sends at once, by default.
 DDP_BUCKET_BYTES = 25 * 2**20
 
@@ -77,7 +84,7 @@ def compute_seconds(operations: Counter[OperationCost], machine: Machine, dtype:
     """Return the seconds that one rank computes; `dtype` (of `tflops`) is that of its products."""
     busy = 0.0
     for operation, times in operations.items():
-        arithmetic = operation.flops / machine.flops_per_s(dtype, operation.is_convolution)
+        arithmetic = operation.flops / machine.flops_per_s(dtype)
         # Roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         busy += times * max(arithmetic, operation.bytes / machine.bytes_per_s)
     starting = operations.total() * machine.overhead_us * 1e-6
@@ -217,7 +224,7 @@ class Predictor:
     def __init__(self, config: Config, machine: Machine) -> None:
         check_predictable(config, machine)
         self.machine = machine
-        self.dtype = config.trainer.autocast or config.trainer.dtype
+        self.dtype = product_dtype(config.trainer, machine)
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (1, *field)
         self._moments = moments_per_parameter(self.model, config)

@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import nn
 
+from credit_dp.config import TrainerConfig
 from credit_dp.costs.machine import (
     MACHINES_FOLDER,
     Link,
@@ -24,6 +25,7 @@ from credit_dp.costs.machine import (
 from credit_dp.costs.prediction import (
     compute_seconds,
     exchange_seconds,
+    product_dtype,
     reduction_seconds,
     ring_link,
 )
@@ -73,11 +75,13 @@ def test_compute_waits_for_arithmetic_or_memory() -> None:
     assert compute_seconds(operations, slow, "float32") == near(0.015)
 
 
-def test_convolutions_of_float32_take_tf32_where_there_is_one() -> None:
-    machine = replace(MACHINE, tflops={"float32": 0.002, "tf32": 0.02}, overhead_us=1e-9)
-    plain, conv = (Counter({OperationCost(10**7, 0, conv): 1}) for conv in (False, True))
-    assert compute_seconds(plain, machine, "float32") == pytest.approx(0.01)
-    assert compute_seconds(conv, machine, "float32") == pytest.approx(0.001)
+def test_products_of_float32_take_tf32_where_there_is_one() -> None:
+    machine = replace(MACHINE, tflops={"float32": 0.002, "tf32": 0.02})
+    trainer = TrainerConfig()
+    assert product_dtype(trainer, machine) == "tf32"
+    assert product_dtype(replace(trainer, matmul="highest"), machine) == "float32"
+    assert product_dtype(replace(trainer, autocast="bfloat16"), machine) == "bfloat16"
+    assert product_dtype(trainer, replace(MACHINE, tflops={"float32": 0.002})) == "float32"
 
 
 def of_messages(ranks: int, *messages: MessageSize, collectives: int = 0) -> StepWork:
@@ -127,12 +131,12 @@ def test_operations_are_counted_as_they_are() -> None:
         made = conv(x)
         made.view(8, 16).sum().backward()
     forward = 2 * 8 * 4 * 4 * 2 * 9  # groups of two channels
-    by_size = sorted((op.flops, n) for op, n in operations.counts.items() if op.is_convolution)
+    by_size = sorted((op.flops, n) for op, n in operations.counts.items() if op.flops)
     assert by_size == [(forward, 1), (2 * forward, 1)]
     reading = 4 * (4 * 36 + 8 * 2 * 9 + 8 * 16)
-    assert OperationCost(forward, reading, True) in operations.counts
+    assert OperationCost(forward, reading) in operations.counts
     # Only the sum takes memory: views and expanded tensors take none.
-    others = [op for op in operations.counts if not op.is_convolution]
+    others = [op for op in operations.counts if not op.flops]
     assert OperationCost(0, 4 * 8 * 16 + 4) in others
     assert max(op.bytes for op in others) == 4 * 8 * 16 + 4
 

@@ -29,7 +29,6 @@ from credit_dp.domain_parallel.planning.plan import Shape
 from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves
 
 aten = torch.ops.aten
-CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 # Operations that allocate memory without touching it; like views, they start no kernel.
 ALLOCATIONS = {
     aten.empty,
@@ -43,11 +42,10 @@ UNDECLARED_VIEWS = {aten._unsafe_view}
 
 
 class OperationCost(NamedTuple):
-    """One operation: floating-point operations, bytes read and written, whether a convolution."""
+    """One operation: floating-point operations of products, bytes read and written."""
 
     flops: int
     bytes: int
-    is_convolution: bool = False
 
 
 @final
@@ -77,7 +75,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bytes_touched = sum(map(_bytes, operands)) + sum(map(_bytes, written))
             packet = func._overloadpacket
             flops = _flops(packet, args, kwargs, result)
-            self.counts[OperationCost(flops, bytes_touched, packet in CONVOLUTIONS)] += 1
+            self.counts[OperationCost(flops, bytes_touched)] += 1
         return result
 
 

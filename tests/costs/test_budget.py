@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,17 +35,22 @@ class Mesh(NamedTuple):
 
 
 class Sends(TorchDispatchMode):
-    """Counts the bytes of messages, and of collectives the larger of input and output."""
+    """Counts the bytes of messages, and of collectives the larger of input and output.
 
-    def __init__(self) -> None:
+    The domain's gathers, which are those of norms, are left out.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.domain = manager.domain_group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)]
             name = func.name().removeprefix("c10d::")
-            self.bytes[name] += sum(sizes) if name == "send" else max(sizes, default=0)
+            if name != "_allgather_base_" or ProcessGroup.unbox(args[2]) != self.domain:
+                self.bytes[name] += sum(sizes) if name == "send" else max(sizes, default=0)
         return func(*args, **(kwargs or {}))
 
 
@@ -84,7 +90,7 @@ def step_of(manager: DomainParallelManager, config: Config, shards: int) -> dict
         steps = step_records(training)
         next(steps)
         rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
-        with Sends() as sends:
+        with Sends(manager) as sends:
             next(steps)
     moments = (x for of in state.optimizer.state.values() for x in of.values() if x.ndim)
     return {

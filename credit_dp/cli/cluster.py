@@ -189,7 +189,7 @@ def read_number_keys(given: Mapping[str, str]) -> dict[str, int | None]:
 
 
 def read_choice(given: Mapping[str, str], key: str, allowed: Sequence[str]) -> str:
-    """Return the value of a key; if it is not given, the first of those that are allowed.
+    """Return the value of a key; if it is not given, the first allowed one.
 
     Raises:
         UserError: the value is not allowed.

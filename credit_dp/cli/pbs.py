@@ -75,7 +75,7 @@ def walltime(time: str) -> str:
 
 
 def site_setup(script: BatchScript) -> str:
-    """Return lines for the settings of a site, and those that all sites share."""
+    """Return lines for the settings of a site, and the lines that all sites share."""
     cpus = script.placement.cpus_per_task
     return f"""\
 cd "$PBS_O_WORKDIR" || exit 1

@@ -78,7 +78,7 @@ class Outcome(Generic[T]):
 
 
 def run_catching(action: Callable[[], T]) -> Outcome[T]:
-    """Return the outcome of an action, which other ranks are to be told."""
+    """Return the outcome of an action, to be sent to other ranks."""
     try:
         return Outcome(action())
     except UserError as error:
@@ -113,7 +113,7 @@ def gather_from_all_ranks(
 def run_on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Return the result that `action` has on rank 0, on every rank; collective.
 
-    For what the other ranks can be told: a thousand of them would otherwise list the same folder.
+    For what one rank can find out for all: a thousand of them would otherwise list the same folder.
 
     Raises:
         UserError: on all ranks, if `action` raises one.

@@ -356,7 +356,7 @@ def _address(
 ) -> str | None:
     """Return the host of rank 0: MASTER_ADDR, or the first host of the job; None if unknown.
 
-    Launchers number the ranks from the first host of a job on, unless told otherwise:
+    Launchers number the ranks from the first host of a job on, by default:
     `rendezvous_host` notices this.
 
     Args:

@@ -182,8 +182,8 @@ def test_ranks_of_every_launcher(site: str, tmp_path: Path) -> None:
         environment = {**environment, "PBS_NODEFILE": str(tmp_path / "nodes")}
     launcher = launcher_of(environment)
     assert (launcher.name, launcher.address) == (name, host)
-    told = name in ("torchrun", "srun") or (name == "mpiexec" and "PALS_NODEID" in environment)
-    node = 1 if told else zlib.crc32(socket.gethostname().encode())
+    numbered = name in ("torchrun", "srun") or (name == "mpiexec" and "PALS_NODEID" in environment)
+    node = 1 if numbered else zlib.crc32(socket.gethostname().encode())
     assert launcher.ranks == RankInfo(7, 8, 3, 4, node)
     assert launcher.port == 29_500 if name == "torchrun" else 20_000 <= launcher.port < 32_000
     assert launcher_of({**environment, "MASTER_PORT": "4000"}).port == 4000

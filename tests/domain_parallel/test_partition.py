@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, BandTable, RowPartition
 from credit_dp.errors import UserError
 
@@ -67,3 +71,14 @@ def test_a_height_keeps_its_bands():
 def test_bounds_are_checked():
     with pytest.raises(ValueError, match="must rise from 0"):
         RowPartition((0, 5, 3))
+
+
+def test_ranks_are_numbered_by_stage_then_by_share_of_the_samples_then_by_band():
+    manager = DomainParallelManager(
+        12, 2, pipeline_parallel_size=2, transport=CountingTransport(0, 2)
+    )
+    coordinates = []
+    for rank in range(12):
+        manager.rank = rank
+        coordinates.append((manager.pipeline_rank, manager.dp_rank, manager.domain_rank))
+    assert coordinates == list(itertools.product(range(2), range(3), range(2)))

@@ -83,8 +83,21 @@ def new_mesh(ranks: Tensor, names: tuple[str, ...], urgent: str = "") -> DeviceM
         if key not in groups:
             groups[key] = new_group_of(parts, urgent=name == urgent)
         of_axes.append(groups[key])
+    wait_until_connected()
     kind = "cuda" if "nccl" in get_backend() else "cpu"
     return DeviceMesh.from_group(of_axes, kind, ranks, mesh_dim_names=names)
+
+
+def wait_until_connected() -> None:
+    """Wait until all ranks have made their groups over gloo; collective of all ranks.
+
+    Where a rank ends while another still connects to it, gloo writes an error of its own to stderr,
+    beside the one line that says why the rank ended.
+    """
+    from torch import distributed
+
+    if distributed.get_backend() == "gloo":
+        distributed.barrier()
 
 
 def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> ProcessGroup:

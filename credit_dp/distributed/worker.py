@@ -31,6 +31,7 @@ from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
     raise_file_limit,
     trace_collectives,
+    wait_until_connected,
 )
 from credit_dp.distributed.report import RankOutcome, write_outcome
 from credit_dp.distributed.signals import STOP_SIGNALS
@@ -281,6 +282,7 @@ def process_group(
         timeout=GROUP_TIMEOUT,
         device_id=torch.device("cuda", gpu_index(config.parallel, ranks)) if cuda else None,
     )
+    wait_until_connected()
     yield config
     # Some back ends abort a process that exits without this. Not in a `finally`: after a failure
     # the other ranks may never get here, and the process ends anyway.

@@ -3,6 +3,7 @@
 import os
 import resource
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,31 @@ def test_members_of_a_group_meet():
     for rank, met in enumerate(found):
         pair, other = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         assert met == [pair, pair, [0, 1, 2, 3], pair, other]
+
+
+def groups_of_others_exist(manager: DomainParallelManager, folder: Path) -> bool:
+    """Whether rank 0, which is slow, has made its groups once this rank has its mesh."""
+    made = folder / "made"
+    make = process_groups.new_group_of
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        group = make(*args, **kwargs)
+        made.touch()
+        return group
+
+    if manager.rank == 0:
+        process_groups.new_group_of = slow
+    try:
+        new_mesh(torch.arange(2).view(2, 1), ("all", "own"))
+    finally:
+        process_groups.new_group_of = make
+    return made.exists()
+
+
+@pytest.mark.slow
+def test_no_rank_goes_on_before_all_are_connected(tmp_path):
+    assert on_processes(2, groups_of_others_exist, tmp_path) == [True, True]
 
 
 class Options:

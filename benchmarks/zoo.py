@@ -1,30 +1,52 @@
 """Compare memory and traffic of other packages' models on 4 ranks with one process.
 
 `python benchmarks/zoo.py` prints for each model the part of the activations that a rank saves for
-backward, the bytes that it sends in a forward pass, and the functions that run whole. The tensors
-are fake: nothing is computed, at the sizes of real images. It needs the extra `zoo`.
+backward, the bytes that all ranks send in a forward and backward, relative to the least for these
+bands, and the functions that run whole. The tensors are fake: nothing is computed, at the sizes of
+real images. It needs the extra `zoo`.
+
+The least (`LeastTraffic`) is found without the rules, from the definition of each function that the
+model calls, the shapes, and where the rows of its arguments and results are:
+
+- A convolution, pool or interpolation needs the rows under its kernel. Each row that another rank
+  owns is sent once, even if several functions read it.
+- Views, rolls, slices and concatenation move entries to the rank that holds them in the result.
+- Queries of attention stay; keys and values are sent to all other ranks.
+- Norms, sums and means send their statistics.
+
+Gradients return the same bytes, if the tensor has one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
 
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.planning.trace import use_fake_tensors
+from credit_dp.domain_parallel.planning.trace import tensor_leaves, use_fake_tensors
+from credit_dp.domain_parallel.view.layers import CONV, INTERPOLATE, POOLS, TRANSPOSE
 from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.rules import bind, function_name
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, bands_of, global_tensors
 
 RANKS = 4
 GOAL = 0.35
+SENT_GOAL = 1.1
 
 
 @dataclass
@@ -47,19 +69,257 @@ class Saved:
         return sum(x.untyped_storage().nbytes() for x in self.storages.values())
 
 
+# ---------------------------------------------------------------- the least traffic
+
+MOVES = frozenset(
+    [
+        "view", "reshape", "flatten", "unflatten", "permute", "transpose", "roll", "flip", "pad",
+        "narrow", "select", "__getitem__", "unbind", "chunk", "split", "cat", "concat", "stack",
+        "repeat", "index_select", "pixel_shuffle", "pixel_unshuffle", "unfold", "squeeze",
+        "unsqueeze", "expand", "movedim", "contiguous", "split_with_sizes", "swapaxes",
+    ]
+)  # fmt: skip
+REDUCTIONS = frozenset(["mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod"])
+PRODUCTS = frozenset(["matmul", "__matmul__", "bmm"])
+NORMS = frozenset(["batch_norm", "group_norm", "instance_norm", "layer_norm"])
+POOL_NAMES = {f"{name}{count}d": names for name, _, names in POOLS for count in (1, 2, 3)}
+POOL_NAMES |= {f"max_pool{count}d_with_indices": POOLS[0][2] for count in (1, 2, 3)}
+# The rows of the input that a row of the output depends on.
+RowsOf = Callable[[int], Sequence[int]]
+
+
+class LeastTraffic:
+    """Adds up the bytes that all ranks have to send at least, while a model runs as one of them.
+
+    Attributes:
+        by_function: the bytes of a forward and backward, by name.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.by_function: Counter[str] = Counter()
+        # The rows of each tensor that were sent to each rank; tensors are kept alive, as the
+        # address of a freed one would be reused.
+        self._sent: dict[Any, set[tuple[int, int]]] = defaultdict(set)
+        self._alive: list[Tensor] = []
+        self._is_inside = False
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all functions."""
+        return sum(self.by_function.values())
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the functions that are called with fields of the view."""
+        call_function = GlobalTensor.call_function
+
+        def call(func: Any, args: Any, kwargs: Any) -> Any:
+            if self._is_inside or not bands_of((args, kwargs)):
+                return call_function(func, args, kwargs)
+            count = self._counter(function_name(func))
+            self._is_inside = count is not None
+            try:
+                results = call_function(func, args, kwargs)
+            finally:
+                self._is_inside = False
+            if count is not None:
+                with unset_fake_temporarily():
+                    count(func, args, dict(kwargs), results)
+            return results
+
+        GlobalTensor.call_function = staticmethod(call)
+        try:
+            yield
+        finally:
+            GlobalTensor.call_function = staticmethod(call_function)
+
+    def _counter(self, name: str) -> Callable[..., None] | None:
+        if name in MOVES:
+            return self._moves
+        if name in NORMS:
+            return self._norm
+        if name in REDUCTIONS:
+            return self._reduction
+        if name in PRODUCTS:
+            return self._product
+        if name == "scaled_dot_product_attention":
+            return self._attention
+        is_stencil = name in POOL_NAMES or name == "interpolate" or name.startswith("conv")
+        return self._stencil if is_stencil and name != "concat" else None
+
+    def _add(self, func: Any, size: float, *tensors: Tensor) -> None:
+        """Add bytes, twice if gradients return the same."""
+        directions = 1 + any(x.requires_grad for x in tensors)
+        self.by_function[function_name(func)] += int(size) * directions
+
+    # Moves.
+
+    def _owners(self, x: Tensor) -> Tensor:
+        """Return for each entry the rank that holds it, from 1; 0 if all do."""
+        if not isinstance(x, GlobalTensor) or x.rows is None:
+            return torch.zeros(x.shape)
+        dim, outer, partition = x.rows
+        of_entries = torch.repeat_interleave(
+            torch.arange(1.0, self.ranks + 1), torch.tensor(partition.sizes)
+        ).repeat(outer)
+        of_entries = of_entries.view(-1, *(1,) * (x.ndim - dim - 1))
+        return of_entries.expand(x.shape).contiguous()
+
+    def _moves(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        args, kwargs = tree_map(
+            lambda x: self._owners(x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
+        before = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+        for x, owners in zip(global_tensors(results), before, strict=True):
+            after = self._owners(x)
+            if x.rows is None:
+                entries = int((owners > 0).sum()) * (self.ranks - 1)
+            else:
+                entries = int(((owners != after) & (owners > 0)).sum())
+            self._add(func, entries * x.element_size(), x)
+
+    # Stencils.
+
+    def _stencil(self, func: Any, args: Any, kwargs: Any, y: Any) -> None:
+        y = y[0] if isinstance(y, tuple) else y
+        name = function_name(func)
+        x = (args or (kwargs["input"],))[0]
+        if not (isinstance(x, GlobalTensor) and x.rows) or x.rows.dim < 2:
+            return
+        if y.rows is None and name.startswith("adaptive"):
+            self._add(func, y.numel() * y.element_size() * self.ranks, x)
+            return
+        rows_of = self._rows_of(name, args, kwargs, x, y)
+        height, size = x.shape[x.rows.dim], y.shape[x.rows.dim]
+        needed = []
+        for rank in range(self.ranks):
+            out = range(size) if y.rows is None else range(size)[y.rows.partition.rows(rank)]
+            rows = {row for o in out for row in rows_of(o) if 0 <= row < height}
+            needed += [(row, rank) for row in rows if x.rows.partition.owner(row) != rank]
+        self._send_rows(func, x, set(needed))
+
+    def _send_rows(self, func: Any, x: GlobalTensor, needed: set[tuple[int, int]]) -> None:
+        """Add rows for ranks that don't have them yet."""
+        assert x.rows is not None
+        local = x.local
+        self._alive.append(local)
+        key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local._version)
+        new = needed - self._sent[key]
+        self._sent[key] |= new
+        self._add(func, len(new) * x.numel() // x.rows.partition.height * x.element_size(), x)
+
+    def _rows_of(self, name: str, args: Any, kwargs: Any, x: GlobalTensor, y: Any) -> RowsOf:
+        assert x.rows is not None
+        dim = x.rows.dim
+        height, size, position = x.shape[dim], y.shape[dim], dim - 2
+
+        def setting(value: Any) -> Any:
+            return (
+                value[position]
+                if isinstance(value, (tuple, list)) and len(value) > 1
+                else (value[0] if isinstance(value, (tuple, list)) else value)
+            )
+
+        if name.startswith("adaptive"):
+            return lambda o: range(o * height // size, -(-(o + 1) * height // size))
+        if name == "interpolate":
+            return _interpolated_rows(bind(INTERPOLATE, args, kwargs), height, size)
+        if name in POOL_NAMES:
+            given: dict[str, Any] = {"padding": 0, "dilation": 1, "stride": None}
+            given |= bind(POOL_NAMES[name], args, kwargs)
+            k = setting(given["kernel_size"])
+            step = setting(given["stride"]) if given["stride"] else k
+        else:
+            names = TRANSPOSE if "transpose" in name else CONV
+            given = names | bind(("input", "weight", *names), args, kwargs)
+            k, step = given["weight"].shape[dim], setting(given["stride"])
+        d = setting(given["dilation"])
+        p = given["padding"]
+        p = {"same": d * (k - 1) // 2, "valid": 0}[p] if isinstance(p, str) else setting(p)
+        if "transpose" in name:
+            return lambda o: [
+                (o + p - t * d) // step for t in range(k) if (o + p - t * d) % step == 0
+            ]
+        return lambda o: range(o * step - p, o * step - p + d * (k - 1) + 1, d)
+
+    # Statistics and products.
+
+    def _norm(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
+        name, x = function_name(func), args[0]
+        if not isinstance(x, GlobalTensor) or x.rows is None:
+            return
+        if name == "batch_norm":
+            arguments = (
+                bind(("x", "mean", "var", "weight", "bias", "training"), args[:6], {}) | kwargs
+            )
+            moments = x.shape[1] if arguments.get("training") else 0
+        elif name == "layer_norm":
+            shape = tuple((args[1:] or (kwargs["normalized_shape"],))[0])
+            entries = torch.Size(shape).numel()
+            moments = x.numel() // entries if x.rows.dim >= x.ndim - len(shape) else 0
+        else:
+            groups = args[1] if name == "group_norm" else x.shape[1]
+            moments = x.shape[0] * groups if x.rows.dim > 1 else 0
+        self._add(func, 2 * moments * 4 * self.ranks, x)
+
+    def _reduction(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        for y in global_tensors(results)[:1]:
+            if y.rows is None:
+                self._add(func, y.numel() * y.element_size() * self.ranks, args[0])
+
+    def _product(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
+        if y.rows is None:
+            self._add(func, y.numel() * y.element_size() * self.ranks, *args)
+            return
+        for x, own in zip(args, (y.ndim - 2, y.ndim - 1), strict=True):
+            if isinstance(x, GlobalTensor) and x.rows is not None:
+                dim = x.rows.dim + y.ndim - x.ndim
+                if dim >= y.ndim - 2 and y.rows.dim != own:
+                    self._send_all(func, x)
+
+    def _attention(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
+        if y.rows is not None and y.rows.dim == y.ndim - 2:
+            for x in args[1:3]:
+                if isinstance(x, GlobalTensor) and x.rows is not None:
+                    self._send_all(func, x)
+
+    def _send_all(self, func: Any, x: GlobalTensor) -> None:
+        self._add(func, x.numel() * x.element_size() * (self.ranks - 1), x)
+
+
+def _interpolated_rows(settings: dict[str, Any], height: int, size: int) -> RowsOf:
+    mode, align = settings.get("mode", "nearest"), settings.get("align_corners")
+    if mode == "nearest":
+        return lambda o: [o * height // size]
+
+    def rows(o: int) -> Sequence[int]:
+        source = o * (height - 1) / max(size - 1, 1) if align else (o + 0.5) * height / size - 0.5
+        first = floor(source)
+        reach = range(first - 1, first + 3) if mode == "bicubic" else range(first, ceil(source) + 1)
+        return [min(max(row, 0), height - 1) for row in reach]
+
+    return rows
+
+
+# ---------------------------------------------------------------- a step
+
+
 @dataclass(frozen=True)
 class Step:
-    """The costs of a forward pass of one rank, or of one process.
+    """The costs of a step of one rank, or of one process.
 
     Attributes:
         saved: bytes that autograd saves.
-        sent: bytes that the rank sends.
+        sent: bytes that all ranks send in a forward and backward.
+        least: the least that they have to send.
         conversion: `layers`, `view`, or `none` for one process.
-        whole_calls: functions that ran whole -> number of calls.
+        whole_calls: functions that ran whole -> number of calls in a forward.
     """
 
     saved: int
     sent: int = 0
+    least: int = 0
     conversion: str = "none"
     whole_calls: dict[str, int] = field(default_factory=dict)
 
@@ -67,25 +327,33 @@ class Step:
 def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) -> Step:
     """Return the costs of the second of `ranks` ranks; with one rank, those of one process."""
     model = build().train()
-    local, transport = list(shape), None
+    local, transport, least = list(shape), None, LeastTraffic(ranks)
     if ranks > 1:
         transport = CountingTransport(1, ranks)
         manager = DomainParallelManager(ranks, ranks, transport=transport)
         model = convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="allow")
         local[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[1]
-    with use_fake_tensors(model), torch.enable_grad():
+    with use_fake_tensors(model), torch.enable_grad(), least.watch():
         tensors = [*model.parameters(), *model.buffers()]
         saved = Saved({x.untyped_storage()._cdata for x in tensors})
         dtype = next(model.parameters()).dtype
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
-            model(torch.empty(local, dtype=dtype))
+            outputs = tensor_leaves(model(torch.empty(local, dtype=dtype)))
         size = saved.bytes
+        outputs = [x for x in outputs if x.requires_grad]
+        if transport is not None:
+            torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
     if transport is None:
         return Step(size)
+    sent = sum(traffic.bytes + traffic.collective_bytes for traffic in transport.sent)
     view = attached_view(model)
-    calls = {} if view is None else dict(view.whole_calls)
-    sent = transport.sent[1].bytes
-    return Step(size, sent, "layers" if view is None else "view", calls)
+    if view is None:
+        # The plan knows the least of layers. Statistics of norms are what they send.
+        levels = plan_report(build(), shape, ranks).levels
+        statistics = sum(traffic.collective_bytes for traffic in transport.sent)
+        least_bytes = sum(level.least_bytes for level in levels) + statistics
+        return Step(size, sent, least_bytes, "layers")
+    return Step(size, sent, least.bytes, "view", dict(view.whole_calls))
 
 
 def _timm(name: str, **settings: Any) -> nn.Module:
@@ -95,6 +363,23 @@ def _timm(name: str, **settings: Any) -> nn.Module:
     return model
 
 
+class _ChannelsFirst(nn.Module):
+    """A model of levels `(B, H, W, C)`, whose rows have to come last but one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [level.permute(0, 3, 1, 2) for level in self.model(x)]
+
+
+def _swin(name: str, size: int) -> nn.Module:
+    return _ChannelsFirst(
+        _timm(name, img_size=size, depths=(2, 2), num_heads=(3, 6), features_only=True)
+    )
+
+
 def _smp(name: str, encoder: str) -> nn.Module:
     import segmentation_models_pytorch as smp
 
@@ -102,23 +387,37 @@ def _smp(name: str, encoder: str) -> nn.Module:
     return model
 
 
-SWIN = {"depths": (2, 2), "num_heads": (3, 6), "features_only": True}
-# Name of a model, function that builds it, and its number of rows and columns.
-MODELS: list[tuple[str, Callable[[], nn.Module], int]] = [
-    ("smp Unet, ResNet18", partial(_smp, "Unet", "resnet18"), 256),
-    ("smp Unet++, ResNet18", partial(_smp, "UnetPlusPlus", "resnet18"), 256),
-    ("smp FPN, ResNet18", partial(_smp, "FPN", "resnet18"), 256),
-    ("smp DeepLabV3+, ResNet18", partial(_smp, "DeepLabV3Plus", "resnet18"), 256),
-    ("smp Unet, EfficientNet B0", partial(_smp, "Unet", "timm-efficientnet-b0"), 256),
-    ("smp Segformer, MiT B0", partial(_smp, "Segformer", "mit_b0"), 256),
-    ("timm ConvNeXt atto", partial(_timm, "convnext_atto", features_only=True), 256),
-    ("timm EfficientNet B0", partial(_timm, "efficientnet_b0", features_only=True), 256),
-    ("timm ResNet18", partial(_timm, "resnet18", features_only=True), 256),
-    ("timm Swin", partial(_timm, "swin_tiny_patch4_window7_224", img_size=448, **SWIN), 448),
-    ("timm Swin v2", partial(_timm, "swinv2_tiny_window8_256", img_size=256, **SWIN), 256),
-    ("timm MaxViT", partial(_timm, "maxvit_nano_rw_256"), 256),
-    ("timm ViT", partial(_timm, "vit_tiny_patch16_224", img_size=256), 256),
-    ("timm DaViT", partial(_timm, "davit_tiny", features_only=True), 448),
+def _own(name: str, *settings: Any) -> nn.Module:
+    from tests.zoo import weather
+
+    model: nn.Module = getattr(weather, name)(*settings).double()
+    return model
+
+
+IMAGE = (2, 3, 256, 256)
+# Name of a model, function that builds it, and the shape of its input.
+MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
+    ("smp Unet, ResNet18", partial(_smp, "Unet", "resnet18"), IMAGE),
+    ("smp Unet++, ResNet18", partial(_smp, "UnetPlusPlus", "resnet18"), IMAGE),
+    ("smp FPN, ResNet18", partial(_smp, "FPN", "resnet18"), IMAGE),
+    ("smp DeepLabV3, ResNet18", partial(_smp, "DeepLabV3", "resnet18"), (2, 3, 512, 512)),
+    ("smp DeepLabV3+, ResNet18", partial(_smp, "DeepLabV3Plus", "resnet18"), IMAGE),
+    ("smp Unet, EfficientNet B0", partial(_smp, "Unet", "timm-efficientnet-b0"), IMAGE),
+    ("smp Segformer, MiT B0", partial(_smp, "Segformer", "mit_b0"), IMAGE),
+    ("timm ConvNeXt atto", partial(_timm, "convnext_atto", features_only=True), IMAGE),
+    ("timm EfficientNet B0", partial(_timm, "efficientnet_b0", features_only=True), IMAGE),
+    ("timm ResNet18", partial(_timm, "resnet18", features_only=True), IMAGE),
+    ("timm Swin", partial(_swin, "swin_tiny_patch4_window7_224", 448), (1, 3, 448, 448)),
+    ("timm Swin v2", partial(_swin, "swinv2_tiny_window8_256", 256), IMAGE),
+    ("timm MaxViT", partial(_timm, "maxvit_nano_rw_256"), IMAGE),
+    ("timm ViT", partial(_timm, "vit_tiny_patch16_224", img_size=256), IMAGE),
+    ("timm DaViT", partial(_timm, "davit_tiny", features_only=True), (1, 3, 448, 448)),
+    ("own Swin", partial(_own, "Swin"), (1, 3, 128, 256)),
+    ("own CrossFormer", partial(_own, "CrossFormer"), (1, 3, 128, 256)),
+    ("own Pangu", partial(_own, "Pangu", (2, 4, 4), 64), (1, 4, 128, 256)),
+    ("own FuXi", partial(_own, "FuXi"), (1, 3, 128, 256)),
+    ("own ConvLSTM", partial(_own, "ConvLSTM"), (1, 3, 128, 256)),
+    ("own attentive U-Net", partial(_own, "AttentiveUNet"), (1, 3, 128, 256)),
 ]
 
 
@@ -128,24 +427,27 @@ def main(names: list[str]) -> None:
     from tests.zoo.torchvision_operators import prepare_torchvision
 
     prepare_torchvision()
-    print("| model | converted by | of the memory | sent | whole calls |")
-    print("|---|---|---|---|---|")
-    for name, build, size in MODELS:
+    titles = ("model", "by", "of the memory", "a rank sends", "over the least", "whole calls")
+    print(f"| {' | '.join(titles)} |\n|---|---|---|---|---|---|")
+    for name, build, shape in MODELS:
         if names and not any(part.lower() in name.lower() for part in names):
             continue
-        shape = (1, 3, size, size)
         one, rank = measure(build, shape, 1), measure(build, shape, RANKS)
-        share = rank.saved / one.saved
+        share, excess = rank.saved / one.saved, rank.sent / max(rank.least, 1)
         calls = ", ".join(f"{function} {count} x" for function, count in rank.whole_calls.items())
-        verdict = "" if share <= GOAL else f" (**goal {GOAL}**)"
         cells = (
             name,
             rank.conversion,
-            f"{share:.2f}{verdict}",
-            f"{rank.sent / 1e6:.1f} MB",
+            _with_goal(share, GOAL),
+            f"{rank.sent / RANKS / 1e6:.2f} MB",
+            _with_goal(excess, SENT_GOAL),
             calls,
         )
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _with_goal(value: float, goal: float) -> str:
+    return f"{value:.2f}" if value <= goal else f"{value:.2f} (**goal {goal}**)"
 
 
 if __name__ == "__main__":

@@ -501,6 +501,17 @@ def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[RowR
     return tuple(row_range for row_range in ranges if row_range.length > 0)
 
 
+def merge_zeros(ranges: Iterable[RowRange]) -> tuple[RowRange, ...]:
+    """Return ranges with zeros that follow each other as one range."""
+    merged: list[RowRange] = []
+    for rows in ranges:
+        if merged and rows.zero_filled and merged[-1].zero_filled:
+            merged[-1] = RowRange(0, merged[-1].length + rows.length, zero_filled=True)
+        else:
+            merged.append(rows)
+    return tuple(merged)
+
+
 def _beyond_north_pole(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
     match mode:
         case "zeros":

@@ -395,13 +395,20 @@ class StencilLayer(RowLayer):
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the stencil, with padding beyond the poles."""
-        return rows_with_poles(*self.input_span(out, height), height, self.pole_mode)
+        return self.rows_between(*self.input_span(out, height), out, height)
 
     def halo(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the stencil outside the rows `out` themselves, northern ones first."""
         first, stop = self.input_span(out, height)
-        north = rows_with_poles(first, out.start, height, self.pole_mode)
-        return (*north, *rows_with_poles(out.stop, stop, height, self.pole_mode))
+        north = self.rows_between(first, out.start, out, height)
+        return (*north, *self.rows_between(out.stop, stop, out, height))
+
+    def rows_between(self, start: int, stop: int, out: slice, height: int) -> tuple[RowRange, ...]:
+        """Return those of the rows `start` to `stop - 1` that the output rows `out` depend on.
+
+        Zeros stand for the others, and the padding mode's rows for those beyond the poles.
+        """
+        return rows_with_poles(start, stop, height, self.pole_mode)
 
 
 class ConstantFillLayer(StencilLayer):

@@ -27,11 +27,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
+    RowRange,
     empty_rows_like,
     memory_format_of,
+    merge_zeros,
+    rows_with_poles,
     start_fetching,
     start_returning_gradients,
 )
+from credit_dp.domain_parallel.known_rows import Assembly, KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, StencilLayer, overridden_method
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -318,7 +322,12 @@ class Halo:
 
 
 def convolve_band(
-    padded: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings, halo: Halo
+    padded: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ConvSettings,
+    halo: Halo,
+    known: KnownRows | None = None,
 ) -> Tensor:
     """Return the convolution of this rank's rows of a globe; a collective.
 
@@ -329,6 +338,7 @@ def convolve_band(
         bias: one value per channel, or None.
         settings: they pad rows so that the output has as many as the input.
         halo: as many rows on either side as `settings` pads.
+        known: rows of the halo that were fetched before; gets those that are fetched now.
 
     Shapes:
         `(B, C_in, ..., H_local, W)` -> `(B, C_out, ..., H_local, W_out)`; without `B` too.
@@ -341,15 +351,24 @@ def convolve_band(
         bias = bias if bias is None else bias.to(autocast_dtype)
     unbatched = padded.ndim == weight.ndim - 1
     x = padded[None] if unbatched else padded
-    y: Tensor = _BandConv.apply(x, weight, bias, settings, halo)  # type: ignore[no-untyped-call]
-    return y[0] if unbatched else y
+    if known is None:
+        y = _BandConv.apply(x, weight, bias, settings, halo, False, None)  # type: ignore[no-untyped-call]
+    elif not known:
+        y, rows = _BandConv.apply(x, weight, bias, settings, halo, True, None)  # type: ignore[no-untyped-call]
+        known.add(halo.exchange, rows)
+    else:
+        assembly, (_, *others) = known.find(halo.exchange, x, halo.transport, halo.dim)
+        y = _BandConv.apply(x, weight, bias, settings, halo, False, assembly, *others)  # type: ignore[no-untyped-call]
+    return y[0] if unbatched else y  # type: ignore[no-any-return]
 
 
 @final
 class _BandConv(torch.autograd.Function):
     """Convolution of a band that is padded with zeros, plus the contribution of its halo.
 
-    Saves the same number of tensors on every rank: activation checkpointing compares the numbers.
+    The rows of the halo are fetched, and returned if `returns_rows`, or put together from rows that
+    earlier calls have returned (`assembly` of the band and `known`). Saves the same number of
+    tensors on every rank: activation checkpointing compares the numbers.
     """
 
     @staticmethod
@@ -360,30 +379,51 @@ class _BandConv(torch.autograd.Function):
         bias: Tensor | None,
         settings: ConvSettings,
         halo: Halo,
-    ) -> Tensor:
+        returns_rows: bool,
+        assembly: Assembly | None,
+        *known: Tensor,
+    ) -> Any:
         # Every rank starts the exchange, whichever edges it skips below: sends match receives.
-        finish = halo.fetch(padded)
+        finish = halo.fetch(padded) if assembly is None else None
         y = settings.convolve(padded, weight, bias)  # while the halo travels
-        rows = finish()
+        if assembly is None:
+            assert finish is not None
+            rows = finish()
+            known = () if halo.is_wide else (rows,)
+        else:
+            rows = assembly.join((padded, *known), padded, halo.dim)
         north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
         edges = [edge for edge in north_and_south if not halo.is_blank(edge)]
         for edge in edges:
             edge.add(y, rows, weight)
-        ctx.save_for_backward(padded, weight, *(() if halo.is_wide else (rows,)))
+        ctx.save_for_backward(padded, weight, *known)
         ctx.settings = settings
         ctx.halo = halo
+        ctx.assembly = assembly
         ctx.edges = edges
-        return y
+        if not returns_rows:
+            return y
+        ctx.set_materialize_grads(False)  # maybe nobody reads the rows
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(rows)
+        return y, rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_of_rows: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
         halo = ctx.halo
         needs_grad = tuple(ctx.needs_input_grad[:3])
-        if not kept:  # only the gradient of the weight needs the values
-            kept = [halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)]
-        rows = kept[0]
+        if ctx.assembly is not None:
+            rows = ctx.assembly.join((padded, *kept), padded, halo.dim)
+        elif kept:
+            rows = kept[0]
+        else:  # only the gradient of the weight needs the values
+            rows = halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)
+        if grad is None:  # nobody has used the convolution, only its rows
+            grad = torch.zeros_like(ctx.settings.convolve(padded, weight))
         # The edges come first: the halo's gradient is sent while that of the band is computed. The
         # gradients of the taps are computed in the same call, as they concern a few rows only.
         edge_gradients = [
@@ -397,15 +437,24 @@ class _BandConv(torch.autograd.Function):
                 halo_grad = torch.zeros_like(rows)
                 for place, part in parts:
                     halo_grad.narrow(halo.dim, *place).copy_(part)
+            if grad_of_rows is not None:
+                halo_grad = halo_grad + grad_of_rows
             halo_grad = halo.column_padding.gradients(halo_grad)
-            finish = start_returning_gradients(halo_grad, halo.exchange, halo.transport, halo.dim)
+            if ctx.assembly is None:
+                finish = start_returning_gradients(
+                    halo_grad, halo.exchange, halo.transport, halo.dim
+                )
         grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, needs_grad)
         if needs_grad[1]:
             for edge, _, grad_taps in edge_gradients:
                 edge.add_weight_grad(grad_weight, grad_taps)
-        if needs_grad[0]:  # add the gradients that neighbours computed for this band's rows
+        grads_of_known: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 7)
+        if needs_grad[0] and ctx.assembly is None:
+            # Add the gradients that neighbours computed for this band's rows.
             finish(halo.column_padding.unpad(grad_x))
-        return grad_x, grad_weight, grad_bias, None, None
+        elif needs_grad[0]:  # those who have fetched the rows return their gradients
+            _, *grads_of_known = ctx.assembly.gradients(halo_grad, (padded, *kept), halo.dim)
+        return grad_x, grad_weight, grad_bias, *(None,) * 4, *grads_of_known
 
 
 # Keys: the number of spatial dimensions.
@@ -436,17 +485,51 @@ class _RowConv(ConvLayer):
         first = out.start * self._stride - self.north
         return first, (out.stop - 1) * self._stride - self.north + self._kernel_extent
 
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows."""
+    def rows_between(self, start: int, stop: int, out: slice, height: int) -> tuple[RowRange, ...]:
+        """Return rows under the kernel, with zeros where a wide dilation leaves gaps."""
+        dilation = int(self.conv.dilation[self.row_dim])
+        rows_under_tap = (out.stop - out.start - 1) * self._stride + 1
+        if dilation <= rows_under_tap:
+            return super().rows_between(start, stop, out, height)
+        ranges: list[RowRange] = []
+        for tap in range(self.conv.kernel_size[self.row_dim]):
+            first = out.start * self._stride - self.north + tap * dilation
+            # The rows under this tap, and those up to the next one.
+            edges = (first, first + rows_under_tap, first + dilation)
+            under, gap = ((max(edges[i], start), min(edges[i + 1], stop)) for i in range(2))
+            if under[0] < under[1]:
+                ranges += rows_with_poles(*under, height, self.pole_mode)
+            if gap[0] < gap[1]:
+                ranges.append(RowRange(0, gap[1] - gap[0], zero_filled=True))
+        return merge_zeros(ranges)
+
+    def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
+        """Return this rank's output rows; `known` has rows that other convolutions have fetched."""
+        if self.pole_mode != "zeros" or any(self.column_padding.padding_widths):
+            known = None
         if not self._can_overlap(bands):  # fetch first, then convolve
-            return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
+            return self.convolve(self.column_padding.pad(self._fetch(x, bands, known)))
         conv = self.conv
         dim = self.row_dim
         zeros = list(self.zeros)
         zeros[dim] = self.north
         settings = ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
-        return convolve_band(self.column_padding.pad(x), self.weight, self.bias, settings, halo)
+        padded = self.column_padding.pad(x)
+        return convolve_band(padded, self.weight, self.bias, settings, halo, known)
+
+    def _fetch(self, x: Tensor, bands: Bands, known: KnownRows | None) -> Tensor:
+        """Return the rows under the kernel, of which some may be known."""
+        exchange = self.exchange(bands)
+        if known is None or exchange.is_identity:
+            return self.fetch(x, bands)
+        transport = self.manager.transport
+        if not known:
+            rows = self.fetch(x, bands)
+            known.add(exchange, rows)
+            return rows
+        assembly, sources = known.find(exchange, x, transport, self.row_dim)
+        return assembly.join(sources, x, self.row_dim)
 
     def _can_overlap(self, bands: Bands) -> bool:
         """Return whether the band can be convolved while its halo travels.

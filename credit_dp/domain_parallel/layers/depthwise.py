@@ -21,6 +21,7 @@ from credit_dp.channel_parallel import (
     rows_to_channels,
 )
 from credit_dp.domain_parallel.count_transport import received_row_counts
+from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands
 from credit_dp.domain_parallel.layers.conv import _PaddedConv
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
@@ -109,10 +110,10 @@ class DepthwiseLayer(_PaddedConv):
         }
         return f"{super().title} ({' and '.join(sorted(methods)) or 'halo'})"
 
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+    def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
         """Return this rank's output rows."""
         if not self.transposes(bands.input.height):
-            return super().compute(x, bands)
+            return super().compute(x, bands, known)
         to_channels, to_rows = self.transpose_pair(bands)
         transport = self.manager.transport
         globe = rows_to_channels(x, to_channels.rows, transport, to_channels.channels)

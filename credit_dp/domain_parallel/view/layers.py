@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.layers.conv import _RowConv
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
@@ -91,7 +93,27 @@ def call_layer(
         bands = Bands(source, target)
         result = Layout(layout.dim, 1, target)
     local = with_layout(x, Layout(layout.dim, 1, source), view)  # unfolded, if need be
-    return wrap(_compute(layer, local, bands, tensors or {}), result, view)
+    compute = layer.compute
+    if isinstance(layer, _RowConv) and local is x.local:
+        known = _known_rows(x)
+        if known is not None:
+            compute = partial(layer.compute, known=known)
+    return wrap(_compute(layer, compute, local, bands, tensors or {}), result, view)
+
+
+def _known_rows(x: GlobalTensor) -> KnownRows | None:
+    """Return the rows of a field that convolutions have fetched, maybe none yet.
+
+    None if it can't be known whether they are still right: inference mode counts no changes.
+    """
+    if x.local.is_inference():
+        return None
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if is_cast else x.dtype
+    if x.known_rows is None or not x.known_rows.is_valid(dtype):
+        x.known_rows = KnownRows(x.local)
+    return x.known_rows
 
 
 def _layer(
@@ -125,13 +147,18 @@ def _make_layer(
     return layer
 
 
-def _compute(layer: RowLayer, local: Tensor, bands: Bands, tensors: Mapping[str, Tensor]) -> Tensor:
+def _compute(
+    layer: RowLayer,
+    compute: Callable[[Tensor, Bands], Tensor],
+    local: Tensor,
+    bands: Bands,
+    tensors: Mapping[str, Tensor],
+) -> Tensor:
     """Compute a layer with the parameters of one call."""
     wrapped: nn.Module = layer.__dict__["wrapped"]
     wrapped._parameters.update({name: local_of(x) for name, x in tensors.items()})
     try:
-        result: Tensor = layer.compute(local, bands)
-        return result
+        return compute(local, bands)
     finally:
         # What belongs to the model must not stay alive with the layer, nor be used by another call.
         wrapped._parameters.update(dict.fromkeys(tensors))

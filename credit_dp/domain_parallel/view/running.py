@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.transport import message_device
-from credit_dp.domain_parallel.view.rules import RANDOM, call_function, is_custom_operator
+from credit_dp.domain_parallel.view.rules import RANDOM, is_custom_operator
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -62,7 +62,7 @@ class RunningMode(TorchFunctionMode):
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
             check_no_transform()
-            return call_function(func, args, kwargs)
+            return GlobalTensor.call_function(func, args, kwargs)
         if func in DRAWING and not global_tensors((args, kwargs)):
             device = _device_of_call(args, kwargs)
             with same_random_numbers(self.view, device, kwargs.get("generator")):

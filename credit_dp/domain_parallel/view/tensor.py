@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
@@ -151,6 +152,7 @@ class GlobalTensor(torch.Tensor):
             if there are no others.
         has_order: whether dimensions are in memory in the order that they have on one process, as
             far as is known: rows that were moved or gathered, and what runs whole, may differ.
+        known_rows: rows of other bands that convolutions have fetched.
         call_function: computes torch's functions; set by `rules`, which needs this class.
     """
 
@@ -159,6 +161,7 @@ class GlobalTensor(torch.Tensor):
     view_: GlobalView
     memory: SharedMemory | None
     has_order: bool = True
+    known_rows: KnownRows | None = None
     call_function: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     _shape: torch.Size
 

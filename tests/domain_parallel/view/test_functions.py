@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view import rules
@@ -631,6 +632,38 @@ def kernel(m, *sizes):
     return m.matrix[:, :, None, None].expand(-1, -1, *sizes) / 8
 
 
+def dilated(m, x, dilation):
+    return F.conv2d(x, kernel(m, 3, 3), padding=dilation, dilation=dilation)
+
+
+def branches(m, x, *dilations):
+    """Return the sum of convolutions that read the same field, of any kernel and stride."""
+    parts = [dilated(m, x, dilation) for dilation in dilations]
+    step = 2 if x.shape[2] >= 2 * min(RANKS) + 3 else 1  # a row for each rank
+    for size in (4, 3):
+        coarse = F.conv2d(x, kernel(m, size, 1), stride=(step, 1), padding=(2, 0))
+        parts.append(F.interpolate(coarse, x.shape[2:]))
+    return sum(parts) + F.conv2d(x, kernel(m, 3, 1)[:, :1], padding=(1, 0), groups=CHANNELS)
+
+
+def changed_between(m, x):
+    with torch.no_grad():
+        y = x * 1
+        first = dilated(m, y, 1)
+        y.mul_(m.scale[:, None, None])
+        second = dilated(m, y, 1)
+    return x * first + second + dilated(m, y, 2)
+
+
+def recomputed_between(m, x):
+    def part(x):
+        return dilated(m, x, 1) * dilated(m, x, 2)
+
+    first = dilated(m, x, 1)
+    again = [checkpoint(part, x, use_reentrant=False) for _ in range(2)]
+    return first + again[0] * again[1] + dilated(m, x, 2)
+
+
 LAYERS = {
     "convolutions in other dims": lambda m, x: (
         F.conv2d(x.mT, kernel(m, 3, 5), m.scale, stride=(2, 1), padding=(1, 2)),
@@ -648,6 +681,13 @@ LAYERS = {
             x.transpose(1, 2),
             m.rows[: x.shape[2], :3, None, None].mT.transpose(0, 1).reshape(3, -1, 1, 1),
         ),
+    ),
+    "convolutions of one field": lambda m, x: branches(m, x, 1, 2, 5, 3),
+    "wide convolutions of one field first": lambda m, x: branches(m, x, 4, 1),
+    "convolutions of a field that changes": lambda m, x: changed_between(m, x),
+    "convolutions of one field, some computed again": lambda m, x: recomputed_between(m, x),
+    "dilated convolution": lambda m, x: F.conv2d(
+        x, kernel(m, 5, 1), padding=(2 * x.shape[2] // 3, 0), dilation=(x.shape[2] // 3, 1)
     ),
     "pools in other dims": lambda m, x: (
         F.max_pool2d(x.mT, (2, 1)),
@@ -848,6 +888,43 @@ def change_every_other_row(model, x):
 
 def test_every_other_row_is_changed_in_place_where_it_stays():
     check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)
+
+
+def _rows_sent(manager, convolutions, shape):
+    """Return the rows that a rank sends in a forward and in a backward."""
+    model = Model(lambda m, x: sum(dilated(m, x, dilation) for dilation in convolutions)).double()
+    attach_view(model, manager, [shape])
+    x = torch.randn(shape, dtype=torch.float64)
+    traffic = manager.transport.traffic
+    before = traffic.bytes
+    y = model(shard_tensor(x, manager=manager))
+    forward = traffic.bytes - before
+    y.sum().backward()
+    row = x[:, :, 0].numel() * x.element_size()
+    return forward / row, (traffic.bytes - before - forward) / row
+
+
+@pytest.mark.parametrize(
+    ("dilations", "rows", "again"),
+    [
+        # Each of the rows next to an edge once, whatever reads it, and in whatever order.
+        ((1,), [1, 2, 2, 1], False),
+        ((1, 2, 3, 1), [3, 6, 6, 3], False),
+        ((3, 1, 2), [3, 6, 6, 3], False),
+        # Bands of 4 rows: the kernel reaches over the next one, of which it needs no row, or half.
+        # Halos wider than the band are not kept: backward fetches their rows again.
+        ((8,), [4, 4, 4, 4], True),
+        ((6,), [4, 6, 6, 4], True),
+        ((4, 6, 8), [8, 12, 12, 8], False),
+    ],
+)
+def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again):
+    shape = (2, CHANNELS, 16, COLUMNS)
+    sent = on_threads(4, _rows_sent, dilations, shape)
+    assert [forward for forward, _ in sent] == rows
+    # Every rank returns the gradients of as many rows as it has received.
+    totals = [sum(of_ranks) for of_ranks in zip(*sent, strict=True)]
+    assert totals == [sum(rows), (1 + again) * sum(rows)]
 
 
 @pytest.mark.usefixtures("strict_rules")

@@ -1,0 +1,173 @@
+"""Rows of other bands that convolutions have fetched, kept with the tensor for the next ones.
+
+Several convolutions may read one tensor, as the branches of a block do. With a plan they share one
+exchange (`shared_exchange.py`). In the global view nobody knows which functions will read a tensor:
+there the first convolution leaves the rows that it has fetched in the tensor's `KnownRows`, and the
+next one fetches only what is missing. So each row crosses once, and so does its gradient: autograd
+adds up what all readers return to the exchange that fetched it.
+
+All ranks compute what all ranks have and miss, from the same numbers: so they decide alike whether
+there is an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange, empty_rows_like
+from credit_dp.domain_parallel.transport import Transport
+
+
+class _Segment(NamedTuple):
+    """Rows of a result: `length` rows of a source from `start` on; zeros if the source is -1."""
+
+    source: int
+    start: int
+    length: int
+
+
+@final
+@dataclass(frozen=True)
+class Assembly:
+    """How this rank's rows are put together from what it has: band 0, then the known rows."""
+
+    segments: tuple[_Segment, ...]
+
+    def join(self, sources: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
+        """Return the rows; differentiable, with all sources on every rank.
+
+        A source of which this rank needs no rows counts, too: in the backward pass all ranks have
+        to reach the exchanges that the sources come from, in the same order.
+        """
+        used = {segment.source for segment in self.segments}
+        parts = [
+            empty_rows_like(like, dim, length).zero_()
+            if source < 0
+            else sources[source].narrow(dim, start, length)
+            for source, start, length in self.segments
+        ]
+        parts += [x.narrow(dim, 0, 0) for i, x in enumerate(sources) if i not in used]
+        return torch.cat(parts, dim)
+
+    def gradients(self, grad: Tensor, sources: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """Return the gradients of the sources: the adjoint of `join`."""
+        totals = [torch.zeros_like(x) for x in sources]
+        first = 0
+        for source, start, length in self.segments:
+            if source >= 0:
+                totals[source].narrow(dim, start, length).add_(grad.narrow(dim, first, length))
+            first += length
+        return totals
+
+
+@lru_cache(4096)
+def _find_rows(
+    wanted: RowExchange, known: tuple[RowExchange, ...]
+) -> tuple[RowExchange | None, Assembly]:
+    """Return the exchange of what is missing on any rank, if it is, and where all rows are then."""
+    missing = []
+    for rank in range(wanted.partition.ranks):
+        band = wanted.partition.rows(rank)
+        there = set(range(band.start, band.stop)).union(
+            *(_plain_rows(exchange.required_rows[rank]) for exchange in known)
+        )
+        missing.append(_as_ranges(sorted(_plain_rows(wanted.required_rows[rank]) - there)))
+    exchange = RowExchange(wanted.partition, tuple(missing), wanted.rank) if any(missing) else None
+    sources: dict[int, tuple[int, int]] = {}  # of each row: which source, and where in it
+    for i, other in enumerate((*known, *([exchange] if exchange else []))):
+        first = 0
+        for rows in other.required_rows[wanted.rank]:
+            if not rows.zero_filled:
+                for offset, row in enumerate(range(rows.start, rows.stop)):
+                    sources.setdefault(row, (i + 1, first + offset))
+            first += rows.length
+    band = wanted.partition.rows(wanted.rank)
+    sources.update({row: (0, row - band.start) for row in range(band.start, band.stop)})
+    segments: list[_Segment] = []
+    for rows in wanted.required_rows[wanted.rank]:
+        if rows.zero_filled:
+            segments.append(_Segment(-1, 0, rows.length))
+            continue
+        for row in range(rows.start, rows.stop):
+            source, start = sources[row]
+            last = segments[-1] if segments else _Segment(-1, 0, 0)
+            if (source, start) == (last.source, last.start + last.length):
+                segments[-1] = last._replace(length=last.length + 1)
+            else:
+                segments.append(_Segment(source, start, 1))
+    return exchange, Assembly(tuple(segments))
+
+
+def _plain_rows(ranges: tuple[RowRange, ...]) -> set[int]:
+    return {row for r in ranges if not r.zero_filled for row in range(r.start, r.stop)}
+
+
+def _as_ranges(rows: list[int]) -> tuple[RowRange, ...]:
+    """Return sorted rows as ranges."""
+    ranges: list[RowRange] = []
+    for row in rows:
+        if ranges and ranges[-1].stop == row:
+            ranges[-1] = ranges[-1]._replace(stop=row + 1)
+        else:
+            ranges.append(RowRange(row, row + 1))
+    return tuple(ranges)
+
+
+@final
+class KnownRows:
+    """Rows of other bands that this rank has of one tensor, as convolutions have fetched them.
+
+    Args:
+        x: this rank's band.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._state = self._current_state()
+        self._exchanges: list[RowExchange] = []
+        self._rows: list[Tensor] = []
+
+    def is_valid(self, dtype: torch.dtype) -> bool:
+        """Return whether the rows are still those of the tensor, in at least this precision."""
+        is_precise = all(torch.promote_types(x.dtype, dtype) == x.dtype for x in self._rows)
+        return is_precise and self._state == self._current_state()
+
+    def _current_state(self) -> tuple[Any, ...]:
+        """Return what must not have changed.
+
+        Checkpointing computes a part of the model again, which must find what it found the first
+        time, whatever other parts have left behind: its hooks of saved tensors tell them apart.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return (
+            self._x._version,
+            torch.is_grad_enabled(),
+            None if hooks is None else hooks[0],
+            torch._C._current_graph_task_id(),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, exchange: RowExchange, rows: Tensor) -> None:
+        """Add the rows that were fetched in an exchange."""
+        self._exchanges.append(exchange)
+        self._rows.append(rows)
+
+    def find(
+        self, wanted: RowExchange, x: Tensor, transport: Transport, dim: int
+    ) -> tuple[Assembly, list[Tensor]]:
+        """Return where wanted rows are among the band and all known rows; fetches missing ones.
+
+        A collective if a rank misses any. `x` is the band in the precision of the layer.
+        """
+        exchange, assembly = _find_rows(wanted, tuple(self._exchanges))
+        if exchange is not None:
+            self.add(exchange, exchange.apply(x, transport, dim))
+        return assembly, [x, *(rows.to(x.dtype) for rows in self._rows)]

@@ -243,11 +243,25 @@ class Config:
                 f"{self.parallel.pipeline}. Use model.activation_checkpointing=true instead, which "
                 "recomputes each block of a stage."
             )
+        if self.trainer.check_finite == "late":
+            self._check_late_check()
         if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.rollout: several steps need parallel.pipeline=1, got "
                 f"{self.parallel.pipeline}: the last stage of a pipeline can't feed the first one "
                 "within a forward pass. Raise parallel.domain instead."
+            )
+
+    def _check_late_check(self) -> None:
+        if isinstance(self.optimizer, OwnOptimizerConfig):
+            raise UserError(
+                "trainer.check_finite: late needs optimizer=adamw, whose update the device can "
+                f"leave out by itself, got {self.optimizer.name}. Change one of them."
+            )
+        if self.parallel.cpu_offload:
+            raise UserError(
+                "trainer.check_finite: late needs parallel.cpu_offload=false, as the host waits "
+                "for the gradients of weights in its memory. Change one of them."
             )
 
 

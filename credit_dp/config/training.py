@@ -47,6 +47,9 @@ class TrainerConfig:
     # stop | skip: what to do at a step with a non-finite loss or gradient (NaN or inf), or with an
     # exploding gradient norm
     on_nonfinite: str = "stop"
+    # step | late: when the host reads whether a step was finite: before the update, for which it
+    # waits for the device, or during the next step; the device leaves out a bad update by itself
+    check_finite: str = "step"
     # largest gradient norm, as a multiple of the recent median; null: any
     exploding: float | None = 1e4
     # train on the first batch only, to see whether the model can overfit it
@@ -78,6 +81,7 @@ class TrainerConfig:
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
         self._check_rollout()
         checks.one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        checks.one_of("trainer.check_finite", self.check_finite, ("step", "late"))
         if self.exploding is not None:
             checks.number_in("trainer.exploding", self.exploding, 1)
         checks.at_least("trainer.log_every", self.log_every, 1)

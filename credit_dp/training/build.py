@@ -401,7 +401,8 @@ def build_training(
     # Taken after sharding, which replaces parameters: the optimizer must update the shards.
     parameters = named_parameters(model.parts)
     layout = state_layout(parameters, config.optimizer, config.parallel)
-    optimizer = build_optimizer(parameters, config.optimizer)
+    late = config.trainer.check_finite == "late"
+    optimizer = build_optimizer(parameters, config.optimizer, can_leave_out=late)
     schedule = build_schedule(optimizer, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from credit_dp.config.training import TrainerConfig
+from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.distributed.report import rank_name
@@ -212,13 +213,42 @@ logger = logging.getLogger(__name__)
 class StepCheck(NamedTuple):
     """The loss of the global batch, the global gradient norm, and whether to take the step.
 
-    `stop_signal` is the signal for which all ranks stop after this step; 0: none.
+    Attributes:
+        loss: of the global batch; None until a late check is read.
+        grad_norm: before clipping; None until a late check is read.
+        accepted: whether to take the step, as far as the host knows.
+        stop_signal: the signal for which all ranks stop after this step; 0: none.
+        rejected: of a late check: 1 on the device if the step must not be taken, otherwise 0.
     """
 
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     accepted: bool
     stop_signal: int = 0
+    rejected: Tensor | None = None
+
+
+@final
+class LateCheck(NamedTuple):
+    """The check of a step that the host has not read yet.
+
+    Attributes:
+        step: the number of steps that were taken before.
+        numbers: on their way to the host's memory, or there.
+        arrival: of the numbers; None if they are there.
+        diagnose: see `NonFiniteGuard.check`.
+    """
+
+    step: int
+    numbers: Tensor
+    arrival: torch.cuda.Event | None
+    diagnose: Callable[[], str]
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits until they are there, not for what was launched later."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.numbers.tolist()
 
 
 @final
@@ -248,13 +278,16 @@ class NonFiniteGuard:
         self.pending_signal: Callable[[], int] = lambda: 0
         self.history = state.history
         self.buffers: list[Tensor] = []
+        self.unread: LateCheck | None = None
 
     def save_buffers(self) -> None:
         """Keep a copy of the buffers that a forward pass may change, if steps may be skipped."""
         if self.config.on_nonfinite == "skip":
             self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
 
-    def check(self, share: Tensor, norm: Tensor, diagnose: Callable[[], str]) -> StepCheck:
+    def check(
+        self, share: Tensor, norm: Tensor, diagnose: Callable[[], str], late: bool = False
+    ) -> StepCheck:
         """Return the global loss and norm, whether to take the step, and to stop; collective.
 
         All ranks get the same answer, for it follows from one sum over all of them.
@@ -264,11 +297,74 @@ class NonFiniteGuard:
             norm: the norm of the global gradient before clipping.
             diagnose: finds the origin of a non-finite number; collective, and returns the same
                 sentence on every rank.
+            late: whether the host reads this check in the next call only; it does so now if the
+                step before says that training stops.
 
         Raises:
-            UserError: training has to stop; the same line on all ranks.
+            UserError: training has to stop, because of this step or of the one before, if its check
+                was late; the same line on all ranks.
         """
-        loss, grad_norm, stop_signal = self._reduce(share, norm)
+        numbers = self._reduce(share, norm)
+        # Every decision before this one is known from here on: the history is complete.
+        stop_signal = self._read_late_check()
+        if late and not stop_signal:
+            return self._check_on_device(numbers, diagnose)
+        check = self._judge(numbers.tolist(), diagnose)
+        if not check.accepted:
+            self._undo_step()
+        return check._replace(stop_signal=stop_signal or check.stop_signal)
+
+    def _check_on_device(self, numbers: Tensor, diagnose: Callable[[], str]) -> StepCheck:
+        """Decide on the device, as `_judge` will in the next step, and undo what forward changed.
+
+        The next forward may start from a step that was left out, as it would if the host had left
+        it out.
+        """
+        loss, norm = numbers[:2]
+        accepted = torch.isfinite(loss) & torch.isfinite(norm) & (norm <= self._largest_norm())
+        if self.buffers:
+            with torch.no_grad():
+                for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
+                    buffer.copy_(torch.where(accepted.to(buffer.device), buffer, before))
+        arrival = None
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record()
+        self.unread = LateCheck(self.state.step, numbers, arrival, diagnose)
+        return StepCheck(None, None, accepted=True, rejected=~accepted)
+
+    def _read_late_check(self) -> int:
+        """Do what is left to do for the step before, if its check was late; collective.
+
+        Its gradients are gone, but not its batch and not the weights and moments that it started
+        from, if it was rejected: no later step was taken.
+
+        Returns:
+            The signal for which all ranks stop; 0: none.
+
+        Raises:
+            UserError: see `check`. The state is then that before the rejected step.
+        """
+        unread, self.unread = self.unread, None
+        if unread is None:
+            return 0
+        now, self.state.step = self.state.step, unread.step
+        check = self._judge(unread.read(), unread.diagnose)
+        self.state.step = now
+        if check.accepted and self.state.average is not None:
+            self.state.average.update()
+        return check.stop_signal
+
+    def _judge(self, numbers: Sequence[float], diagnose: Callable[[], str]) -> StepCheck:
+        """Decide on the step after `state.step`, and write the decision into the history.
+
+        Args:
+            numbers: as `_reduce` returns them.
+            diagnose: see `check`.
+        """
+        loss, grad_norm, *marks = numbers
+        stop_signal = agreed_signal(marks)
         if math.isfinite(loss) and math.isfinite(grad_norm):
             fault, finite = self._explosion_message(grad_norm), True
         else:
@@ -280,19 +376,19 @@ class NonFiniteGuard:
         self.history.in_a_row += 1
         if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise UserError(self._error_message(fault, "" if finite else diagnose()))
-        self._skip_step(fault)
+        self._record_skip(fault)
         return StepCheck(loss, grad_norm, accepted=False, stop_signal=stop_signal)
 
     def metrics(self) -> dict[str, float]:
         """Return the number of steps that the run has skipped, for the log."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
-    def _reduce(self, share: Tensor, norm: Tensor) -> tuple[float, float, int]:
-        """Return the global loss and norm, summed in float64, and the signal to stop for.
+    def _reduce(self, share: Tensor, norm: Tensor) -> Tensor:
+        """Return the global loss and norm, summed in float64, and the marks of stop signals.
 
         All travel in one message of all ranks: two ranks never see different numbers, and a step
-        waits for the device once. A rank's share is zero where it has no loss, as on early pipeline
-        stages.
+        waits for the device at most once. A rank's share is zero where it has no loss, as on early
+        pipeline stages.
         """
         share = share.detach().double()
         numbers = torch.stack([share, norm.detach().to(share)])
@@ -301,9 +397,8 @@ class NonFiniteGuard:
             dist.all_reduce(total)
         else:
             total = self.manager.transport.all_reduce(total)
-        loss, size, *marks = total.tolist()
-        mean_loss, mean_norm = loss / self.manager.dp_world_size, size / self.manager.world_size
-        return mean_loss, mean_norm, agreed_signal(marks)
+        sizes = [self.manager.dp_world_size, self.manager.world_size, *[1] * (len(total) - 2)]
+        return total / constant_tensor(sizes, total.device, total.dtype)
 
     def _non_finite_message(self, loss: float, norm: float) -> str:
         return (
@@ -311,19 +406,22 @@ class NonFiniteGuard:
             f"{self.state.step + 1}"
         )
 
+    def _largest_norm(self) -> float:
+        """Return the largest norm that the coming step may have."""
+        norms = self.history.norms
+        if self.config.exploding is None or len(norms) < MIN_NORMS:
+            return math.inf
+        return self.config.exploding * statistics.median(norms) or math.inf
+
     def _explosion_message(self, norm: float) -> str:
         """Return what is wrong with a finite norm, or an empty string."""
-        most = self.config.exploding
+        if norm <= self._largest_norm():
+            return ""
         norms = self.history.norms
-        if most is None or len(norms) < MIN_NORMS:
-            return ""
-        usual = statistics.median(norms)
-        if not norm > most * usual > 0:
-            return ""
         return (
-            f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, {norm / usual:.3g} "
-            f"times the median of the last {len(norms)}; at most "
-            f"trainer.exploding={most:g} times is allowed"
+            f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, "
+            f"{norm / statistics.median(norms):.3g} times the median of the last {len(norms)}; at "
+            f"most trainer.exploding={self.config.exploding:g} times is allowed"
         )
 
     def _error_message(self, fault: str, finding: str) -> str:
@@ -340,8 +438,8 @@ class NonFiniteGuard:
             advice += ", or skip such steps with trainer.on_nonfinite=skip"
         return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
 
-    def _skip_step(self, fault: str) -> None:
-        """Restore everything to what it was before the step."""
+    def _record_skip(self, fault: str) -> None:
+        """Count a step that is left out, and say so."""
         self.history.skipped += 1
         if self.manager.rank == 0:
             logger.warning(
@@ -350,6 +448,9 @@ class NonFiniteGuard:
                 self.history.in_a_row,
                 MAX_CONSECUTIVE_SKIPS,
             )
+
+    def _undo_step(self) -> None:
+        """Restore everything to what it was before the step."""
         with torch.no_grad():
             for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
                 buffer.copy_(before)

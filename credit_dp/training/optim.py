@@ -43,11 +43,18 @@ SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before t
 NO_DECAY_SUFFIXES = ("bias", "table", "pos_embed")
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, can_leave_out: bool = False
+) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
+    Args:
+        parameters: by name.
+        config: of the optimizer.
+        can_leave_out: whether `step_unless` has to work: torch's fused update does it, on CPUs too.
+
     Raises:
-        UserError: a plug-in can't build it.
+        UserError: a plug-in can't build it, or a complex parameter can't have a fused update.
     """
     groups = parameter_groups(parameters, config)
     if isinstance(config, OwnOptimizerConfig):
@@ -55,8 +62,35 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     if not isinstance(config, AdamWConfig):
         raise TypeError(f"{type(config).__name__} is the config of no optimizer")
     betas = (config.betas[0], config.betas[1])
-    fused = True if can_fuse(parameters.values()) else None  # None: torch chooses
+    learning = {name: p for name, p in parameters.items() if p.requires_grad}
+    for name, parameter in learning.items() if can_leave_out else ():
+        if not parameter.is_floating_point():
+            raise UserError(
+                f"trainer.check_finite: late needs real parameters, but {name} is "
+                f"{parameter.dtype}. Set trainer.check_finite=step."
+            )
+    # None: torch chooses
+    fused = True if can_leave_out or can_fuse(learning.values()) else None
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+
+
+def step_unless(optimizer: Optimizer, rejected: Tensor | None) -> None:
+    """Take the optimizer's step, unless a tensor on the device says otherwise.
+
+    Args:
+        optimizer: built with `can_leave_out`, if `rejected` is given.
+        rejected: of no dimensions; 1: weights, moments and counters stay; 0: the step is taken;
+            None: it is taken.
+    """
+    if rejected is None:
+        optimizer.step()
+        return
+    # The name by which fused optimizers read what a gradient scaler has found.
+    optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def can_fuse(parameters: Iterable[nn.Parameter]) -> bool:

@@ -17,7 +17,7 @@ from credit_dp.profiling import OPTIMISER, profile_region
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.diagnostics import NonFiniteGuard, diagnose_non_finite
 from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch, clip_gradients
-from credit_dp.training.optim import seed_step
+from credit_dp.training.optim import seed_step, step_unless
 from credit_dp.training.replicas import check_replicas
 from credit_dp.training.throughput import ThroughputMeter
 
@@ -140,16 +140,19 @@ class Trainer:
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
         # 3. Reduce the loss, look for NaN and infinity, and agree on a signal to stop: one
-        #    all-reduce over all ranks, and the one moment at which the host waits for the device,
-        #    unless block 6 is due or the step is logged.
-        check = self.guard.check(share, norm, partial(self.diagnose, batch))
+        #    all-reduce over all ranks. Here the host waits for the device, unless the check is
+        #    late: then it waits for the step before, which the device has done long ago. A late
+        #    check of this step is read in the next one; of a step that is logged, and so of one
+        #    that is validated or saved, every check is read now.
+        late = config.check_finite == "late" and not self.should_log(state.step + 1)
+        check = self.guard.check(share, norm, partial(self.diagnose, batch), late)
 
         # 4. Update the weights and their average. Each rank updates its own weights; nothing is
-        #    sent.
+        #    sent. The guard updates the average itself once a late check is read.
         if check.accepted:
             with profile_region(OPTIMISER):
-                state.optimizer.step()
-            if state.average is not None:
+                step_unless(state.optimizer, check.rejected)
+            if state.average is not None and check.rejected is None:
                 state.average.update()
 
         # 5. The learning rate moves on after a skipped step, too: it follows the step's number.

@@ -1,22 +1,25 @@
 """Non-finite or exploding losses and gradients: the message, and the state that stays as it was."""
 
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from credit_dp.config import Config, TrainerConfig
+from credit_dp.config import Config, OwnOptimizerConfig, ParallelConfig, TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.diagnostics import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
+from credit_dp.training.optim import build_optimizer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh
@@ -299,3 +302,129 @@ def test_a_compiled_model_names_its_modules_too(config):
     training.trainer.train_step(batch)
     spoil_weight(training)
     assert "comes from encoder.0.0.norm2, on rank 0" in training.trainer.diagnose(batch)
+
+
+def checked(config: Config, check_finite: str, **changes: Any) -> Config:
+    """Return the config with checks of this kind, and a log of the first and last step only."""
+    keys = {"log_every": 100, "checkpoint_every": 100, "check_finite": check_finite, **changes}
+    return replace(config, trainer=replace(config.trainer, **keys))
+
+
+@pytest.mark.parametrize("how", ["target", pytest.param("weight", marks=pytest.mark.slow)])
+def test_a_late_check_ends_with_the_line_of_the_step_that_went_wrong(config, how):
+    one = Mesh(1, 1, 1)
+    assert line_on(one, checked(config, "late"), how) == line_on(one, checked(config, "step"), how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2"), Mesh(2, 1, 1)], ids=str)
+def test_a_late_check_of_any_mesh_ends_with_the_same_line(config, mesh):
+    if mesh.pipeline > 1:
+        config = replace(config, trainer=accumulated(config))
+    line = line_on(mesh, checked(config, "late"), "target")
+    assert line == line_on(mesh, checked(config, "step"), "target")
+
+
+def tensors_of_fused(
+    manager: DomainParallelManager, config: Config
+) -> tuple[dict[str, torch.Tensor], list[int], dict[str, Any]]:
+    """Return all tensors, steps whose check was left for later, and numbers of the state.
+
+    On CPUs, too, one kernel updates the weights, as it does on GPUs.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("credit_dp.training.optim.FUSED_DEVICES", {"cpu"})
+        training = built(config, manager)
+    trainer = training.trainer
+    wrong = "input" if manager.rank == manager.world_size - 1 else ""
+    with training.loader:
+        batches = batches_with_fault(training.loader, training, wrong)
+        late = [r.step for r in step_records(training, batches) if trainer.guard.unread is not None]
+    assert trainer.state.average is not None
+    numbers = {**trainer.state.history.state_dict(), "averaged": trainer.state.average.updates}
+    return all_tensors(training), late, numbers
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(1, 1, 1),
+        pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 1, "fsdp2"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_skipped_late_leaves_the_same_state(config, mesh):
+    found = []
+    for check_finite in ("step", "late"):
+        on = skipping(on_mesh(checked(config, check_finite), mesh))
+        one = mesh.ranks == 1
+        found.append(
+            [tensors_of_fused(alone(), on)]
+            if one
+            else on_processes(mesh.ranks, tensors_of_fused, on, domain=mesh.domain)
+        )
+    for (wanted, read, numbers), (tensors, late, others) in zip(*found, strict=True):
+        assert (read, late) == ([], [2, BAD, 4])
+        assert others == numbers
+        assert numbers["skipped"] == 1
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in tensors.items())
+
+
+def test_a_late_check_restores_buffers_and_finds_exploding_gradients(config):
+    on = checked(config, "late", on_nonfinite="skip", exploding=5.0)
+    trainer = built(on, alone()).trainer
+    (part,) = trainer.state.parts
+    part.register_buffer("samples_seen", torch.zeros(()))
+
+    def rejected(size: float) -> bool:
+        trainer.guard.save_buffers()
+        part.samples_seen += 1
+        size = torch.tensor(size, dtype=torch.float64)
+        check = trainer.guard.check(torch.tensor(1.0), size, lambda: "", late=True)
+        trainer.state.step += 1
+        assert check.loss is None
+        return bool(check.rejected)
+
+    assert not any(rejected(1.0) for _ in range(MIN_NORMS))  # the last of them is not read yet
+    assert not rejected(4.9)
+    assert rejected(6.0)
+    assert rejected(NAN)
+    assert part.samples_seen == MIN_NORMS + 1
+    assert trainer.guard.metrics() == {"skipped": 1}  # the NaN is not read yet
+    trainer.guard.config = replace(on.trainer, on_nonfinite="stop")
+    with pytest.raises(
+        UserError, match=rf"but is 1\.0 with gradient norm nan at step {MIN_NORMS + 3}"
+    ):
+        trainer.guard.check(torch.tensor(1.0), torch.tensor(1.0), lambda: "")
+    assert trainer.state.step == MIN_NORMS + 2
+
+
+def test_a_signal_stops_one_step_later_with_every_check_read(config):
+    training = built(checked(config, "late"), alone())
+    trainer = training.trainer
+    signals = {2: signal.SIGUSR1}  # by the number of steps before
+    trainer.guard.pending_signal = lambda: signals.get(trainer.state.step, 0)
+    with training.loader:
+        records = list(step_records(training))[:4]
+    assert [record.stop_signal for record in records] == [0, 0, 0, signal.SIGUSR1]
+    assert trainer.guard.unread is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"parallel": ParallelConfig(data_mode="fsdp2", cpu_offload=True)}, "cpu_offload=false"),
+        ({"optimizer": OwnOptimizerConfig(name="mine")}, "optimizer=adamw, .* got mine"),
+    ],
+)
+def test_a_late_check_is_refused_where_it_is_not_exact(config, changes, wanted):
+    with pytest.raises(UserError, match=rf"^trainer\.check_finite: late needs .*{wanted}"):
+        replace(checked(config, "late"), **changes)
+
+
+def test_a_late_check_needs_real_parameters(config):
+    complex_weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UserError, match=r"needs real parameters, but w is torch\.complex64"):
+        build_optimizer({"w": complex_weight}, config.optimizer, can_leave_out=True)

@@ -164,7 +164,7 @@ def without_training_settings(config: Config) -> Config:
     """Return the config without settings of training, and with the smallest batch."""
     from credit_dp.config import microbatches_per_step
 
-    trainer = replace(config.trainer, accumulate=1, checkpoint_activations=False, freeze=[])
+    trainer = replace(config.trainer, accumulate=1, checkpoint_activations="false", freeze=[])
     config = replace(config, trainer=trainer, resume=None, init_from=None)
     # One sample for each micro-batch (with a pipeline, several) on each data rank.
     batch = count_data_ranks(config) * microbatches_per_step(config)

@@ -237,11 +237,16 @@ class Config:
                 "compile: needs an empty parallel.layout, because moves between devices can't be "
                 "compiled. Change one of them."
             )
-        if self.trainer.checkpoint_activations and self.parallel.pipeline > 1:
+        if self.trainer.checkpoint_activations != "false" and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.checkpoint_activations: needs parallel.pipeline=1, got "
                 f"{self.parallel.pipeline}. Use model.activation_checkpointing=true instead, which "
                 "recomputes each block of a stage."
+            )
+        if self.trainer.checkpoint_activations == "blocks" and self.compile:
+            raise UserError(
+                "trainer.checkpoint_activations: blocks can't be compiled. Set compile=false, or "
+                "trainer.checkpoint_activations=step."
             )
         if self.trainer.check_finite == "late":
             self._check_late_check()

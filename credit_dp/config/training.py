@@ -41,7 +41,9 @@ class TrainerConfig:
     # forecast steps per optimizer step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
     rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
     rollout_unit: str = "step"  # step | epoch: unit of the keys of rollout
-    checkpoint_activations: bool = False  # recompute each forecast step in the backward pass
+    # false | step | blocks: what the backward pass computes again from its inputs: each forecast
+    # step as a whole, or each block of the model; true means step
+    checkpoint_activations: str = "false"
     # patterns of parameters that are not trained, e.g. ["encoder.*"]
     freeze: list[str] = field(default_factory=list)
     # stop | skip: what to do at a step with a non-finite loss or gradient (NaN or inf), or with an
@@ -76,6 +78,11 @@ class TrainerConfig:
                     f"trainer.autocast: needs trainer.dtype=float32, got {self.dtype}. "
                     "Change one of them."
                 )
+        # YAML reads false and true as booleans; true is of the time before there were blocks.
+        given = str(self.checkpoint_activations).lower()
+        self.checkpoint_activations = "step" if given == "true" else given
+        kinds = ("false", "step", "blocks")
+        checks.one_of("trainer.checkpoint_activations", self.checkpoint_activations, kinds)
         checks.one_of("trainer.matmul", self.matmul, MATMUL_PRECISIONS)
         checks.at_least("trainer.accumulate", self.accumulate, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)

@@ -40,6 +40,7 @@ from credit_dp.pipeline_parallel.stages import (
     stage_slices,
     state_bytes,
 )
+from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 
@@ -344,9 +345,10 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
             sharded, config.parallel, data * report.ranks, microbatches, moments=moments
         )
     saved = max(report.saved_bytes)
+    recomputed = max(report.recomputed_bytes, default=0)
     rows = _max_bytes_sent(traffic)
     return [
-        _rank_budget(mode, 0, budget, (saved, 0), (rows * microbatches, 0))
+        _rank_budget(mode, 0, budget, (saved, 0), (rows * microbatches, 0), recomputed)
         for mode, budget in budgets.items()
     ]
 
@@ -423,7 +425,12 @@ def _state_traffic(stages: Sequence[Stage], samples: int) -> tuple[int, int]:
 
 
 def _rank_budget(
-    mode: str, rank: int, parameters: ParameterBudget, held: tuple[int, int], sent: tuple[int, int]
+    mode: str,
+    rank: int,
+    parameters: ParameterBudget,
+    held: tuple[int, int],
+    sent: tuple[int, int],
+    recomputed: int = 0,
 ) -> RankBudget:
     """Return a budget from its parts; `held` is (activations, states), `sent` is (rows, states)."""
     return RankBudget(
@@ -435,6 +442,7 @@ def _rank_budget(
             "moments": parameters.moments,
             "gathered": parameters.gathered,
             "activations": held[0],
+            "recomputed": recomputed,
             "states": held[1],
         },
         {
@@ -553,6 +561,7 @@ def _report(
         custom_converters=declared_converters(model),
         whole_ops=whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
+        recomputed=recomputed_modules(model, config),
     )
 
 
@@ -590,18 +599,18 @@ def _check_up_to(config: Config, up_to: int) -> None:
 def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
     """Return the bytes that a rank holds in training, by item.
 
-    A rollout keeps the activations of all its steps; in bfloat16 they take half, and a copy of the
-    weights is added.
+    A rollout keeps the activations of all its steps, but computes them again one at a time; in
+    bfloat16 they take half, and a copy of the weights is added.
 
     Args:
         held: the items of one forecast step in full precision.
         config: of the run.
     """
     trainer = config.trainer
-    steps = 1 if trainer.checkpoint_activations else trainer.longest_rollout
-    memory = {**held, "activations": steps * held["activations"]}
+    memory = {**held, "activations": trainer.longest_rollout * held["activations"]}
     if trainer.autocast is not None:
-        memory["activations"] //= 2
+        for item in memory.keys() & {"activations", "recomputed"}:
+            memory[item] //= 2
         memory["weights in bfloat16"] = held["weights"] // 2
     if config.optimizer.ema is not None:
         memory["averages"] = held["weights"]

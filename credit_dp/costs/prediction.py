@@ -23,6 +23,7 @@ from credit_dp.domain_parallel.costs.work import (
 )
 from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
+from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.optim import moments_per_parameter
 
 
@@ -38,7 +39,6 @@ def check_predictable(config: Config, machine: Machine) -> None:
         "parallel.pipeline": (parallel.pipeline, 1),
         "parallel.data_mode": (parallel.data_mode, "ddp"),
         "parallel.layout": (dict(parallel.layout), {}),
-        "trainer.checkpoint_activations": (trainer.checkpoint_activations, False),
         "trainer.rollout": (trainer.longest_rollout, 1),
         "compile": (config.compile, False),
     }
@@ -229,6 +229,7 @@ class Predictor:
         self.shape = (1, *field)
         self._moments = moments_per_parameter(self.model, config)
         self._whole_ops = config.parallel.whole_ops
+        self._recomputed = recomputed_modules(self.model, config)
         self._work: dict[int, StepWork] = {}
         self._update = compute_seconds(optimiser_step_work(self.model), machine, self.dtype)
         # The reference of the efficiency: one sample on one rank, whether it fits or not.
@@ -260,7 +261,9 @@ class Predictor:
 
     def _step_work(self, domain: int) -> StepWork:
         if domain not in self._work:
-            self._work[domain] = step_work(self.model, self.shape, domain, self._whole_ops)
+            self._work[domain] = step_work(
+                self.model, self.shape, domain, self._whole_ops, self._recomputed
+            )
         return self._work[domain]
 
     def _time(self, data: int, domain: int) -> StepTime:

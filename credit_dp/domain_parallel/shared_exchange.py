@@ -214,17 +214,29 @@ def attach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
     scope.register_forward_hook(_CloseHook(shared), always_call=True)
 
 
+def open_hooks(scope: nn.Module) -> list[SharedExchange]:
+    """Return the exchanges that are opened when a module is called."""
+    hooks = scope._forward_pre_hooks.values()
+    return [hook.shared for hook in hooks if isinstance(hook, _OpenHook)]
+
+
 def detach_shared_exchanges(model: nn.Module) -> None:
     """Let every layer of a model fetch its own rows."""
     for module in model.modules():
-        holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-        for hooks in holders:
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _OpenHook | _CloseHook):
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
-                    for reader in hook.shared.readers:
-                        reader.shared_exchange = None
+        for shared in open_hooks(module):
+            detach_shared_exchange(module, shared)
+
+
+def detach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
+    """Undo `attach_shared_exchange`."""
+    holders: tuple[dict[int, Any], ...] = (scope._forward_pre_hooks, scope._forward_hooks)
+    for hooks in holders:
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, _OpenHook | _CloseHook) and hook.shared is shared:
+                del hooks[key]
+                scope._forward_hooks_always_called.pop(key, None)
+    for reader in shared.readers:
+        reader.shared_exchange = None
 
 
 # The names of layers that were called with the same tensor, once per call.

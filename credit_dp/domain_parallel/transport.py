@@ -15,8 +15,9 @@ import os
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -94,8 +95,16 @@ class Transport(ABC):
 
         Until it has returned, `receive` is not filled and `send` must not be changed.
         """
-        # torch conjugates and negates when a tensor is read, which messages of its memory do not.
-        send = [(peer, t.resolve_conj().resolve_neg()) for peer, t in send]
+        kept = _kept_messages.get()
+        if kept is not None:
+            into = [tensor for _, tensor in receive]
+            return kept.exchange(into, lambda: self._start_now(send, receive))
+        return self._start_now(send, receive)
+
+    def _start_now(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
+        send = [(peer, plain(tensor)) for peer, tensor in send]
         self.calls += 1
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
@@ -104,20 +113,22 @@ class Transport(ABC):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the `x` of every rank, stacked along a new first dimension in rank order."""
-        self._count_collective(x)
-        with profile_region(EXCHANGE):
-            return self._all_gather(x.resolve_conj().resolve_neg().contiguous())
+        return self._collective(lambda: self._all_gather(plain(x).contiguous()), x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each; `x` is not changed."""
-        self._count_collective(x)
-        with profile_region(EXCHANGE):
-            return self._all_reduce(x.resolve_conj().resolve_neg())
+        return self._collective(lambda: self._all_reduce(plain(x)), x)
 
-    def _count_collective(self, x: Tensor) -> None:
-        self.calls += 1
-        self.traffic.collectives += 1
-        self.traffic.collective_bytes += x.numel() * x.element_size()
+    def _collective(self, compute: Callable[[], Tensor], x: Tensor) -> Tensor:
+        def compute_now() -> Tensor:
+            self.calls += 1
+            self.traffic.collectives += 1
+            self.traffic.collective_bytes += x.numel() * x.element_size()
+            with profile_region(EXCHANGE):
+                return compute()
+
+        kept = _kept_messages.get()
+        return compute_now() if kept is None else kept.collective(compute_now)
 
     @abstractmethod
     def _start(
@@ -130,6 +141,104 @@ class Transport(ABC):
     def _all_reduce(self, x: Tensor) -> Tensor:
         # Every rank adds in rank order, so that rounding is the same on all.
         return self._all_gather(x.contiguous()).sum(0)
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return a tensor whose memory has its values, as messages need it."""
+    # torch conjugates and negates when a tensor is read.
+    return x.resolve_conj().resolve_neg()
+
+
+@final
+class ReceivedMessages:
+    """What a part of a model received in its forward, for computing it again without messages.
+
+    The second forward makes the same calls in the same order, on every rank: it computes the same
+    from the same inputs.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[list[Tensor]] = []
+        self._next: int | None = None  # the call that is replayed next; None while recording
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are kept."""
+        return sum(tensor.nbytes for call in self._calls for tensor in call)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep all that is received inside the context."""
+        self._next = None
+        with self._current():
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Receive all of it again inside the context, from the first call on; nothing is sent."""
+        self._next = 0
+        with self._current():
+            yield
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        token = _kept_messages.set(self)
+        try:
+            yield
+        finally:
+            _kept_messages.reset(token)
+
+    def exchange(
+        self, receive: Sequence[Tensor], start: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
+        """Start an exchange and keep what it receives, or fill `receive` with what was kept."""
+        if self._next is not None:
+            kept = self._replayed([tensor.shape for tensor in receive])
+
+            def fill() -> None:
+                for tensor, message in zip(receive, kept, strict=True):
+                    tensor.copy_(message)
+
+            return fill
+        wait = start()
+        call: list[Tensor] = []
+        self._calls.append(call)  # in the order of starts: others may start before this one ends
+
+        def finish() -> None:
+            wait()
+            call.extend(map(_own_copy, receive))
+
+        return finish
+
+    def collective(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of a collective, which is kept, or what was kept of it."""
+        if self._next is not None:
+            (kept,) = self._replayed(None)
+            return kept.clone()  # another backward pass may read it again
+        result = compute()
+        self._calls.append([result.clone()])
+        return result
+
+    def _replayed(self, shapes: list[torch.Size] | None) -> list[Tensor]:
+        at = self._next or 0
+        call = self._calls[at] if at < len(self._calls) else None
+        if call is None or (shapes is not None and shapes != [t.shape for t in call]):
+            raise RuntimeError(
+                "activation checkpointing: a module exchanges other rows when backward computes "
+                "it again than in its forward"
+            )
+        self._next = at + 1
+        return call
+
+
+# A context variable and not a global: the ranks may be threads of one process, and backward passes
+# of GPUs run in threads of their own.
+_kept_messages: ContextVar[ReceivedMessages | None] = ContextVar("kept messages", default=None)
+
+
+def _own_copy(x: Tensor) -> Tensor:
+    """Return a tensor that keeps no larger one alive."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 @final

@@ -35,6 +35,7 @@ class SegmentedModel(nn.Module, ABC):
 
     Attributes:
         active_segments: the segments that run: all, or those of one stage of a pipeline.
+        checkpointing: whether the model itself lets backward compute its blocks again.
 
     Shapes:
         the state before its first segment -> the state after its last one; a state of one tensor is
@@ -44,6 +45,7 @@ class SegmentedModel(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         self.active_segments = slice(None)
+        self.checkpointing = False
 
     @abstractmethod
     def segments(self) -> list[Segment]:

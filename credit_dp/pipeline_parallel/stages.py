@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.checks import did_you_mean
 from credit_dp.domain_parallel.costs.report import (
-    SavedTensors,
     copy_to_meta,
     row_layers,
     tensors_of,
@@ -31,6 +30,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
 from credit_dp.domain_parallel.planning.trace import dtype_and_device
+from credit_dp.domain_parallel.recomputation import SavedTensors
 from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalView

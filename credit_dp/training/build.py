@@ -6,9 +6,9 @@
 2. Convert its layers to work on this rank's band of rows (`shard_model`); with a pipeline, also cut
    it into stages.
 3. Move it to the device, and shard its parameters with FSDP2 if the config says so.
-4. Enable autocast and compile.
+4. Checkpoint the activations of its blocks, enable autocast and compile.
 
-DDP and activation checkpointing wrap the model only where gradients are computed
+DDP and checkpointing of whole steps wrap the model only where gradients are computed
 (`ModelParts.build_forward_backward`), so that names of parameters do not depend on them.
 """
 
@@ -45,6 +45,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.planning.plan import check_model
+from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
@@ -62,6 +63,7 @@ from credit_dp.training.forward_backward import (
     ModelForwardBackward,
     PipelineForwardBackward,
     new_stage_group,
+    recomputed_modules,
 )
 from credit_dp.training.loss import WeightedLoss, build_loss, build_plugin_error
 from credit_dp.training.optim import (
@@ -199,7 +201,7 @@ class ModelParts:
             )
         model = self.parts[0]
         # Inside DDP, whose forward would otherwise run once more in the backward pass.
-        if config.trainer.checkpoint_activations:
+        if config.trainer.checkpoint_activations == "step":
             model = ActivationCheckpointWrapper(model)
         if uses_ddp and manager.world_size > 1:
             model = wrap_in_ddp(model, config.parallel)
@@ -257,12 +259,15 @@ def build_model_parts(
             _enable_configured_autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
+    blocks = recomputed_modules(model, config)  # of the complete model: conversion changes types
     model = shard_model(
         model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
     )
     _set_loss_factor(model, manager)
     _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
+    if config.trainer.checkpoint_activations == "blocks":
+        checkpoint_modules(model, blocks)
     _enable_configured_autocast(model, config, like)
     if config.compile and attached_view(model) is not None:
         logger.warning(

@@ -13,14 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from credit_dp.config import Config
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.process_groups import new_group_of
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.recomputation import (
+    CheckpointedForward,
+    has_several_layers,
+    repeated_blocks,
+)
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
+from credit_dp.models.segments import SegmentedModel
 from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import WeightedLoss
@@ -104,7 +110,7 @@ def clip_gradients(
 
 @final
 class ActivationCheckpointWrapper(nn.Module):
-    """Keeps only the input of each forward pass and computes the rest again in backward.
+    """Keeps only the input of each forward pass, and what it received, and computes the rest again.
 
     DDP is wrapped around it and not the other way round: DDP's own forward must not run again in
     backward.
@@ -119,34 +125,30 @@ class ActivationCheckpointWrapper(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._checked = False
+        self.checkpointed = CheckpointedForward(model, "the model", with_hooks=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the model's output."""
-        if not (self.model.training and torch.is_grad_enabled()):
-            return self.model(x)  # type: ignore[no-any-return]
-        before = {} if self._checked else self._buffer_versions()
-        # Without the early stop torch would end the second forward at the last tensor that this
-        # rank needs: another rank might need one more, and wait for an exchange that never comes.
-        with set_checkpoint_early_stop(False):
-            output: Tensor = checkpoint(self.model, x, use_reentrant=False)
-        if not self._checked:
-            self._check_buffers_unchanged(before)
-        return output
+        return self.checkpointed(x)  # type: ignore[no-any-return]
 
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Return identity and version of each buffer: one changes if it is replaced or written."""
-        return {name: (id(b), b._version) for name, b in self.model.named_buffers()}
 
-    def _check_buffers_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
-        for name, version in self._buffer_versions().items():
-            if before.get(name) != version:
-                raise UserError(
-                    "trainer.checkpoint_activations: needs a model whose forward changes no "
-                    f"buffer, but it changes {name}, and would again in backward. Set "
-                    "trainer.checkpoint_activations=false, or use a layer without such a buffer."
-                )
-        self._checked = True
+def recomputed_modules(model: nn.Module, config: Config) -> list[str]:
+    """Return the paths of the modules that backward computes again; "" stands for the model.
+
+    With `trainer.checkpoint_activations=blocks` a model stops checkpointing its blocks by itself.
+
+    Args:
+        model: complete, before it is converted.
+        config: of the run.
+    """
+    chosen = config.trainer.checkpoint_activations
+    if chosen != "blocks":
+        return [""] if chosen == "step" else []
+    if not isinstance(model, SegmentedModel):
+        return repeated_blocks(model)
+    model.checkpointing = False
+    names = dict.fromkeys(segment.name for segment in model.segments())
+    return [name for name in names if has_several_layers(model.get_submodule(name))]
 
 
 # Called with a part of the model and the number of a micro-batch, before it is computed.

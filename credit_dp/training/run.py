@@ -129,11 +129,15 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
         total = torch.cuda.mem_get_info()[1]
         used = f"{decimal(torch.cuda.max_memory_reserved())} of {decimal(total)} in use"
     keys = []
-    if config.trainer.longest_rollout > 1 and not config.trainer.checkpoint_activations:
-        keys.append("trainer.checkpoint_activations=true")
+    if config.trainer.longest_rollout > 1 and config.trainer.checkpoint_activations == "false":
+        keys.append("trainer.checkpoint_activations=step")
     spectral_norm = getattr(config.model, "spectral_norm", False)  # which refuses checkpointing
-    if getattr(config.model, "activation_checkpointing", True) is False and not spectral_norm:
+    by_itself = getattr(config.model, "activation_checkpointing", None)  # None: another's model
+    if by_itself is False and not spectral_norm:
         keys.append("model.activation_checkpointing=true")
+    one_part = config.parallel.pipeline == 1 and not config.compile
+    if by_itself is None and one_part and config.trainer.checkpoint_activations != "blocks":
+        keys.append("trainer.checkpoint_activations=blocks")
     if config.trainer.autocast is None and config.trainer.dtype == "float32":
         keys.append("trainer.autocast=bfloat16")
     raised = f"parallel.domain above {config.parallel.domain}"

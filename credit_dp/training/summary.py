@@ -18,6 +18,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.costs.report import DryRun, dry_run
+from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import whole_call_lines
 from credit_dp.training.build import Training
@@ -74,11 +75,10 @@ def estimate_run(
     step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None
     messages = sent_bytes = 0
     if step is not None:
-        # Each forecast step saves as much as the first one for the backward pass, unless
-        # activation checkpointing recomputes them one at a time.
+        # Each forecast step saves as much as the first one for the backward pass. What is
+        # computed again is there once at a time.
         steps = config.trainer.longest_rollout
-        recomputed = config.trainer.checkpoint_activations
-        memory["activations"] = step.saved_bytes * (1 if recomputed else steps)
+        memory["activations"] = step.saved_bytes * steps + step.recomputed_bytes
         passes = steps * microbatches_per_step(config)
         totals = [t[manager.domain_rank] for t in (*step.forward.values(), *step.backward.values())]
         messages = passes * sum(total.messages for total in totals)
@@ -105,7 +105,10 @@ def dry_run_step(
     inputs = store.channels.fields(config.model.frames).inputs
     (model,) = training.trainer.state.parts
     try:
-        return dry_run(model, manager, [(samples, inputs, *store.grid)], manager.rank)
+        # Blocks are checkpointed within the model already, complete steps only around it.
+        whole = [""] if config.trainer.checkpoint_activations == "step" else []
+        with checkpointed(model, whole):
+            return dry_run(model, manager, [(samples, inputs, *store.grid)], manager.rank)
     except Exception as error:  # noqa: BLE001 - a failed estimate ends no run
         logger.info("no estimate of activations: %s: %s", type(error).__name__, error)
         return None

@@ -212,6 +212,9 @@ SLOW = [  # each model with each mode, and computing steps again or not with eac
     ("depth", Mesh(1, 2, 1, "ddp"), True),
     ("crossformer", Mesh(1, 1, 3, "ddp"), True),
     ("crossformer", Mesh(1, 2, 2, "fsdp2"), True),
+    ("depth", Mesh(1, 1, 1, "ddp"), "blocks"),
+    ("depth", Mesh(1, 2, 2, "fsdp2"), "blocks"),
+    ("crossformer", Mesh(1, 1, 3, "ddp"), "blocks"),
 ]
 CASES = [
     *(pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}") for case in FAST),

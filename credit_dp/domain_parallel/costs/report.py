@@ -49,6 +49,12 @@ from credit_dp.domain_parallel.planning.trace import (
     named_leaves,
     tensors_in,
 )
+from credit_dp.domain_parallel.recomputation import (
+    RecomputationCounter,
+    SavedTensors,
+    checkpointed,
+    count_recomputation,
+)
 from credit_dp.domain_parallel.view.model import attached_view, detach_view
 from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, plan_view
 from credit_dp.domain_parallel.view.trial import (
@@ -104,7 +110,8 @@ class PlanReport:
 
     `saved_bytes` estimates the activation memory of each rank: the tensors that autograd saves for
     backward. Temporary memory of operations, gradients and the optimiser come on top. Ranks with
-    the same bands share one estimate.
+    the same bands share one estimate. `recomputed_bytes` come on top if backward computes modules
+    again: what the module with most saves meanwhile.
 
     `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
     is empty and `levels` have balanced bands.
@@ -128,6 +135,7 @@ class PlanReport:
     whole_calls: tuple[WholeCall, ...] = ()
     whole_bytes: int = 0
     largest_gathered: int = 0
+    recomputed_bytes: tuple[int, ...] = ()
 
     @property
     def forward(self) -> tuple[RankTraffic, ...]:
@@ -151,6 +159,7 @@ def plan_report(
     custom_converters: Mapping[type[nn.Module], Converter] | None = None,
     whole_ops: str = "allow",
     whole_ops_limit: float | None = DEFAULT_LIMIT,
+    recomputed: Sequence[str] = (),
 ) -> PlanReport:
     """Return a report on sharding a model; takes seconds and sends nothing.
 
@@ -161,6 +170,7 @@ def plan_report(
         custom_converters: see `convert_to_domain_parallel`.
         whole_ops: see `convert_to_domain_parallel`.
         whole_ops_limit: see `convert_to_domain_parallel`.
+        recomputed: paths of the modules that backward computes again; "" stands for the model.
 
     Raises:
         UserError: `ranks` is below 1 or `input_shape` is empty. Reasons why a model can't be
@@ -169,9 +179,10 @@ def plan_report(
     if ranks < 1:
         raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
-    report = _layer_report(model, shapes, ranks, custom_converters or {})
+    report = _layer_report(model, shapes, ranks, custom_converters or {}, recomputed)
     if whole_ops == "allow" and ranks > 1 and report.problems:
-        return _view_report(model, report, whole_ops_limit)
+        with checkpointed(model, recomputed):
+            return _view_report(model, report, whole_ops_limit)
     return report
 
 
@@ -180,6 +191,7 @@ def _layer_report(
     shapes: tuple[Shape, ...],
     ranks: int,
     custom_converters: Mapping[type[nn.Module], Converter],
+    recomputed: Sequence[str],
 ) -> PlanReport:
     """Return the report on a model whose layers are converted."""
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
@@ -199,7 +211,8 @@ def _layer_report(
     if not problems:
         sharded = sharded if ranks > 1 else model  # one rank runs the plain model
         try:
-            runs = _dry_runs_by_rank(sharded, manager, shapes, heights)
+            with checkpointed(sharded, recomputed):
+                runs = _dry_runs_by_rank(sharded, manager, shapes, heights)
         except UserError as error:
             problems.append(str(error))
     return replace(
@@ -207,6 +220,7 @@ def _layer_report(
         levels=_levels(heights, manager, runs),
         layers=_layer_traffic(sharded, runs[0]) if runs else (),
         saved_bytes=tuple(run.saved_bytes for run in runs),
+        recomputed_bytes=tuple(run.recomputed_bytes for run in runs),
     )
 
 
@@ -234,7 +248,7 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
     try:
         trial = plan_view(model, manager, shapes, limit, backward=True, training=True)
-        saved_bytes = _saved_bytes_by_rank(model, manager, shapes, trial)
+        saved_bytes, recomputed_bytes = _saved_bytes_by_rank(model, manager, shapes, trial)
     except (UserError, NoFakeKernelError) as error:
         return replace(refused, problems=(str(error), *refused.problems))
     bands = {manager.partition(s[ROW_DIM]): 0 for s in shapes if is_banded(s)} | dict(
@@ -250,6 +264,7 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
             if any(traffic != RankTraffic() for traffic in (*sent, *trial.backward[path]))
         ),
         saved_bytes=saved_bytes,
+        recomputed_bytes=recomputed_bytes,
         problems=(),
         refusal=refused.problems[0],
         whole_calls=trial.whole_calls,
@@ -260,19 +275,23 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
 
 def _saved_bytes_by_rank(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], trial: TrialRun
-) -> tuple[int, ...]:
-    """Return what each rank saves; ranks with as many rows of the inputs share a run."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what each rank saves, and what it saves while a module is computed again.
+
+    Ranks with as many rows of the inputs share a run.
+    """
     partitions = [manager.partition(s[ROW_DIM]) for s in shapes if is_banded(s)]
-    saved: dict[tuple[int, ...], int] = {}
+    saved: dict[tuple[int, ...], tuple[int, int]] = {}
     by_rank = []
     for rank in range(manager.domain_parallel_size):
         bands = tuple(partition.sizes[rank] for partition in partitions)
         if bands not in saved:
             is_known = rank == trial.rank
             run = trial if is_known else trial_run(model, manager, shapes, rank=rank, training=True)
-            saved[bands] = run.saved_bytes
+            saved[bands] = run.saved_bytes, run.recomputed_bytes
         by_rank.append(saved[bands])
-    return tuple(by_rank)
+    kept, again = zip(*by_rank, strict=True)
+    return kept, again
 
 
 @final
@@ -380,7 +399,7 @@ class DryRun:
     """Traffic of all ranks in one step, by layer, and the bytes that one rank saves for backward.
 
     `sent_bytes` and their lower bound `least_bytes` count rows, over all ranks and the whole step,
-    by the global height of the layer's input.
+    by the global height of the layer's input. `recomputed_bytes`: see `PlanReport`.
     """
 
     forward: dict[str, tuple[RankTraffic, ...]]
@@ -388,6 +407,7 @@ class DryRun:
     saved_bytes: int
     sent_bytes: Mapping[int, int]
     least_bytes: Mapping[int, int]
+    recomputed_bytes: int = 0
 
 
 def dry_run(
@@ -419,7 +439,9 @@ def _view_dry_run(
     sent_bytes: Counter[int] = Counter()
     for partition, size in trial.sent_bytes.items():
         sent_bytes[partition.height] += size
-    return DryRun(trial.forward, trial.backward, trial.saved_bytes, sent_bytes, {})
+    return DryRun(
+        trial.forward, trial.backward, trial.saved_bytes, sent_bytes, {}, trial.recomputed_bytes
+    )
 
 
 def dry_runs(
@@ -455,8 +477,10 @@ def _run_step(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     bands = [_band_shape(shape, manager) for shape in shapes]
     inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
-    saved = SavedTensors([*model.parameters(), *model.buffers()])
-    with _count_by_layer(model, manager) as counters:
+    held = [*model.parameters(), *model.buffers()]
+    saved = SavedTensors(held)
+    again = RecomputationCounter(saved.add, held)
+    with _count_by_layer(model, manager) as counters, count_recomputation(again):
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
             outputs = [x for _, x in named_leaves(model(*inputs)) if isinstance(x, Tensor)]
         forward = counters.by_layer()
@@ -469,7 +493,12 @@ def _run_step(
         for name, sent in counters.by_layer().items()
     }
     return DryRun(
-        forward, backward_traffic, saved.bytes, counters.by_height(), counters.lower_bound.bytes
+        forward,
+        backward_traffic,
+        saved.bytes + again.received,
+        counters.by_height(),
+        counters.lower_bound.bytes,
+        again.recomputed,
     )
 
 
@@ -620,25 +649,6 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 def _to_meta(x: Tensor) -> Tensor:
     empty = torch.empty_like(x, device="meta", requires_grad=False)
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-
-
-@final
-class SavedTensors:
-    """Counts the bytes of tensors saved for backward: each storage once, `excluded` ones never."""
-
-    def __init__(self, excluded: Iterable[Tensor]) -> None:
-        # The storages are kept alive, as the address of a freed one would be reused.
-        self._storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in excluded}
-        self.bytes = 0
-
-    def add(self, x: Tensor) -> Tensor:
-        """Count a tensor and return it, as a pack hook of autograd."""
-        storage = x.untyped_storage()
-        # Views and tensors that several operations save share a storage.
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage
-            self.bytes += storage.nbytes()
-        return x
 
 
 # A global row and the rank that receives it.

@@ -7,6 +7,7 @@ prediction of step times is built on these counts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -16,17 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.costs.report import (
-    SavedTensors,
-    copy_to_meta,
-    row_layers,
-    use_meta_tensors,
-)
+from credit_dp.domain_parallel.costs.report import copy_to_meta, row_layers, use_meta_tensors
 from credit_dp.domain_parallel.count_transport import CountingTransport, MessageSize
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
 from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves
+from credit_dp.domain_parallel.recomputation import (
+    RecomputationCounter,
+    SavedTensors,
+    checkpointed,
+    count_recomputation,
+)
 
 aten = torch.ops.aten
 # Operations that allocate memory without touching it; like views, they start no kernel.
@@ -120,7 +122,8 @@ class StepWork:
             their cost.
         exchanges: the number of times that a set of messages is sent at once.
         collectives: the number of collectives by the bytes that each rank sends in a ring.
-        saved_bytes: tensors saved for backward, on the rank with most of them.
+        saved_bytes: tensors saved for backward, on the rank with most of them; with those of a
+            module that is computed again.
     """
 
     ranks: int
@@ -130,7 +133,13 @@ class StepWork:
     saved_bytes: int
 
 
-def step_work(model: nn.Module, shape: Shape, ranks: int, whole_ops: str = "allow") -> StepWork:
+def step_work(
+    model: nn.Module,
+    shape: Shape,
+    ranks: int,
+    whole_ops: str = "allow",
+    recomputed: Sequence[str] = (),
+) -> StepWork:
     """Return the work of a step, from runs on meta tensors for each combination of bands.
 
     Args:
@@ -138,6 +147,7 @@ def step_work(model: nn.Module, shape: Shape, ranks: int, whole_ops: str = "allo
         shape: shape of the whole globe's input, `(B, C, H, W)`.
         ranks: number of bands.
         whole_ops: as for `convert_to_domain_parallel`.
+        recomputed: paths of the modules that backward computes again; "" stands for the model.
 
     Raises:
         UserError: the model can't be sharded over `ranks` ranks.
@@ -155,7 +165,8 @@ def step_work(model: nn.Module, shape: Shape, ranks: int, whole_ops: str = "allo
             manager.transport = transport = CountingTransport(
                 rank, ranks, manager.bands.planned_partitions
             )
-            by_bands[bands] = _count_step(model, manager, shape)
+            with checkpointed(model, recomputed):
+                by_bands[bands] = _count_step(model, manager, shape)
     operations, saved = zip(*by_bands.values(), strict=True)
     # Every run records the messages of all ranks, so those of the last run serve.
     return StepWork(ranks, operations, transport.exchanges, transport.ring_collectives, max(saved))
@@ -172,15 +183,17 @@ def _count_step(
         model.train()
         for layer in row_layers(model).values():
             layer.forget_exchanges()
-        saved = SavedTensors([*model.parameters(), *model.buffers()])
+        held = [*model.parameters(), *model.buffers()]
+        saved = SavedTensors(held)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         x = torch.empty(band, dtype=dtype, device="meta")
         operations = OperationCounter()
-        with operations:
+        again = RecomputationCounter(saved.add, held, operations.counts)
+        with operations, count_recomputation(again):
             with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
                 y = model(x)
             torch.autograd.backward(y, torch.empty_like(y))
-    return operations.counts, saved.bytes
+    return operations.counts + again.repeated, saved.bytes + again.received + again.recomputed
 
 
 def optimiser_step_work(model: nn.Module) -> Counter[OperationCost]:

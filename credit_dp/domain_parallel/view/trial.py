@@ -42,9 +42,10 @@ from credit_dp.domain_parallel.planning.trace import (
     tensors_in,
     use_fake_tensors,
 )
+from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation
 from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.model import attach_view, detach_view
-from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
 from credit_dp.errors import UserError
 
 # A smaller excess is never refused: no memory needs protection from it.
@@ -106,6 +107,7 @@ class TrialRun:
         types: of the modules, by path.
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
         outputs: of the model.
+        recomputed_bytes: what the module with most saves when backward computes it again.
     """
 
     ranks: int
@@ -119,6 +121,7 @@ class TrialRun:
     types: Mapping[str, str]
     sent_bytes: Mapping[RowPartition, int]
     outputs: tuple[OutputSpec, ...]
+    recomputed_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
@@ -196,7 +199,7 @@ class _Recorder:
         self.whole: dict[int, tuple[torch.UntypedStorage, _Costs]] = {}
         self.flops = 0
         self.largest_gathered = 0
-        self.saved_bytes = self.whole_bytes = 0
+        self.saved_bytes = self.whole_bytes = self.recomputed_bytes = 0
         self.modules: list[str] = []
         self.types: dict[str, str] = {}
         self.counters: dict[str, CountingTransport] = {}
@@ -380,7 +383,9 @@ def trial_run(
             recorder.exclude([*model.parameters(), *model.buffers()])
             if stage is not None and stage > 0:  # another stage has sent the inputs
                 recorder.exclude(tensor_leaves([args, kwargs]))
-            with torch.enable_grad(), _TrialMode(recorder, memo):
+            held = [*model.parameters(), *model.buffers()]
+            again = RecomputationCounter(recorder.save, held, local=local_of)
+            with torch.enable_grad(), _TrialMode(recorder, memo), count_recomputation(again):
                 outputs = _forward(model, args, kwargs, recorder)
                 specs = tuple(_output_spec(x, view) for x in outputs)
                 if stage is not None:
@@ -390,6 +395,8 @@ def trial_run(
                 outputs = [x for x in outputs if x.requires_grad]
                 if backward and outputs:
                     torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+            recorder.saved_bytes += again.received
+            recorder.recomputed_bytes = again.recomputed
     finally:
         detach_view(model)
     return _result(recorder, ranks, forward, specs)
@@ -434,6 +441,7 @@ def _result(
         types=recorder.types,
         sent_bytes=sent_bytes,
         outputs=outputs,
+        recomputed_bytes=recorder.recomputed_bytes,
     )
 
 

@@ -221,6 +221,7 @@ CHANGES = {
     "accumulation": {"accumulate": 2, "steps": 3},
     "rollout": {"rollout": {0: 2}, "steps": 3},
     "recomputed model": {"checkpoint_activations": True, "rollout": {0: 2}, "steps": 3},
+    "recomputed children": {"checkpoint_activations": "blocks", "rollout": {0: 2}, "steps": 3},
     "recomputed blocks": {"recompute": "saved", "steps": 3},
     "recomputed reentrantly": {"recompute": "reentrant", "steps": 3},
 }

@@ -1,0 +1,218 @@
+"""Blocks that backward computes again: the same bits, with no message sent twice."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.costs.report import plan_report
+from credit_dp.domain_parallel.costs.work import step_work
+from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.training.forward_backward import recomputed_modules
+from tests.domain_parallel.models import RowGroupAttention
+from tests.ranks import on_processes
+from tests.training.runs import alone, make_config, tiny_crossformer, tiny_pangu, tiny_unet
+
+ROWS = 24
+FIELDS = Fields(((0, 1),), (2,), 2, 1)
+MODELS = {
+    "unet": tiny_unet(activation_checkpointing=True, global_conditioning=True, poles="earth"),
+    "crossformer": tiny_crossformer(),
+    "pangu": tiny_pangu(depths=[1, 2, 1, 1]),
+}
+NAMES = {
+    "unet": ["encoder.0.0", "encoder.1.0", "decoder.0.0"],
+    "crossformer": ["levels.0.blocks.0", "levels.1.blocks.0", "decoder.0", "head"],
+    "pangu": [
+        "embedding",
+        *(f"stages.{n}" for n in ("0.0", "1.0", "1.1", "2.0", "3.0")),
+        "recovery",
+    ],
+}
+
+
+class Branches(nn.Module):
+    """Convolutions that read one tensor, and so share an exchange, around attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = (nn.Conv2d(3, 3, n, padding=n // 2) for n in (5, 3))
+        self.norm = nn.GroupNorm(1, 3)
+        self.attention = RowGroupAttention("windows", 4, 2, ROWS)
+
+    def forward(self, x, scale=1.0):
+        x = x + self.attention(self.wide(x) + self.narrow(x))
+        return scale * self.norm(x).relu()
+
+
+class Sequence(nn.Module):
+    """Two blocks in a list, called with an argument by name."""
+
+    row_rules = {RowGroupAttention: "row_groups"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+        self.last = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=2.0)
+        return self.last(x)
+
+
+def gradients(manager, model, x, paths):
+    """Return the gradients of input and parameters, and what was sent and saved."""
+    model = shard_model(copy.deepcopy(model), manager, x.shape)
+    checkpoint_modules(model, paths)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    kept = Counter()
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    before = copy.copy(manager.transport.traffic)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(band)
+    forward = copy.copy(manager.transport.traffic)
+    loss = y.square().sum()
+    loss.backward(retain_graph=True)
+    found = [band.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+    after = copy.copy(manager.transport.traffic)
+    model.zero_grad()
+    band.grad = None
+    loss.backward()  # what was received is still there
+    again = [band.grad, *(p.grad for p in model.parameters())]
+    assert all(map(torch.equal, found, again))
+    traffic = [vars(t) for t in (before, forward, after)]
+    sent = [{k: b[k] - a[k] for k in a} for a, b in pairwise(traffic)]
+    return found, sent, kept.total()
+
+
+def compare(manager, model, x, paths):
+    wanted, sent, kept = gradients(manager, model, x, [])
+    found, sent_again, kept_again = gradients(manager, model, x, paths)
+    assert sent_again == sent
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
+    assert kept_again < kept
+    return sum(sent[0].values())
+
+
+def built(name):
+    torch.manual_seed(1)
+    config = make_config("store", "run", MODELS[name], checkpoint_activations="blocks")
+    model = build_model(config.model, FIELDS, (ROWS, 16)).double()
+    return model, recomputed_modules(model, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_models_send_nothing_twice(name):
+    model, paths = built(name)
+    assert paths == NAMES[name]
+    x = torch.randn(2, FIELDS.inputs, ROWS, 16, dtype=torch.float64)
+    assert sum(on_processes(3, compare, model, x, paths))
+
+
+def test_blocks_of_another_model_share_exchanges_when_computed_again():
+    model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
+    assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
+    assert sum(on_processes(3, compare, model, x, ["blocks.0", "blocks.1"]))
+
+
+class Across(nn.Module):
+    """Blocks that read the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (
+            nn.Sequential(nn.Conv2d(3, 3, n, padding=n // 2), nn.Conv2d(3, 3, 1)) for n in (5, 3)
+        )
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def across(manager, model, x):
+    wanted, _, _ = gradients(manager, model, x, [])
+    found, sent, _ = gradients(manager, model, x, ["a", "b"])
+    for ours, theirs in zip(found, wanted, strict=True):  # sums are in another order
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert sent[0]["messages"] == sent[1]["messages"]  # nothing but the gradients of rows
+
+
+def test_blocks_that_read_the_same_tensor_fetch_their_own_rows():
+    x = torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
+    on_processes(3, across, Across().double(), x)
+
+
+class Stage(nn.Module):
+    """A list of blocks, as in a hierarchical transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Branches() for _ in range(2)))
+
+
+def test_blocks_are_the_outermost_repeated_modules_but_not_lists_of_them():
+    stages = nn.Sequential(Stage(), Stage())
+    assert repeated_blocks(stages) == [f"{s}.blocks.{b}" for s in (0, 1) for b in (0, 1)]
+    assert repeated_blocks(Across()) == ["a", "b"]  # lists of layers
+    single = nn.ModuleDict({"stem": nn.Conv2d(3, 3, 1), "body": Branches()})
+    assert repeated_blocks(single) == ["body"]
+
+
+def test_the_plan_counts_what_is_kept_and_computed_again():
+    model, paths = built("unet")
+    shape = (1, FIELDS.inputs, ROWS, 16)
+    whole, again = step_work(model, shape, 2), step_work(model, shape, 2, recomputed=paths)
+    assert again.exchanges == whole.exchanges
+    assert again.collectives == whole.collectives
+    assert again.saved_bytes < whole.saved_bytes
+    flops, more = (
+        sum(cost.flops * n for cost, n in work.operations[0].items()) for work in (whole, again)
+    )
+    assert 1.2 * flops < more < 4 / 3 * flops  # a second forward of most of the model
+    plain = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
+    report = plan_report(plain, (1, 3, ROWS, 8), 2, recomputed=[""])
+    kept, recomputed = report.saved_bytes[0], report.recomputed_bytes[0]
+    band = 3 * 12 * 8 * 4
+    assert kept == band + 4 * 3 * 8 * 4  # the input, and a row for each layer
+    # The other layers' inputs, and two rows for each, of which one is zero, beyond the pole.
+    assert recomputed == 3 * band + 8 * 3 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(True, "step"), (False, "false"), ("step", "step"), ("blocks", "blocks")],
+)
+def test_spellings(given, kept):
+    config = make_config("store", "run", checkpoint_activations=given)
+    assert config.trainer.checkpoint_activations == kept
+
+
+def test_another_spelling_and_compiled_blocks_are_refused():
+    with pytest.raises(UserError, match=r"^trainer\.checkpoint_activations: .*'block'"):
+        make_config("store", "run", checkpoint_activations="block")
+    config = make_config("store", "run", checkpoint_activations="blocks")
+    with pytest.raises(UserError, match=r"blocks can't be compiled"):
+        replace(config, compile=True)
+
+
+def test_a_forward_that_changes_a_buffer_is_refused():
+    block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    model = convert_to_domain_parallel(nn.Sequential(block), alone(), input_shape=(1, 2, 6, 4))
+    checkpoint_modules(model, ["0"])
+    with pytest.raises(UserError, match=r"but 0 changes 1\.\w+, and would again"):
+        model(torch.randn(1, 2, 6, 4))

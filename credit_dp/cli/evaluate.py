@@ -36,7 +36,8 @@ prediction_timedelta, latitude, longitude, and, if it has them, level and number
 A folder or pattern of netCDF files with a band of rows each is joined. The truth has any form that
 data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
 compared with the stores that it started from. Persistence and climatology are scored as well.
-FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page.
+FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page,
+and for ensembles rank_histograms.csv.
 
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
   climatology_dates=[A,B]    compute it from these dates of the truth; without either key, from
@@ -45,6 +46,7 @@ FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single se
   hours=[24,72,120]          lead times; all without it
   variables=[NAME,...]       all variables of the forecast without it
   levels=[500,850]           all levels of the forecast without it
+  regions=[tropics,europe]   regions of WeatherBench 2 to score besides the globe
   masked=[NAME,...]          variables that have no values at some points, such as over land
   limits={{NAME:[LOW,HIGH]}}   range of values, in place of the physical one; null: any value
 
@@ -63,6 +65,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "hours": [],
     "variables": [],
     "levels": [],
+    "regions": [],
     "masked": [],
     "limits": {},
 }
@@ -153,6 +156,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
     Raises:
         UserError: a key is missing, or its value has the wrong type.
     """
+    from credit_dp.data.grid import check_regions
     from credit_dp.evaluation.alignment import ScoreRequest
 
     for key, needed in REQUIRED_KEYS.items():
@@ -166,6 +170,8 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         raise UserError(
             "climatology_dates: has no effect together with climatology=. Leave one out."
         )
+    regions = to_texts("regions", keys["regions"])
+    check_regions("regions", regions)
     for name, limits in keys["limits"].items():
         checks.limits(f"limits.{name}", limits)
     home = os.environ.get("HOME", ".")
@@ -179,6 +185,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         climatology=keys["climatology"],
         masked=to_texts("masked", keys["masked"]),
         limits=keys["limits"],
+        regions=regions,
         **dates,
     )
 
@@ -212,19 +219,21 @@ def summary_lines(card: "Scorecard") -> list[str]:
         for index, source in enumerate(METRICS[name].sources)
     ]
     headings = [f"{name.upper()}{SOURCE_LABELS[source]}" for name, _, source in columns]
-    for lead in table_lead_indices(card.hours):
-        rows = [
-            (
-                channel.name,
-                card.units[c] or "-",
-                *(
-                    three_digits(float(card.scores[name][source, lead, c]))
-                    for name, source, _ in columns
-                ),
-            )
-            for c, channel in enumerate(card.channels)
-        ]
-        lines += ["", *format_table((f"{card.hours[lead]} h", "unit", *headings), rows, left=2)]
+    for region, scores in {"": card.scores, **card.regions}.items():
+        for lead in table_lead_indices(card.hours):
+            rows = [
+                (
+                    channel.name,
+                    card.units[c] or "-",
+                    *(
+                        three_digits(float(scores[name][source, lead, c]))
+                        for name, source, _ in columns
+                    ),
+                )
+                for c, channel in enumerate(card.channels)
+            ]
+            title = f"{card.hours[lead]} h, {region}".removesuffix(", ")
+            lines += ["", *format_table((title, "unit", *headings), rows, left=2)]
     return [*lines, "", *(f"warning: {line}" for line in card.warnings())]
 
 

@@ -1,9 +1,15 @@
-"""The latitude-longitude grid: its text in a config, the edges and weights of its rows."""
+"""The latitude-longitude grid: its text in a config, the edges and weights of its rows, regions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
+from credit_dp.errors import UserError
 
 POLE = 90.0  # degrees
 FULL_CIRCLE = 360.0  # degrees
@@ -44,3 +50,68 @@ def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     area = np.abs(np.diff(np.sin(np.deg2rad(row_edges(latitude)))))
     return np.asarray(area / area.mean(), dtype=np.float64)
+
+
+GLOBAL = "global"
+Spans = Sequence[tuple[float, float]]  # from, to, in degrees; both ends belong to it
+EVERYWHERE: Spans = ((-np.inf, np.inf),)
+
+
+@final
+@dataclass(frozen=True)
+class Region:
+    """All points in some spans of latitude and some of longitude, in degrees.
+
+    Attributes:
+        latitude: from south to north.
+        longitude: from west to east, 0 to 360.
+    """
+
+    latitude: Spans = EVERYWHERE
+    longitude: Spans = EVERYWHERE
+
+    def rows(self, latitude: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Return the indices of the rows inside: `(H,)` degrees -> `(h,)`."""
+        return _indices_within(latitude, self.latitude)
+
+    def columns(self, longitude: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Return the indices of the columns inside: `(W,)` degrees, from 0 or -180 -> `(w,)`."""
+        return _indices_within(longitude % FULL_CIRCLE, self.longitude)
+
+
+def _indices_within(degrees: NDArray[np.float64], spans: Spans) -> NDArray[np.intp]:
+    inside = [(degrees >= first) & (degrees <= last) for first, last in spans]
+    return np.flatnonzero(np.any(inside, axis=0))
+
+
+# Source: WeatherBench 2, names and boxes of its evaluation script.
+REGIONS: Mapping[str, Region] = MappingProxyType(
+    {
+        GLOBAL: Region(),
+        "tropics": Region([(-20, 20)]),
+        "extra-tropics": Region([(-90, -20), (20, 90)]),
+        "northern-hemisphere": Region([(20, 90)]),
+        "southern-hemisphere": Region([(-90, -20)]),
+        "europe": Region([(35, 75)], [(347.5, 360), (0, 42.5)]),
+        "north-america": Region([(25, 60)], [(240, 285)]),
+        "north-atlantic": Region([(25, 65)], [(290, 350)]),
+        "north-pacific": Region([(25, 60)], [(145, 230)]),
+        "east-asia": Region([(25, 60)], [(102.5, 150)]),
+        "ausnz": Region([(-45, -12.5)], [(120, 175)]),
+        "arctic": Region([(60, 90)]),
+        "antarctic": Region([(-90, -60)]),
+    }
+)
+
+
+def check_regions(key: str, names: Sequence[str]) -> None:
+    """Refuse a name that is not in `REGIONS`, or that occurs twice.
+
+    Raises:
+        UserError: names the key and the region.
+    """
+    for name in names:
+        checks.one_of(key, name, tuple(REGIONS))
+    repeated = next((name for name in names if list(names).count(name) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{key}: names {repeated} twice. Name each region once.")

@@ -71,6 +71,7 @@ class ScoreRequest:
         masked: variables with points that never have values, such as the sea's temperature
             on land.
         limits: `[low, high]` of a variable's values, or None for no limits; see `DataConfig`.
+        regions: names in `credit_dp.data.grid.REGIONS` to score as well; the globe is always.
     """
 
     forecast: str
@@ -84,6 +85,7 @@ class ScoreRequest:
     climatology_dates: tuple[str, ...] = ()
     masked: tuple[str, ...] = ()
     limits: Mapping[str, Any] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
 
 
 @contextmanager

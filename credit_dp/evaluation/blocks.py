@@ -45,6 +45,7 @@ class Block:
     """The forecasts of one variable from one initial time, at some lead times.
 
     Attributes:
+        initial_time: of the forecasts.
         channels: indices of the variable's channels.
         leads: indices into the scored lead times.
         forecast: `(leads, M, C, H, W)`.
@@ -53,6 +54,7 @@ class Block:
     """
 
     variable: str
+    initial_time: np.datetime64
     channels: slice
     leads: slice
     forecast: Fields
@@ -180,6 +182,7 @@ class GroupReader:
             times = start + self._lead_times
             yield Block(
                 variable=name,
+                initial_time=start,
                 channels=channels,
                 leads=self._leads,
                 forecast=forecast,

@@ -113,6 +113,12 @@ class StoredClimatology:
         values = values[:, :, ::-1] if self._flipped else values
         return reorder_columns(values[:, :, rows], self._columns)
 
+    def times_of_days(self) -> list[Times]:
+        """Return the times that the store has, in a leap year, for each of its days."""
+        hours = np.array(self._hours or [0], dtype="m8[h]")
+        first = np.datetime64("2000-01-01", "h")
+        return [(first + np.timedelta64(24 * (day - 1), "h")) + hours for day in self._days]
+
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
         """Return the number of the chunk of days that contains each time.
 

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     SERIES,
@@ -64,11 +65,12 @@ CARD_SETUP_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 class ScoreKey(NamedTuple):
-    """Identifies a score: its name, channel and lead time."""
+    """Identifies a score: its name, channel, lead time and region."""
 
     score: str
     channel: str
     hours: int
+    region: str = GLOBAL
 
 
 @final
@@ -146,11 +148,14 @@ def _read_run(folder: Path, name: str) -> EvaluationResult:
 def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
     content = _read_json(folder / SCORES_FILE)
     try:
+        scores = _flatten_scores(content["scores"])
+        for region, nested in content.get("regions", {}).items():
+            scores |= _flatten_scores(nested, region)
         return EvaluationResult(
             name=name,
             kind=CARD,
             units=dict(content["units"]),
-            scores=_flatten_scores(content["scores"]),
+            scores=scores,
             setup={aspect: content[key] for aspect, key in CARD_SETUP_KEYS.items()},
             config={},
         )
@@ -158,7 +163,9 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
         raise _damaged_error(folder / SCORES_FILE, error) from error
 
 
-def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float]]:
+def _flatten_scores(
+    nested: Mapping[str, Any], region: str = GLOBAL
+) -> dict[ScoreKey, dict[str, float]]:
     """Return finite values by key and source, from JSON by channel, score, lead time, source."""
     flat: dict[ScoreKey, dict[str, float]] = {}
     for channel, scores in nested.items():
@@ -171,7 +178,8 @@ def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float
                     if value is not None and math.isfinite(value)
                 }
                 if FORECAST in values:
-                    flat[ScoreKey(score, channel, int(lead.removesuffix("h")))] = values
+                    key = ScoreKey(score, channel, int(lead.removesuffix("h")), region)
+                    flat[key] = values
     return flat
 
 
@@ -249,9 +257,13 @@ class Comparison:
         """Return the names of the scores that all results have."""
         return tuple(dict.fromkeys(row.key.score for row in self.rows))
 
+    def global_rows(self, score: str) -> list[ComparisonRow]:
+        """Return the rows of a score over the globe."""
+        return [row for row in self.rows if row.key.score == score and row.key.region == GLOBAL]
+
     def wins(self, score: str) -> tuple[int, ...]:
         """Return how often each result is the best."""
-        count = Counter(row.best_index for row in self.rows if row.key.score == score)
+        count = Counter(row.best_index for row in self.global_rows(score))
         return tuple(count[index] for index in range(len(self.results)))
 
     def to_csv(self) -> str:
@@ -260,14 +272,14 @@ class Comparison:
         writer = csv.writer(text, lineterminator="\n")
         percents = [f"{name} percent" for name in self.names[1:]]
         writer.writerow(
-            ("score", "channel", "unit", "lead_hours", *self.names, *percents, "better")
+            ("score", "channel", "unit", "lead_hours", *self.names, *percents, "better", "region")
         )
         for row in self.rows:
-            score, channel, hours = row.key
+            score, channel, hours, region = row.key
             better = "" if row.best_index is None else self.names[row.best_index]
             changes = ["" if change is None else repr(change) for change in row.percent[1:]]
             values = map(repr, row.values)
-            writer.writerow((score, channel, row.unit, hours, *values, *changes, better))
+            writer.writerow((score, channel, row.unit, hours, *values, *changes, better, region))
         return text.getvalue()
 
     def to_json(self) -> str:
@@ -459,7 +471,7 @@ def difference_headings(comparison: Comparison) -> list[str]:
 
 def rows_for_table(comparison: Comparison, score: str) -> list[ComparisonRow]:
     """Return the rows of the few lead times that tables show."""
-    rows = [row for row in comparison.rows if row.key.score == score]
+    rows = comparison.global_rows(score)
     hours = sorted({row.key.hours for row in rows})
     selected = {hours[index] for index in table_lead_indices(hours)}
     return [row for row in rows if row.key.hours in selected]
@@ -470,7 +482,7 @@ def describe_wins(comparison: Comparison, score: str) -> str:
     wins = comparison.wins(score)
     if not any(wins):
         return ""
-    total = sum(row.key.score == score for row in comparison.rows)
+    total = len(comparison.global_rows(score))
     each = ", ".join(f"{name} {count}" for name, count in zip(comparison.names, wins, strict=True))
     return f"Best of {total}: {each}."
 
@@ -478,7 +490,7 @@ def describe_wins(comparison: Comparison, score: str) -> str:
 @figure_style()
 def curves_image(comparison: Comparison, score: str) -> str:
     """Return curves of a score by lead time: a panel per channel, a line per result."""
-    rows = [row for row in comparison.rows if row.key.score == score]
+    rows = comparison.global_rows(score)
     channels = headline_channels([row.key.channel for row in rows])
     figure, axes_of = create_panels(len(channels))
     for axes, channel in zip(axes_of, channels, strict=True):

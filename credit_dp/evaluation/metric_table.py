@@ -3,30 +3,35 @@
 `METRICS` has one `Metric` for each score: its name and words, which values are better, and how it
 is computed. `ScoreSums` accumulates them for a stored forecast (`score`) and for the forecasts of
 a run (`held_out`); both pass their fields as `ScoredFields`. To add a metric, add an entry to
-`METRICS`; a score that no accumulator of `metrics` computes needs one there.
+`METRICS`; a score that no accumulator of `metrics` computes needs one there. `score` computes those
+without an accumulator itself: the wind vector's error from that of its components, and SEEPS.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.data.channels import Channel
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
     Accumulator,
     Activity,
     AnomalyCorrelation,
     AreaMean,
+    EnergyScore,
     EnsembleSpread,
     FairCRPS,
     RootMeanSquare,
     ValidPoints,
 )
+from credit_dp.variable_names import canonical_name
 
 FORECAST, PERSISTENCE, CLIMATOLOGY, TRUTH = "forecast", "persistence", "climatology", "truth"
 BASELINES = (PERSISTENCE, CLIMATOLOGY)
@@ -131,11 +136,13 @@ class Extent:
         rows: area weight of each local row, `(h,)`; only their ratios matter.
         points: points with values; None: all points have values.
         samples: number of initial times, of all ranks together, whose sums are kept at once.
+        members: number of members of the forecast.
     """
 
     rows: Tensor
     points: ValidPoints | None
     samples: int
+    members: int = 1
 
 
 Shape = tuple[int, ...]  # (sources, leads, channels)
@@ -154,6 +161,72 @@ def over_initial_times(
 ) -> AccumulatorFactory:
     """Return the factory of a score that keeps the sums of each initial time."""
     return lambda shape, extent: create(shape, extent.samples, extent.rows, extent.points)
+
+
+def energy_score(shape: Shape, extent: Extent) -> Accumulator:
+    """Return the accumulator of the energy score, which depends on the number of members."""
+    return EnergyScore(shape, extent.samples, extent.rows, extent.points, members=extent.members)
+
+
+def every_channel(channel: Channel) -> bool:
+    """Return true: most metrics are scores of every channel."""
+    return True
+
+
+# Eastward -> northward component, with the names of WeatherBench 2.
+WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "u_component_of_wind": "v_component_of_wind",
+        "10m_u_component_of_wind": "10m_v_component_of_wind",
+        "100m_u_component_of_wind": "100m_v_component_of_wind",
+        "u_component_of_geostrophic_wind": "v_component_of_geostrophic_wind",
+        "u_component_of_ageostrophic_wind": "v_component_of_ageostrophic_wind",
+    }
+)
+
+
+def is_eastward_wind(channel: Channel) -> bool:
+    """Whether a channel is the eastward component of a wind, under any known name."""
+    return canonical_name(channel.variable) in WIND_COMPONENTS
+
+
+def is_precipitation(channel: Channel) -> bool:
+    """Whether a channel is total precipitation, of any span and under any known name."""
+    return canonical_name(channel.variable).startswith("total_precipitation")
+
+
+def northward_index(channel: Channel, channels: Sequence[Channel]) -> int | None:
+    """Return the index of the northward component of a wind, at the same level; None without it."""
+    needed = WIND_COMPONENTS.get(canonical_name(channel.variable))
+    for index, other in enumerate(channels):
+        if canonical_name(other.variable) == needed and other.level == channel.level:
+            return index
+    return None
+
+
+def wind_vector_rmse(
+    channels: Sequence[Channel], rmse: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """Return the root-mean-square error of the wind vector, at the eastward component's channels.
+
+    The squared error of a vector is the sum of its components', and so is their mean.
+
+    Args:
+        channels: C channels.
+        rmse: their root-mean-square errors, `(sources, leads, C)`.
+
+    Returns:
+        `(sources, leads, C)`, NaN at all other channels; None without both components of a wind.
+
+    Source: Rasp et al. 2024, "WeatherBench 2", section 3.2.
+    """
+    errors = np.full_like(rmse, np.nan)
+    for index, channel in enumerate(channels):
+        if is_eastward_wind(channel):
+            partner = northward_index(channel, channels)
+            if partner is not None:
+                errors[..., index] = np.hypot(rmse[..., index], rmse[..., partner])
+    return None if np.isnan(errors).all() else errors
 
 
 def channel_unit(unit: str) -> str:
@@ -178,8 +251,9 @@ class Metric:
         explanation: sentences below the title.
         better: which values are better.
         accumulator: factory of its accumulator: `over_area(AreaMean)` averages over the globe and
-            all initial times.
+            all initial times. None: `score` computes it.
         inputs: returns what the accumulator's `add` takes, for a source.
+        channels: whether it is a score of a channel.
         sources: the fields that it is computed for, the forecast first.
         unit: returns its unit from the channel's.
         ensemble: whether it needs members, so that single forecasts do not have it.
@@ -194,8 +268,9 @@ class Metric:
     title: str
     explanation: str
     better: Better
-    accumulator: AccumulatorFactory
-    inputs: Callable[[ScoredFields, str], tuple[Any, ...]]
+    accumulator: AccumulatorFactory | None = None
+    inputs: Callable[[ScoredFields, str], tuple[Any, ...]] = lambda fields, source: ()
+    channels: Callable[[Channel], bool] = every_channel
     sources: tuple[str, ...] = SOURCES
     unit: Callable[[str], str] = channel_unit
     ensemble: bool = False
@@ -224,6 +299,28 @@ METRICS: dict[str, Metric] = {
             inputs=lambda fields, source: (fields.error(source),),
             in_terminal=True,
             in_runs=True,
+        ),
+        Metric(
+            name="wind_vector_rmse",
+            label="wind vector RMSE",
+            title="Root-mean-square error of the wind vector",
+            explanation="Root of the sum of the components' mean squared errors, listed at the "
+            "eastward component.",
+            better=Better.SMALLER,
+            channels=is_eastward_wind,
+            may_be_undefined=True,
+        ),
+        Metric(
+            name="seeps",
+            label="SEEPS",
+            title="Stable equitable error in probability space",
+            explanation="Of precipitation in three classes: dry, light and heavy. Points that are "
+            "dry on less than 10 % or more than 85 % of the dates are left out. 0 is perfect, "
+            "1 has no skill.",
+            better=Better.SMALLER,
+            channels=is_precipitation,
+            unit=no_unit,
+            may_be_undefined=True,
         ),
         Metric(
             name="acc",
@@ -274,6 +371,18 @@ METRICS: dict[str, Metric] = {
             ensemble=True,
         ),
         Metric(
+            name="energy_score",
+            label="energy score",
+            title="Energy score",
+            explanation="The CRPS of whole fields: distances are root-mean-square differences over "
+            "the globe. For persistence and climatology the root-mean-square error of each "
+            "initial time, averaged.",
+            better=Better.SMALLER,
+            accumulator=energy_score,
+            inputs=lambda fields, source: (fields.samples, fields.members(source), fields.truth),
+            ensemble=True,
+        ),
+        Metric(
             name="spread",
             label="spread",
             title="Ensemble spread",
@@ -317,6 +426,7 @@ class ScoreSums:
         self._sums = [
             (metric, metric.accumulator((len(metric.sources), *sizes), extent))
             for metric in metrics
+            if metric.accumulator is not None
         ]
 
     def add(self, leads: int | slice, fields: ScoredFields) -> None:

@@ -202,18 +202,83 @@ class Bias(Accumulator):
         return self._errors.result(manager)
 
 
-@final
-class AnomalyCorrelation(Accumulator):
-    """Accumulates the anomaly correlation: one coefficient per initial time, then their mean.
+class MeanOverInitialTimes(Accumulator):
+    """Accumulates a score of each initial time that needs its sums over the whole globe.
 
-    A coefficient needs the sums over the whole globe. Three sums are kept per initial time, so that
-    ranks communicate only in `result`; `fold` reduces them and frees them for further times.
+    The sums are kept for each initial time, so that ranks communicate only in `result`; `fold`
+    reduces them and frees them for further times.
 
     Args:
+        kinds: number of sums per initial time.
         shape: dims of the result, for instance (sources, leads, channels).
         samples: number of initial times of all ranks together, until `fold` or `result`.
         rows: area weight of each local row, `(h,)`; only their ratios matter.
         points: points with values; None: all points have values.
+    """
+
+    def __init__(
+        self,
+        kinds: int,
+        shape: tuple[int, ...],
+        samples: int,
+        rows: Tensor,
+        points: ValidPoints | None,
+    ) -> None:
+        self.rows = rows.double()
+        self.points = points
+        sizes = (kinds, *shape, samples)
+        self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
+        self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+        self.folds = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+
+    @abstractmethod
+    def scores(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
+        """Return scores from the sums over the globe: `(kinds, ..., C, N)` -> `(..., C, N)`.
+
+        Collective.
+        """
+
+    def add_sums(self, kind: int, index: Index, samples: Sequence[int], values: Tensor) -> None:
+        """Add one kind of values, `(B, ..., C, h, W)`, to the sums at `index`.
+
+        `samples` are the indices of the B initial times among those of all ranks; add each once.
+        """
+        sums = weighted_sums(values, self.rows, self.points)
+        self.sums[(kind, *index)][..., list(samples)] += sums.movedim(0, -1)
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the mean scores over initial times, of `shape`.
+
+        Collective: ranks without samples must call it, too.
+        """
+        if not self.folds.any():
+            return self._mean(self.sums, manager)
+        return self.folded / self.folds
+
+    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
+        """Reduce the scores of all `samples` to their mean, and reset the sums.
+
+        All samples must have been added. After the first fold, `result` ignores sums that have not
+        been folded. Collective.
+
+        Args:
+            index: the part of `shape` to fold, for instance some lead times; default: all of it.
+        """
+        sums = self.sums[(slice(None), *index)]  # a view: zeroed in place below
+        self.folded[index] += self._mean(sums.contiguous(), manager)
+        self.folds[index] += 1
+        sums.zero_()
+
+    def _mean(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
+        # Rows and samples of other ranks are zero here, so that one sum completes every score.
+        return self.scores(sum_over_ranks(sums, manager), manager).mean(dim=-1)
+
+
+@final
+class AnomalyCorrelation(MeanOverInitialTimes):
+    """Accumulates the anomaly correlation: one coefficient per initial time, then their mean.
+
+    Arguments as for `MeanOverInitialTimes`. NaN where an anomaly is zero everywhere.
     """
 
     def __init__(
@@ -223,56 +288,22 @@ class AnomalyCorrelation(Accumulator):
         rows: Tensor,
         points: ValidPoints | None = None,
     ) -> None:
-        self.rows = rows.double()
-        self.points = points
         # Of each initial time: the product of both anomalies, and the squares of each.
-        sizes = (3, *shape, samples)
-        self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
-        self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
-        self.folds = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+        super().__init__(3, shape, samples, rows, points)
 
     def add(self, index: Index, samples: Sequence[int], forecast: Tensor, truth: Tensor) -> None:
-        """Add anomalies `(B, ..., C, h, W)` to the sums at `index`.
-
-        `samples` are the indices of the B initial times among those of all ranks; add each once.
-        """
+        """Add anomalies `(B, ..., C, h, W)` to the sums at `index`; see `add_sums`."""
         forecast = forecast.double()
         truth = truth.double()
         products = (forecast * truth, forecast.square(), truth.square())
         for kind, product in enumerate(products):
-            sums = weighted_sums(product, self.rows, self.points)
-            self.sums[(kind, *index)][..., list(samples)] += sums.movedim(0, -1)
+            self.add_sums(kind, index, samples, product)
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the mean coefficients, of `shape`; NaN where an anomaly is zero everywhere.
-
-        Collective: ranks without samples must call it, too.
-        """
-        if not self.folds.any():
-            return _mean(self.sums, manager)
-        return self.folded / self.folds
-
-    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
-        """Reduce the coefficients of all `samples` to their mean, and reset the sums.
-
-        All samples must have been added. After the first fold, `result` ignores sums that have not
-        been folded. Collective.
-
-        Args:
-            index: the part of `shape` to fold, for instance some lead times; default: all of it.
-        """
-        sums = self.sums[(slice(None), *index)]  # a view: zeroed in place below
-        self.folded[index] += _mean(sums.contiguous(), manager)
-        self.folds[index] += 1
-        sums.zero_()
-
-
-def _mean(sums: Tensor, manager: DomainParallelManager) -> Tensor:
-    """Return the mean coefficient over samples, from their three sums; collective."""
-    # Rows and samples of other ranks are zero here, so that one sum completes every coefficient.
-    products, forecast_squares, truth_squares = sum_over_ranks(sums, manager)
-    mean: Tensor = (products / (forecast_squares.sqrt() * truth_squares.sqrt())).mean(dim=-1)
-    return mean
+    def scores(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
+        """Return the coefficients; see `MeanOverInitialTimes`."""
+        products, forecast_squares, truth_squares = sums
+        coefficients: Tensor = products / (forecast_squares.sqrt() * truth_squares.sqrt())
+        return coefficients
 
 
 @final
@@ -377,6 +408,112 @@ class EnsembleMeanRMSE(Accumulator):
     def result(self, manager: DomainParallelManager) -> Tensor:
         """Return the root-mean-square errors, of `shape`; collective."""
         return self._errors.result(manager)
+
+
+@final
+class EnergyScore(MeanOverInitialTimes):
+    """Accumulates the energy score of each initial time, then their mean.
+
+    `E||X - Y|| - E||X - X'|| / 2` with the root of the mean square over the globe as the norm. The
+    second mean is over pairs of adjacent members, as in WeatherBench 2. For one member it is the
+    root-mean-square error of each initial time.
+
+    Args:
+        members: number of members of the ensemble.
+        shape, samples, rows, points: see `MeanOverInitialTimes`.
+
+    Source: Gneiting & Raftery 2007, eq. 22.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        samples: int,
+        rows: Tensor,
+        points: ValidPoints | None = None,
+        *,
+        members: int,
+    ) -> None:
+        # The squares of each member's error, then of the differences between neighbours.
+        super().__init__(2 * members - 1, shape, samples, rows, points)
+        self._members = members
+
+    def add(self, index: Index, samples: Sequence[int], members: Tensor, truth: Tensor) -> None:
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`.
+
+        One member, as of a baseline, stands for an ensemble of equal members. See `add_sums`.
+        """
+        # Differences are the same after subtracting the truth, and small numbers round less.
+        error = members.double() - truth.double().unsqueeze(MEMBER_DIM)
+        error = error.expand(-1, self._members, *error.shape[2:])
+        columns = truth.shape[-1]
+        for member in range(self._members):
+            self.add_sums(member, index, samples, error[:, member].square() / columns)
+        if members.shape[MEMBER_DIM] > 1:
+            for pair in range(self._members - 1):
+                square = (error[:, pair + 1] - error[:, pair]).square()
+                self.add_sums(self._members + pair, index, samples, square / columns)
+
+    def scores(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
+        """Return the scores; see `MeanOverInitialTimes`."""
+        # `add` divides by the number of columns, which a rank without samples would not know.
+        if self.points is None:
+            weight = self.rows.sum().reshape(1)
+        else:
+            weight = self.points.weight(self.rows) / self.points.columns
+        weight = manager.transport.all_reduce(weight)
+        norms = (sums / weight[:, None]).sqrt()
+        skill = norms[: self._members].mean(dim=0)
+        if self._members == 1:
+            return skill
+        return skill - norms[self._members :].mean(dim=0) / 2
+
+
+@final
+class RankHistogram(Accumulator):
+    """Accumulates how often the truth has each rank among the members, weighted by area.
+
+    The rank is the number of smaller members. WeatherBench 2 gives a truth that equals k members
+    one of their k + 1 ranks at random; here each of these ranks gets an equal share, which is the
+    expectation of that and the same in every run.
+
+    Args:
+        members: number of members, M.
+        shape, rows, points: as for `AreaMean`.
+
+    Source: Hamill 2001, "Interpretation of rank histograms for verifying ensemble forecasts".
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        members: int,
+        rows: Tensor,
+        points: ValidPoints | None = None,
+    ) -> None:
+        self._rows = rows.double()
+        self._points = points
+        self.sums = torch.zeros((*shape, members + 1), dtype=torch.float64, device=rows.device)
+
+    def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`."""
+        truth = truth.unsqueeze(MEMBER_DIM)
+        lowest = (members < truth).sum(dim=MEMBER_DIM)
+        ties = (members == truth).sum(dim=MEMBER_DIM)
+        share = 1 / (ties + 1).double()
+        if self._points is not None:
+            share = self._points.zero_invalid(share)
+        # Along the columns first: `(B, ..., C, h, M + 1)` counts.
+        counts = share.new_zeros(*share.shape[:-1], self.sums.shape[-1])
+        for tie in range(int(ties.max()) + 1):
+            part = torch.where(ties >= tie, share, 0)
+            counts.scatter_add_(-1, (lowest + tie).clamp(max=self.sums.shape[-1] - 1), part)
+        self.sums[index] += torch.einsum("b...hr,h->...r", counts, self._rows)
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the frequency of each rank, `shape + (M + 1,)`, which sum to 1; collective."""
+        sums = sum_over_ranks(self.sums, manager)
+        return sums / sums.sum(dim=-1, keepdim=True)
 
 
 EARTH_RADIUS = 6_367_500.0  # m, mean of polar and equatorial radius, as in WeatherBench 2

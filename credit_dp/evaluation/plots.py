@@ -12,12 +12,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from credit_dp.data.grid import FULL_CIRCLE, row_edges
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
+    REFERENCE,
     SEQUENTIAL,
     SOURCE_LINES,
     escape_mathtext,
@@ -25,6 +26,7 @@ from credit_dp.evaluation.figure_style import (
     label_degrees,
     power_label,
     power_of_ten_label,
+    series_colour,
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
@@ -240,6 +242,19 @@ def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit:
     axes.set_title(escape_mathtext(name))
     axes.set_xlabel("zonal wavenumber")
     axes.set_ylabel(power_label(unit))
+
+
+def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: str) -> None:
+    """Draw rank histograms `(M + 1,)` of several lead times, relative to equal frequencies."""
+    axes.axhline(1, color=REFERENCE, linewidth=0.8)
+    for number, (label, frequencies) in enumerate(histograms.items()):
+        edges = np.arange(len(frequencies) + 1) - 0.5
+        axes.stairs(frequencies * len(frequencies), edges, label=label, color=series_colour(number))
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(escape_mathtext(name))
+    axes.set_xlabel("rank of the truth")
+    axes.set_ylabel("relative frequency")
 
 
 def draw_error_maps(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:

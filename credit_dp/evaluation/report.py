@@ -26,10 +26,17 @@ from credit_dp.evaluation.plots import (
     add_legend,
     create_panels,
     draw_error_maps,
+    draw_rank_histogram,
     draw_scores,
     draw_spectrum,
 )
-from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices, three_digits
+from credit_dp.evaluation.scorecard import (
+    MAX_HEADLINES,
+    Array,
+    Scorecard,
+    headline_indices,
+    three_digits,
+)
 from credit_dp.files import temporary_path
 
 
@@ -37,7 +44,9 @@ from credit_dp.files import temporary_path
 def score_image(card: Scorecard, name: str) -> str:
     """Return curves of a score by lead time, one panel per headline channel, as `data:` URI."""
     metric = METRICS[name]
-    channels = headline_indices(card.channels)
+    scored = scored_indices(card, metric)
+    headlines = headline_indices(card.channels)
+    channels = [c for c in headlines if c in scored] or scored[:MAX_HEADLINES]
     figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
         values = {source: card.scores[name][s, :, c] for s, source in enumerate(metric.sources)}
@@ -47,6 +56,11 @@ def score_image(card: Scorecard, name: str) -> str:
         mark_ideal(axes, metric.better)
     add_legend(figure, panels[0])
     return figure_data_uri(figure, "svg")
+
+
+def scored_indices(card: Scorecard, metric: Metric) -> list[int]:
+    """Return the indices of the channels that a metric scores."""
+    return [c for c, channel in enumerate(card.channels) if metric.channels(channel)]
 
 
 def mark_ideal(axes: Axes, better: Better) -> None:
@@ -68,6 +82,25 @@ def spectra_image(card: Scorecard, band: int) -> str:
         draw_spectrum(axes, powers, card.channels[c].name, card.units[c])
     add_legend(figure, panels[0])
     return figure_data_uri(figure, "svg")
+
+
+@figure_style()
+def rank_histogram_image(card: Scorecard) -> str:
+    """Return rank histograms of some lead times, one panel per headline channel, as `data:` URI."""
+    channels = headline_indices(card.channels)
+    figure, panels = create_panels(len(channels))
+    histograms = np.zeros(0) if card.rank_histograms is None else card.rank_histograms
+    for axes, c in zip(panels, channels, strict=True):
+        leads = {f"{card.hours[lead]} h": histograms[lead, c] for lead in shown_leads(card)}
+        draw_rank_histogram(axes, leads, card.channels[c].name)
+    add_legend(figure, panels[0])
+    return figure_data_uri(figure, "svg")
+
+
+def shown_leads(card: Scorecard) -> list[int]:
+    """Return the indices of the lead times of tables, without the initial time."""
+    leads = table_lead_indices(card.hours)
+    return [lead for lead in leads if card.hours[lead] > 0] or leads
 
 
 @figure_style()
@@ -116,6 +149,8 @@ def scorecard_page(card: Scorecard) -> str:
         hours=card.hours[-1],
         spectra=spectra_by_band(card),
         maps=[(map_title(card, errors), error_map_image(card, errors)) for errors in card.maps],
+        ranks=None if card.rank_histograms is None else rank_histogram_image(card),
+        regions={region: region_tables(card, region) for region in card.regions},
     )
 
 
@@ -150,32 +185,57 @@ class ScoreCell(NamedTuple):
     is_best: bool
 
 
+class ScoreTable(NamedTuple):
+    """A metric's table.
+
+    Attributes:
+        identifier: of the table in the page.
+        hours: lead times.
+        rows: channel, unit and cells of each row.
+    """
+
+    metric: Metric
+    identifier: str
+    hours: list[int]
+    rows: list[tuple[str, str, list[ScoreCell]]]
+
+
 class ScoreSection(NamedTuple):
     """A metric's section of a scorecard.
 
     Attributes:
         image: `data:` URI of its curves.
-        hours: lead times of the table.
-        rows: channel, unit and cells of each row.
     """
 
     metric: Metric
     image: str
-    hours: list[int]
-    rows: list[tuple[str, str, list[ScoreCell]]]
+    table: ScoreTable
 
 
 def score_section(card: Scorecard, name: str) -> ScoreSection:
-    """Return the section of a score: one row per channel, all sources for each lead time."""
+    """Return the section of a score over the globe."""
+    table = score_table(card, name, card.scores[name], name)
+    return ScoreSection(METRICS[name], score_image(card, name), table)
+
+
+def region_tables(card: Scorecard, region: str) -> list[ScoreTable]:
+    """Return the tables of a region: those of the scores that the terminal shows."""
+    return [
+        score_table(card, name, values, f"{name}-{region}")
+        for name, values in card.regions[region].items()
+        if METRICS[name].in_terminal
+    ]
+
+
+def score_table(card: Scorecard, name: str, values: Array, identifier: str) -> ScoreTable:
+    """Return the table of a score: one row per channel, all sources for each lead time."""
     metric = METRICS[name]
     leads = table_lead_indices(card.hours)
     rows = []
-    for c, channel in enumerate(card.channels):
-        cells = [
-            cell for lead in leads for cell in score_cells(metric, card.scores[name][:, lead, c])
-        ]
-        rows.append((channel.name, superscript(metric.unit(card.units[c])), cells))
-    return ScoreSection(metric, score_image(card, name), [card.hours[lead] for lead in leads], rows)
+    for c in scored_indices(card, metric):
+        cells = [cell for lead in leads for cell in score_cells(metric, values[:, lead, c])]
+        rows.append((card.channels[c].name, superscript(metric.unit(card.units[c])), cells))
+    return ScoreTable(metric, identifier, [card.hours[lead] for lead in leads], rows)
 
 
 def score_cells(metric: Metric, values: Array) -> list[ScoreCell]:
@@ -247,14 +307,15 @@ class ScoreFolder:
 
     def write(self, card: Scorecard) -> None:
         """Write all files of a scorecard; see `write_files`."""
-        self.write_files(
-            {
-                "scores.csv": card.to_csv(),
-                "scores.json": card.to_json(),
-                "spectra.csv": card.spectra_csv(),
-                "scorecard.html": scorecard_page(card),
-            }
-        )
+        files = {
+            "scores.csv": card.to_csv(),
+            "scores.json": card.to_json(),
+            "spectra.csv": card.spectra_csv(),
+            "scorecard.html": scorecard_page(card),
+        }
+        if card.rank_histograms is not None:
+            files["rank_histograms.csv"] = card.rank_histograms_csv()
+        self.write_files(files)
 
     def write_files(self, files: Mapping[str, str]) -> None:
         """Write all files, then rename the folder to its final name.

@@ -1,23 +1,29 @@
 """Score any store of forecasts against the truth, with persistence and climatology as baselines.
 
 Runs in one process. `align` opens the stores, `read_blocks` yields forecasts with truth and
-climatology, `Scorer` sums the scores of `metric_table` and the spectra of each variable. Memory is
-bounded by one block's window and the sums.
+climatology, `Scorer` sums the scores of `metric_table` over the globe and each region, and the
+spectra and rank histograms of each variable. Memory is bounded by one block's window and the sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
-from credit_dp.data.grid import row_weights
+from credit_dp.data.channels import Channel
+from credit_dp.data.grid import GLOBAL, REGIONS, check_regions, row_weights
 from credit_dp.data.sources.address import redact_secrets
+from credit_dp.data.sources.base import as_slice
+from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import (
     AlignedForecast,
     ScoreRequest,
@@ -32,21 +38,27 @@ from credit_dp.evaluation.metric_table import (
     FORECAST,
     METRICS,
     PERSISTENCE,
+    SOURCES,
     SPECTRA_SOURCES,
     TRUTH,
     Extent,
     ScoredFields,
     ScoreSums,
+    is_precipitation,
+    wind_vector_rmse,
 )
 from credit_dp.evaluation.metrics import (
     LATITUDE_BANDS,
+    AreaMean,
     ErrorMapAccumulator,
+    RankHistogram,
     ValidPoints,
     ZonalSpectra,
     latitude_band_weights,
     unit_of,
 )
-from credit_dp.evaluation.scorecard import Scorecard, headline_indices
+from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
+from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
 
 MAP_COUNT = 3  # channels with a map
 MAP_HOURS = 72  # maps show the lead time closest to this one
@@ -67,7 +79,7 @@ def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallba
     aligned = align(request, forecast, report)
     num_channels = aligned.truth.channels.num_outputs
     total = len(aligned.initial_indices) * len(aligned.lead_indices) * num_channels
-    scorer = Scorer(aligned)
+    scorer = Scorer(aligned, request, report)
     done = 0
     with limit_threads(aligned.truth.grid):
         for block in read_blocks(aligned, scorer.valid):
@@ -114,6 +126,18 @@ class StoredFields(ScoredFields):
             TRUTH: truth.double(),
         }
 
+    def within(self, region: "RegionPoints") -> "StoredFields":
+        """Return the fields in a region."""
+        # Of the fields in float64: the mean of the members is that of the globe.
+        part = copy(self)
+        part._members = region.select(self._members)
+        part._fields = {source: region.select(field) for source, field in self._fields.items()}
+        return part
+
+    def field(self, source: str) -> Tensor:
+        """Return a source, `(leads, C, h, W)`; of an ensemble its mean."""
+        return self._fields[source].expand_as(self._fields[TRUTH])
+
     @property
     def truth(self) -> Tensor:
         """Return the truth, `(1, leads, C, h, W)`."""
@@ -135,27 +159,88 @@ class StoredFields(ScoredFields):
         return (self._fields[source] - self._fields[CLIMATOLOGY])[None]
 
 
+Indexer = slice | Tensor  # of one dim
+
+
+@final
+@dataclass(frozen=True)
+class RegionPoints:
+    """The points of the globe that scores of a region are averaged over.
+
+    Attributes:
+        rows, columns: their indices.
+        weights: area weights of these rows, `(h,)`; those of the globe, as in WeatherBench 2.
+    """
+
+    rows: Indexer
+    columns: Indexer
+    weights: Tensor
+
+    @classmethod
+    def of(cls, name: str, truth: Store) -> "RegionPoints":
+        """Return the points of a region on the truth's grid.
+
+        Raises:
+            UserError: the grid has no point in it.
+        """
+        region = REGIONS[name]
+        rows = region.rows(truth.latitude)
+        columns = region.columns(truth.longitude)
+        if not len(rows) or not len(columns):
+            raise UserError(
+                f"{truth.source.where}: its grid of {truth.grid[0]} x {truth.grid[1]} points has "
+                f"none in {name}. Change regions."
+            )
+        weights = torch.from_numpy(row_weights(truth.latitude)[rows])
+        return cls(to_indexer(rows), to_indexer(columns), weights)
+
+    def select(self, fields: Tensor) -> Tensor:
+        """Return the points of the region: `(..., H, W)` -> `(..., h, w)`."""
+        return fields[..., self.rows, :][..., self.columns]
+
+
+def to_indexer(indices: NDArray[np.intp]) -> Indexer:
+    """Return indices as a slice, which copies nothing, if they are evenly spaced."""
+    indexer = as_slice(indices)
+    return indexer if isinstance(indexer, slice) else torch.from_numpy(indices)
+
+
 @final
 @dataclass(frozen=True)
 class GridGeometry:
     """The rows of the fields with their weights.
 
     Attributes:
-        rows: area weights, `(h,)`.
+        regions: the points of the globe and of each region, by name; the globe is the first.
         bands: area weights in each latitude band, `(K, h)`.
         latitude: `(h,)`, in degrees.
         columns: W.
     """
 
-    rows: Tensor
+    regions: Mapping[str, RegionPoints]
     bands: Tensor
     latitude: Tensor
     columns: int
 
+    @classmethod
+    def of(cls, truth: Store, regions: Sequence[str]) -> "GridGeometry":
+        """Return the geometry of the truth's grid with some regions.
+
+        Raises:
+            UserError: a region does not exist, or has no point.
+        """
+        check_regions("regions", regions)
+        return cls(
+            {name: RegionPoints.of(name, truth) for name in dict.fromkeys([GLOBAL, *regions])},
+            latitude_band_weights(truth.latitude),
+            torch.from_numpy(truth.latitude.copy()),
+            truth.grid[1],
+        )
+
 
 @final
 class VariableScores:
-    """Accumulates all scores and the spectra of the C levels of a variable.
+    """Accumulates all scores, spectra and the rank histogram of the C levels of a variable.
 
     Spectra of an ensemble are those of its members, as in WeatherBench 2. Memory does not grow
     with the number of initial times.
@@ -164,6 +249,7 @@ class VariableScores:
         sizes: number of lead times and of channels.
         members: number of members; 1 without an ensemble.
         points: points with values; None: all points have values.
+        seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
     """
 
     def __init__(
@@ -172,10 +258,20 @@ class VariableScores:
         members: int,
         geometry: GridGeometry,
         points: ValidPoints | None,
+        seeps_points: Tensor | None = None,
     ) -> None:
         metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
-        # Sums of one initial time, which `end_initial_time` folds before the next.
-        self._scores = ScoreSums(metrics, sizes, Extent(geometry.rows, points, samples=1))
+        self._regions = geometry.regions
+        self._scores: dict[str, ScoreSums] = {}
+        self._seeps: dict[str, AreaMean] = {}
+        for name, region in geometry.regions.items():
+            inside = None if points is None else ValidPoints(region.select(points.valid))
+            # Sums of one initial time, which `end_initial_time` folds before the next.
+            extent = Extent(region.weights, inside, samples=1, members=members)
+            self._scores[name] = ScoreSums(metrics, sizes, extent)
+            if seeps_points is not None:
+                scored = ValidPoints(region.select(seeps_points)[None])
+                self._seeps[name] = AreaMean((len(SOURCES), *sizes), region.weights, scored)
         self._spectra = ZonalSpectra(
             (len(SPECTRA_SOURCES), *sizes),
             geometry.bands,
@@ -183,63 +279,122 @@ class VariableScores:
             geometry.columns,
             points,
         )
+        self._ranks = (
+            RankHistogram(sizes, members, geometry.regions[GLOBAL].weights, points)
+            if members > 1
+            else None
+        )
 
     def add(self, leads: slice, fields: StoredFields) -> None:
         """Add the forecasts from one initial time, at some lead times.
 
         `end_initial_time` has to follow before the same lead times of another initial time.
         """
-        self._scores.add(leads, fields)
+        for name, region in self._regions.items():
+            self._scores[name].add(leads, fields if name == GLOBAL else fields.within(region))
         for index, source in enumerate(SPECTRA_SOURCES):
             self._spectra.add((index, leads), fields.members(source)[0])
+        if self._ranks is not None:
+            self._ranks.add((leads,), fields.members(FORECAST), fields.truth)
+
+    def add_seeps(self, source: int, leads: slice, scores: Tensor) -> None:
+        """Add SEEPS of one source from one initial time, `(leads, 1, H, W)`."""
+        for name, region in self._regions.items():
+            self._seeps[name].add((source, leads), region.select(scores)[None])
 
     def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
         """Complete these lead times of one initial time; collective."""
-        self._scores.fold(manager, leads)
+        for sums in self._scores.values():
+            sums.fold(manager, leads)
 
-    def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
-        """Return scores by name, `(sources, leads, C)` each, and the spectra; collective.
+    def result(self, manager: DomainParallelManager) -> "VariableResult":
+        """Return the scores; collective."""
+        scores = {name: sums.result(manager) for name, sums in self._scores.items()}
+        for name, sums in self._seeps.items():
+            scores[name]["seeps"] = sums.result(manager)
+        ranks = None if self._ranks is None else self._ranks.result(manager)
+        return VariableResult(scores, self._spectra.result(manager), ranks)
 
-        Spectra are `(2, leads, C, K, W // 2 + 1)`, of forecast and truth.
-        """
-        return self._scores.result(manager), self._spectra.result(manager)
+
+@final
+@dataclass(frozen=True)
+class VariableResult:
+    """All scores of C channels.
+
+    Attributes:
+        scores: by region and metric, `(sources, leads, C)`; SEEPS only of precipitation.
+        spectra: of forecast and truth, `(2, leads, C, K, W // 2 + 1)`.
+        ranks: frequencies of the truth's ranks, `(leads, C, M + 1)`; None without an ensemble.
+    """
+
+    scores: Mapping[str, Mapping[str, Tensor]]
+    spectra: Tensor
+    ranks: Tensor | None
 
 
 @final
 class Scorer:
-    """Adds forecasts block by block to the scores of their variables."""
+    """Adds forecasts block by block to the scores of their variables.
 
-    def __init__(self, aligned: AlignedForecast) -> None:
+    Args:
+        aligned: the forecast with its truth and climatology.
+        request: names the regions, and the stores of the climate that SEEPS needs.
+        report: called with a title and the fraction done while that climate is computed.
+
+    Raises:
+        UserError: a region has no point, or a field can't be read.
+    """
+
+    def __init__(
+        self, aligned: AlignedForecast, request: ScoreRequest, report: ProgressCallback
+    ) -> None:
         self._aligned = aligned
         self._manager = DomainParallelManager(1, 1)  # one rank: the metrics' sums stay local
         truth = aligned.truth
+        channels = truth.channels.output_channels
         with translate_error_keys("truth"):
             self.valid = truth.valid_mask(slice(0, truth.grid[0]))
         leads = len(aligned.lead_indices)
-        geometry = GridGeometry(
-            torch.from_numpy(row_weights(truth.latitude)),
-            latitude_band_weights(truth.latitude),
-            torch.from_numpy(truth.latitude.copy()),
-            truth.grid[1],
-        )
+        geometry = GridGeometry.of(truth, request.regions)
         # Each variable is scored in runs of channels of at most `STEP_BYTES`: (channels, scores).
         self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
+        self._seeps: dict[str, SeepsClimate] = {}
         count = max(1, STEP_BYTES // (8 * aligned.forecast.members * truth.grid[0] * truth.grid[1]))
-        for name, span in variable_slices(truth.channels.output_channels).items():
+        for name, span in variable_slices(channels).items():
+            seeps_points = self._open_seeps(span, request, report)
             self._scores[name] = []
             for first in range(span.start, span.stop, count):
                 part = slice(first, min(first + count, span.stop))
                 points = (
-                    None if self.valid is None else ValidPoints.of(self.valid[part], geometry.rows)
+                    None
+                    if self.valid is None
+                    else ValidPoints.of(self.valid[part], geometry.latitude)
                 )
                 sizes = (leads, part.stop - part.start)
-                scores = VariableScores(sizes, aligned.forecast.members, geometry, points)
+                members = aligned.forecast.members
+                scores = VariableScores(sizes, members, geometry, points, seeps_points)
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         hours = np.array(aligned.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
-        shown = headline_indices(truth.channels.output_channels)[:MAP_COUNT]
+        shown = headline_indices(channels)[:MAP_COUNT]
         self._maps = ErrorMapAccumulator(shown, lead, int(hours[lead]), truth.grid)
+
+    def _open_seeps(
+        self, span: slice, request: ScoreRequest, report: ProgressCallback
+    ) -> Tensor | None:
+        """Open the climate that a variable's SEEPS needs; return the points that have the score."""
+        truth = self._aligned.truth
+        channel = truth.channels.output_channels[span.start]
+        if not is_precipitation(channel) or channel.level is not None:
+            return None
+        with translate_error_keys("truth"):
+            climate = open_seeps(truth, channel, request.climatology, request.cache, report)
+        if climate is None:
+            return None
+        self._seeps[channel.variable] = climate
+        valid = True if self.valid is None else self.valid[span.start]
+        return torch.from_numpy(climate.scored & valid)
 
     def add(self, block: Block) -> None:
         """Add the forecasts of a block, a few lead times and channels at a time."""
@@ -257,9 +412,22 @@ class Scorer:
                     climatology=to_tensor(block.climatology[part, channels]),
                 )
                 scores.add(scored, fields)
+                if block.variable in self._seeps:
+                    self._add_seeps(block, scored, scores, fields)
                 # A block has one initial time, so that these lead times are complete.
                 scores.end_initial_time(scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
+
+    def _add_seeps(
+        self, block: Block, leads: slice, scores: VariableScores, fields: StoredFields
+    ) -> None:
+        climate = self._seeps[block.variable]
+        lead_times = self._aligned.forecast.lead_times[self._aligned.lead_indices[leads]]
+        heavy_from = climate.heavy_from(block.initial_time + lead_times)[:, None]
+        truth = fields.field(TRUTH).numpy()
+        for index, source in enumerate(SOURCES):
+            values = climate.score(fields.field(source).numpy(), truth, heavy_from)
+            scores.add_seeps(index, leads, torch.from_numpy(values))
 
     def result(self, request: ScoreRequest) -> Scorecard:
         """Return the scorecard of all forecasts that were added.
@@ -272,10 +440,12 @@ class Scorer:
         results = [
             scores.result(self._manager) for parts in self._scores.values() for _, scores in parts
         ]
-        scores = {
-            name: torch.cat([one[name] for one, _ in results], dim=-1).numpy()
-            for name in results[0][0]
+        channels = truth.channels.output_channels
+        regions = {
+            region: join_scores(channels, [one.scores[region] for one in results])
+            for region in results[0].scores
         }
+        ranks = [one.ranks for one in results if one.ranks is not None]
         card = Scorecard(
             forecast=redact_secrets(request.forecast),
             truth=", ".join(map(redact_secrets, request.truth)),
@@ -290,13 +460,40 @@ class Scorer:
             latitude=truth.latitude,
             longitude=truth.longitude,
             coasts=coasts_of(truth.source),
-            scores=scores,
-            spectra=torch.cat([spectra for _, spectra in results], dim=2).numpy(),
+            scores=regions.pop(GLOBAL),
+            spectra=torch.cat([one.spectra for one in results], dim=2).numpy(),
             bands=tuple(LATITUDE_BANDS),
             maps=tuple(self._maps.result()),
+            regions=regions,
+            rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
         )
         card.check()
         return card
+
+
+def join_scores(
+    channels: Sequence[Channel], results: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Array]:
+    """Return the scores of all channels in the order of `METRICS`, `(sources, leads, C)`.
+
+    A score that not all channels have is NaN at the others.
+
+    Args:
+        channels: C channels.
+        results: the scores of their parts, in order.
+    """
+    joined = {}
+    for name in METRICS:
+        if any(name in scores for scores in results):
+            parts = [
+                scores.get(name, torch.full_like(scores["rmse"], torch.nan)) for scores in results
+            ]
+            joined[name] = torch.cat(parts, dim=-1).numpy()
+        elif name == "wind_vector_rmse":
+            errors = wind_vector_rmse(channels, joined["rmse"])
+            if errors is not None:
+                joined[name] = errors
+    return joined
 
 
 def to_tensor(fields: Fields) -> Tensor:

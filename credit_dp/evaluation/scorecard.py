@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError
 from credit_dp.evaluation.maps import Lines, MapGrid
 from credit_dp.evaluation.metric_table import (
@@ -57,17 +58,23 @@ UNLIMITED = 10_000  # characters; wider than any table
 Array = NDArray[np.float64]
 
 
-def iter_scores(scores: Mapping[str, Array]) -> Iterator[tuple[int, int, str, str, float]]:
+def iter_scores(
+    scores: Mapping[str, Array], channels: Sequence[Channel] | None = None
+) -> Iterator[tuple[int, int, str, str, float]]:
     """Yield channel index, lead index, score, source and value of each score.
 
     Args:
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
+        channels: C channels, to leave out those that a metric does not score.
     """
-    leads, channels = next(iter(scores.values())).shape[1:]
-    for c in range(channels):
+    leads, count = next(iter(scores.values())).shape[1:]
+    for c in range(count):
         for lead in range(leads):
             for name, values in scores.items():
-                for s, source in enumerate(METRICS[name].sources):
+                metric = METRICS[name]
+                if channels is not None and not metric.channels(channels[c]):
+                    continue
+                for s, source in enumerate(metric.sources):
                     yield c, lead, name, source, float(values[s, lead, c])
 
 
@@ -195,7 +202,7 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value")
+CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value", "region")
 # Source: Rasp et al. 2024, "WeatherBench 2", headline scores.
 HEADLINE_CHANNELS = (
     Channel("geopotential", 500),
@@ -208,6 +215,7 @@ HEADLINE_CHANNELS = (
     Channel("total_precipitation_24hr"),
 )
 MAX_HEADLINES = 6  # channels with curves and spectra
+NestedScores = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 
 
 @final
@@ -228,6 +236,9 @@ class Scorecard:
             metres.
         bands: names of the K latitude bands.
         maps: error maps of a few channels.
+        regions: the scores of each region besides the globe, as `scores`.
+        rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
+            None without an ensemble.
     """
 
     forecast: str
@@ -245,6 +256,8 @@ class Scorecard:
     spectra: Array
     bands: tuple[str, ...]
     maps: tuple[ErrorMap, ...]
+    regions: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    rank_histograms: Array | None = None
 
     @property
     def grid(self) -> MapGrid:
@@ -257,7 +270,8 @@ class Scorecard:
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.
         """
-        for c, lead, name, source, value in iter_scores(self.scores):
+        # Those of regions are of the same fields, or undefined without a point that has values.
+        for c, lead, name, source, value in iter_scores(self.scores, self.channels):
             if not is_valid(name, value):
                 where = {PERSISTENCE: self.truth, TRUTH: self.truth}
                 where |= {FORECAST: self.forecast, CLIMATOLOGY: self.climatology}
@@ -285,23 +299,34 @@ class Scorecard:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)
-        for c, lead, name, source, value in iter_scores(self.scores):
-            channel = self.channels[c]
-            level = "" if channel.level is None else channel.level
-            number = repr(value) if math.isfinite(value) else ""
-            unit = METRICS[name].unit(self.units[c])
-            writer.writerow((channel.variable, level, unit, self.hours[lead], name, source, number))
+        for region, scores in {GLOBAL: self.scores, **self.regions}.items():
+            for c, lead, name, source, value in iter_scores(scores, self.channels):
+                channel = self.channels[c]
+                level = "" if channel.level is None else channel.level
+                number = repr(value) if math.isfinite(value) else ""
+                unit = METRICS[name].unit(self.units[c])
+                hours = self.hours[lead]
+                writer.writerow(
+                    (channel.variable, level, unit, hours, name, source, number, region)
+                )
         return text.getvalue()
 
     def to_json(self) -> str:
         """Return scores as JSON, nested by channel, score, lead time and source, with metadata."""
-        nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
-        for c, lead, name, source, value in iter_scores(self.scores):
+        content = {
+            **self.metadata(),
+            "scores": self._nest(self.scores),
+            "regions": {region: self._nest(scores) for region, scores in self.regions.items()},
+        }
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+    def _nest(self, scores: Mapping[str, Array]) -> NestedScores:
+        nested: NestedScores = {}
+        for c, lead, name, source, value in iter_scores(scores, self.channels):
             by_score = nested.setdefault(self.channels[c].name, {})
             by_source = by_score.setdefault(name, {}).setdefault(f"{self.hours[lead]}h", {})
             by_source[source] = finite_or_none(value)
-        content = {**self.metadata(), "scores": nested}
-        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+        return nested
 
     def metadata(self) -> dict[str, object]:
         """Return stores, times, grid and units, for JSON."""
@@ -330,6 +355,20 @@ class Scorecard:
                     for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
                         cells = [repr(x) if math.isfinite(x) else "" for x in pair]
                         writer.writerow((channel.variable, level, hours, name, k, *cells))
+        return text.getvalue()
+
+    def rank_histograms_csv(self) -> str:
+        """Return the rank histograms as CSV, one line for each rank; the header without members."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(("variable", "level", "lead_hours", "rank", "frequency"))
+        if self.rank_histograms is None:
+            return text.getvalue()
+        for c, channel in enumerate(self.channels):
+            level = "" if channel.level is None else channel.level
+            for hours, frequencies in zip(self.hours, self.rank_histograms[:, c], strict=True):
+                for rank, frequency in enumerate(frequencies.tolist()):
+                    writer.writerow((channel.variable, level, hours, rank, repr(frequency)))
         return text.getvalue()
 
 

@@ -14,7 +14,7 @@ from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer
 from tests.evaluation import forecasts
 
-FILES = ["scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
+FILES = ["rank_histograms.csv", "scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,10 @@ class Page(HTMLParser):
 
 def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
     few = ("variables=[2m_temperature,temperature]", "levels=[850]")
-    code, said, complaints = ask(monkeypatch, stores, *few, "out=out")
+    code, said, complaints = ask(monkeypatch, stores, *few, "regions=[tropics]", "out=out")
     assert (code, complaints) == (0, "")
     assert "2 initial times, 2 members" in said
+    assert re.search(r"^24 h, tropics +unit +RMSE", said, re.MULTILINE)
     assert re.search(r"^24 h +unit +RMSE +RMSE persist. +RMSE climat. +ACC", said, re.MULTILINE)
     assert said.endswith("out/scorecard.html\n")
     assert sorted(path.name for path in (stores / "out").iterdir()) == FILES
@@ -82,11 +83,15 @@ def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) ->
     assert results["lead_hours"] == [0, 6, 24]
     for row in rows:
         level = f"_{row['level']}" if row["level"] else ""
-        scores = results["scores"][f"{row['variable']}{level}"][row["score"]]
+        nested = results["regions"].get(row["region"], results["scores"])
+        scores = nested[f"{row['variable']}{level}"][row["score"]]
         value = scores[f"{row['lead_hours']}h"][row["of"]]
         assert value is None if row["value"] == "" else float(row["value"]) == value
     assert {row["of"] for row in rows} == {"forecast", "persistence", "climatology", "truth"}
-    assert len(rows) == 2 * 3 * (3 + 2 + 3 + 2 + 3 + 1)
+    assert len(rows) == 2 * 2 * 3 * (3 + 2 + 3 + 2 + 3 + 3 + 1)
+    assert {row["region"] for row in rows} == {"global", "tropics"}
+    ranks = (stores / "out" / "rank_histograms.csv").read_text().splitlines()
+    assert len(ranks) == 1 + 2 * 3 * 3
     check_page((stores / "out" / "scorecard.html").read_text(), results)
 
 
@@ -94,10 +99,13 @@ def check_page(text: str, results: dict[str, object]) -> None:
     """Check that a page is complete, self-contained, and has the JSON's numbers to three digits."""
     page = Page(text)
     assert page.open == []
-    assert list(page.tables) == ["rmse", "acc", "bias", "activity", "crps", "spread"]
+    assert list(page.tables) == [
+        *("rmse", "acc", "bias", "activity", "crps", "energy_score", "spread"),
+        *("rmse-tropics", "acc-tropics"),
+    ]
     pictures = [address.split(",")[1] for address in page.addresses]
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert len(pictures) == 6 + 3 + 2  # scores, bands of latitude, maps
+    assert len(pictures) == 7 + 3 + 1 + 2  # scores, bands of latitude, ranks, maps
     for address, picture in zip(page.addresses, pictures, strict=True):
         content = base64.b64decode(picture)
         if address.startswith("data:image/svg"):

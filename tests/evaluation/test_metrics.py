@@ -1,6 +1,7 @@
 """Metrics against their definitions, on one rank and summed over bands of rows."""
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from credit_dp.evaluation.metrics import (
     Activity,
     AnomalyCorrelation,
     Bias,
+    EnergyScore,
     EnsembleMeanRMSE,
     EnsembleSpread,
     FairCRPS,
+    RankHistogram,
     RootMeanSquare,
     ValidPoints,
     ZonalSpectra,
@@ -115,6 +118,20 @@ def spread(members: xr.DataArray, _: xr.DataArray, __: xr.DataArray) -> xr.DataA
     return np.sqrt(globe(members.var("member", ddof=1, skipna=False)).mean("time"))
 
 
+def energy_score(members: xr.DataArray, truth: xr.DataArray, _: xr.DataArray) -> xr.DataArray:
+    """WeatherBench 2's: the spread is of neighbouring members."""
+    skill = np.sqrt(globe((members - truth) ** 2)).mean("member")
+    neighbours = np.sqrt(globe(members.diff("member") ** 2)).mean("member")
+    return (skill - neighbours / 2).mean("time")
+
+
+def ranks(members: xr.DataArray, truth: xr.DataArray, _: xr.DataArray) -> xr.DataArray:
+    """How often the truth is above none, one, ... of the members."""
+    rank = (members < truth).sum("member").where(truth.notnull())
+    shares = [globe((rank == n).where(rank.notnull())).mean("time") for n in range(MEMBERS + 1)]
+    return xr.concat(shares, "rank").transpose("channel", "rank")
+
+
 def rmse(members: xr.DataArray, truth: xr.DataArray, _: xr.DataArray) -> xr.DataArray:
     return np.sqrt(globe((members.mean("member") - truth) ** 2).mean("time"))
 
@@ -152,6 +169,8 @@ DEFINITIONS: dict[str, Callable[..., xr.DataArray]] = {
     "activity": activity,
     "crps": fair_crps,
     "spread": spread,
+    "energy": energy_score,
+    "ranks": ranks,
     "skill": rmse,
     "spectra": spectra,
 }
@@ -172,6 +191,8 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
         "activity": Activity(shape, area, points),
         "crps": FairCRPS(shape, area, points),
         "spread": EnsembleSpread(shape, area, points),
+        "energy": EnergyScore(shape, TIMES, area, points, members=MEMBERS),
+        "ranks": RankHistogram(shape, MEMBERS, area, points),
         "skill": EnsembleMeanRMSE(shape, area, points),
         "spectra": ZonalSpectra(shape, bands, latitude, COLUMNS, points),
     }
@@ -187,6 +208,8 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
             "activity": (mean - c,),
             "crps": (x, y),
             "spread": (x,),
+            "energy": ([first], x, y),
+            "ranks": (x, y),
             "skill": (x, y),
             "spectra": (x[:, 0],),
         }
@@ -233,6 +256,25 @@ def test_one_member_has_no_spread() -> None:
     wanted = globe(abs(members.isel(member=0) - truth)).mean("time").values
     assert crps.result(manager).numpy() == pytest.approx(wanted, rel=1e-12)
     assert one.result(manager).tolist() == [0, 0]
+
+
+def test_equal_members_share_the_truth_among_their_ranks() -> None:
+    """The mean over all orders in which WeatherBench 2 may break the ties."""
+    random = np.random.default_rng(4)
+    members = random.integers(0, 3, (1, 3, 1, 2, 50))
+    truth = random.integers(0, 3, (1, 1, 2, 50))
+    found = RankHistogram((1,), 3, torch.tensor([1.0, 2.0]))
+    found.add((), torch.from_numpy(members).double(), torch.from_numpy(truth).double())
+    wanted = np.zeros(4)
+    for row, column in np.ndindex(2, 50):
+        values = [truth[0, 0, row, column], *members[0, :, 0, row, column]]
+        orders = list(permutations(range(4)))
+        for order in orders:
+            # Sorted by value, and by the place in the order among equal values.
+            place = sorted(range(4), key=lambda n: (values[n], order[n])).index(0)
+            wanted[place] += (1 + row) / len(orders)
+    ranks = found.result(DomainParallelManager(1, 1))[0].numpy()
+    assert ranks == pytest.approx(wanted / wanted.sum(), rel=1e-12)
 
 
 def test_a_fair_score_does_not_know_how_many_members_there_are() -> None:

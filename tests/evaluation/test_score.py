@@ -12,12 +12,18 @@ from credit_dp.evaluation import score as evaluation_score
 from credit_dp.evaluation.maps import NO_LINES
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.evaluation.report import score_image, scorecard_page
+from credit_dp.evaluation.report import (
+    region_tables,
+    score_image,
+    score_table,
+    scorecard_page,
+)
 from credit_dp.evaluation.scorecard import Scorecard
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
 GRID = ["latitude", "longitude"]
+OF_SOME = {"wind_vector_rmse", "seeps"}  # metrics of variables that these stores do not have
 SHORT = {"geopotential": "z", "temperature": "t", "2m_temperature": "t2m"}
 
 
@@ -54,6 +60,11 @@ def by_definition(
             found["acc"][of] = (globe(one * two) / products).mean("time")
     fair = abs(made - truth).mean("number") - pairs / (2 * count * (count - 1))
     found["crps"]["forecast"] = globe(fair).mean("time")
+    for of, field in fields.items():
+        found["energy_score"][of] = np.sqrt(globe((field - truth) ** 2)).mean("time")
+    skill = np.sqrt(globe((made - truth) ** 2)).mean("number")
+    neighbours = np.sqrt(globe(made.diff("number") ** 2)).mean("number") if count > 1 else 0
+    found["energy_score"]["forecast"] = (skill - neighbours / 2).mean("time")
     found["spread"]["forecast"] = np.sqrt(globe(made.var("number", ddof=1)).mean("time"))
     return found
 
@@ -90,7 +101,7 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
 def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=3)
     card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
-    assert set(card.scores) == set(METRICS)
+    assert set(card.scores) == set(METRICS) - OF_SOME
     assert card.members == 3
     assert card.hours == (0, 6, 24)
     check(card, made)
@@ -335,3 +346,91 @@ def test_truth_and_climatology_may_have_other_names(
         for score in one.scores:
             mine, theirs = two.scores[score][..., place], one.scores[score][..., there]
             assert np.allclose(mine, theirs, rtol=1e-6, equal_nan=True)
+
+
+WINDS = {"u_component_of_wind": "geopotential", "v_component_of_wind": "temperature"}
+
+
+def winds(data: xr.Dataset) -> xr.Dataset:
+    """Both components of a wind, of plausible size."""
+    made = {name: data[of] / data[of].max() * 30 for name, of in WINDS.items()}
+    return xr.Dataset(made, attrs=data.attrs)
+
+
+def boxes(name: str, array: xr.DataArray) -> xr.DataArray:
+    """A region as WeatherBench 2 selects it; `array` has rows from south to north."""
+    lat = {
+        "tropics": [slice(-20, 20)],
+        "extra-tropics": [slice(None, -20), slice(20, None)],
+        "europe": [slice(35, 75)],
+        "north-pacific": [slice(25, 60)],
+        "arctic": [slice(60, 90)],
+    }[name]
+    lon = {"europe": [slice(347.5, None), slice(0, 42.5)], "north-pacific": [slice(145, 230)]}
+    parts = [array.sel(latitude=one) for one in lat]
+    array = xr.concat(parts, "latitude")
+    parts = [array.sel(longitude=one) for one in lon.get(name, [slice(None)])]
+    return xr.concat(parts, "longitude")
+
+
+@pytest.mark.parametrize("west", [0, -180])
+def test_regions_are_those_of_weatherbench(tmp_path: Path, west: int) -> None:
+    observed = winds(forecasts.truth())
+    made = winds(forecasts.forecast(forecasts.truth(), members=2))
+    normals = winds(forecasts.climatology(forecasts.truth()))
+    for name, data in (("truth", observed), ("climatology", normals), ("f", made)):
+        turned = data.assign_coords(longitude=(data["longitude"] - west) % 360 + west)
+        forecasts.write(turned.sortby("longitude"), tmp_path / f"{name}.zarr")
+    regions = ("tropics", "extra-tropics", "europe", "north-pacific", "arctic")
+    card = scored(tmp_path, tmp_path / "f.zarr", regions=regions)
+    assert tuple(card.regions) == regions
+    valid = made["time"] + made["prediction_timedelta"]
+    truth = observed.sel(time=valid).assign_coords(time=made["time"]).astype("f8")
+    mean = made.astype("f8").mean("number")
+    made = made.astype("f8").sortby("latitude")
+    bounds = np.deg2rad(made["latitude"].values)
+    bounds = np.concatenate([[-np.pi / 2], (bounds[1:] + bounds[:-1]) / 2, [np.pi / 2]])
+    area = xr.DataArray(np.diff(np.sin(bounds)), dims="latitude", coords=[made["latitude"]])
+    for region, scores in card.regions.items():
+        weights = boxes(region, area * xr.ones_like(made["longitude"]))
+        errors = {}
+        for name in WINDS:
+            square = ((mean[name] - truth[name]) ** 2).sortby("latitude")
+            errors[name] = boxes(region, square).weighted(weights).mean(GRID).mean("time")
+        for c, channel in enumerate(card.channels):
+            mse = errors[channel.variable].sel(level=channel.level).values
+            assert scores["rmse"][0, :, c] == pytest.approx(np.sqrt(mse), rel=1e-12)
+            both = sum(error.sel(level=channel.level) for error in errors.values())
+            wind = scores["wind_vector_rmse"][0, :, c]
+            if channel.variable == "u_component_of_wind":
+                assert wind == pytest.approx(np.sqrt(both.values), rel=1e-12)
+            else:
+                assert np.isnan(wind).all()
+    rows = card.to_csv().splitlines()
+    levels = observed.sizes["level"]
+    assert sum("wind_vector_rmse" in row for row in rows) == 6 * levels * 3 * 3
+    assert sum(row.endswith(",arctic") for row in rows) == levels * 3 * (len(WINDS) * 17 + 3)
+    tables = region_tables(card, "europe")
+    assert [table.identifier for table in tables] == ["rmse-europe", "acc-europe"]
+    wind = score_table(card, "wind_vector_rmse", card.scores["wind_vector_rmse"], "")
+    assert [row[0] for row in wind.rows] == [
+        f"u_component_of_wind_{level}" for level in observed["level"].values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [
+        (("tropic",), "regions: needs one of global, tropics,"),
+        (("arctic", "arctic"), "regions: names arctic twice"),
+        (("arctic", "ausnz"), "truth.zarr: its grid of 9 x 4 points has none in ausnz"),
+    ],
+)
+def test_a_region_without_points_is_refused(
+    tmp_path: Path, regions: tuple[str, ...], message: str
+) -> None:
+    observed = forecasts.truth(columns=4)
+    forecasts.write(observed, tmp_path / "truth.zarr")
+    forecasts.write(forecasts.climatology(observed), tmp_path / "climatology.zarr")
+    path = forecasts.write(forecasts.forecast(observed), tmp_path / "f.zarr")
+    assert message in refusal(tmp_path, path, regions=regions)

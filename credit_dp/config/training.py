@@ -19,6 +19,7 @@ from credit_dp.plugins import (
 # The words of `torch.set_float32_matmul_precision`.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 LOSSES = ("mse", "mae", "huber")
+SPHERE_ERRORS = ("amplitude", "amse")
 LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard")
 
@@ -138,9 +139,18 @@ class LossConfig:
     tendency: bool = True
     # weight of the error in zonal power spectra, against too smooth forecasts; 0: none
     spectrum: float = 0.0
+    # weight of the error in spectra on the sphere, of all degrees of spherical harmonics; 0: none
+    sphere_spectrum: float = 0.0
+    # amplitude | amse: of sphere_spectrum: of amplitudes only, or of phases as well
+    sphere_error: str = "amplitude"
+    # weight of the error in differences between neighbouring points, along both directions; 0: none
+    gradient: float = 0.0
 
     def __post_init__(self) -> None:
         checks.number_in("loss.spectrum", self.spectrum, 0)
+        checks.number_in("loss.sphere_spectrum", self.sphere_spectrum, 0)
+        checks.one_of("loss.sphere_error", self.sphere_error, SPHERE_ERRORS)
+        checks.number_in("loss.gradient", self.gradient, 0)
         for variable, weight in self.variable_weight.items():
             checks.number_in(f"loss.variable_weight.{variable}", weight, 0)
 
@@ -151,10 +161,14 @@ class StandardLossConfig(LossConfig):
 
     name: str = "mse"  # mse | mae | huber
     huber_delta: float = 1.0  # of huber: error at which it changes from squared to absolute
+    # errors of all channels of a variable, e.g. {total_precipitation: mae}; the others have name
+    variable_error: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("loss.name", self.name, LOSSES)
+        for variable, name in self.variable_error.items():
+            checks.one_of(f"loss.variable_error.{variable}", name, LOSSES)
         checks.above_zero("loss.huber_delta", self.huber_delta)
 
 

@@ -458,7 +458,7 @@ def build_forecast_step_and_loss(
     tendency = normaliser.tendency_scale[: store.channels.num_states]
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
     points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.all_reduce)
-    loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points)
+    loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points, manager)
     fill = None
     if points is not None:
         fill = partial(points.fill_invalid, fills=normaliser.fills)

@@ -2,11 +2,12 @@
 
 `build_loss` makes a `WeightedLoss` from the config. Its error at a grid point is a function of the
 forecast and the truth at that point: one of this package, or one of a plug-in, which is tried
-before training. Optionally adds a spectral error of each row, with the same weights. Every rank
-computes the part of its band; the parts add up to the loss of the globe.
+before training. Optionally adds a spectral error of each row, with the same weights, and errors of
+whole fields (`field_errors`). Every rank computes the part of its band; the parts add up to the
+loss of the globe.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import final
 
@@ -19,9 +20,11 @@ from torch.nn import functional
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.channels import Channel, Channels, suggest_names
 from credit_dp.data.grid import row_weights
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.plugins import report_plugin_errors
+from credit_dp.training.field_errors import FLOOR, FieldError, build_field_errors
 
 
 @final
@@ -38,6 +41,8 @@ class WeightedLoss:
         scale: the divisor of differences, `(C, 1, 1)`.
         height: rows of the globe.
         points: the points with values, if not all have values.
+        kinds: name of each channel's error, if not all have that of the config.
+        field_errors: errors of whole fields, with their weights.
     """
 
     def __init__(
@@ -48,8 +53,12 @@ class WeightedLoss:
         scale: Tensor,
         height: int,
         points: ValidPoints | None = None,
+        kinds: Sequence[str] = (),
+        field_errors: Sequence[FieldError] = (),
     ) -> None:
         self.spectrum = config.spectrum
+        self.kinds = kinds
+        self.field_errors = field_errors
         self.scale = scale
         self.points = points
         self.pointwise = self._pointwise(config)
@@ -67,12 +76,14 @@ class WeightedLoss:
         if self.spectrum:
             error = spectrum_error(self.scaled(forecast), self.scaled(target))
             total = total + self.spectrum * (error * self.weight[..., 0]).sum((0, 2)) / batch
+        for field_error in self.field_errors:
+            total = total + field_error(self.scaled(forecast), self.scaled(target))
         return total
 
     def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the error at each point, 0 where there are no values."""
         if isinstance(config, StandardLossConfig):
-            error = build_difference_error(config)
+            error = build_difference_error(config, self.kinds)
             return lambda forecast, target: error(self.scaled(forecast - target))
         if not isinstance(config, OwnLossConfig):
             raise TypeError(f"{type(config).__name__} is the config of no loss")
@@ -98,6 +109,7 @@ def build_loss(
     rows: slice,
     scale: Tensor,
     points: ValidPoints | None = None,
+    manager: DomainParallelManager | None = None,
 ) -> WeightedLoss:
     """Build the loss of the config for one band of rows.
 
@@ -111,10 +123,12 @@ def build_loss(
         scale: `(C, 1, 1)`, standard deviation of normalised changes over one step, 1 for
             diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
         points: the points with values, if not all have values.
+        manager: knows the ranks that have the other rows; None: there are none.
 
     Raises:
-        UserError: on all ranks, if `loss.variable_weight` names no output variable, all weights are
-            0, or a channel has no values at all.
+        UserError: on all ranks, if `loss.variable_weight` or `loss.variable_error` names no output
+            variable, all weights are 0, a channel has no values at all, or the rows do not fit
+            `loss.sphere_spectrum`.
     """
     weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
     band_weights = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
@@ -128,7 +142,18 @@ def build_loss(
         by_channel = by_channel * (len(latitude) * points.columns / valid_weight).to(scale)
     if not config.tendency:
         scale = torch.ones_like(scale)
-    return WeightedLoss(config, band_weights.to(scale), by_channel, scale, len(latitude), points)
+    return WeightedLoss(
+        config,
+        band_weights.to(scale),
+        by_channel,
+        scale,
+        len(latitude),
+        points,
+        channel_errors(config, channels.output_channels),
+        build_field_errors(
+            config, latitude, weights, by_channel, manager or DomainParallelManager(1, 1), points
+        ),
+    )
 
 
 def check_channels_have_values(channels: Channels, weights: Tensor) -> None:
@@ -160,14 +185,7 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     Raises:
         UserError: `loss.variable_weight` names no output variable, or all weights are 0.
     """
-    variables = {channel.variable for channel in channels}
-    unknown = next((name for name in config.variable_weight if name not in variables), None)
-    if unknown is not None:
-        raise UserError(
-            "loss.variable_weight: needs names from data.prognostic or data.diagnostic, got "
-            f"{unknown!r}. {suggest_names(unknown, variables)}. Change the name in "
-            "loss.variable_weight."
-        )
+    check_variables("loss.variable_weight", config.variable_weight, channels)
     levels = [channel.level for channel in channels if channel.level is not None]
     mean_level = sum(levels) / len(levels) if levels else 1.0
 
@@ -184,9 +202,31 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     return weights
 
 
-# Added to the power of a wavenumber: the square root has no gradient at 0. With it the amplitude of
-# a wavenumber that is absent has gradient 0, and no gradient is above 1.
-FLOOR = 1e-8
+def check_variables(key: str, names: Collection[str], channels: Sequence[Channel]) -> None:
+    """Check that a key of the loss names output variables only.
+
+    Raises:
+        UserError: it names another.
+    """
+    variables = {channel.variable for channel in channels}
+    unknown = next((name for name in names if name not in variables), None)
+    if unknown is not None:
+        raise UserError(
+            f"{key}: needs names from data.prognostic or data.diagnostic, got {unknown!r}. "
+            f"{suggest_names(unknown, variables)}. Change the name in {key}."
+        )
+
+
+def channel_errors(config: LossConfig, channels: Sequence[Channel]) -> tuple[str, ...]:
+    """Return the name of each channel's error; empty if all have that of the config.
+
+    Raises:
+        UserError: `loss.variable_error` names no output variable.
+    """
+    if not isinstance(config, StandardLossConfig) or not config.variable_error:
+        return ()
+    check_variables("loss.variable_error", config.variable_error, channels)
+    return tuple(config.variable_error.get(c.variable, config.name) for c in channels)
 
 
 def amplitudes(rows: Tensor) -> Tensor:
@@ -237,14 +277,31 @@ def huber(difference: Tensor, delta: float) -> Tensor:
     )
 
 
-def build_difference_error(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
-    """Return the error at a point as a function of the difference there."""
+def build_difference_error(
+    config: StandardLossConfig, kinds: Sequence[str] = ()
+) -> Callable[[Tensor], Tensor]:
+    """Return the error at a point as a function of the difference there, `(B, C, h, W)`.
+
+    Args:
+        config: of the loss.
+        kinds: name of each channel's error; empty: all have that of the config.
+    """
     errors: dict[str, Callable[[Tensor], Tensor]] = {
         "mse": torch.square,
         "mae": torch.abs,
         "huber": partial(huber, delta=config.huber_delta),
     }
-    return errors[config.name]
+    if not kinds:
+        return errors[config.name]
+    # Channels of one kind at once, then back into their order.
+    groups = [[c for c, kind in enumerate(kinds) if kind == name] for name in dict.fromkeys(kinds)]
+    order = np.argsort(np.concatenate(groups)).tolist()
+
+    def error(difference: Tensor) -> Tensor:
+        parts = [errors[kinds[group[0]]](difference[:, group]) for group in groups]
+        return torch.cat(parts, dim=1)[:, order]
+
+    return error
 
 
 def build_plugin_error(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

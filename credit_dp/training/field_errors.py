@@ -1,0 +1,298 @@
+"""Errors of whole fields that the loss adds to those of points: gradients, spectra on the sphere.
+
+`build_field_errors` makes those that the config gives a weight. Each takes scaled fields of this
+rank's rows and returns what each channel adds to the loss; the ranks' parts add up to the error of
+the globe. They need other ranks' rows: `GradientError` fetches the first row south of the band,
+`SphereError` adds up the ranks' parts of all coefficients, and sends nothing in the backward pass.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from credit_dp.config import LossConfig
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
+from credit_dp.evaluation.metrics import ValidPoints
+
+# (forecast, target), both scaled and 0 where there are no values, `(B, C, h, W)` -> `(C,)`.
+FieldError = Callable[[Tensor, Tensor], Tensor]
+Vector = NDArray[np.float64]
+
+# Added to the power of a wavenumber: the square root has no gradient at 0. With it the amplitude of
+# a wavenumber that is absent has gradient 0, and no gradient is above 1.
+FLOOR = 1e-8
+
+
+def build_field_errors(
+    config: LossConfig,
+    latitude: Vector,
+    row_weights: Vector,
+    channels: Tensor,
+    manager: DomainParallelManager,
+    points: ValidPoints | None,
+) -> list[FieldError]:
+    """Return the errors of fields that have a weight in the config; collective with points.
+
+    Args:
+        config: of the loss.
+        latitude: of all rows of the globe, in degrees.
+        row_weights: of all rows of the globe, with mean 1.
+        channels: weight of each channel, `(C,)`, with the loss's device and dtype.
+        manager: knows the band of this rank.
+        points: the points with values, if not all have values.
+
+    Raises:
+        UserError: the rows have no quadrature, which spectra on the sphere need.
+    """
+    errors: list[FieldError] = []
+    if config.gradient:
+        weights = torch.as_tensor(row_weights).to(channels)
+        errors.append(GradientError(weights, config.gradient * channels, manager, points))
+    if config.sphere_spectrum:
+        rows = manager.rows(len(latitude))
+        table = SphereTable(latitude, rows, manager.transport, channels)
+        weights = config.sphere_spectrum * channels / manager.domain_world_size
+        errors.append(SphereError(table, weights, coherence=config.sphere_error == "amse"))
+    return errors
+
+
+@final
+class GradientError:
+    """The squared error of the differences between neighbouring points, east and south.
+
+    The sum over both directions of `(d(next) - d)^2`, with `d` the forecast minus the truth,
+    weighted by area and divided by the number of points. A difference along latitude has the mean
+    weight of its two rows. Differences to points without values do not count.
+
+    Args:
+        rows: weights of all rows of the globe, `(H,)`, with mean 1.
+        channels: weight of each channel, `(C,)`.
+        manager: knows the band of this rank.
+        points: the points of this rank with values; None: all.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        channels: Tensor,
+        manager: DomainParallelManager,
+        points: ValidPoints | None,
+    ) -> None:
+        height = len(rows)
+        partition = manager.partition(height)
+        bounds = partition.bounds
+        # The band and one row south of it; nothing is south of the last band.
+        needed = tuple(
+            (RowRange(bounds[rank], min(bounds[rank + 1] + 1, height)),)
+            for rank in range(partition.ranks)
+        )
+        self._transport = manager.transport
+        self._exchange = RowExchange(partition, needed, manager.domain_rank)
+        own = needed[manager.domain_rank][0]
+        weights = rows[own.start : own.stop]
+        band = partition.rows(manager.domain_rank)
+        self._own_rows = band.stop - band.start
+        scale = channels[:, None, None] / height
+        east = weights[: self._own_rows, None] * scale  # (C, h, 1)
+        south = (weights[1:, None] + weights[:-1, None]) / 2 * scale  # (C, h or h - 1, 1)
+        if points is not None:
+            # The mask of the row south of the band is its owner's.
+            valid = self._fetch(points.valid.to(rows.dtype))
+            own_valid = valid[:, : self._own_rows]
+            east = east * own_valid * own_valid.roll(-1, -1)
+            south = south * valid[:, 1:] * valid[:, :-1]
+        self._east, self._south = east, south
+
+    def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
+        """Return what each channel adds to the loss, `(C,)`; collective."""
+        error = self._fetch(forecast - target)
+        own = error[..., : self._own_rows, :]
+        east = (own.roll(-1, -1) - own).square() * self._east
+        south = (error[..., 1:, :] - error[..., :-1, :]).square() * self._south
+        batch, _, _, width = error.shape
+        return (east.sum((0, 2, 3)) + south.sum((0, 2, 3))) / (batch * width)
+
+    def _fetch(self, band: Tensor) -> Tensor:
+        if self._exchange.is_identity:  # one rank has all rows
+            return band
+        return self._exchange.apply(band.contiguous(), self._transport)
+
+
+def associated_legendre(sine: Vector, degrees: int) -> Vector:
+    """Return normalised associated Legendre functions `P(m, l)` for orders and degrees < `degrees`.
+
+    The mean over the sphere of `|P(m, l) exp(i m lon)|^2` is 1; `P(m, l)` is 0 for l < m.
+
+    Args:
+        sine: of the latitudes, `(H,)`.
+
+    Shapes:
+        -> `(degrees, degrees, H)`: order, degree, row.
+
+    Source: Holmes & Featherstone 2002, eqs. 11 to 13, the standard forward column method.
+    """
+    cosine = np.sqrt(np.maximum(1 - sine**2, 0))
+    table = np.zeros((degrees, degrees, len(sine)))
+    diagonal = np.ones_like(sine)
+    for m in range(degrees):
+        if m:
+            diagonal = np.sqrt((2 * m + 1) / (2 * m)) * cosine * diagonal
+        table[m, m] = diagonal
+        if m + 1 < degrees:
+            table[m, m + 1] = np.sqrt(2 * m + 3) * sine * diagonal
+        for n in range(m + 2, degrees):
+            rise = np.sqrt((4 * n**2 - 1) / (n**2 - m**2))
+            fall = np.sqrt(((n - 1) ** 2 - m**2) / (4 * (n - 1) ** 2 - 1))
+            table[m, n] = rise * (sine * table[m, n - 1] - fall * table[m, n - 2])
+    return table
+
+
+def quadrature_weights(sine: Vector) -> Vector:
+    """Return the weights, which sum to 1, that integrate polynomials of degree < H exactly.
+
+    For evenly spaced latitudes these are the weights of Clenshaw & Curtis or of Fejer, for Gaussian
+    latitudes those of Gauss.
+
+    Args:
+        sine: of the latitudes, `(H,)`.
+
+    Raises:
+        UserError: some weights are not positive, so that the rows are neither of these.
+    """
+    count = len(sine)
+    # Row l holds the Legendre polynomial of degree l, whose mean is 1 for l = 0 and 0 otherwise.
+    polynomials = np.empty((count, count))
+    polynomials[0] = 1
+    polynomials[1:2] = sine
+    for n in range(2, count):
+        polynomials[n] = (
+            (2 * n - 1) * sine * polynomials[n - 1] - (n - 1) * polynomials[n - 2]
+        ) / n
+    means = np.zeros(count)
+    means[0] = 1
+    weights = np.linalg.solve(polynomials, means)
+    if not (weights > 0).all():
+        raise UserError(
+            "loss.sphere_spectrum: needs rows that are evenly spaced or Gaussian over the whole "
+            "globe, which the store's latitudes are not. Set loss.sphere_spectrum=0, or use "
+            "loss.spectrum, which needs no such rows."
+        )
+    return np.asarray(weights)
+
+
+@final
+class SphereTable:
+    """Computes spherical harmonic coefficients of fields whose rows are shared by the ranks.
+
+    Degrees go up to half the number of rows or columns, for which sums over rows are exact
+    integrals of the products of two harmonics.
+
+    Args:
+        latitude: of all rows of the globe, in degrees.
+        rows: the band of this rank.
+        transport: to the ranks that share the globe.
+        like: has the device and dtype of the fields.
+
+    Raises:
+        UserError: see `quadrature_weights`.
+    """
+
+    def __init__(self, latitude: Vector, rows: slice, transport: Transport, like: Tensor) -> None:
+        sine = np.sin(np.deg2rad(latitude))
+        self._transport = transport
+        self._degrees = (len(latitude) - 1) // 2 + 1
+        functions = associated_legendre(sine[rows], self._degrees)
+        self._functions = torch.from_numpy(functions * quadrature_weights(sine)[rows]).to(like)
+
+    def coefficients(self, fields: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the coefficients of the globe, with the degree and the power of each; collective.
+
+        Degree and power are `(N,)`: a coefficient of order m > 0 stands for that of -m, too, and
+        has power 2.
+
+        Shapes:
+            `(..., h, W)` -> `(..., N, 2)`, real and imaginary parts.
+        """
+        # Orders up to less than half the columns are told apart.
+        orders = min(self._degrees, (fields.shape[-1] + 1) // 2)
+        waves = torch.view_as_real(torch.fft.rfft(fields, norm="forward")[..., :orders])
+        functions = self._functions[:orders, :orders]
+        parts = torch.einsum("mlh,...hmr->...mlr", functions, waves)
+        # Only degrees of at least the order: half of the products are 0, and are not sent.
+        order, degree = np.triu_indices(orders)
+        packed = parts[..., torch.from_numpy(order), torch.from_numpy(degree), :]
+        power = torch.where(torch.from_numpy(order) > 0, 2.0, 1.0)
+        summed = _SumOverBandsForLoss.apply(packed, self._transport)  # type: ignore[no-untyped-call]
+        return summed, torch.from_numpy(degree).to(fields.device), power.to(fields)
+
+
+@final
+class _SumOverBandsForLoss(torch.autograd.Function):
+    """All-reduce of what a loss is computed from that all ranks compute alike, each for its share.
+
+    The loss of the globe is the same on all D ranks, which take a share of 1 / D of it. So the
+    gradient of the whole loss is D times that of the share, and no rank has to send it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, transport: Transport) -> Tensor:
+        ctx.ranks = transport.size
+        return transport.all_reduce(part.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
+
+
+@final
+class SphereError:
+    """The error of spectra on the sphere, summed over degrees.
+
+    With `A_l` the root of the power of degree l, it is `(A_l of f - A_l of t)^2`, and with
+    `coherence` also `2 max(A_l of f, A_l of t)^2 (1 - coherence_l)`: the coherence is the
+    correlation of the coefficients of degree l. The powers of all degrees add up to the mean square
+    of a field over the globe, as far as the degrees resolve it.
+
+    Args:
+        table: of the band of this rank.
+        channels: weight of each channel, `(C,)`, divided by the number of ranks.
+        coherence: whether differences of phase count.
+
+    Source: Subich et al. 2025 (arXiv:2501.19374), the two terms of their loss.
+    """
+
+    def __init__(self, table: SphereTable, channels: Tensor, *, coherence: bool) -> None:
+        self._table = table
+        self._channels = channels
+        self._coherence = coherence
+
+    def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
+        """Return what each channel adds to the loss, `(C,)`; collective."""
+        # Both in one message.
+        both, degree, power = self._table.coefficients(torch.stack([forecast, target]))
+        f, t = both * power[:, None].sqrt()
+        errors = self._error(*(self._by_degree(x, degree) for x in (f * f, t * t, f * t)))
+        return errors.sum(-1).mean(0) * self._channels
+
+    def _error(self, forecast: Tensor, target: Tensor, product: Tensor) -> Tensor:
+        """Return the error of each degree, `(B, C, L)`, from powers and their product."""
+        forecast, target = forecast + FLOOR, target + FLOOR
+        roots = (forecast * target).sqrt()
+        error = forecast + target - 2 * roots  # the squared difference of amplitudes
+        if self._coherence:
+            error = error + 2 * torch.maximum(forecast, target) * (1 - (product + FLOOR) / roots)
+        return error
+
+    @staticmethod
+    def _by_degree(products: Tensor, degree: Tensor) -> Tensor:
+        """Sum over the orders of each degree: `(B, C, N, 2)` -> `(B, C, L)`."""
+        values = products.sum(-1)
+        sums = values.new_zeros(*values.shape[:-1], int(degree[-1]) + 1)
+        return sums.index_add(-1, degree, values)

@@ -1,0 +1,259 @@
+"""Errors of whole fields: their definitions, and the ranks' shares, which add up to the globe's."""
+
+from dataclasses import replace
+from math import factorial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.polynomial import legendre
+
+from credit_dp.config import StandardLossConfig
+from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.grid import row_weights
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.training.field_errors import FLOOR
+from credit_dp.training.loss import build_loss, channel_weights
+from tests.ranks import on_processes, on_threads
+from tests.training.runs import alone, built, make_config, make_store, train_on, weights
+
+ROWS, COLUMNS = 13, 14
+LATITUDE = np.linspace(90, -90, ROWS)
+CHANNELS = Channels((Channel("geopotential", 500), Channel("2m_temperature")), (), ())
+SCALE = torch.tensor([0.5, 2.0], dtype=torch.float64)[:, None, None]
+DEGREES = 7  # 0 to half of the rows
+EVERY = StandardLossConfig(
+    spectrum=0.3,
+    sphere_spectrum=0.7,
+    sphere_error="amse",
+    gradient=0.4,
+    variable_error={"geopotential": "mae"},
+    variable_weight={"geopotential": 2.0},
+)
+
+
+def fields(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shape = (3, 2, ROWS, COLUMNS)
+    forecast, target = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(2))
+    return forecast, target
+
+
+def added(config: StandardLossConfig, forecast: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    """What the errors of fields add to each channel of the loss, in units of its weight."""
+    none = {"spectrum": 0.0, "sphere_spectrum": 0.0, "gradient": 0.0}
+    parts = [
+        build_loss(one, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+        for one in (config, replace(config, **none))
+    ]
+    share = channel_weights(config, CHANNELS.output_channels)
+    return (parts[0] - parts[1]).numpy() / share * share.sum()
+
+
+def harmonic(order: int, degree: int) -> np.ndarray:
+    """A normalised harmonic of order >= 0, `(H, W)` complex, by derivatives of polynomials."""
+    sine = np.sin(np.deg2rad(LATITUDE))[:, None]
+    polynomial = legendre.legder(np.eye(degree + 1)[degree], order)
+    values = np.maximum(1 - sine**2, 0) ** (order / 2) * legendre.legval(sine, polynomial)
+    norm = np.sqrt((2 * degree + 1) * factorial(degree - order) / factorial(degree + order))
+    return norm * values * np.exp(2j * np.pi * order * np.arange(COLUMNS) / COLUMNS)
+
+
+def synthesised(seed: int) -> tuple[torch.Tensor, dict[tuple[int, int], np.ndarray]]:
+    """Fields with known coefficients `(B, C)` by order and degree."""
+    random = np.random.default_rng(seed)
+    total = np.zeros((3, 2, ROWS, COLUMNS))
+    coefficients = {}
+    for degree in range(DEGREES):
+        for order in range(degree + 1):
+            a = random.normal(size=(3, 2)) + (1j * random.normal(size=(3, 2)) if order else 0)
+            coefficients[order, degree] = a
+            wave = a[..., None, None] * harmonic(order, degree)
+            total += wave.real * (2 if order else 1)
+    return torch.from_numpy(total), coefficients
+
+
+@pytest.mark.parametrize("error", ["amplitude", "amse"])
+def test_spectra_on_the_sphere_are_those_of_the_coefficients(error: str) -> None:
+    (forecast, a), (target, b) = synthesised(1), synthesised(2)
+    config = StandardLossConfig(sphere_spectrum=0.7, sphere_error=error)
+    scale = SCALE[:, 0, 0].numpy()
+    wanted = np.zeros((3, 2))
+    for degree in range(DEGREES):
+        orders = [(order, 2 if order else 1) for order in range(degree + 1)]
+
+        def product(x: dict, y: dict, degree: int = degree, orders: list = orders) -> np.ndarray:
+            parts = [n * (x[m, degree] * np.conj(y[m, degree])).real for m, n in orders]
+            return sum(parts) / scale**2
+
+        f, t, both = product(a, a) + FLOOR, product(b, b) + FLOOR, product(a, b) + FLOOR
+        wanted += (np.sqrt(f) - np.sqrt(t)) ** 2
+        if error == "amse":
+            wanted += 2 * np.maximum(f, t) * (1 - both / np.sqrt(f * t))
+    assert added(config, forecast, target) == pytest.approx(0.7 * wanted.mean(axis=0), rel=1e-10)
+
+
+def test_the_powers_of_all_degrees_are_the_mean_square() -> None:
+    """Against zero, the squared amplitudes: the mean square over the globe."""
+    forecast, _ = synthesised(3)
+    found = added(StandardLossConfig(sphere_spectrum=1.0), forecast, 0 * forecast)
+    _, coefficients = synthesised(3)
+    squares = sum(abs(a) ** 2 * (2 if m else 1) for (m, _), a in coefficients.items())
+    wanted = squares.mean(axis=0) / SCALE[:, 0, 0].numpy() ** 2
+    assert found == pytest.approx(wanted, rel=1e-3)  # the floor is under the roots
+
+
+def masked(seed: int = 4) -> torch.Tensor:
+    valid = torch.rand(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) < 0.7
+    valid[0] = True
+    valid[1, 0, 0] = True
+    return valid
+
+
+@pytest.mark.parametrize("with_points", [False, True])
+def test_gradients_are_differences_to_the_next_point(with_points: bool) -> None:
+    forecast, target = fields()
+    valid = masked() if with_points else torch.ones(2, ROWS, COLUMNS, dtype=torch.bool)
+    error = ((forecast - target) / SCALE).numpy()
+    area = row_weights(LATITUDE)
+    wanted = np.zeros(2)
+    for c in range(2):
+        for i in range(ROWS):
+            for j in range(COLUMNS):
+                east, south = (i, (j + 1) % COLUMNS), (i + 1, j)
+                for other, weight in (
+                    (east, area[i]),
+                    (south, (area[i] + area[i + 1]) / 2 if i + 1 < ROWS else 0),
+                ):
+                    if other[0] < ROWS and valid[c, i, j] and valid[(c, *other)]:
+                        step = error[:, c, other[0], other[1]] - error[:, c, i, j]
+                        wanted[c] += weight * (step**2).mean()
+        wanted[c] /= (area[:, None] * valid[c].numpy()).sum()
+    if with_points:
+        target[:, ~valid] = float("nan")
+    losses = [
+        build_loss(
+            StandardLossConfig(gradient=weight),
+            CHANNELS,
+            LATITUDE,
+            slice(0, ROWS),
+            SCALE,
+            ValidPoints(valid) if with_points else None,
+        ).by_channel(forecast, target)
+        for weight in (0.4, 0.0)
+    ]
+    found = 2 * (losses[0] - losses[1]).numpy()  # both channels have half of the weight
+    assert found == pytest.approx(0.4 * wanted, rel=1e-12)
+
+
+def test_each_variable_may_have_its_own_error() -> None:
+    forecast, target = fields()
+    own, mse, mae, huber = (
+        build_loss(config, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+        for config in (
+            StandardLossConfig(variable_error={"2m_temperature": "huber", "geopotential": "mae"}),
+            StandardLossConfig(),
+            StandardLossConfig(name="mae"),
+            StandardLossConfig(name="huber"),
+        )
+    )
+    assert torch.equal(own, torch.stack([mae[0], huber[1]]))
+    part = StandardLossConfig(variable_error={"geopotential": "mae"})
+    found = build_loss(part, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+    assert torch.equal(found, torch.stack([mae[0], mse[1]]))
+
+
+def share(
+    manager: DomainParallelManager, config: StandardLossConfig, with_points: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the loss by channel, and its gradient."""
+    rows = manager.rows(ROWS)
+    forecast, target = fields()
+    points = None
+    if with_points:
+        valid = masked()
+        target[:, ~valid] = float("nan")
+        points = ValidPoints(valid[:, rows], manager.transport.all_reduce)
+    loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points, manager)
+    own = forecast[:, :, rows].clone().requires_grad_()
+    parts = loss.by_channel(own, target[:, :, rows])
+    parts.sum().backward()
+    assert own.grad is not None
+    return parts.detach(), own.grad
+
+
+@pytest.mark.parametrize("with_points", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("error", ["amplitude", "amse"])
+def test_bands_have_the_loss_and_the_gradient_of_the_globe(
+    ranks: int, error: str, with_points: bool
+) -> None:
+    config = replace(EVERY, sphere_error=error)
+    whole, gradient = share(alone(), config, with_points)
+    found = on_threads(ranks, share, config, with_points)
+    torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=1e-15)
+    together = torch.cat([part for _, part in found], dim=2)
+    torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_the_gradient_of_all_errors_is_right() -> None:
+    forecast, target = fields()
+    loss = build_loss(EVERY, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)
+    one = forecast[:1].requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss(x, target[:1]), (one,))
+
+
+def test_equal_fields_have_no_error_and_no_gradient() -> None:
+    forecast, _ = fields()
+    own = forecast.clone().requires_grad_()
+    loss = build_loss(EVERY, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)(own, forecast)
+    loss.backward()
+    assert abs(loss.item()) < 1e-12
+    assert own.grad is not None
+    assert own.grad.abs().max() < 1e-12
+
+
+def trained(manager: DomainParallelManager, config: object) -> tuple[list, torch.Tensor]:
+    training = built(config, manager)  # type: ignore[arg-type]
+    return train_on(training), weights(training)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "domain"),
+    [(3, 3), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 2), (4, 4), (4, 2)))],
+)
+def test_ten_steps_are_the_same_on_any_mesh(tmp_path: Path, ranks: int, domain: int) -> None:
+    store = make_store(tmp_path, 17)
+    config = replace(make_config(store, tmp_path / "run"), loss=replace(EVERY))
+    config.loss.variable_weight = {}
+    wanted, vector = trained(alone(), config)
+    for numbers, found in on_processes(ranks, trained, config, domain=domain):
+        assert np.array(numbers) == pytest.approx(np.array(wanted), rel=1e-10, abs=0)
+        assert (found - vector).norm() <= 1e-10 * vector.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gradient": -1.0}, r"loss\.gradient: .* at least 0, got -1"),
+        ({"sphere_spectrum": float("nan")}, r"loss\.sphere_spectrum: .* at least 0, got nan"),
+        ({"sphere_error": "phase"}, r"loss\.sphere_error: .*amplitude, amse, got 'phase'"),
+        ({"variable_error": {"rain": "ame"}}, r"loss\.variable_error\.rain: .*mse, mae, huber"),
+    ],
+)
+def test_wrong_keys_are_refused(options: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        StandardLossConfig(**options)
+
+
+def test_unknown_variables_and_other_rows_are_refused() -> None:
+    unknown = StandardLossConfig(variable_error={"2m_temprature": "mae"})
+    with pytest.raises(UserError, match=r"loss\.variable_error: .*'2m_temprature'.*2m_temperature"):
+        build_loss(unknown, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)
+    sphere = StandardLossConfig(sphere_spectrum=1.0)
+    half = np.linspace(90, 1, ROWS)
+    with pytest.raises(UserError, match=r"loss\.sphere_spectrum: needs rows that are evenly"):
+        build_loss(sphere, CHANNELS, half, slice(0, ROWS), SCALE)

@@ -201,6 +201,7 @@ def inspect_data(config: Config) -> DataSummary:
     remote = [entry for entry in config.data.stores if is_remote(entry)]
     with collect_data_notes() as notes:
         store = open_with_timeout(config.data, remote)
+        check_fixers(config, store)
     lines = [data_line(store.source.where, store, store.channels.num_states, store.grid)]
     lines += [f"note    {note}" for note in notes]
     lines += [f"dates   {store.dates_note}"] if store.dates_note else []
@@ -214,6 +215,21 @@ def inspect_data(config: Config) -> DataSummary:
 
         check_given_statistics(store)
     return DataSummary(store, store, [*lines, *first_date_lines(store, bool(remote))])
+
+
+def check_fixers(config: Config, store: "Store") -> None:
+    """Refuse a store that lacks what the fixers of budgets need.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    if config.model.fixers:
+        from credit_dp.physics.columns import hybrid_of
+        from credit_dp.physics.fixers import check_budgets, has_budgets
+
+        if has_budgets(config.model):
+            check_budgets(config.model, store)
+            hybrid_of(store)
 
 
 def open_with_timeout(data: DataConfig, remote: Sequence[str]) -> "Store":

@@ -15,6 +15,8 @@ from omegaconf import MISSING
 from credit_dp import checks
 from credit_dp.config.data import DataConfig, DatesConfig, QuickstartConfig, VariableConfig
 from credit_dp.config.model import (
+    BUDGETS,
+    BudgetNeeds,
     CrossFormerConfig,
     ModelConfig,
     OwnModelConfig,
@@ -33,6 +35,7 @@ from credit_dp.config.training import (
     TrainerConfig,
 )
 from credit_dp.errors import UserError
+from credit_dp.variable_names import possible_canonical_names
 
 __all__ = [
     "AdamWConfig",
@@ -250,6 +253,8 @@ class Config:
             )
         if self.trainer.check_finite == "late":
             self._check_late_check()
+        if self.model.fixers:
+            self._check_fixers()
         if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.rollout: several steps need parallel.pipeline=1, got "
@@ -268,6 +273,42 @@ class Config:
                 "trainer.check_finite: late needs parallel.cpu_offload=false, as the host waits "
                 "for the gradients of weights in its memory. Change one of them."
             )
+
+    def _check_fixers(self) -> None:
+        """Refuse fixers whose variables are not in the data's lists."""
+        data = self.data
+        outputs = [*data.prognostic, *data.diagnostic]
+        for name in self.model.bounds:
+            variables = possible_canonical_names(name) | {name.rpartition("_")[0]}
+            if not any(possible_canonical_names(output) & variables for output in outputs):
+                raise UserError(
+                    f"model.bounds.{name}: needs a name from data.prognostic or data.diagnostic."
+                    f"{checks.did_you_mean(name, outputs)}"
+                )
+        for fixer in self.model.fixers:
+            needs = BUDGETS.get(fixer, BudgetNeeds(()))
+            lists = {
+                "data.prognostic": (data.prognostic, needs.state),
+                "data.diagnostic": (outputs, needs.fluxes),
+                "data.static": (data.static, needs.static),
+            }
+            missing = [
+                f"{name} in {key}"
+                for key, (names, needed) in lists.items()
+                for name in needed
+                if not _has_variable(names, name, data.step_hours)
+            ]
+            if missing:
+                raise UserError(
+                    f"model.fixers: {fixer} needs {', '.join(missing)}. Add what is missing, or "
+                    f"take {fixer} out of model.fixers."
+                )
+
+
+def _has_variable(names: list[str], needed: str, step_hours: int) -> bool:
+    """Whether a variable, or its sum over a step (`_6hr`), is in a list under any of its names."""
+    wanted = {needed, f"{needed}_{step_hours}hr"}
+    return any(possible_canonical_names(name) & wanted for name in names)
 
 
 def microbatches_per_step(config: Config) -> int:

@@ -5,6 +5,7 @@ No numpy in here: `--help` has to answer in under a second.
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from omegaconf import MISSING
@@ -149,6 +150,9 @@ class DataConfig:
     forcing: list[str] = field(default_factory=list)  # variables in the input only
     static: list[str] = field(default_factory=list)  # input variables that are constant in time
     levels: list[int] | None = None  # hPa, or hybrid; null: all levels of the store
+    # of model levels: {a: [...], b: [...]} at the interfaces, from the top, with pressures of
+    # a (Pa) + b x surface pressure; empty: the store's hyai and hybi
+    hybrid: dict[str, Any] = field(default_factory=dict)
     # options of single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
     variables: dict[str, VariableConfig] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)  # allowed values, [low, high]; null: any
@@ -177,6 +181,7 @@ class DataConfig:
             variable.check(f"data.variables.{name}")
         for name, limits in self.limits.items():
             checks.limits(f"data.limits.{name}", limits)
+        self._check_hybrid()
         self.variables = self._by_listed_name("variables", self.variables)
         self.limits = self._by_listed_name("limits", self.limits)
         if not STEP_PATTERN.fullmatch(self.step):
@@ -189,6 +194,25 @@ class DataConfig:
         entries = self.store if isinstance(self.store, list) else [self.store]
         if not entries or not all(isinstance(entry, str | None) for entry in entries):
             raise UserError(f"data.store: needs a path or a list of them, got {self.store!r}")
+
+    def _check_hybrid(self) -> None:
+        if not self.hybrid:
+            return
+        lists = [self.hybrid.get(name) for name in ("a", "b")]
+        a, b = ([] if x is None or isinstance(x, str) else list(x) for x in lists)
+        numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*a, *b])
+        if set(self.hybrid) != {"a", "b"} or not numbers or not 1 < len(a) == len(b):
+            raise UserError(
+                "data.hybrid: needs {a:[...],b:[...]} with two numbers or more, as many of a as of "
+                f"b, got {self.hybrid}"
+            )
+        pressures = [x + 1e5 * y for x, y in zip(a, b, strict=True)]
+        if any(not upper < lower for upper, lower in pairwise(pressures)):
+            raise UserError(
+                "data.hybrid: needs pressures a + b x 1e5 Pa that rise from the top, got "
+                f"{', '.join(f'{pressure:g}' for pressure in pressures)} Pa"
+            )
+        self.hybrid = {"a": [float(x) for x in a], "b": [float(x) for x in b]}
 
     def _check_statistics(self) -> None:
         many = isinstance(self.statistics, list)

@@ -26,6 +26,41 @@ UNET_UPSAMPLING = ("transpose", "nearest", "bilinear")
 LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
 
 
+@dataclass(frozen=True)
+class BudgetNeeds:
+    """The variables, by their ERA5 names, that a fixer of a budget needs.
+
+    Attributes:
+        state: prognostic variables.
+        fluxes: outputs that are sums over a step.
+        static: constant variables.
+    """
+
+    state: tuple[str, ...]
+    fluxes: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+
+
+AIR = ("surface_pressure", "specific_humidity")
+BUDGETS: Mapping[str, BudgetNeeds] = {
+    "dry_air": BudgetNeeds(AIR),
+    "water": BudgetNeeds(AIR, ("total_precipitation", "evaporation")),
+    "energy": BudgetNeeds(
+        (*AIR, "temperature", "u_component_of_wind", "v_component_of_wind"),
+        (
+            "top_net_solar_radiation",
+            "top_net_thermal_radiation",
+            "surface_net_solar_radiation",
+            "surface_net_thermal_radiation",
+            "surface_sensible_heat_flux",
+            "surface_latent_heat_flux",
+        ),
+        ("geopotential_at_surface",),
+    ),
+}
+FIXERS = ("nonnegative", "bounds", *BUDGETS)
+
+
 def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's saved keys, completed by keys that are newer than the file."""
     return {**LEGACY_DEFAULTS.get(name, {}), **keys}
@@ -38,9 +73,27 @@ class ModelConfig:
     name: str = MISSING  # name of the model
     frames: int = 1  # states in the input: the latest one and those of the steps before
     residual: bool = True  # predict the tendency; false: predict the next state
+    # nonnegative | bounds | dry_air | water | energy: what corrects the fields after each step, in
+    # this order
+    fixers: list[str] = field(default_factory=list)
+    # of the fixer bounds: allowed values of variables, e.g. {relative_humidity: [0, 100]}
+    bounds: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.at_least("model.frames", self.frames, 1)
+        checks.no_repeats("model.fixers", self.fixers)
+        for name in self.fixers:
+            checks.one_of("model.fixers", name, FIXERS)
+        for name, limits in self.bounds.items():
+            if limits is None:
+                raise UserError(f"model.bounds.{name}: needs [low, high], like [0, 100], got null")
+            checks.limits(f"model.bounds.{name}", limits)
+        if bool(self.bounds) != ("bounds" in self.fixers):
+            have, lacks = ("bounds", "fixers") if self.bounds else ("fixers", "bounds")
+            raise UserError(
+                f"model.{lacks}: needs {'an entry' if self.bounds else 'values'} for the bounds of "
+                f"model.{have}, got none. Give both, or neither."
+            )
 
     def coarsest_rows(self, height: int) -> int:
         """Return the rows of the model's coarsest level on a grid of `height` rows.

@@ -33,7 +33,7 @@ from credit_dp.training.shards import CHECKSUMS_KEY, Shards, checksums
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"
-OPTIONAL_FIELDS = ("diagnostic", "variables")  # missing in older files of this format
+OPTIONAL_FIELDS = ("diagnostic", "variables", "hybrid")  # missing in older files of this format
 MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
 # The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
@@ -75,6 +75,7 @@ class ModelMetadata:
         diagnostic: number of channels, at the end, that are outputs but no inputs.
         variables: settings of variables that differ from the default, by the names of
             `VariableConfig`.
+        hybrid: coefficients `a` and `b` of model levels, if a fixer needs them; see `HybridLayers`.
     """
 
     kind: str
@@ -95,6 +96,7 @@ class ModelMetadata:
     versions: dict[str, str]
     diagnostic: int = 0
     variables: dict[str, Any] = field(default_factory=dict)
+    hybrid: dict[str, Any] = field(default_factory=dict)
 
     @property
     def states(self) -> int:
@@ -148,6 +150,8 @@ class ModelMetadata:
             raise ValueError("a latitude or longitude is not finite")
         for name, variable in self.variable_configs.items():
             variable.check(f"data.variables.{name}")
+        if self.hybrid and np.shape([self.hybrid[name] for name in ("a", "b")])[1:] < (2,):
+            raise ValueError("hybrid has no layers")
         if not 0 <= self.diagnostic < max(1, len(self.channels)):
             raise ValueError("diagnostic is out of range")
         if self.frames < 1 or not 1 <= self.step_hours <= MAX_STEP_HOURS:

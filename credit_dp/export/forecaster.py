@@ -19,15 +19,19 @@ from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics, apply_transform_tensor
+from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model
+from credit_dp.physics.columns import PhysicalChannels
+from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers, surface_geopotential
 from credit_dp.plugins import find_plugins, first_line, registration_hint
 from credit_dp.training.checkpoint import check_model_shapes
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
 
 UNNORMALISED = VariableConfig(normalise="none")
+FIXER_KEYS = {"fixers": list, "bounds": dict}  # of a model's config, and their types
 
 
 @final
@@ -139,6 +143,7 @@ class Forecaster(nn.Module):
         self.config = metadata.config
         self.metadata = metadata
         self._register_normalisation(trained)
+        self.fixers = _build_fixers(trained)
 
     def _register_normalisation(self, trained: TrainedModel) -> None:
         """Create the normalisers, and buffers in the model's dtype."""
@@ -214,7 +219,8 @@ class Forecaster(nn.Module):
         states = self._output_normaliser.normalise(
             fields.reshape(shape), self.static, self.valid
         ).flatten(1, 2)
-        step = ForecastStep(self.model, self.tendency_scale, self.metadata.residual)
+        residual = self.metadata.residual
+        step = ForecastStep(self.model, self.tendency_scale, residual, fixers=self.fixers)
         static = self.static.expand(len(states), -1, -1, -1)
         output = step(states, self._normalised_forcing(dates, external), static)
         return self._output_normaliser.denormalise(output, self.valid)
@@ -266,6 +272,26 @@ class Forecaster(nn.Module):
         channels = f"{count} channel{'s' if count != 1 else ''}{names}"
         _check_tensor("forcing", external, (len(times), count, *grid), channels)
         return external
+
+
+def _build_fixers(trained: TrainedModel) -> Fixers | None:
+    """Return the fixers that the model was trained with, on the globe."""
+    metadata = trained.metadata
+    keys = {name: metadata.keys.get(name) or type_of() for name, type_of in FIXER_KEYS.items()}
+    if not keys["fixers"]:
+        return None
+    ground = surface_geopotential(metadata.static, trained.static)
+    channels = PhysicalChannels(
+        [Channel(variable, level) for variable, level in metadata.channels],
+        metadata.variable_configs,
+        metadata.statistics_arrays,
+        metadata.hybrid,
+        ground,
+    )
+    latitude = np.array(metadata.latitude)
+    rows, columns = metadata.grid
+    mean = GlobalMean(latitude, slice(0, rows), columns, SingleRankTransport())
+    return build_fixers(ModelConfig(**keys), channels, mean, metadata.step_hours)
 
 
 def _to_datetime64(times: Times) -> np.ndarray:

@@ -226,7 +226,9 @@ def _coordinate_attributes(
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
+    "bounds": "model.bounds",
     "dtype": "trainer.dtype",
+    "fixers": "model.fixers",
     "hours": "lead or every",
     "stores": "data.store",
     "times": "init",
@@ -258,6 +260,9 @@ def settings_of(
         "variables": {name: asdict(variables[name]) for name in sorted(variables)},
         "perturb": request.perturb,
         "perturb_seed": request.perturb_seed,
+        # Missing in forecasts without, as in those of earlier versions.
+        **({"fixers": [*config.model.fixers]} if config.model.fixers else {}),
+        **({"bounds": dict(config.model.bounds)} if config.model.bounds else {}),
         **format_to_json(form),
     }
 

@@ -57,6 +57,7 @@ from credit_dp.forecast.request import (
     rank_jobs,
 )
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
+from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device
 from credit_dp.random_streams import random_stream
 from credit_dp.training.build import DTYPES, build_model_parts
@@ -223,7 +224,11 @@ class ForecastSetup:
         points = ValidPoints.of(store.valid_mask(rows), self.like)
         fills = states.normaliser.fills
         fill = None if points is None else lambda fields: points.fill_invalid(fields, fills)
-        return ForecastStep(parts.forecast_model, tendency, config.model.residual, fill), states
+        fixers = run_on_all_ranks(
+            lambda: fixers_of_run(config.model, self.prepared, manager, self.like.device)
+        )
+        residual = config.model.residual
+        return ForecastStep(parts.forecast_model, tendency, residual, fill, fixers), states
 
     def _check_valid(
         self, valid: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice

@@ -52,6 +52,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
 from credit_dp.models.blocks import number_stochastic_depths
+from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.training.checkpoint import TrainingState
@@ -450,7 +451,7 @@ def build_forecast_step_and_loss(
     Collective if a variable has points without values.
 
     Raises:
-        UserError: see `build_loss`.
+        UserError: see `build_loss` and `fixers_of_run`.
     """
     store = prepared.store
     rows = manager.rows(store.grid[0])
@@ -462,7 +463,8 @@ def build_forecast_step_and_loss(
     fill = None
     if points is not None:
         fill = partial(points.fill_invalid, fills=normaliser.fills)
-    return ForecastStep(model, tendency, config.model.residual, fill), loss
+    fixers = fixers_of_run(config.model, prepared, manager, like.device)
+    return ForecastStep(model, tendency, config.model.residual, fill, fixers), loss
 
 
 def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:
@@ -472,7 +474,8 @@ def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> B
     """
     first = manager.pipeline_rank == 0
     last = manager.pipeline_rank == manager.pipeline_parallel_size - 1
-    return BatchSelection(inputs=first, last=last and config.model.residual, target=last)
+    uses_state = config.model.residual or bool(config.model.fixers)
+    return BatchSelection(inputs=first, last=last and uses_state, target=last)
 
 
 def build_sample_sequence(

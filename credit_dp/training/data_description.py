@@ -20,6 +20,8 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
+from credit_dp.physics.columns import hybrid_of
+from credit_dp.physics.fixers import has_budgets
 
 DataDescription = dict[str, Any]  # only what JSON can hold, as it is saved in `state.json`
 
@@ -65,7 +67,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "statistics": {name: values.tolist() for name, values in statistics.items()},
         "ranges": dict(store.limits.sampled_ranges),
         "model": describe_model(model),
-        "fields": describe_fields(prepared),
+        "fields": describe_fields(prepared, model),
     }
 
 
@@ -75,8 +77,8 @@ def describe_model(model: ModelConfig) -> DataDescription:
     return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
 
 
-def describe_fields(prepared: TrainingData) -> DataDescription:
-    """Describe the output channels: names, units, grid and settings of their variables."""
+def describe_fields(prepared: TrainingData, model: ModelConfig) -> DataDescription:
+    """Describe the output channels: names, units, grid, levels and settings of their variables."""
     store = prepared.store
     channels = store.channels.output_channels
     return {
@@ -86,6 +88,8 @@ def describe_fields(prepared: TrainingData) -> DataDescription:
         "longitude": store.longitude.tolist(),
         "diagnostic": len(store.channels.diagnostic),
         "variables": describe_variables(prepared),
+        # Of model levels, for fixers, which an exported model has, too.
+        "hybrid": hybrid_of(store) if has_budgets(model) else {},
     }
 
 
@@ -215,8 +219,8 @@ def format_value(value: object) -> str:
 
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores round latitudes and longitudes
 PREPROCESSING_KEYS = ("normalise", "fill")  # must be the same in training and forecasts
-# Keys of models that do not change forecasts.
-TRAINING_ONLY_KEYS = ("dropout", "stochastic_depth", "activation_checkpointing")
+# Keys of models that forecasts may change: how it was trained, and what corrects its fields.
+FREE_KEYS = ("dropout", "stochastic_depth", "activation_checkpointing", "fixers", "bounds")
 
 
 def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelConfig) -> None:
@@ -253,7 +257,7 @@ def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelC
     saved_model = saved.get("model", {})
     saved_keys = with_legacy_defaults(saved_model.get("kind", ""), saved_model.get("keys", {}))
     for key, value in saved_keys.items():
-        if key in current_keys and key not in TRAINING_ONLY_KEYS:
+        if key in current_keys and key not in FREE_KEYS:
             _check_equal(path, f"model.{key}", value, current_keys[key])
     variables = [*dict.fromkeys(channel.variable for channel in channels.output_channels)]
     for name in [*variables, *channels.forcing, *channels.static]:

@@ -9,6 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from credit_dp.physics.fixers import Fixers
+
 Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
 
 
@@ -35,6 +37,8 @@ class ForecastStep:
         residual: whether the model predicts the tendency.
         fill: sets points of a forecast, `(B, C + D, h, W)`, that have no values to those that the
             model was trained with, so that the next step starts from inputs of the same kind.
+        fixers: correct the fields after a step, given the last state; collective if a budget is
+            among them.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class ForecastStep:
         tendency_scale: Tensor,
         residual: bool = True,
         fill: Callable[[Tensor], Tensor] | None = None,
+        fixers: Fixers | None = None,
     ) -> None:
         self.model = model
         self.tendency_scale = tendency_scale
         self.residual = residual
         self.fill = fill
+        self.fixers = fixers
 
     @property
     def states(self) -> int:
@@ -56,7 +62,7 @@ class ForecastStep:
 
     def with_model(self, model: Model) -> "ForecastStep":
         """Return the same step with another model."""
-        return ForecastStep(model, self.tendency_scale, self.residual, self.fill)
+        return ForecastStep(model, self.tendency_scale, self.residual, self.fill, self.fixers)
 
     def __call__(self, state: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """Return the fields one step after `state`; points without values are not filled."""
@@ -64,9 +70,14 @@ class ForecastStep:
         return self.fields_from_output(output, state[:, -self.states :])
 
     def fields_from_output(self, output: Tensor, last: Tensor) -> Tensor:
-        """Return the fields of an output of the model, one step after the state `last`."""
-        if not self.residual:
-            return output
+        """Return the corrected fields of the model's output, one step after the state `last`."""
+        fields = self._add_tendency(output, last) if self.residual else output
+        if self.fixers is None:
+            return fields
+        corrected: Tensor = self.fixers(fields, last)
+        return corrected
+
+    def _add_tendency(self, output: Tensor, last: Tensor) -> Tensor:
         state, diagnostic = output[:, : self.states], output[:, self.states :]
         state = last + state * self.tendency_scale
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state

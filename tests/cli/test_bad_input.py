@@ -52,6 +52,32 @@ CASES = {
     "not finite": (["optimizer.lr=nan"], "optimizer.lr: needs a number above 0, got nan"),
     "one beta": (["optimizer.betas=[0.9]"], "optimizer.betas: needs 2 numbers"),
     "channels and groups": (["model.channels=[12]"], "multiples of model.groups"),
+    "unknown fixer": (
+        ["model.fixers=[dryair]"],
+        "model.fixers: needs one of .*Did you mean dry_air?",
+    ),
+    "a fixer twice": (["model.fixers=[water,water]"], "model.fixers: needs each entry once"),
+    "a fixer without its fields": (
+        ["model.fixers=[energy]"],
+        "model.fixers: energy needs surface_pressure in data.prognostic, specific_humidity in "
+        "data.prognostic, top_net_solar_radiation in data.diagnostic, .*Add what is missing, or "
+        "take energy out of model.fixers",
+    ),
+    "no bounds": (["model.fixers=[bounds]"], "model.bounds: needs values for the bounds of"),
+    "no fixer": (["model.bounds={temperature:[0,1]}"], "model.fixers: needs an entry for"),
+    "bounds that are no range": (
+        ["model.fixers=[bounds]", "model.bounds={temperature:[1,0]}"],
+        r"model.bounds.temperature: needs \[low, high\]",
+    ),
+    "bounds of an unknown variable": (
+        ["model.fixers=[bounds]", "model.bounds={temprature:[0,1]}"],
+        "model.bounds.temprature: needs a name from .* Did you mean temperature?",
+    ),
+    "half of the coefficients": (["data.hybrid={a:[0,1]}"], "data.hybrid: needs {a:"),
+    "coefficients that fall": (
+        ["data.hybrid={a:[0,1,0],b:[0,0,0]}"],
+        "data.hybrid: needs pressures .* that rise from the top, got 0, 1, 0 Pa",
+    ),
     "list in a list": (["model.channels=[[8],16]"], "model.channels: needs a list of integers, "),
     "no list in a list": (
         ["model=crossformer", "model.kernels=[2,4]"],

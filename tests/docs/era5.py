@@ -20,6 +20,7 @@ AT_SURFACE = {
     "10m_u_component_of_wind": ("m s**-1", (-15, 15)),
     "10m_v_component_of_wind": ("m s**-1", (-15, 15)),
     "mean_sea_level_pressure": ("Pa", (9.6e4, 1.04e5)),
+    "surface_pressure": ("Pa", (9.6e4, 1.04e5)),
     "total_precipitation_6hr": ("m", (0, 0.02)),
 }
 STATICS = {

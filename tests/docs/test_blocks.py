@@ -24,8 +24,11 @@ FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many
-# On this page only the length is changed, because it is about the store and its dates.
-SHORT = {"your-era5.md": "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"}
+# On these pages only the length is changed, because they are about a store and its fields.
+SHORT = {
+    page: "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"
+    for page in ("your-era5.md", "physics.md")
+}
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
 # With fewer ranks: `tests/distributed/test_training.py` trains on four bands and on three axes.

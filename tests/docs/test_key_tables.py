@@ -22,6 +22,7 @@ PAGES = (
     "pipeline",
     "quickstart-climate",
     "your-own-model",
+    "physics",
 )
 
 

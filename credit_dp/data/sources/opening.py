@@ -281,6 +281,7 @@ class FilesSource(Source):
         self.latitude: NDArray[np.float64] = first.latitude
         self.longitude: NDArray[np.float64] = first.longitude
         self.title = first.title
+        self.hybrid = first.hybrid
         self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
 
@@ -452,6 +453,8 @@ class JoinedSource(Source):
             if owners:
                 self._owners[name] = owners[0]
         self.title = first.title
+        given = (source.hybrid for source in all_sources)
+        self.hybrid = next((hybrid for hybrid in given if hybrid is not None), None)
         self.counters = [counter for source in all_sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = self._variables()
 

@@ -118,6 +118,7 @@ class SharedSource(Source):
         self.longitude: NDArray[np.float64] = source.longitude
         self.variables: Mapping[str, VariableInfo] = source.variables
         self.counters = source.counters
+        self.hybrid = source.hybrid
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`."""

@@ -38,6 +38,7 @@ from credit_dp.data.sources.base import (
     as_slice,
     check_coordinates,
     has_model_levels,
+    hybrid_coefficients,
     in_dim_order,
     scalar_level,
     squeeze_other_dims,
@@ -232,6 +233,7 @@ class GriddedSource(Source):
         # Before the dims are renamed: the names say which levels they are.
         model_levels = has_model_levels(dataset)
         only_level = scalar_level(dataset)
+        self.hybrid = hybrid_coefficients(dataset)
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)

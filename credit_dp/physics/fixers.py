@@ -1,0 +1,402 @@
+"""Fixers: modules that correct the fields of a forecast step before anyone sees them.
+
+A fixer takes the fields after a step, and the state before it, and returns fields with a property
+that the model's have only roughly: no negative tracers (`nonnegative`), values within bounds
+(`bounds`), and closed budgets of the globe: the mass of dry air (`dry_air`), water (`water`) and
+energy (`energy`). `model.fixers` lists them in the order in which they act; each sees what the ones
+before it have left. They act in training, in which the gradient goes through them, in forecasts and
+in exported models, on normalised fields of one band of rows.
+
+Budgets are computed in float64. What bands share are means over the globe: one all-reduce for each
+fixer and step, of a few numbers for each sample; its adjoint is another one.
+
+Sources: Schreck et al. 2024 (arXiv:2411.07814) for water and energy; Watt-Meyer et al. 2023
+(arXiv:2310.02074) for dry air; Trenberth 1991 for the budgets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from credit_dp.config import ModelConfig
+from credit_dp.config.model import BUDGETS
+from credit_dp.data.grid import row_weights
+from credit_dp.data.setup import TrainingData
+from credit_dp.data.store import Store
+from credit_dp.data.units import GRAVITY, WATER, is_accumulated, is_nonnegative
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
+from credit_dp.physics.columns import (
+    DRY_HEAT,
+    EVAPORATION_HEAT,
+    VAPOUR,
+    VAPOUR_HEAT,
+    Hybrid,
+    PhysicalChannels,
+    hybrid_of,
+)
+from credit_dp.variable_names import canonical_name, long_name, possible_canonical_names
+
+TINY_RAIN = 1e-12  # m in a step, mean of the globe: less can't be scaled to what is needed
+# Fluxes through the top and the surface, positive downwards, as in ERA5.
+TOP_FLUXES = ("top_net_solar_radiation", "top_net_thermal_radiation")
+SURFACE_FLUXES = (
+    "surface_net_solar_radiation",
+    "surface_net_thermal_radiation",
+    "surface_sensible_heat_flux",
+    "surface_latent_heat_flux",
+)
+GROUND = "geopotential_at_surface"
+
+
+@final
+class GlobalMean(nn.Module):
+    """The mean over the globe, weighted by area, of fields of which each rank has some rows.
+
+    Args:
+        latitude: of all rows, in degrees.
+        rows: this rank's band.
+        columns: number of columns.
+        transport: connects the ranks of the domain.
+    """
+
+    weights: Tensor
+
+    def __init__(
+        self, latitude: NDArray[np.float64], rows: slice, columns: int, transport: Transport
+    ) -> None:
+        super().__init__()
+        weights = row_weights(latitude)[rows] / (len(latitude) * columns)
+        self.register_buffer("weights", torch.from_numpy(weights.copy()), persistent=False)
+        self.transport = transport
+
+    def forward(self, *fields: Tensor) -> tuple[Tensor, ...]:
+        """Return the means of several fields, the same on all ranks; collective, differentiable.
+
+        Shapes:
+            `(B, 1, h, W)` each, float64 -> `(B, 1, 1, 1)` each.
+        """
+        sums = torch.stack([field.sum(-1) @ self.weights for field in fields])
+        means = sum_over_bands(sums, self.transport)
+        return tuple(means[..., None, None].unbind(0))
+
+
+class Fixer(nn.Module):
+    """Corrects the fields after a forecast step; see the module.
+
+    `forward(fields, last)` returns corrected fields. Both are normalised.
+
+    Shapes:
+        fields `(B, C + D, h, W)`, last `(B, C, h, W)`, the state before -> `(B, C + D, h, W)`.
+    """
+
+
+@final
+class Bounds(Fixer):
+    """Clamps channels.
+
+    Args:
+        low, high: normalised, of each channel, `(C + D,)`; infinite without a bound.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, low: Sequence[float], high: Sequence[float]) -> None:
+        super().__init__()
+        for name, values in (("low", low), ("high", high)):
+            column = torch.tensor(values, dtype=torch.float64)[:, None, None]
+            self.register_buffer(name, column, persistent=False)
+
+    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+        """See `Fixer`."""
+        return fields.clamp(self.low.to(fields), self.high.to(fields))
+
+
+class Budget(Fixer):
+    """Base of the fixers that close a budget of the globe's air.
+
+    Args:
+        channels: finds variables.
+        mean: over the globe.
+    """
+
+    def __init__(self, channels: PhysicalChannels, mean: GlobalMean) -> None:
+        super().__init__()
+        self.channels = channels
+        self.layers = channels.layers()
+        self.mean = mean
+
+    def thickness(self, fields: Tensor) -> Tensor:
+        """Return the thickness of the layers in Pa, `(B, N, h, W)`."""
+        return self.layers.thickness(self.channels.read(fields, "surface_pressure"))
+
+    def water_share(self, fields: Tensor) -> Tensor:
+        """Return the share of water, vapour and condensates, in the mass of air: `(B, N, h, W)`."""
+        species = [self.channels.read(fields, name) for name in self.channels.water_species()]
+        return torch.stack(species).sum(0)
+
+
+@final
+class DryAirFixer(Budget):
+    """Keeps the global mass of dry air.
+
+    The surface pressure of dry air changes by the same amount everywhere, so that its gradients
+    stay; humidity stays, and the total surface pressure follows from both.
+
+    Source: Watt-Meyer et al. 2023, the correction of dry air.
+    """
+
+    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+        """See `Fixer`."""
+        dry = 1 - self.water_share(fields)
+        after = (dry * self.thickness(fields)).sum(1, keepdim=True)
+        before = ((1 - self.water_share(last)) * self.thickness(last)).sum(1, keepdim=True)
+        (lost,) = self.mean(before - after)
+        pressure = self.layers.surface_pressure(after + lost, dry)
+        return self.channels.write(fields, "surface_pressure", pressure)
+
+
+@final
+class WaterFixer(Budget):
+    """Closes the global budget of water: what the air loses has rained, less what evaporated.
+
+    Precipitation is multiplied by one number. If the globe would have to rain less than nothing, or
+    there is no precipitation that could be scaled, evaporation takes the rest, the same amount
+    everywhere.
+
+    Args:
+        channels, mean: see `Budget`.
+        precipitation, evaporation: names of variables in m over a step; evaporation is negative
+            where water leaves the surface, as in ERA5.
+
+    Source: Schreck et al. 2024, the correction of precipitation.
+    """
+
+    def __init__(
+        self, channels: PhysicalChannels, mean: GlobalMean, precipitation: str, evaporation: str
+    ) -> None:
+        super().__init__(channels, mean)
+        self.precipitation = precipitation
+        self.evaporation = evaporation
+
+    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+        """See `Fixer`."""
+        rain = self.channels.read(fields, self.precipitation).clamp(min=0)
+        evaporation = self.channels.read(fields, self.evaporation)
+        lost = self.depth(last) - self.depth(fields)
+        needed, found = self.mean(lost - evaporation, rain)
+        factor = needed.clamp(min=0) / found.clamp(min=TINY_RAIN)
+        fields = self.channels.write(fields, self.precipitation, rain * factor)
+        rest = needed - factor * found
+        return self.channels.write(fields, self.evaporation, evaporation + rest)
+
+    def depth(self, fields: Tensor) -> Tensor:
+        """Return the water of columns as a depth in m, `(B, 1, h, W)`."""
+        water = (self.water_share(fields) * self.thickness(fields)).sum(1, keepdim=True)
+        return water / (GRAVITY * WATER)
+
+
+@final
+class EnergyFixer(Budget):
+    """Closes the global budget of energy: its change is what enters at the top and leaves below.
+
+    The energy of all layers (internal and potential energy as enthalpy, latent heat, kinetic
+    energy, and the geopotential of the surface) is multiplied by one number, and temperature
+    changes accordingly.
+
+    Args:
+        channels, mean: see `Budget`.
+        fluxes: names of the fluxes through top and surface, in J m-2 over a step.
+
+    Source: Schreck et al. 2024, the correction of total energy.
+    """
+
+    def __init__(
+        self, channels: PhysicalChannels, mean: GlobalMean, fluxes: Mapping[str, str]
+    ) -> None:
+        super().__init__(channels, mean)
+        self.fluxes = fluxes
+
+    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+        """See `Fixer`."""
+        heat, energy = self.heat_and_energy(fields)
+        after = (energy * self.thickness(fields)).sum(1, keepdim=True) / GRAVITY
+        before = self.heat_and_energy(last)[1] * self.thickness(last)
+        target = before.sum(1, keepdim=True) / GRAVITY + self.gain(fields)
+        needed, found = self.mean(target, after)
+        change = (needed / found - 1) * energy / heat
+        temperature = self.channels.read(fields, "temperature")
+        return self.channels.write(fields, "temperature", temperature + change)
+
+    def heat_and_energy(self, fields: Tensor) -> tuple[Tensor, Tensor]:
+        """Return heat capacity, in J kg-1 K-1, and energy, in J kg-1, of each layer."""
+        read = self.channels.read
+        ground = self.channels.surface_geopotential
+        if ground is None:
+            raise ValueError("an energy fixer needs the geopotential of the surface")
+        vapour = read(fields, VAPOUR)
+        heat = (1 - vapour) * DRY_HEAT + vapour * VAPOUR_HEAT
+        east, north = (read(fields, f"{name}_component_of_wind") for name in "uv")
+        kinetic = (east.square() + north.square()) / 2
+        enthalpy = heat * read(fields, "temperature")
+        return heat, enthalpy + EVAPORATION_HEAT * vapour + ground + kinetic
+
+    def gain(self, fields: Tensor) -> Tensor:
+        """Return the energy that columns gain in a step by fluxes, in J m-2: `(B, 1, h, W)`."""
+        top = [self.channels.read(fields, self.fluxes[name]) for name in TOP_FLUXES]
+        surface = [self.channels.read(fields, self.fluxes[name]) for name in SURFACE_FLUXES]
+        return torch.stack(top).sum(0) - torch.stack(surface).sum(0)
+
+
+@final
+class Fixers(nn.Module):
+    """The fixers of a run, in the order in which they act; see `Fixer`."""
+
+    def __init__(self, fixers: Sequence[Fixer]) -> None:
+        super().__init__()
+        self.fixers = nn.ModuleList(fixers)
+
+    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+        """Return corrected fields; collective over the domain if a budget is among the fixers."""
+        for fixer in self.fixers:
+            fields = fixer(fields, last)
+        return fields
+
+
+def fixers_of_run(
+    config: ModelConfig, data: TrainingData, manager: DomainParallelManager, device: torch.device
+) -> Fixers | None:
+    """Return the fixers of a run on this rank's rows; None if it has none.
+
+    Raises:
+        UserError: on all ranks, if the data lack what a fixer needs.
+    """
+    if not config.fixers:
+        return None
+    store = data.store
+    rows = manager.rows(store.grid[0])
+    hybrid: Hybrid = {}
+    if has_budgets(config):
+        check_budgets(config, store)
+        hybrid = hybrid_of(store)
+    ground = surface_geopotential(store.channels.static, torch.from_numpy(store.read_static(rows)))
+    channels = PhysicalChannels(
+        store.channels.output_channels, store.config.variables, data.statistics, hybrid, ground
+    )
+    mean = GlobalMean(store.latitude, rows, store.grid[1], manager.transport)
+    fixers = build_fixers(config, channels, mean, store.config.step_hours)
+    return None if fixers is None else fixers.to(device)
+
+
+def has_budgets(config: ModelConfig) -> bool:
+    """Whether a fixer of a budget is among the fixers."""
+    return not BUDGETS.keys().isdisjoint(config.fixers)
+
+
+def surface_geopotential(names: Sequence[str], static: Tensor) -> Tensor | None:
+    """Return the geopotential of the surface among static fields `(S, h, W)`, if it is there."""
+    found = [index for index, name in enumerate(names) if canonical_name(name) == GROUND]
+    return static[found[0]] if found else None
+
+
+def check_budgets(config: ModelConfig, store: Store) -> None:
+    """Check that the variables of budgets have values everywhere, and fluxes are sums over a step.
+
+    Which variables there are is checked with the config already.
+
+    Raises:
+        UserError: names the first variable that doesn't fit.
+    """
+    step = f"_{store.config.step_hours}hr"
+    names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
+    for fixer in config.fixers:
+        needs = BUDGETS.get(fixer)
+        if needs is None:
+            continue
+        for name in names:
+            canonical = canonical_name(name)
+            if canonical.removesuffix(step) in needs.fluxes and not (
+                canonical.endswith(step) or is_accumulated(name, store.config)
+            ):
+                raise UserError(
+                    f"model.fixers: {fixer} needs sums over a step of {name}. Leave "
+                    f"data.variables.{name}.accumulated out, or take {fixer} out of model.fixers."
+                )
+            is_needed = canonical.removesuffix(step) in (*needs.state, *needs.fluxes)
+            if is_needed and store.config.variable_config(name).fill is not None:
+                raise UserError(
+                    f"model.fixers: {fixer} needs {name} everywhere, but it has a fill. Leave "
+                    f"data.variables.{name}.fill out, or take {fixer} out of model.fixers."
+                )
+
+
+def build_fixers(
+    config: ModelConfig, channels: PhysicalChannels, mean: GlobalMean, step_hours: int
+) -> Fixers | None:
+    """Return the fixers of a config; None if it has none.
+
+    Args:
+        config: has their names and bounds.
+        channels: finds variables and their units.
+        mean: over the globe.
+        step_hours: the model's step.
+
+    Raises:
+        UserError: a variable is on no levels, or not known to `model.bounds`.
+    """
+
+    def of_step(name: str) -> str:
+        """Return a variable's name, or that of its sum over a step (`_6hr`)."""
+        return name if channels.has(name) else f"{name}_{step_hours}hr"
+
+    builders: dict[str, Callable[[], Fixer]] = {
+        "nonnegative": lambda: build_nonnegative(channels),
+        "bounds": lambda: build_bounds(channels, config.bounds),
+        "dry_air": lambda: DryAirFixer(channels, mean),
+        "water": lambda: WaterFixer(
+            channels, mean, of_step("total_precipitation"), of_step("evaporation")
+        ),
+        "energy": lambda: EnergyFixer(
+            channels, mean, {name: of_step(name) for name in (*TOP_FLUXES, *SURFACE_FLUXES)}
+        ),
+    }
+    return Fixers([builders[name]() for name in config.fixers]) if config.fixers else None
+
+
+def build_nonnegative(channels: PhysicalChannels) -> Bounds:
+    """Return the fixer that clamps at zero what can't be negative, as forecasts on disk are."""
+    low = [-np.inf] * len(channels.channels)
+    for index, channel in enumerate(channels.channels):
+        if is_nonnegative(channel.variable, channels.config_of(index)):
+            low[index] = channels.normalised_bound(index, 0.0)
+    return Bounds(low, [np.inf] * len(low))
+
+
+def build_bounds(channels: PhysicalChannels, bounds: Mapping[str, Sequence[float]]) -> Bounds:
+    """Return the fixer of `model.bounds`, by variables, or by channels as `temperature_500`.
+
+    Raises:
+        UserError: a name is that of no output.
+    """
+    low = [-np.inf] * len(channels.channels)
+    high = [np.inf] * len(channels.channels)
+    for name, limits in bounds.items():
+        names, level = possible_canonical_names(name), long_name(name)[1]
+        indices = [
+            index
+            for index, channel in enumerate(channels.channels)
+            if name in (channel.name, channel.variable)
+            or (level in (None, channel.level) and channels.name(channel) in names)
+        ]
+        if not indices:
+            raise UserError(f"model.bounds.{name}: is no variable of the model's output.")
+        for index in indices:
+            low[index], high[index] = (channels.normalised_bound(index, x) for x in limits)
+    return Bounds(low, high)

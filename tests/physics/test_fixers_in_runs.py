@@ -1,0 +1,186 @@
+"""Runs with fixers: training on every mesh, forecasts, exported models, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import credit_dp
+from credit_dp.cli.export import checkpoint
+from credit_dp.config import Config, VariableConfig
+from credit_dp.data.grid import row_weights
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from credit_dp.evaluation.held_out import HeldOutData
+from credit_dp.forecast.format import describe_difference, settings_of
+from credit_dp.physics.columns import hybrid_of
+from credit_dp.physics.fixers import check_budgets
+from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.physics import atmospheres as air
+from tests.training.meshes import (
+    ONE,
+    Mesh,
+    assert_same_trajectory,
+    run_on_mesh,
+    train_from_start,
+)
+from tests.training.runs import tiny_unet
+
+ALL = ["nonnegative", "dry_air", "water", "energy"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("air")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """A trained run with fixers on model levels, and its training."""
+    config = air.atmosphere_config(folder, "model", ALL, steps=2, dtype="float32")
+    return config, leave_checkpoint(config)
+
+
+MESHES = [
+    pytest.param("pressure", Mesh(1, 1, 3), {0: 2}),
+    pytest.param("model", Mesh(1, 2, 2), {0: 2}, marks=pytest.mark.slow),
+    pytest.param("model", Mesh(1, 2, 2, "fsdp2"), {0: 2}, marks=pytest.mark.slow),
+    pytest.param("model", Mesh(2, 1, 2), {0: 1}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "rollout"), MESHES, ids=str)
+def test_training_is_the_same_on_every_mesh(folder, kind, mesh, rollout):
+    config = air.atmosphere_config(folder, kind, ALL, steps=3, rollout=rollout)
+    wanted = run_on_mesh(ONE, train_from_start, config, None)
+    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
+    without = replace(config, model=tiny_unet())
+    other = run_on_mesh(ONE, train_from_start, without, None)
+    assert other[0] != wanted[0]
+
+
+@pytest.mark.slow
+def test_a_model_of_next_states_gets_the_state_before_in_a_pipeline(folder):
+    config = air.atmosphere_config(folder, "model", ALL, steps=2)
+    config = replace(config, model=tiny_unet(residual=False, fixers=ALL))
+    wanted = run_on_mesh(ONE, train_from_start, config, None)
+    assert_same_trajectory(run_on_mesh(Mesh(2, 1, 1), train_from_start, config, None), wanted)
+
+
+def dry_air(data: xr.Dataset) -> np.ndarray:
+    """Return the globe's dry air of fields on model levels, in Pa."""
+    water = sum(data[name].values.astype(float) for name in air.WATER)
+    a, b = (np.diff(np.array(air.HYBRID[name]))[:, None, None] for name in "ab")
+    pressure = data["surface_pressure"].values.astype(float)[..., None, :, :]
+    dry = ((1 - water) * (a + b * pressure)).sum(-3)
+    weights = row_weights(data["latitude"].values)[:, None]
+    return (dry * weights).mean((-1, -2))
+
+
+def test_forecasts_keep_the_mass_of_dry_air_on_every_mesh(folder, run, tmp_path):
+    config, _ = run
+    one = forecast(forecast_config(config, tmp_path / "one.zarr", lead="48h"))
+    with xr.open_zarr(one) as data:
+        mass = dry_air(data)  # (time, lead)
+        with xr.open_zarr(config.data.store, consolidated=False) as store:
+            start = dry_air(store.sel(time=data["time"].values))
+        assert np.abs(mass / start[:, None] - 1).max() < 1e-6
+        three = forecast(forecast_config(config, tmp_path / "three.zarr", lead="48h"), ranks=3)
+        with xr.open_zarr(three) as bands:
+            for name in data.data_vars:
+                spread = float(data[name].std())
+                assert float(np.abs(data[name] - bands[name]).max()) < 1e-3 * spread
+    without = replace(config, model=tiny_unet())
+    free = forecast(forecast_config(without, tmp_path / "free.zarr", lead="48h"))
+    with xr.open_zarr(free) as data:
+        assert np.abs(dry_air(data) / start[:, None] - 1).max() > 1e-5
+
+
+def test_a_forecast_does_not_continue_with_other_fixers(run, tmp_path):
+    config, _ = run
+    asked = forecast_config(config, tmp_path / "one.zarr")
+
+    class Form:  # all that settings need of a format
+        pass
+
+    def settings(names: list[str]) -> dict[str, Any]:
+        changed = replace(asked, model=tiny_unet(fixers=names))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("credit_dp.forecast.format.format_to_json", lambda form: {})
+            return settings_of(changed, Form(), "", [])  # type: ignore[arg-type]
+
+    difference = describe_difference(settings(ALL), settings(["dry_air"]))
+    assert difference == f"model.fixers={ALL}, not ['dry_air']"
+
+
+def test_an_exported_model_has_its_fixers(run, tmp_path):
+    config, training = run
+    out = tmp_path / "model.safetensors"
+    path = Path(config.run.dir)
+    assert checkpoint(["export", str(path), "--output", str(out)], "credit-dp checkpoint") == 0
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, slice(None), training.like)
+    times = dates.initial_times[:2]
+    for parts in training.trainer.state.parts:
+        parts.eval()
+    with torch.no_grad():
+        wanted = training.forecast_step(
+            dates.initial_states(times), dates.forcing(times), dates.static(2)
+        )
+        fields = torch.from_numpy(prepared.store.read_states(times, slice(None)))
+        for source in (out, path):
+            model = credit_dp.load(str(source))
+            assert model.fixers is not None
+            found = model(fields, times)
+            expected = dates.normaliser.denormalise(wanted)
+            scale = expected.abs().amax((0, 2, 3), keepdim=True)
+            assert ((found - expected) / scale).abs().max() < 1e-6
+
+
+def opened(config: Config) -> Store:
+    return Store.open(config.data)
+
+
+def test_coefficients_come_from_the_config_or_the_store(folder):
+    config = air.atmosphere_config(folder, "model", ["dry_air"])
+    assert hybrid_of(opened(config)) == air.HYBRID
+    some = air.atmosphere_config(folder, "model", ["dry_air"], levels=[3, 2])
+    assert hybrid_of(opened(some)) == {x: air.HYBRID[x][1:4] for x in "ab"}
+    some.data.hybrid = {"a": [0.0, 5000.0, 0.0], "b": [0.0, 0.0, 1.0]}
+    assert hybrid_of(opened(some)) == some.data.hybrid
+    assert hybrid_of(opened(air.atmosphere_config(folder, "pressure", ["dry_air"]))) == {}
+
+
+def check(config: Config) -> None:
+    check_budgets(config.model, opened(config))
+    hybrid_of(opened(config))
+
+
+def test_data_that_do_not_fit_are_refused(folder):
+    path = folder / "bare.zarr"
+    bare = air.dataset("model").drop_vars(["hyai", "hybi"])
+    air.stores.write(bare, path, chunks={"time": 1})
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"levels": [1, 3]}, "data.levels has 2 of 1 to 3. Choose levels without a gap"),
+        ({"hybrid": {"a": [0, 1], "b": [0, 1]}}, "data.hybrid: needs a and b at the 5 interfaces"),
+        ({"store": str(path)}, "neither hyai and hybi nor data.hybrid has them"),
+        (
+            {"variables": {air.EVAPORATION: VariableConfig(accumulated=False)}},
+            "model.fixers: water needs sums over a step of evaporation",
+        ),
+        (
+            {"variables": {"surface_pressure": VariableConfig(fill="mean")}},
+            "model.fixers: dry_air needs surface_pressure everywhere, but it has a fill",
+        ),
+    ]
+    for changes, said in cases:
+        config = air.atmosphere_config(folder, "model", ["dry_air", "water"], **changes)
+        with pytest.raises(UserError) as error:
+            check(config)
+        assert said in str(error.value)
+        assert "\n" not in str(error.value)

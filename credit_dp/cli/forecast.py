@@ -36,6 +36,9 @@ HELP = """\
   members=10 perturb=0.1   an ensemble; its initial states are perturbed by smooth random fields,
                     with this many standard deviations of each field
   perturb_seed=0    seed of the random fields
+  diagnostics=[z,msl,tcw]   fields to derive and write beside the model's: geopotential, mean sea
+                    level pressure, column water (tcw), column water vapour (tcwv)
+  pressure_levels=[500,850]   write fields on these pressure levels, in hPa, not on model levels
 
 All other keys are those of the config, and have the values of the run. The mesh may be any other:
 parallel.domain=2 parallel.data=2. Initial states are read from the run's data, or from
@@ -60,6 +63,8 @@ FORECAST_KEYS: Mapping[str, Any] = {
     "members": 0,
     "perturb": 0.0,
     "perturb_seed": 0,
+    "diagnostics": "",
+    "pressure_levels": "",
 }
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",
@@ -125,6 +130,12 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     request.check(config.data.step_hours)
     # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()
+    names, levels = request.diagnostic_names(), request.levels_in_hpa()
+    if names or levels:
+        from credit_dp.physics.diagnostics import check_written
+
+        outputs = [*config.data.prognostic, *config.data.diagnostic]
+        check_written(outputs, config.data.static, names, levels)
     target = request.target
     if checks.existing_path(str(target)) is not None:
         raise UserError(f"{target}: exists already. Change out.")

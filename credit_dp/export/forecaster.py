@@ -23,8 +23,8 @@ from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model
-from credit_dp.physics.columns import PhysicalChannels
-from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers, surface_geopotential
+from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
+from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
 from credit_dp.plugins import find_plugins, first_line, registration_hint
 from credit_dp.training.checkpoint import check_model_shapes
 from credit_dp.training.forecast_step import ForecastStep

@@ -66,7 +66,7 @@ class ForecastFormat:
     """Dims, coordinates and variables of a forecast.
 
     Attributes:
-        channels: the model's output channels, in order.
+        channels: of the written fields, in order.
         units: by variable.
         times: initial times.
         hours: lead times.
@@ -90,13 +90,17 @@ class ForecastFormat:
 
     @classmethod
     def of(
-        cls, store: Store, units: Mapping[str, str], request: ForecastRequest
+        cls,
+        store: Store,
+        channels: tuple[Channel, ...],
+        units: Mapping[str, str],
+        request: ForecastRequest,
     ) -> "ForecastFormat":
-        """Return the format of a request, on the grid of a store."""
+        """Return the format of a request for channels, on the grid of a store."""
         names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
         summed = tuple(name for name in names if is_accumulated(name, store.config))
         return cls(
-            channels=store.channels.output_channels,
+            channels=channels,
             units=units,
             times=request.initial_times(),
             hours=request.lead_hours(store.config.step_hours),
@@ -106,7 +110,8 @@ class ForecastFormat:
             summed=summed,
             # A model's sums cover one of its steps, whichever lead times are written.
             span=store.config.step_hours if summed else 0,
-            model_levels=any(store.source.variables[name].model_levels for name in names),
+            model_levels=not request.pressure_levels
+            and any(store.source.variables[name].model_levels for name in names),
         )
 
     @property
@@ -227,6 +232,7 @@ def _coordinate_attributes(
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
     "bounds": "model.bounds",
+    "channels": "diagnostics or pressure_levels",
     "dtype": "trainer.dtype",
     "fixers": "model.fixers",
     "hours": "lead or every",

@@ -16,6 +16,12 @@ from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file")
+DIAGNOSTICS = {
+    "z": "geopotential",
+    "msl": "mean_sea_level_pressure",
+    "tcw": "total_column_water",
+    "tcwv": "total_column_water_vapour",
+}
 MAX_INITIAL_TIMES = 10**6  # a longer series is taken for a mistake in the stride
 
 Times = NDArray[np.datetime64]
@@ -36,6 +42,8 @@ class ForecastRequest:
         members: forecasts from each initial time; 0: one, without a dimension of members.
         perturb: amplitude of the perturbations of initial states, in standard deviations.
         perturb_seed: seed of the perturbations.
+        diagnostics: `NAME` or `[NAME,...]` of `DIAGNOSTICS`, which are written, too.
+        pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
     """
 
     checkpoint: str
@@ -47,6 +55,8 @@ class ForecastRequest:
     members: int = 0
     perturb: float = 0.0
     perturb_seed: int = 0
+    diagnostics: str = ""
+    pressure_levels: str = ""
 
     def check(self, step_hours: int) -> None:
         """Check all values, and that lead times fit the model's step.
@@ -66,6 +76,35 @@ class ForecastRequest:
         if self.perturb and not self.members:
             raise UserError("perturb: needs members, like members=10, got none. Give both.")
         self.lead_hours(step_hours)
+        self.diagnostic_names()
+        self.levels_in_hpa()
+
+    def diagnostic_names(self) -> tuple[str, ...]:
+        """Return the long names of the diagnostics.
+
+        Raises:
+            UserError: a name is unknown, or occurs twice.
+        """
+        names = [DIAGNOSTICS.get(name, name) for name in parse_list(self.diagnostics)]
+        for name in names:
+            checks.one_of("diagnostics", name, [*DIAGNOSTICS, *DIAGNOSTICS.values()])
+        checks.no_repeats("diagnostics", names)
+        return tuple(names)
+
+    def levels_in_hpa(self) -> tuple[int, ...]:
+        """Return the pressure levels.
+
+        Raises:
+            UserError: one is no whole number above 0, or occurs twice.
+        """
+        texts = parse_list(self.pressure_levels)
+        for text in texts:
+            if not text.isdecimal() or not int(text):
+                raise UserError(
+                    f"pressure_levels: needs whole numbers of hPa, like [500,850], got {text!r}"
+                )
+        checks.no_repeats("pressure_levels", texts)
+        return tuple(map(int, texts))
 
     def initial_times(self) -> Times:
         """Return the initial times, `(N,)`, rising, each once.
@@ -121,11 +160,17 @@ def parse_initial_times(text: str) -> Times:
     """
     if "/" in text:
         return _parse_series(text)
-    entries = text[1:-1].split(",") if text.startswith("[") and text.endswith("]") else [text]
-    times = np.array([_parse_time(entry.strip().strip("'\"")) for entry in entries], "M8[ns]")
+    times = np.array([_parse_time(entry) for entry in parse_list(text) or [""]], "M8[ns]")
     if len(np.unique(times)) < len(times):
         raise UserError(f"init: needs each time once, got {text}")
     return np.sort(times)
+
+
+def parse_list(text: str) -> list[str]:
+    """Return the entries of `[a,b,...]`, without quotes; another text is one entry, "" none."""
+    in_brackets = text.startswith("[") and text.endswith("]")
+    entries = text[1:-1].split(",") if in_brackets else [text] if text else []
+    return [entry.strip().strip("'\"") for entry in entries]
 
 
 def parse_hours(key: str, text: str) -> int:

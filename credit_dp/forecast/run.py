@@ -34,7 +34,7 @@ from credit_dp.data.sources.address import absolute_address
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
-from credit_dp.data.units import check_units
+from credit_dp.data.units import KNOWN_VARIABLES, check_units
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import (
     all_gather_object,
@@ -57,6 +57,7 @@ from credit_dp.forecast.request import (
     rank_jobs,
 )
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
+from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device
 from credit_dp.random_streams import random_stream
@@ -109,7 +110,7 @@ def make_forecasts(
     with ExitStack() as locks:
         run_on_all_ranks(lambda: locks.enter_context(writer.lock()) if is_first else None)
         # The model before the folder: a model that can't be built leaves no output behind.
-        step, states = setup.build()
+        step, states, fields = setup.build()
         bands = manager.partition(writer.form.height)
         run_on_all_ranks(lambda: writer.begin(bands) if is_first else None)
         setup.barrier()
@@ -117,7 +118,7 @@ def make_forecasts(
         jobs = all_gather_object(writer.unfinished_jobs())[0]
         # No rank starts to write while another one is still listing.
         setup.barrier()
-        runner = ForecastRunner(step, states, writer, manager)
+        runner = ForecastRunner(step, states, fields, writer, manager)
         count = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
         finished = len(writer.jobs) - len(jobs)
         if finished:
@@ -181,7 +182,11 @@ class ForecastSetup:
         prepared = TrainingData(store, statistics, Climatology([], []))
         run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
         units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
-        form = ForecastFormat.of(store, units, request)
+        fields = run_on_all_ranks(
+            lambda: written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
+        )
+        units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
+        form = ForecastFormat.of(store, fields.channels, units, request)
         settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
         writer = WRITERS[request.format](request.target, form, settings)
         run_on_all_ranks(writer.check)
@@ -200,8 +205,8 @@ class ForecastSetup:
             first_gpu=first_gpu,
         )
 
-    def build(self) -> tuple[ForecastStep, InitialStates]:
-        """Build the trained model on this rank's rows or stages, and its input; collective.
+    def build(self) -> tuple[ForecastStep, InitialStates, WrittenFields]:
+        """Build the trained model on this rank's rows or stages, its input and output; collective.
 
         Raises:
             UserError: the weights are those of another model, or the mesh does not fit.
@@ -228,7 +233,10 @@ class ForecastSetup:
             lambda: fixers_of_run(config.model, self.prepared, manager, self.like.device)
         )
         residual = config.model.residual
-        return ForecastStep(parts.forecast_model, tendency, residual, fill, fixers), states
+        step = ForecastStep(parts.forecast_model, tendency, residual, fill, fixers)
+        names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
+        fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
+        return step, states, fields.to(self.like.device)
 
     def _check_valid(
         self, valid: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
@@ -303,6 +311,7 @@ class ForecastRunner:
     Args:
         step: the model's forecast step, on this rank's rows.
         states: reads initial states and forcing.
+        fields: turns the model's fields into those that are written.
         writer: after `begin` on rank 0.
     """
 
@@ -310,11 +319,13 @@ class ForecastRunner:
         self,
         step: ForecastStep,
         states: InitialStates,
+        fields: WrittenFields,
         writer: ForecastWriter,
         manager: DomainParallelManager,
     ) -> None:
         self._step = step
         self._states = states
+        self._fields = fields
         self._writer = writer
         self._manager = manager
         computed = manager.partition(writer.form.height)
@@ -367,7 +378,7 @@ class ForecastRunner:
         executor.wait()
         # On this thread: ranks exchange rows here, in an order that has to be the same on all of
         # them. The writer's thread only touches files.
-        physical = self._states.denormalise(fields)
+        physical = self._fields(self._states.denormalise(fields))
         rows = self._exchange.apply(physical.contiguous(), self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
         parts = split_by_variable(self._writer.form, values)

@@ -1,1 +1,1 @@
-"""The physics of forecasts: columns of air, and fixers that close budgets after each step."""
+"""The physics of forecasts: columns of air, fixers of budgets, and derived fields."""

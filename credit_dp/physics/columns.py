@@ -24,7 +24,7 @@ from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics, apply_transform_tensor, invert_transform
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.variable_names import long_name
+from credit_dp.variable_names import canonical_name, long_name
 
 DRY_GAS_CONSTANT = 287.0597  # J kg-1 K-1
 VAPOUR_GAS_CONSTANT = 461.525  # J kg-1 K-1
@@ -33,6 +33,7 @@ VAPOUR_HEAT = 1846.1  # J kg-1 K-1, of water vapour at constant pressure
 EVAPORATION_HEAT = 2.5008e6  # J kg-1
 
 PASCALS = 100.0  # in one hPa
+GROUND = "geopotential_at_surface"
 VAPOUR = "specific_humidity"
 CONDENSATES = (
     "specific_cloud_liquid_water_content",
@@ -191,6 +192,12 @@ def hybrid_of(store: Store) -> dict[str, list[float]]:
     return {n: x[first - 1 : last + 1].tolist() for n, x in zip("ab", stored, strict=True)}
 
 
+def surface_geopotential(names: Sequence[str], static: Tensor) -> Tensor | None:
+    """Return the geopotential of the surface among static fields `(S, h, W)`, if it is there."""
+    found = [index for index, name in enumerate(names) if canonical_name(name) == GROUND]
+    return static[found[0]] if found else None
+
+
 class NamedChannels(nn.Module):
     """Finds output channels by the names of ERA5, with the levels of a variable from the top.
 
@@ -231,9 +238,9 @@ class NamedChannels(nn.Module):
             raise UserError(f"data.levels: {name} is needed on levels, but it is on none.")
         return levels
 
-    def layers(self) -> Layers:
-        """Return the layers of the levels of humidity."""
-        return build_layers(self.levels(VAPOUR), self.hybrid)
+    def layers(self, name: str = VAPOUR) -> Layers:
+        """Return the layers of the levels of a variable."""
+        return build_layers(self.levels(name), self.hybrid)
 
     def water_species(self) -> list[str]:
         """Return the names of vapour and of the condensates that there are."""

@@ -40,6 +40,7 @@ from credit_dp.physics.columns import (
     Hybrid,
     PhysicalChannels,
     hybrid_of,
+    surface_geopotential,
 )
 from credit_dp.variable_names import canonical_name, long_name, possible_canonical_names
 
@@ -52,7 +53,6 @@ SURFACE_FLUXES = (
     "surface_sensible_heat_flux",
     "surface_latent_heat_flux",
 )
-GROUND = "geopotential_at_surface"
 
 
 @final
@@ -298,12 +298,6 @@ def fixers_of_run(
 def has_budgets(config: ModelConfig) -> bool:
     """Whether a fixer of a budget is among the fixers."""
     return not BUDGETS.keys().isdisjoint(config.fixers)
-
-
-def surface_geopotential(names: Sequence[str], static: Tensor) -> Tensor | None:
-    """Return the geopotential of the surface among static fields `(S, h, W)`, if it is there."""
-    found = [index for index, name in enumerate(names) if canonical_name(name) == GROUND]
-    return static[found[0]] if found else None
 
 
 def check_budgets(config: ModelConfig, store: Store) -> None:

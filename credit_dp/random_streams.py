@@ -9,6 +9,8 @@ or by whom. Only torch's generator is keyed by rank: dropout draws other numbers
 | order of the samples in an epoch | seed, epoch | `data/sampling.py` |
 | torch's generator in a training step | seed, step, data rank, model rank | `training/optim.py` |
 | stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
+| augmentation of a sample | seed, step, sample, 1, 1 | `training/augmentation.py` |
+| noise on a row of a sample | seed, step, sample, 2, row, 1 | `training/augmentation.py` |
 | perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |
 | initial state of a quickstart run | seed, number of the run | `data/quickstart/` |
 | rows that `data prepare` compares | fingerprint of its settings | `data/rechunk/` |

@@ -255,6 +255,12 @@ class Config:
             self._check_late_check()
         if self.model.fixers:
             self._check_fixers()
+        for key in ("shift_longitude", "mirror"):
+            if getattr(self.trainer, key) and "energy" in self.model.fixers:
+                raise UserError(
+                    f"trainer.{key}: can't be combined with the fixer energy, whose ground stays "
+                    f"where it is. Leave trainer.{key} out, or take energy out of model.fixers."
+                )
         if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.rollout: several steps need parallel.pipeline=1, got "

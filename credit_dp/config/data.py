@@ -105,6 +105,9 @@ class VariableConfig:
     accumulated: bool | None = None
     # forecasts are clamped at zero; null: depends on the variable's name, true with log1p
     nonnegative: bool | None = None
+    # changes sign if the hemispheres are exchanged, as winds to the north do; null: depends on the
+    # variable's name
+    sign_changes: bool | None = None
 
     def check(self, key: str) -> None:
         """Check the values; `key` is the config key of the variable.

@@ -55,6 +55,11 @@ class TrainerConfig:
     check_finite: str = "step"
     # largest gradient norm, as a multiple of the recent median; null: any
     exploding: float | None = 1e4
+    # turn each sample by a random number of columns
+    shift_longitude: bool = False
+    mirror: float = 0.0  # share of samples whose hemispheres are exchanged
+    # standard deviation of noise on input states, in standard deviations of each field; 0: none
+    input_noise: float = 0.0
     # train on the first batch only, to see whether the model can overfit it
     one_batch: bool = False
     log_every: int = 10  # steps between rows of metrics.csv
@@ -92,6 +97,8 @@ class TrainerConfig:
         checks.one_of("trainer.check_finite", self.check_finite, ("step", "late"))
         if self.exploding is not None:
             checks.number_in("trainer.exploding", self.exploding, 1)
+        checks.number_in("trainer.mirror", self.mirror, 0, 1)
+        checks.number_in("trainer.input_noise", self.input_noise, 0)
         checks.at_least("trainer.log_every", self.log_every, 1)
         checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
         checks.at_least("trainer.keep_checkpoints", self.keep_checkpoints, 1)

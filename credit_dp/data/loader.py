@@ -397,6 +397,7 @@ class Normaliser:
         tendency_scale: `(outputs, 1, 1)`, std of one-step changes in normalised units. A model's
             output times this scale is the change of the normalised state in one step.
         scale, fills: of the output channels, see `ChannelScaler`.
+        std: `(outputs, 1, 1)`, standard deviation of the normalised output channels.
     """
 
     def __init__(
@@ -429,6 +430,7 @@ class Normaliser:
         self._forcing = scaler("forcing_", None if channels is None else channels.forcing)
         self._static = scaler("static_", None if channels is None else channels.static)
         self.tendency_scale = self._outputs.divide_by_scale(statistics.tendency_std)
+        self.std = self._outputs.divide_by_scale(statistics.std)
 
     @classmethod
     def of(
@@ -437,6 +439,15 @@ class Normaliser:
         """Return the normaliser of a store with its statistics and config."""
         store = data.store
         return cls(data.statistics, dtype, device, store.config.variables, store.channels)
+
+    def shift_and_scale(self, part: str) -> tuple[Tensor, Tensor]:
+        """Return shift and scale, `(C, 1, 1)` each, of the channels of a part of a batch.
+
+        Args:
+            part: `state` or `target` (all outputs), `forcing` or `static`.
+        """
+        scaler = {"forcing": self._forcing, "static": self._static}.get(part, self._outputs)
+        return scaler.shift, scaler.scale
 
     def normalise_state(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """Normalise prognostic or all output channels, `(..., C, h, W)`.

@@ -55,6 +55,7 @@ from credit_dp.models.blocks import number_stochastic_depths
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
+from credit_dp.training.augmentation import build_augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
 from credit_dp.training.forecast_step import ForecastStep, Model
@@ -434,7 +435,10 @@ def build_training(
     check_every = config.parallel.check_replicas_every
     variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
-    trainer = Trainer(config.trainer, state, forward_backward, manager, check_every, names)
+    augmentation = build_augmentation(config, prepared, manager, like)
+    trainer = Trainer(
+        config.trainer, state, forward_backward, manager, check_every, names, augmentation
+    )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
     return Training(trainer, loader, forecast_step, like, rows)
 

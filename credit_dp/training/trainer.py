@@ -14,6 +14,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.models.blocks import draw_stochastic_depths
 from credit_dp.profiling import OPTIMISER, profile_region
+from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.diagnostics import NonFiniteGuard, diagnose_non_finite
 from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch, clip_gradients
@@ -87,6 +88,7 @@ class Trainer:
         manager: this rank's coordinates on the mesh.
         check_every: steps between checks that replicas are equal; 0: before the first step only.
         names: names of the parts of the loss, if they are to be logged.
+        augmentation: changes the samples before they are used, if there is one.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Trainer:
         manager: DomainParallelManager,
         check_every: int = 0,
         names: LossNames | None = None,
+        augmentation: Augmentation | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -104,6 +107,7 @@ class Trainer:
         self.manager = manager
         self.check_every = check_every
         self.names = names
+        self.augmentation = augmentation
         self.throughput = ThroughputMeter(manager)
         self.guard = NonFiniteGuard(config, state, manager)
 
@@ -130,6 +134,12 @@ class Trainer:
         config, state, manager = self.config, self.state, self.manager
         lr = float(state.schedule.get_last_lr()[0])
         self.guard.save_buffers()
+
+        # 0. Turn, mirror and add noise. The rows of mirrored samples travel between the ranks of
+        #    the domain, which draw the same for a sample.
+        if self.augmentation is not None:
+            samples = [sample for part in self.sample_indices(batch) for sample in part]
+            batch = self.augmentation(batch, state.step, samples)
 
         # 1. Seed, forward and backward: `.grad` holds the gradient of the global batch.
         share = self.compute_gradients(batch)

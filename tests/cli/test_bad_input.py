@@ -52,6 +52,7 @@ CASES = {
     "not finite": (["optimizer.lr=nan"], "optimizer.lr: needs a number above 0, got nan"),
     "one beta": (["optimizer.betas=[0.9]"], "optimizer.betas: needs 2 numbers"),
     "channels and groups": (["model.channels=[12]"], "multiples of model.groups"),
+    "a share above 1": (["trainer.mirror=2"], "trainer.mirror: needs a number from 0 to 1, got 2"),
     "unknown fixer": (
         ["model.fixers=[dryair]"],
         "model.fixers: needs one of .*Did you mean dry_air?",

@@ -122,6 +122,7 @@ class Forecaster(nn.Module):
         forcing: names of forcings that the caller gives, at the time of the newest state; those
             that depend on time and position alone are computed.
         config: of the run that trained the model, as YAML.
+        fixers: correct the fields after each step, if the run has any.
     """
 
     tendency_scale: Tensor

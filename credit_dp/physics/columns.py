@@ -259,19 +259,25 @@ class NamedChannels(nn.Module):
 
     def from_top(self, values: Tensor, name: str) -> Tensor:
         """Return the levels of a variable from the top, `(B, N, h, W)` in channel order before."""
-        order = self._order(name)
-        return values if order is None else values[:, order]
+        return _reorder(values, self._order(name))
 
     def in_channel_order(self, values: Tensor, name: str) -> Tensor:
         """Undo `from_top`."""
-        order = self._order(name)
-        return values if order is None else values[:, np.argsort(order).tolist()]
+        return _reorder(values, np.argsort(self._order(name)).tolist())
 
-    def _order(self, name: str) -> list[int] | None:
-        """Return the order from the top; None if that is the order of the channels."""
+    def _order(self, name: str) -> list[int]:
+        """Return the indices of a variable's levels from the top."""
         levels = [channel.level or 0 for channel in self.channels[self.select(name)]]
         order: list[int] = np.argsort(levels, kind="stable").tolist()
-        return None if order == list(range(len(levels))) else order
+        return order
+
+
+def _reorder(values: Tensor, order: list[int]) -> Tensor:
+    """Return levels, `(B, N, h, W)`, in another order; rising and falling ones need no index."""
+    rising = list(range(len(order)))
+    if order == rising:
+        return values
+    return values.flip(1) if order == rising[::-1] else values[:, order]
 
 
 @final

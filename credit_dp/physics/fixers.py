@@ -45,14 +45,9 @@ from credit_dp.physics.columns import (
 from credit_dp.variable_names import canonical_name, long_name, possible_canonical_names
 
 TINY_RAIN = 1e-12  # m in a step, mean of the globe: less can't be scaled to what is needed
-# Fluxes through the top and the surface, positive downwards, as in ERA5.
-TOP_FLUXES = ("top_net_solar_radiation", "top_net_thermal_radiation")
-SURFACE_FLUXES = (
-    "surface_net_solar_radiation",
-    "surface_net_thermal_radiation",
-    "surface_sensible_heat_flux",
-    "surface_latent_heat_flux",
-)
+# Positive downwards, as in ERA5.
+TOP_FLUXES = [name for name in BUDGETS["energy"].fluxes if name.startswith("top_")]
+SURFACE_FLUXES = [name for name in BUDGETS["energy"].fluxes if name.startswith("surface_")]
 
 
 @final

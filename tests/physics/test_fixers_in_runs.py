@@ -10,8 +10,10 @@ import torch
 import xarray as xr
 
 import credit_dp
+from credit_dp.cli.check import inspect_data
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, VariableConfig
+from credit_dp.config.data import ROLES
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import Store
@@ -19,7 +21,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.forecast.format import describe_difference, settings_of
 from credit_dp.physics.columns import hybrid_of
-from credit_dp.physics.fixers import check_budgets
+from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
 from tests.training.meshes import (
@@ -154,11 +156,10 @@ def test_coefficients_come_from_the_config_or_the_store(folder):
     some.data.hybrid = {"a": [0.0, 5000.0, 0.0], "b": [0.0, 0.0, 1.0]}
     assert hybrid_of(opened(some)) == some.data.hybrid
     assert hybrid_of(opened(air.atmosphere_config(folder, "pressure", ["dry_air"]))) == {}
-
-
-def check(config: Config) -> None:
-    check_budgets(config.model, opened(config))
-    hybrid_of(opened(config))
+    roles = {name: getattr(config.data, name) for name in ROLES} | {"variables": {}}
+    copied = prepared(Path(config.data.store), folder / "copy.zarr", data=roles)
+    config.data.name, config.data.store = "prepared", str(copied)
+    assert hybrid_of(opened(config)) == air.HYBRID
 
 
 def test_data_that_do_not_fit_are_refused(folder):
@@ -181,6 +182,6 @@ def test_data_that_do_not_fit_are_refused(folder):
     for changes, said in cases:
         config = air.atmosphere_config(folder, "model", ["dry_air", "water"], **changes)
         with pytest.raises(UserError) as error:
-            check(config)
+            inspect_data(config)  # as `--check` does
         assert said in str(error.value)
         assert "\n" not in str(error.value)

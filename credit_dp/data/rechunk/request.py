@@ -197,7 +197,14 @@ class SelectedFields:
             origin=self._source.where,
             model_levels=any(variable.model_levels for variable in variables.values()),
             title=self._source.title,
+            hybrid=_hybrid_as_lists(self._source),
         )
+
+
+def _hybrid_as_lists(source: Source) -> dict[str, list[float]]:
+    """Return the coefficients of model levels, if the source has them."""
+    a, b = source.hybrid or ((), ())
+    return {"a": list(map(float, a)), "b": list(map(float, b))} if len(a) else {}
 
 
 def _date_bounds(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ array `static` the fields without a time. `rechunk/target.py` writes them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -54,6 +54,7 @@ class PreparedMetadata:
         origin: where the fields came from, for people.
         model_levels: whether levels are numbers of model levels, not pressures.
         title: the title of the source.
+        hybrid: coefficients `a` and `b` of all model levels, see `Source`; empty if there are none.
     """
 
     channels: tuple[Channel, ...]
@@ -63,6 +64,7 @@ class PreparedMetadata:
     origin: str
     model_levels: bool = False
     title: str = ""
+    hybrid: dict[str, list[float]] = field(default_factory=dict)
 
     def attributes(self) -> dict[str, Any]:
         """Return the metadata as JSON for a zarr attribute."""
@@ -86,6 +88,7 @@ class PreparedMetadata:
                 str(attributes["origin"]),
                 bool(attributes.get("model_levels", False)),  # absent in older stores
                 str(attributes.get("title", "")),  # absent in older stores
+                dict(attributes.get("hybrid", {})),  # absent in older stores
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(
@@ -107,6 +110,9 @@ class PreparedSource(Source):
         self.where = where
         self._address = address
         self.title = metadata.title
+        if metadata.hybrid:
+            a, b = (np.array(metadata.hybrid[name], np.float64) for name in ("a", "b"))
+            self.hybrid = a, b
         hours = read_array(group, "time", where).astype("timedelta64[h]")
         self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
         self.latitude: NDArray[np.float64] = read_array(group, "latitude", where).astype(float)

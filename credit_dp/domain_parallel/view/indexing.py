@@ -27,6 +27,7 @@ from credit_dp.domain_parallel.view.rules import (
 from credit_dp.domain_parallel.view.shapes import as_view, unfolded
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
+    GlobalView,
     Layout,
     check_in_place,
     exchange_entries,
@@ -34,6 +35,8 @@ from credit_dp.domain_parallel.view.tensor import (
     local_of,
     share_memory,
     shares_storage,
+    whole,
+    with_layout,
     wrap,
 )
 
@@ -43,10 +46,7 @@ def keep_range(x: GlobalTensor, start: int, stop: int, step: int = 1) -> GlobalT
     layout, rank = layout_of(x), x.view_.rank
     size = len(range(start, stop, step))
     bounds = layout.partition.bounds
-    # The number of rows of the slice that lie before each bound.
-    partition = RowPartition(
-        tuple(min(max(-(-(bound - start) // step), 0), size) for bound in bounds)
-    )
+    partition = _counts_before(range(start, stop, step), layout.partition)
     largest = max(partition.sizes) * x.view_.ranks
     if layout.outer != 1 or min(partition.sizes) == 0 or largest > LARGEST_IMBALANCE * size:
         return None
@@ -340,15 +340,62 @@ def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> int:
 
 @rule_for("__setitem__")
 def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Assign to a part whose rows stay where they are."""
+    """Assign to integers and slices: each rank assigns the rows of its band, maybe none."""
     x, index, value = args
-    layout_of(x)
-    target = x[index]
-    # Rows that were moved are copies on all ranks, and so is what a tensor of indices selects.
-    if not is_band(target) or not shares_storage(target, x):
+    layout, view = layout_of(x), x.view_
+    if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(value, Tensor):
+        if not (x.is_floating_point() or x.is_complex()):
+            raise NoRuleError
+        x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
+        return
+    items = _index_of_each_dim(index, x.ndim)
+    position = _position_of_dim(items, layout.dim)
+    item = items[position]
+    if any(isinstance(other, Tensor) for other in items):
+        raise NoRuleError
+    rows = range(layout.size)[item]
+    if isinstance(rows, int):
+        rows = range(rows, rows + 1)
+    # Where the rows are in the band, with a dimension for them in any case, and in the value.
+    if layout.outer == 1:
+        items[position] = _own_part(rows, layout.partition, view.rank)
+        layout = layout._replace(partition=_counts_before(rows, layout.partition))
+    elif not _is_all(item, layout.size):
         raise NoRuleError
     check_in_place(x, "__setitem__")
-    target.copy_(value)
+    if isinstance(value, Tensor):
+        dims_after = sum(not isinstance(other, int) for other in items[position + 1 :])
+        if isinstance(item, int) and value.ndim >= dims_after:
+            value = value.unsqueeze(value.ndim - dims_after)
+        value = _rows_of_value(value, value.ndim - dims_after - 1, layout, view)
+    x.local[tuple(items)] = value
+
+
+def _rows_of_value(value: Tensor, dim: int, layout: Layout, view: GlobalView) -> Tensor:
+    """Return this rank's rows of a value that is assigned to the rows of `layout`; a collective.
+
+    Raises:
+        NoRuleError: it has not as many rows in its dimension `dim`.
+    """
+    if dim < 0 or value.shape[dim] == 1:  # it broadcasts
+        everywhere: Tensor = whole(value)
+        return everywhere
+    if value.shape[dim] != layout.size:
+        raise NoRuleError
+    return with_layout(value, layout.at(dim), view)
+
+
+def _counts_before(rows: range, partition: RowPartition) -> RowPartition:
+    """Return how a range of rows lies in bands, of which some may have none of them."""
+    counts = (-(-(bound - rows.start) // rows.step) for bound in partition.bounds)
+    return RowPartition(tuple(min(max(count, 0), len(rows)) for count in counts))
+
+
+def _own_part(rows: range, partition: RowPartition, rank: int) -> slice:
+    """Return where the rows of a range are in this rank's band."""
+    first, bounds = partition.bounds[rank], _counts_before(rows, partition)
+    own = rows[bounds.rows(rank)]
+    return slice(own.start - first, own.stop - first, own.step) if own else slice(0, 0)
 
 
 @rule_for("index_select")

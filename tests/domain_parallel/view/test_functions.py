@@ -628,6 +628,56 @@ INDEXING = {
 }
 
 
+def assigned(x, *assignments):
+    """Return the field after values were assigned to parts of it, one after the other."""
+    y = x * 1
+    for index, value in assignments:
+        y[index] = value
+    return y
+
+
+ALL = slice(None)
+ASSIGNMENTS = {
+    "numbers": lambda m, x: assigned(
+        x,
+        ((ALL, ALL, 0), 2.0),
+        ((0, ALL, -1, 1), 3.0),
+        ((..., slice(1, 3), ALL), 4.0),
+        ((ALL, 2, slice(3, 1)), 5.0),
+        (slice(None, None, 2), 6.0),
+    ),
+    "rows of fields": lambda m, x: assigned(
+        x,
+        ((..., slice(2), ALL), x.sin()[:, :, 1:3]),
+        ((0, slice(2), slice(1, None)), x[1, 2:4, 1:]),
+        ((ALL, ALL, slice(None, None, 2)), x.cos()[:, :, ::2]),
+        ((ALL, ALL, ALL, 1), x[..., 2]),
+        ((1, ALL, 2), x[0, :, 0]),
+        ((ALL, None, 0, 1), x[:, None, 1, 1]),
+    ),
+    "parameters": lambda m, x: assigned(
+        x,
+        ((ALL, ALL, slice(1, 4)), m.rows[:3]),
+        ((ALL, ALL, 0), m.rows[0]),
+        ((0, ALL, -1), m.matrix[:, :COLUMNS]),
+        ((ALL, slice(3), slice(3)), m.rows[0, 0]),
+        ((1, ALL, slice(-2, None), slice(2)), m.matrix[:, :4].reshape(CHANNELS, 2, 2)),
+    ),
+    "sums of rows": lambda m, x: assigned(
+        x, ((ALL, ALL, slice(3)), x.mean(2, keepdim=True)), ((ALL, ALL, 3), x.mean(2))
+    ),
+    "bands in another dimension": lambda m, x: assigned(
+        x.transpose(1, 2), ((ALL, slice(4), slice(4)), x[:, :4, :4]), ((0, 1, 2), x[0, 2, 1])
+    ).transpose(1, 2),
+    "folded rows": lambda m, x: assigned(
+        folded(x), ((0, ALL), folded(x)[1].sin()), ((ALL, ALL, ALL, 2), 1.0)
+    ),
+    "masks": lambda m, x: assigned(
+        x, (x > 1, 1.0), (x.sum(3) < 0, 0.5), (x.mean((2, 3)) > 0.1, -0.5)
+    ),
+}
+
+
 def kernel(m, *sizes):
     return m.matrix[:, :, None, None].expand(-1, -1, *sizes) / 8
 
@@ -860,6 +910,7 @@ FAMILIES = {
     "mixtures": MIXTURES,
     "spectral": SPECTRAL,
     "indexing": INDEXING,
+    "assignments": ASSIGNMENTS,
     "layers": LAYERS,
 }
 

@@ -564,12 +564,18 @@ def check_run_config(config: Config) -> None:
 
     Raises:
         UserError: there are more ranks than rows, the checkpoint does not exist, lead times are
-            between time steps, or the quickstart's start is no date.
+            between time steps, bounds have no fixer, or the quickstart's start is no date.
     """
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
     check_rows(config)
     checks.lead_times(config.trainer.evaluate_hours, config.data.step_hours)
+    # Not in the config's own checks: a forecast without fixers keeps the bounds of its run.
+    if config.model.bounds and "bounds" not in config.model.fixers:
+        raise UserError(
+            "model.bounds: needs the fixer bounds, got none. Add bounds to model.fixers, or leave "
+            "model.bounds out."
+        )
     if config.resume not in (None, "auto"):
         checks.checkpoint_path("resume", str(config.resume))
 

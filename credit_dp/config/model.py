@@ -88,11 +88,10 @@ class ModelConfig:
             if limits is None:
                 raise UserError(f"model.bounds.{name}: needs [low, high], like [0, 100], got null")
             checks.limits(f"model.bounds.{name}", limits)
-        if bool(self.bounds) != ("bounds" in self.fixers):
-            have, lacks = ("bounds", "fixers") if self.bounds else ("fixers", "bounds")
+        if "bounds" in self.fixers and not self.bounds:
             raise UserError(
-                f"model.{lacks}: needs {'an entry' if self.bounds else 'values'} for the bounds of "
-                f"model.{have}, got none. Give both, or neither."
+                "model.bounds: needs values for the fixer bounds, like {temperature: [150, 350]}, "
+                "got none. Give some, or take bounds out of model.fixers."
             )
 
     def coarsest_rows(self, height: int) -> int:

@@ -103,7 +103,7 @@ def corrected(surface: Surface) -> tuple[Tensor, Tensor]:
     alpha = torch.where((sea > WARM) & (star <= WARM), towards_warm, alpha)
     alpha = torch.where((sea > WARM) & (star > WARM), 0.0, alpha)
     star = torch.where((sea > WARM) & (star > WARM), (WARM + star) / 2, star)
-    return torch.where(star < COLD, (COLD + star) / 2, star), alpha
+    return torch.where((sea <= WARM) & (star < COLD), (COLD + star) / 2, star), alpha
 
 
 def sea_level_pressure(surface: Surface) -> Tensor:

@@ -64,8 +64,11 @@ CASES = {
         "data.prognostic, top_net_solar_radiation in data.diagnostic, .*Add what is missing, or "
         "take energy out of model.fixers",
     ),
-    "no bounds": (["model.fixers=[bounds]"], "model.bounds: needs values for the bounds of"),
-    "no fixer": (["model.bounds={temperature:[0,1]}"], "model.fixers: needs an entry for"),
+    "no bounds": (["model.fixers=[bounds]"], "model.bounds: needs values for the fixer bounds"),
+    "no fixer": (
+        ["model.bounds={temperature:[0,1]}"],
+        "model.bounds: needs the fixer bounds, got none",
+    ),
     "bounds that are no range": (
         ["model.fixers=[bounds]", "model.bounds={temperature:[1,0]}"],
         r"model.bounds.temperature: needs \[low, high\]",

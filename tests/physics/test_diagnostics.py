@@ -114,7 +114,7 @@ def sea_pressure_of_column(pressure: float, ground: float, star: float) -> float
         alpha = R * (290.5 - star) / ground
     elif star > 290.5 and sea > 290.5:
         alpha, star = 0.0, 0.5 * (290.5 + star)
-    if star < 255:
+    elif star < 255:
         star = 0.5 * (255 + star)
     x = ground / (R * star)
     return pressure * math.exp(x * (1 - alpha * x / 2 + (alpha * x) ** 2 / 3))
@@ -126,6 +126,7 @@ CASES = {  # pressure, geopotential and temperature of the surface
     "warm below": (9e4, 9e3, 288.0),
     "warm": (9e4, 9e3, 300.0),
     "cold": (9e4, 9e3, 230.0),
+    "cold plateau": (5e4, 6e4, 253.0),
     "plateau": (6e4, 4.5e4, 275.0),
     "half a plateau": (7.6e4, 2.2e4, 292.0),
     "below the sea": (1.06e5, -4e3, 300.0),

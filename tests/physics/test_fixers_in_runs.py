@@ -49,13 +49,14 @@ def run(folder):
 
 
 MESHES = [
-    pytest.param("pressure", Mesh(1, 1, 3), {0: 2}),
-    pytest.param("model", Mesh(1, 2, 2), {0: 2}, marks=pytest.mark.slow),
-    pytest.param("model", Mesh(1, 2, 2, "fsdp2"), {0: 2}, marks=pytest.mark.slow),
-    pytest.param("model", Mesh(2, 1, 2), {0: 1}, marks=pytest.mark.slow),
+    ("pressure", Mesh(1, 1, 3), {0: 2}),
+    ("model", Mesh(1, 2, 2), {0: 2}),
+    ("model", Mesh(1, 2, 2, "fsdp2"), {0: 2}),
+    ("model", Mesh(2, 1, 2), {0: 1}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh", "rollout"), MESHES, ids=str)
 def test_training_is_the_same_on_every_mesh(folder, kind, mesh, rollout):
     config = air.atmosphere_config(folder, kind, ALL, steps=3, rollout=rollout)

@@ -189,15 +189,10 @@ def test_points_without_values_get_no_noise(folder):
     assert points.sum() == len(SAMPLES) * FRAMES
 
 
-MESHES = [
-    Mesh(1, 1, 3),
-    *(
-        pytest.param(mesh, marks=pytest.mark.slow)
-        for mesh in (Mesh(1, 2, 2), Mesh(1, 2, 2, "fsdp2"), Mesh(2, 1, 2))
-    ),
-]
+MESHES = [Mesh(1, 1, 3), Mesh(1, 2, 2), Mesh(1, 2, 2, "fsdp2"), Mesh(2, 1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_is_the_same_on_every_mesh(folder, mesh):
     config = config_of(folder, {**ALL, "steps": 3})

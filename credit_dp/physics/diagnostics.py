@@ -18,6 +18,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from credit_dp.config.model import AIR
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
@@ -49,7 +50,6 @@ TEMPERATURE = "temperature"
 SEA_PRESSURE = "mean_sea_level_pressure"
 COLUMN_WATER = "total_column_water"
 COLUMN_VAPOUR = "total_column_water_vapour"
-AIR = ("surface_pressure", VAPOUR)
 # What each needs: outputs of the model, and whether it needs the ground.
 NEEDS: dict[str, tuple[tuple[str, ...], bool]] = {
     GEOPOTENTIAL: ((*AIR, TEMPERATURE), True),
@@ -234,6 +234,38 @@ def written_channels(
     return tuple(written)
 
 
+class _Columns:
+    """The columns of one set of fields, in float64; what several diagnostics need is kept."""
+
+    def __init__(self, named: NamedChannels, layers: Layers, fields: Tensor) -> None:
+        self.named = named
+        self.layers = layers
+        self.fields = fields
+        self.pressure = self.read("surface_pressure")
+        self.levels = level_pressures(layers, self.pressure)
+
+    def read(self, name: str) -> Tensor:
+        """Return a variable, its levels from the top."""
+        return self.named.from_top(self.fields[:, self.named.select(name)].double(), name)
+
+    @property
+    def ground(self) -> Tensor:
+        """Return the geopotential of the surface, `(h, W)`."""
+        if self.named.surface_geopotential is None:
+            raise ValueError("the geopotential of the surface is needed")
+        return self.named.surface_geopotential
+
+    @cached_property
+    def surface(self) -> Surface:
+        """Return the lower end of the columns."""
+        return surface_of(self.pressure, self.ground, self.read(TEMPERATURE), self.levels)
+
+    def geopotential(self) -> Tensor:
+        """Return the geopotential of the levels, from the top."""
+        warmth = virtual_temperature(self.read(TEMPERATURE), self.read(VAPOUR))
+        return hydrostatic_geopotential(self.layers, self.pressure, warmth, self.ground)
+
+
 @final
 class WrittenFields(nn.Module):
     """Turns the fields of a model into those that a forecast writes.
@@ -279,7 +311,7 @@ class WrittenFields(nn.Module):
         parts += [self._diagnose(columns, name).to(fields) for name in self.diagnostics]
         return torch.cat(parts, dim=1)
 
-    def _diagnose(self, columns: "_Columns", name: str) -> Tensor:
+    def _diagnose(self, columns: _Columns, name: str) -> Tensor:
         if name == SEA_PRESSURE:
             return sea_level_pressure(columns.surface)
         if name == GEOPOTENTIAL:
@@ -292,7 +324,7 @@ class WrittenFields(nn.Module):
         thickness = columns.layers.thickness(columns.pressure)
         return (share * thickness).sum(1, keepdim=True) / GRAVITY
 
-    def _on_pressure(self, columns: "_Columns", name: str, values: Tensor) -> Tensor:
+    def _on_pressure(self, columns: _Columns, name: str, values: Tensor) -> Tensor:
         """Interpolate a variable from model levels, `(B, N, h, W)` from the top."""
         pressures = [PASCALS * level for level in self.pressure_levels]
         if name not in (TEMPERATURE, GEOPOTENTIAL):
@@ -315,38 +347,6 @@ class WrittenFields(nn.Module):
                 part = torch.where(at < levels[:, :1], above, part)
             parts.append(part)
         return torch.cat(parts, dim=1)
-
-
-class _Columns:
-    """The columns of one set of fields, in float64; what several diagnostics need is kept."""
-
-    def __init__(self, named: NamedChannels, layers: Layers, fields: Tensor) -> None:
-        self.named = named
-        self.layers = layers
-        self.fields = fields
-        self.pressure = self.read("surface_pressure")
-        self.levels = level_pressures(layers, self.pressure)
-
-    def read(self, name: str) -> Tensor:
-        """Return a variable, its levels from the top."""
-        return self.named.from_top(self.fields[:, self.named.select(name)].double(), name)
-
-    @property
-    def ground(self) -> Tensor:
-        """Return the geopotential of the surface, `(h, W)`."""
-        if self.named.surface_geopotential is None:
-            raise ValueError("the geopotential of the surface is needed")
-        return self.named.surface_geopotential
-
-    @cached_property
-    def surface(self) -> Surface:
-        """Return the lower end of the columns."""
-        return surface_of(self.pressure, self.ground, self.read(TEMPERATURE), self.levels)
-
-    def geopotential(self) -> Tensor:
-        """Return the geopotential of the levels, from the top."""
-        warmth = virtual_temperature(self.read(TEMPERATURE), self.read(VAPOUR))
-        return hydrostatic_geopotential(self.layers, self.pressure, warmth, self.ground)
 
 
 def check_written(

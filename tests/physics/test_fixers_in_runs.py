@@ -16,6 +16,7 @@ from credit_dp.config import Config, VariableConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.base import hybrid_coefficients
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
@@ -161,6 +162,16 @@ def test_coefficients_come_from_the_config_or_the_store(folder):
     copied = prepared(Path(config.data.store), folder / "copy.zarr", data=roles)
     config.data.name, config.data.store = "prepared", str(copied)
     assert hybrid_of(opened(config)) == air.HYBRID
+
+
+def test_coefficients_of_cam_are_multiples_of_its_reference_pressure():
+    data = xr.Dataset({"hyai": ("ilev", [0.0, 0.1, 0.0]), "hybi": ("ilev", [0.0, 0.2, 1.0])})
+    for changes, wanted in (({}, 1e4), ({"P0": 9e4}, 9e3)):
+        found = hybrid_coefficients(data.assign(changes))
+        assert found is not None
+        assert found[0].tolist() == pytest.approx([0, wanted, 0])
+        assert found[1].tolist() == [0, 0.2, 1]
+    assert hybrid_coefficients(data.drop_vars("hybi")) is None
 
 
 def test_data_that_do_not_fit_are_refused(folder):

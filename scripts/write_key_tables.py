@@ -17,7 +17,7 @@ from typing import Any
 import omegaconf
 
 from credit_dp.cli.overrides import as_yaml, key_comments, type_of_key
-from credit_dp.config import AdamWConfig, Config, StandardLossConfig
+from credit_dp.config import AdamWConfig, Config, LionConfig, MuonConfig, StandardLossConfig
 from credit_dp.config.model import MODELS, BlocksConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -29,6 +29,8 @@ CLASSES: dict[str, tuple[type, ...]] = {
     "loss": (StandardLossConfig,),
     "optimizer": (AdamWConfig,),
 }
+# Of choices whose class is not that of the group, `GROUP=NAME.KEY` selects a key.
+OTHER_CHOICES: dict[str, type] = {"optimizer=lion": LionConfig, "optimizer=muon": MuonConfig}
 
 
 def main() -> int:
@@ -79,6 +81,8 @@ def classes_of(group: str) -> tuple[type, ...]:
     """
     if group.startswith("model="):
         return (MODELS[group.removeprefix("model=")],)
+    if group in OTHER_CHOICES:
+        return (OTHER_CHOICES[group],)
     schema = CLASSES.get(group, type_of_key(group) if group else Config)
     classes = schema if isinstance(schema, tuple) else (schema,)
     if not all(is_dataclass(cls) for cls in classes):

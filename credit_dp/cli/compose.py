@@ -224,6 +224,8 @@ SCHEMAS: Mapping[tuple[str | None, str], type] = {
     ("trainer", "schema"): credit_dp_config.TrainerConfig,
     ("loss", "schema"): credit_dp_config.StandardLossConfig,
     ("optimizer", "schema"): credit_dp_config.AdamWConfig,
+    ("optimizer", "schema_lion"): credit_dp_config.LionConfig,
+    ("optimizer", "schema_muon"): credit_dp_config.MuonConfig,
     ("logger", "schema"): credit_dp_config.LoggerConfig,
 }
 

@@ -25,8 +25,10 @@ from credit_dp.config.model import (
 )
 from credit_dp.config.training import (
     AdamWConfig,
+    LionConfig,
     LoggerConfig,
     LossConfig,
+    MuonConfig,
     OptimizerConfig,
     OwnLossConfig,
     OwnOptimizerConfig,
@@ -43,9 +45,11 @@ __all__ = [
     "CrossFormerConfig",
     "DataConfig",
     "DatesConfig",
+    "LionConfig",
     "LoggerConfig",
     "LossConfig",
     "ModelConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "OwnLossConfig",
     "OwnModelConfig",
@@ -269,7 +273,7 @@ class Config:
             )
 
     def _check_late_check(self) -> None:
-        if isinstance(self.optimizer, OwnOptimizerConfig):
+        if type(self.optimizer) is not AdamWConfig:  # Muon's config is one of its subclasses
             raise UserError(
                 "trainer.check_finite: late needs optimizer=adamw, whose update the device can "
                 f"leave out by itself, got {self.optimizer.name}. Change one of them."

@@ -223,6 +223,9 @@ class OptimizerConfig:
     # decay of an exponential moving average of the weights, e.g. 0.999, which then makes the
     # forecasts; null: no average
     ema: float | None = None
+    # factor on the learning rate of each segment of the model relative to the one after it, for
+    # fine-tuning; 1: one learning rate
+    layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
         checks.above_zero("optimizer.lr", self.lr)
@@ -233,6 +236,8 @@ class OptimizerConfig:
         checks.at_least("optimizer.decay_every", self.decay_every, 1)
         checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
         checks.number_in("optimizer.ema", self.ema, 0, 0.999999)
+        checks.above_zero("optimizer.layer_decay", self.layer_decay)
+        checks.number_in("optimizer.layer_decay", self.layer_decay, 0, 1)
 
 
 @dataclass
@@ -246,11 +251,50 @@ class AdamWConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("optimizer.name", self.name, ("adamw",))
-        if len(self.betas) != 2:
-            raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
-        for beta in self.betas:
-            checks.number_in("optimizer.betas", beta, 0, 0.999999)
+        check_betas(self.betas)
         checks.above_zero("optimizer.eps", self.eps)
+
+
+@dataclass
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023)."""
+
+    name: str = "lion"  # lion
+    lr: float = 3e-4  # learning rate after the warm-up
+    weight_decay: float = 0.1  # not of biases, norms and position tables
+    # decay of the average of gradients in the update, and of the average that is kept
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("optimizer.name", self.name, ("lion",))
+        check_betas(self.betas)
+
+
+@dataclass
+class MuonConfig(AdamWConfig):
+    """Muon for weights of layers (Jordan et al. 2024), AdamW for all other parameters."""
+
+    name: str = "muon"  # muon
+    momentum: float = 0.95  # decay of the average of gradients of weights
+    nesterov: bool = True  # look ahead by one gradient
+    # patterns of weights that AdamW updates, too, e.g. ["stem.*", "head.*"]
+    adamw: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        checks.one_of("optimizer.name", self.name, ("muon",))
+        check_betas(self.betas)
+        checks.above_zero("optimizer.eps", self.eps)
+        checks.number_in("optimizer.momentum", self.momentum, 0, 0.999999)
+
+
+def check_betas(betas: Sequence[float]) -> None:
+    """Refuse `optimizer.betas` that are not two decays."""
+    if len(betas) != 2:
+        raise UserError(f"optimizer.betas: needs 2 numbers, got {len(betas)}")
+    for beta in betas:
+        checks.number_in("optimizer.betas", beta, 0, 0.999999)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 from credit_dp import checks
 from credit_dp.config import (
     Config,
+    MuonConfig,
     OwnLossConfig,
     OwnModelConfig,
     ParallelConfig,
@@ -73,6 +74,7 @@ from credit_dp.training.optim import (
     build_optimizer,
     build_schedule,
     check_schedule,
+    learning_rate_factors,
     state_layout,
 )
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
@@ -98,19 +100,28 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        matched = [name for name in parameters if fnmatchcase(name, pattern)]
-        if not matched:
-            raise UserError(
-                f"trainer.freeze: needs patterns of parameters' names, but {pattern!r} matches "
-                f"none of {len(parameters)}.{_suggest_pattern(pattern, parameters)}"
-            )
-        for name in matched:
+        for name in match_names("trainer.freeze", pattern, parameters):
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(
             f"trainer.freeze: leaves no parameter to train, it matches all {len(parameters)}. "
             "Remove patterns from trainer.freeze."
         )
+
+
+def match_names(key: str, pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names of parameters that a pattern of a config key matches.
+
+    Raises:
+        UserError: there is none.
+    """
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        raise UserError(
+            f"{key}: needs patterns of parameters' names, but {pattern!r} matches none of "
+            f"{len(names)}.{_suggest_pattern(pattern, names)}"
+        )
+    return matched
 
 
 def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
@@ -247,6 +258,10 @@ def build_model_parts(
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
     freeze(model, config.trainer.freeze)
+    if isinstance(config.optimizer, MuonConfig):
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in config.optimizer.adamw:
+            match_names("optimizer.adamw", pattern, names)
     mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch, fields.inputs, *store.grid)
@@ -408,8 +423,9 @@ def build_training(
     # Taken after sharding, which replaces parameters: the optimizer must update the shards.
     parameters = named_parameters(model.parts)
     layout = state_layout(parameters, config.optimizer, config.parallel)
+    factors = learning_rate_factors(model.parts, config.optimizer)
     late = config.trainer.check_finite == "late"
-    optimizer = build_optimizer(parameters, config.optimizer, can_leave_out=late)
+    optimizer = build_optimizer(parameters, config.optimizer, factors, can_leave_out=late)
     schedule = build_schedule(optimizer, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None

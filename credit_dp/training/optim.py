@@ -5,9 +5,11 @@ optimizer, `WeightAverage.update`, the schedule.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -19,6 +21,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from credit_dp.config import (
     AdamWConfig,
     Config,
+    LionConfig,
+    MuonConfig,
     OptimizerConfig,
     OwnOptimizerConfig,
     OwnScheduleConfig,
@@ -26,8 +30,10 @@ from credit_dp.config import (
 )
 from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
+from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed
+from credit_dp.training.optimizers import Lion, Muon
 from credit_dp.training.own_optimizer import (
     ADAMW,
     StateLayout,
@@ -36,6 +42,9 @@ from credit_dp.training.own_optimizer import (
 )
 from credit_dp.training.replicas import local_tensor
 
+LION = StateLayout({}, moments=1)
+# Of matrices; the few other parameters have AdamW's two moments.
+MUON = StateLayout({"step": torch.zeros(())}, moments=1)
 FUSED_DEVICES = {"cuda"}  # on which one kernel updates the weights
 SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
 # Endings of the names of parameters without weight decay: biases, and tables of position biases and
@@ -44,24 +53,34 @@ NO_DECAY_SUFFIXES = ("bias", "table", "pos_embed")
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, can_leave_out: bool = False
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    factors: Mapping[str, float] | None = None,
+    *,
+    can_leave_out: bool = False,
 ) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
     Args:
         parameters: by name.
         config: of the optimizer.
+        factors: of the learning rate, by the names of parameters; see `learning_rate_factors`.
         can_leave_out: whether `step_unless` has to work: torch's fused update does it, on CPUs too.
 
     Raises:
         UserError: a plug-in can't build it, or a complex parameter can't have a fused update.
     """
-    groups = parameter_groups(parameters, config)
+    groups = parameter_groups(parameters, config, factors or {})
     if isinstance(config, OwnOptimizerConfig):
         return build_plugin_optimizer(config, groups)
-    if not isinstance(config, AdamWConfig):
+    if not isinstance(config, AdamWConfig | LionConfig):
         raise TypeError(f"{type(config).__name__} is the config of no optimizer")
     betas = (config.betas[0], config.betas[1])
+    if isinstance(config, LionConfig):
+        return Lion(groups, betas)
+    if isinstance(config, MuonConfig):
+        groups = split_matrices(groups, parameters, config)
+        return Muon(groups, config.momentum, config.nesterov, betas, config.eps)
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
     for name, parameter in learning.items() if can_leave_out else ():
         if not parameter.is_floating_point():
@@ -112,6 +131,15 @@ def state_layout(
     Raises:
         UserError: a plug-in's optimizer would not train exactly on this mesh or after resuming.
     """
+    if isinstance(config, LionConfig):
+        return LION
+    if isinstance(config, MuonConfig):
+        if parallel.data_mode == "fsdp2" and parallel.cpu_offload:
+            raise UserError(
+                "optimizer=muon: needs whole matrices, which can't be gathered from the host's "
+                "memory. Set parallel.cpu_offload=false, or choose optimizer=adamw."
+            )
+        return MUON
     if not isinstance(config, OwnOptimizerConfig):
         if can_fuse(parameters.values()):  # the kernel reads the counter of steps on the device
             device = next(p.device for p in parameters.values() if p.requires_grad)
@@ -131,20 +159,87 @@ def moments_per_parameter(part: nn.Module, config: Config) -> int:
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    factors: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return two groups of the parameters that are not frozen: with and without weight decay."""
+    """Return groups of the parameters that are not frozen: with and without weight decay.
+
+    The first two groups have the learning rate of the config; each other factor has two more.
+
+    Args:
+        parameters: by name.
+        config: of the optimizer.
+        factors: of the learning rate, by the names of parameters; 1 for all others.
+    """
     return [
         {
             "params": [
                 p
                 for name, p in parameters.items()
-                if p.requires_grad and has_weight_decay(name, p) is decay
+                if p.requires_grad
+                and has_weight_decay(name, p) is decay
+                and factors.get(name, 1.0) == factor
             ],
-            "lr": config.lr,
+            "lr": config.lr * factor,
             "weight_decay": config.weight_decay if decay else 0.0,
         }
+        for factor in dict.fromkeys([1.0, *factors.values()])
         for decay in (True, False)
+    ]
+
+
+def learning_rate_factors(parts: Sequence[nn.Module], config: OptimizerConfig) -> dict[str, float]:
+    """Return the factor on the learning rate of each parameter, by name; empty if all have 1.
+
+    That of a segment is `layer_decay` to the power of the number of segments after it. Parameters
+    of no segment belong to the first one.
+
+    Args:
+        parts: the model, or stages of it, which know all segments of the model.
+        config: of the optimizer.
+
+    Raises:
+        UserError: the model has no segments.
+
+    Source: Clark et al. 2020, "ELECTRA", appendix A.
+    """
+    if config.layer_decay == 1:
+        return {}
+    factors = {}
+    for part in parts:
+        if not isinstance(part, SegmentedModel):
+            raise UserError(
+                "optimizer.layer_decay: needs a model with segments, which tell the order of its "
+                f"layers, but {type(part).__name__} has none. Set optimizer.layer_decay=1."
+            )
+        segments = part.segments()
+        paths = {path: n for n, segment in enumerate(segments) for path in segment.modules}
+        for name, _ in part.named_parameters():
+            inside = [n for path, n in paths.items() if name.startswith(f"{path}.")]
+            later = len(segments) - 1 - min(inside, default=0)
+            factors[name] = config.layer_decay**later
+    return factors
+
+
+def split_matrices(
+    groups: Sequence[dict[str, Any]], parameters: Mapping[str, nn.Parameter], config: MuonConfig
+) -> list[dict[str, Any]]:
+    """Return the groups of `Muon`: weights that decay are matrices, except those of AdamW."""
+    matrices = {
+        id(p)
+        for name, p in parameters.items()
+        if has_weight_decay(name, p)
+        and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
+    }
+    return [
+        {
+            **group,
+            "params": [p for p in group["params"] if (id(p) in matrices) is is_matrix],
+            "matrices": is_matrix,
+        }
+        for group in groups
+        for is_matrix in (False, True)
     ]
 
 

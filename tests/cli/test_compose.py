@@ -76,6 +76,8 @@ DEFAULTS = {
     "trainer=default": ("schema", set()),
     "loss=mse": ("schema", set()),
     "optimizer=adamw": ("schema", set()),
+    "optimizer=lion": ("schema_lion", set()),
+    "optimizer=muon": ("schema_muon", set()),
     "logger=wandb": ("schema", set()),
 }
 

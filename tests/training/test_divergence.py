@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from credit_dp.config import Config, OwnOptimizerConfig, ParallelConfig, TrainerConfig
+from credit_dp.config import Config, MuonConfig, OwnOptimizerConfig, ParallelConfig, TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -417,6 +417,7 @@ def test_a_signal_stops_one_step_later_with_every_check_read(config):
     [
         ({"parallel": ParallelConfig(data_mode="fsdp2", cpu_offload=True)}, "cpu_offload=false"),
         ({"optimizer": OwnOptimizerConfig(name="mine")}, "optimizer=adamw, .* got mine"),
+        ({"optimizer": MuonConfig()}, "optimizer=adamw, .* got muon"),
     ],
 )
 def test_a_late_check_is_refused_where_it_is_not_exact(config, changes, wanted):

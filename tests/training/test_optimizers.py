@@ -1,0 +1,266 @@
+"""Lion, Muon and the learning rates of layers: definitions, meshes and checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import Config, LionConfig, MuonConfig, OptimizerConfig, ParallelConfig
+from credit_dp.errors import UserError
+from credit_dp.models.unet import UNet
+from credit_dp.training.optim import (
+    build_optimizer,
+    has_weight_decay,
+    learning_rate_factors,
+    state_layout,
+)
+from tests.training.meshes import (
+    ONE,
+    Mesh,
+    Trajectory,
+    assert_same_trajectory,
+    run_on_mesh,
+    train_from_checkpoint,
+    train_from_start,
+)
+from tests.training.runs import alone, built, make_config, make_store
+
+LR, DECAY, STEPS = 0.02, 0.3, 10
+Arrays = dict[str, np.ndarray]
+
+
+def model() -> nn.Module:
+    """Weights that are higher, wider and of more dimensions, biases, and a norm."""
+    torch.manual_seed(5)
+    layers = nn.Conv2d(3, 5, 3), nn.GroupNorm(1, 5), nn.Linear(7, 4), nn.Linear(2, 6)
+    return nn.Sequential(*layers).double()
+
+
+def gradients(step: int, parameters: dict[str, nn.Parameter]) -> Arrays:
+    random = np.random.default_rng(step)
+    return {name: random.normal(size=tuple(p.shape)) for name, p in parameters.items()}
+
+
+def trained(config: OptimizerConfig) -> Arrays:
+    """The parameters after ten steps with random gradients."""
+    parameters = dict(model().named_parameters())
+    optimizer = build_optimizer(parameters, config)
+    for step in range(STEPS):
+        for name, gradient in gradients(step, parameters).items():
+            parameters[name].grad = torch.from_numpy(gradient)
+        optimizer.step()
+    return {name: p.detach().numpy() for name, p in parameters.items()}
+
+
+def by_definition(update: Callable[..., np.ndarray]) -> Arrays:
+    """The same with `update(name, value, gradient, step, memory)`, which returns the new value."""
+    parameters = dict(model().named_parameters())
+    values = {name: p.detach().numpy().copy() for name, p in parameters.items()}
+    memory: dict[str, dict[str, Any]] = {name: {} for name in values}
+    for step in range(STEPS):
+        for name, gradient in gradients(step, parameters).items():
+            values[name] = update(name, values[name], gradient, step, memory[name])
+    return values
+
+
+def decay_of(name: str, value: np.ndarray) -> float:
+    return DECAY if value.ndim > 1 and not name.endswith("bias") else 0.0
+
+
+def assert_equal(found: Arrays, wanted: Arrays) -> None:
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-11, abs=1e-12), name
+
+
+def test_lion_is_its_definition() -> None:
+    def update(
+        name: str, value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, Any]
+    ) -> np.ndarray:
+        m = memory.get("m", np.zeros_like(value))
+        direction = np.sign(0.8 * m + 0.2 * gradient)
+        memory["m"] = 0.95 * m + 0.05 * gradient
+        return value - LR * (direction + decay_of(name, value) * value)
+
+    config = LionConfig(lr=LR, weight_decay=DECAY, betas=(0.8, 0.95), warmup_steps=0)
+    assert_equal(trained(config), by_definition(update))
+
+
+def adamw(value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, Any]) -> np.ndarray:
+    memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * gradient
+    memory["v"] = 0.95 * memory.get("v", 0) + 0.05 * gradient**2
+    m, v = memory["m"] / (1 - 0.9 ** (step + 1)), memory["v"] / (1 - 0.95 ** (step + 1))
+    return np.asarray(value - LR * m / (np.sqrt(v) + 1e-8))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("of_adamw", [[], ["0.*", "2.weight"]])
+def test_muon_is_its_definition(nesterov: bool, of_adamw: list[str]) -> None:
+    """By singular values: the polynomial acts on each of them alone."""
+
+    def update(
+        name: str, value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, Any]
+    ) -> np.ndarray:
+        if not name.endswith("weight") or value.ndim == 1:
+            return adamw(value, gradient, step, memory)
+        if (of_adamw and name == "0.weight") or name in of_adamw:
+            return adamw(value * (1 - LR * DECAY), gradient, step, memory)
+        memory["b"] = 0.7 * memory.get("b", 0) + 0.3 * gradient
+        direction = 0.3 * gradient + 0.7 * memory["b"] if nesterov else memory["b"]
+        matrix = direction.reshape(len(value), -1)
+        left, size, right = np.linalg.svd(matrix, full_matrices=False)
+        size = size / np.sqrt((size**2).sum())
+        for _ in range(5):
+            size = 3.4445 * size - 4.7750 * size**3 + 2.0315 * size**5
+        step_size = LR * 0.2 * np.sqrt(max(matrix.shape))
+        step_taken = ((left * size) @ right).reshape(value.shape)
+        return np.asarray(value * (1 - LR * DECAY) - step_size * step_taken)
+
+    config = MuonConfig(
+        lr=LR, weight_decay=DECAY, momentum=0.7, nesterov=nesterov, adamw=of_adamw, warmup_steps=0
+    )
+    assert_equal(trained(config), by_definition(update))
+
+
+def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
+    """Of matrices, which torch's takes only."""
+    torch.manual_seed(1)
+    ours, theirs = (nn.Linear(12, 7, bias=False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    start = ours.weight.detach().clone()
+    mine = build_optimizer(dict(ours.named_parameters()), MuonConfig(lr=LR, weight_decay=DECAY))
+    torchs = torch.optim.Muon(
+        theirs.parameters(),
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=0.95,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for _ in range(STEPS):
+        ours.weight.grad = torch.randn(7, 12)
+        theirs.weight.grad = ours.weight.grad.clone()
+        mine.step()
+        torchs.step()
+    moved = (ours.weight - start).norm()
+    assert (ours.weight - theirs.weight).norm() < 0.02 * moved
+
+
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "lion": LionConfig(lr=1e-3, warmup_steps=3, layer_decay=0.8),
+    "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),
+}
+# FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank.
+MESHES = [
+    *((name, Mesh(1, 1, 3)) for name in OPTIMIZERS),
+    *((name, Mesh(1, 1, 2, "fsdp2")) for name in OPTIMIZERS),
+    *((name, Mesh(1, 2, 2, "fsdp2")) for name in OPTIMIZERS),
+    ("muon", Mesh(1, 1, 4)),
+    ("muon", Mesh(2, 1, 2, "fsdp2")),
+    ("muon", Mesh(2, 2, 1, "ddp")),
+]
+QUICK = [("muon", Mesh(1, 1, 2, "fsdp2"))]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Config, Trajectory]]:
+    """Return a config with an optimizer, and its trajectory on one process."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    store = make_store(folder, 17)
+    made: dict[str, tuple[Config, Trajectory]] = {}
+
+    def get(name: str) -> tuple[Config, Trajectory]:
+        if name not in made:
+            config = replace(make_config(store, folder / name), optimizer=OPTIMIZERS[name])
+            made[name] = config, run_on_mesh(ONE, train_from_start, config, None)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow], id=f"{case}")
+        for case in MESHES
+    ],
+)
+def test_ten_steps_are_those_of_one_process(reference, name, mesh):
+    config, wanted = reference(name)
+    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_resumes_on_another_mesh(reference, name, tmp_path):
+    config, (numbers, weights) = reference(name)
+    run_on_mesh(Mesh(1, 1, 2, "fsdp2"), train_from_start, config, tmp_path)
+    rest = run_on_mesh(Mesh(1, 2, 1), train_from_checkpoint, config, tmp_path)
+    assert_same_trajectory(rest, (numbers[2:], weights))
+    rest = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
+    assert_same_trajectory(rest, (numbers[2:], weights))
+
+
+def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
+    config = make_config(make_store(tmp_path, 9), tmp_path / "run")
+    config = replace(config, optimizer=replace(config.optimizer, layer_decay=0.5))
+    training = built(config, alone())
+    (part,) = training.trainer.state.parts
+    assert isinstance(part, UNet)
+    names = [segment.name for segment in part.segments()]
+    factors = learning_rate_factors([part], config.optimizer)
+    assert factors.keys() == training.trainer.state.parameters.keys()
+    assert factors["head.weight"] == factors["norm.weight"] == 1
+    for index, name in enumerate(names):
+        wanted = 0.5 ** (len(names) - 1 - index)
+        inside = [f for key, f in factors.items() if key.startswith(f"{name}.")]
+        assert inside == [wanted] * len(inside)
+        assert inside
+    rates = {}
+    for group in training.trainer.state.optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[id(parameter)] = group["initial_lr"], group["weight_decay"]
+    for name, parameter in training.trainer.state.parameters.items():
+        decay = config.optimizer.weight_decay if has_weight_decay(name, parameter) else 0
+        assert rates[id(parameter)] == (config.optimizer.lr * factors[name], decay)
+    lr = float(training.trainer.state.schedule.get_last_lr()[0])
+    assert lr == pytest.approx(config.optimizer.lr / 3)  # of the last segment, warming up
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: LionConfig(betas=(0.9, 1.0)), "optimizer.betas: "),
+        (lambda: LionConfig(name="adam"), "optimizer.name: needs one of lion, got 'adam'"),
+        (lambda: MuonConfig(momentum=1.0), "optimizer.momentum: "),
+        (lambda: MuonConfig(eps=0.0), "optimizer.eps: "),
+        (lambda: LionConfig(layer_decay=0.0), "optimizer.layer_decay: .* above 0"),
+        (lambda: LionConfig(layer_decay=1.5), "optimizer.layer_decay: "),
+        (
+            lambda: learning_rate_factors([nn.Linear(2, 2)], LionConfig(layer_decay=0.5)),
+            "optimizer.layer_decay: needs a model with segments.*Linear has none",
+        ),
+        (
+            lambda: state_layout(
+                {}, MuonConfig(), ParallelConfig(data_mode="fsdp2", cpu_offload=True)
+            ),
+            "optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
+        ),
+    ],
+)
+def test_wrong_keys_are_refused_in_one_line(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        build()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_pattern_without_weights_is_refused(tmp_path: Path) -> None:
+    config = make_config(make_store(tmp_path, 9), tmp_path / "run")
+    config = replace(config, optimizer=MuonConfig(adamw=["haed.*"]))
+    with pytest.raises(UserError, match=r"optimizer\.adamw: .*'haed\.\*' matches none of"):
+        built(config, alone())

@@ -20,7 +20,7 @@ STORE_FORMATS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepa
 ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
 AUTO = "auto"  # dates of a split that follow from the times of the store
-NORMALISERS = ("standard", "std", "minmax", "none", "log1p")
+NORMALISERS = ("standard", "std", "minmax", "none", "sqrt", "log1p")
 LOG1P_PATTERN = re.compile(r"log1p\(([^()]+)\)")
 STEP_PATTERN = re.compile(r"([1-9]\d{0,5})([hd])")
 HOURS_PER_UNIT = {"h": 1, "d": 24}
@@ -94,7 +94,7 @@ class VariableConfig:
     """How one variable is transformed between the store and the model; forecasts undo it."""
 
     # standard: (x - mean) / std | std: x / std | minmax: (x - min) / (max - min) | none |
-    # log1p(EPS): log(1 + x / EPS), then standard
+    # sqrt: root of x, then standard | log1p(EPS): log(1 + x / EPS), then standard
     normalise: str = "standard"
     # mean or a number: replaces NaN at points where the field is NaN at all times; null: NaN is
     # refused
@@ -103,7 +103,7 @@ class VariableConfig:
     # the store has sums since its previous time, which are added up over a step; null: depends on
     # the variable's name
     accumulated: bool | None = None
-    # forecasts are clamped at zero; null: depends on the variable's name, true with log1p
+    # forecasts are clamped at zero; null: depends on the variable's name, true with sqrt and log1p
     nonnegative: bool | None = None
     # changes sign if the hemispheres are exchanged, as winds to the north do; null: depends on the
     # variable's name
@@ -128,6 +128,11 @@ class VariableConfig:
             raise UserError(f"{key}.fill: needs `mean`, a number or null, got {self.fill!r}")
         if self.convert is not None and not re.fullmatch(r"[^>]+->[^>]+", self.convert):
             raise UserError(f"{key}.convert: needs FROM->TO, like hPa->Pa, got {self.convert!r}")
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether a function that is not linear comes before shift and scale."""
+        return self.normalise == "sqrt" or self.log1p_scale > 0
 
     @property
     def log1p_scale(self) -> float:

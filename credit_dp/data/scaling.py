@@ -95,9 +95,7 @@ class ChannelScaler:
             )
         )
         self._transformed = {
-            channel: config
-            for channel, config in enumerate(configs)
-            if not np.isnan(config.log1p_scale)
+            channel: config for channel, config in enumerate(configs) if config.is_transformed
         }
         self._nonnegative = [
             channel for channel, name in enumerate(names) if is_nonnegative(name, configs[channel])

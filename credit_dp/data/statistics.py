@@ -119,24 +119,36 @@ class Moments:
 
 
 def apply_transform(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
-    """Return `log(1 + x / EPS)` if the variable has `log1p(EPS)`, otherwise the values.
+    """Return the root with `sqrt`, `log(1 + x / EPS)` with `log1p(EPS)`, otherwise the values.
 
     Negative values count as zero: packing may leave slightly negative rain.
     """
-    scale = variable.log1p_scale
-    return values if np.isnan(scale) else np.log1p(np.maximum(values, 0) / scale)
+    if not variable.is_transformed:
+        return values
+    positive = np.maximum(values, 0)
+    if variable.normalise == "sqrt":
+        return np.asarray(np.sqrt(positive))
+    return np.asarray(np.log1p(positive / variable.log1p_scale))
 
 
 def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
     """Apply the same transform to a tensor; returns it unchanged if there is no transform."""
-    scale = variable.log1p_scale
-    return values if np.isnan(scale) else values.clamp(min=0).div_(scale).log1p_()
+    if not variable.is_transformed:
+        return values
+    positive = values.clamp(min=0)
+    if variable.normalise == "sqrt":
+        return positive.sqrt_()
+    return positive.div_(variable.log1p_scale).log1p_()
 
 
 def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:
     """Return transformed values in the store's units."""
-    scale = variable.log1p_scale
-    return values if np.isnan(scale) else torch.expm1(values) * scale
+    if not variable.is_transformed:
+        return values
+    if variable.normalise == "sqrt":
+        # A model may predict a root below zero, which stands for zero.
+        return values.clamp(min=0).square()
+    return torch.expm1(values) * variable.log1p_scale
 
 
 STATISTIC_NAMES = ("mean", "std", "tendency_std", "minimum", "maximum")
@@ -532,7 +544,7 @@ def _describe_transforms(store: Store) -> dict[str, str]:
     transforms = {}
     for name in names:
         variable = config.variable_config(name)
-        steps = [] if np.isnan(variable.log1p_scale) else [variable.normalise]
+        steps = [variable.normalise] if variable.is_transformed else []
         if variable.convert:
             steps.append(variable.convert)
         if is_accumulated(name, config):

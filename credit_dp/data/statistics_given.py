@@ -224,10 +224,11 @@ def _check_untransformed(store: Store, where: str) -> None:
     """
     outputs = [channel.variable for channel in store.channels.output_channels]
     for name in dict.fromkeys([*outputs, *store.channels.forcing, *store.channels.static]):
-        normalise = store.config.variable_config(name).normalise
-        if normalise.startswith("log1p"):
+        variable = store.config.variable_config(name)
+        if variable.is_transformed:
             raise UserError(
-                f"{where}: is of {name} as it is, but the config normalises it by {normalise}. "
+                f"{where}: is of {name} as it is, but the config normalises it by "
+                f"{variable.normalise}. "
                 f"Change data.variables.{name}.normalise, or data.statistics to null."
             )
 

@@ -5,7 +5,6 @@ time, and whether they can be negative.
 """
 
 import json
-import math
 import re
 import shlex
 from collections import Counter
@@ -584,10 +583,10 @@ NONNEGATIVE = (
 def is_nonnegative(name: str, variable: VariableConfig) -> bool:
     """Whether a variable can't be negative, by the config, otherwise by its name.
 
-    Variables normalised by `log1p` can't, as the transform maps negative values to zero.
+    Variables normalised by `sqrt` or `log1p` can't: these map negative values to zero.
     """
     if variable.nonnegative is not None:
         return variable.nonnegative
-    if not math.isnan(variable.log1p_scale):
+    if variable.is_transformed:
         return True
     return any(fnmatchcase(canonical_name(name), pattern) for pattern in NONNEGATIVE)

@@ -202,13 +202,13 @@ class HeldOutData:
 def nonlinear_channels(prepared: TrainingData) -> list[int]:
     """Return the indices of channels whose denormalisation is not linear.
 
-    These are log-transformed or cut off at zero: their differences can't be denormalised.
+    These are transformed or cut off at zero: their differences can't be denormalised.
     """
     config = prepared.store.config
     indices = []
     for index, channel in enumerate(prepared.store.channels.output_channels):
         variable = config.variable_config(channel.variable)
-        if not np.isnan(variable.log1p_scale) or is_nonnegative(channel.variable, variable):
+        if variable.is_transformed or is_nonnegative(channel.variable, variable):
             indices.append(index)
     return indices
 

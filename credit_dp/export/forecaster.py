@@ -78,7 +78,7 @@ class ChannelNormaliser:
         values = values.to(like)
         count = values.shape[-3]
         configs = [self._variables.get(name) or VariableConfig() for name in self._names[:count]]
-        if any(config.log1p_scale > 0 for config in configs):
+        if any(config.is_transformed for config in configs):
             parts = zip(values.unbind(-3), configs, strict=True)
             values = torch.stack([apply_transform_tensor(*part) for part in parts], dim=-3)
         # Fewer channels than the scales have are allowed: states are the first of the outputs.

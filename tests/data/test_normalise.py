@@ -83,19 +83,30 @@ def test_log1p_is_its_formula_and_then_standardised():
     assert np.allclose(found[:, 3], (np.log(1 + rain / EPS) - 0.7) / 0.2, rtol=1e-12)
 
 
-def test_a_packed_rainless_point_is_as_none():
+def test_sqrt_is_the_root_and_then_standardised():
+    fields = outputs()
+    scaled = normaliser(total_precipitation={"normalise": "sqrt"})
+    found = scaled.normalise_outputs(fields)
+    rain = fields[:, 3].astype("f8")
+    assert np.allclose(found[:, 3], (np.sqrt(rain) - 0.7) / 0.2, rtol=1e-12)
+    found[:, 3] = -4.0  # a root below zero
+    assert not scaled.denormalise(found)[:, 3].any()
+
+
+@pytest.mark.parametrize("way", ["sqrt", f"log1p({EPS})"])
+def test_a_packed_rainless_point_is_as_none(way):
     fields = outputs()
     fields[0, 3, 0, :2] = [-2 * EPS, 0]
-    of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"})
+    of_all = normaliser(total_precipitation={"normalise": way})
     normalised = of_all.normalise_outputs(fields)
     assert normalised[0, 3, 0, 0] == normalised[0, 3, 0, 1]
     assert of_all.normalise_outputs(fields).isfinite().all()
-    assert apply_transform(fields[0, 3, 0, :1], VariableConfig(normalise=f"log1p({EPS})"))[0] == 0
+    assert apply_transform(fields[0, 3, 0, :1], VariableConfig(normalise=way))[0] == 0
 
 
 @given(
     ways=st.lists(st.sampled_from(["standard", "std", "minmax", "none"]), min_size=3, max_size=3),
-    rain=st.sampled_from(["standard", "none", f"log1p({EPS})"]),
+    rain=st.sampled_from(["standard", "none", "sqrt", f"log1p({EPS})"]),
     single=st.booleans(),
 )
 def test_physical_is_the_inverse(ways, rain, single):
@@ -129,6 +140,7 @@ def test_float32_stays_and_is_as_exact_as_it_can_be():
         ("std", 0.7 / 0.2, 0.0),
         ("minmax", 0.7 / 4, 0.0),
         ("none", 0.7, 0.0),
+        ("sqrt", 0.0, -0.7 / 0.2),
         (f"log1p({EPS})", 0.0, -0.7 / 0.2),
     ],
 )
@@ -136,7 +148,7 @@ def test_fills_stand_for_nan_after_normalising(normalise, mean, zero):
     fields = outputs()
     fields[:, 3, 1:3] = np.nan
     two_eps = 2 * EPS
-    of_two = two_eps if "log" not in normalise else np.log(3)
+    of_two = {"sqrt": np.sqrt(two_eps), f"log1p({EPS})": np.log(3)}.get(normalise, two_eps)
     shift, scale = {"standard": (0.7, 0.2), "std": (0, 0.2), "minmax": (0, 4), "none": (0, 1)}.get(
         normalise, (0.7, 0.2)
     )
@@ -267,13 +279,15 @@ def test_names_that_cannot_be_negative(name, known):
     assert is_nonnegative(name, VariableConfig()) == known
     assert is_nonnegative(name, VariableConfig(nonnegative=not known)) != known
     assert is_nonnegative(name, VariableConfig(normalise="log1p(1e-3)"))
+    assert is_nonnegative(name, VariableConfig(normalise="sqrt"))
 
 
 @given(
-    values=st.lists(st.floats(0, 100), min_size=1), scale=st.sampled_from([1e-5, 1e-3, 1.0, 10.0])
+    values=st.lists(st.floats(0, 100), min_size=1),
+    way=st.sampled_from(["sqrt", *(f"log1p({scale})" for scale in (1e-5, 1e-3, 1.0, 10.0))]),
 )
-def test_what_is_transformed_is_restored(values, scale):
-    config = VariableConfig(normalise=f"log1p({scale})")
+def test_what_is_transformed_is_restored(values, way):
+    config = VariableConfig(normalise=way)
     there = apply_transform(np.array(values), config)
     back = invert_transform(torch.from_numpy(there), config)
     assert np.allclose(back, values, rtol=1e-9, atol=1e-12)

@@ -189,17 +189,19 @@ def test_points_without_values_have_no_weight(tmp_path):
     assert np.isclose(found.forcing_mean[1], moments(data["solar"].values[:8])[0], rtol=1e-12)
 
 
-def test_transform_comes_before_the_moments(tmp_path):
+@pytest.mark.parametrize("way", ["log1p(1e-5)", "sqrt"])
+def test_transform_comes_before_the_moments(tmp_path, way):
     data = stores.dataset()
     rain = np.abs(np.random.default_rng(0).normal(size=(12, 12, 8))).astype("f4") * 1e-3
     data["rain"] = (("time", "latitude", "longitude"), rain)
-    variables = {"rain": VariableConfig(normalise="log1p(1e-5)")}
+    variables = {"rain": VariableConfig(normalise=way)}
     path = stores.write(data, tmp_path / "store.zarr")
     names = ["geopotential", "rain", "temperature"]
     found = prepare_training_data(
         stores.config(path, prognostic=names, variables=variables)
     ).statistics
-    values = np.log1p(rain[:8].astype(np.float64) / 1e-5)[:, None]
+    values = rain[:8].astype(np.float64)[:, None]
+    values = np.sqrt(values) if way == "sqrt" else np.log1p(values / 1e-5)
     weights = row_weights(np.linspace(90, -90, 12))
     mean, std = direct(values, weights)
     assert np.allclose((found.mean[3], found.std[3]), (mean[0], std[0]), rtol=1e-6)

@@ -83,6 +83,10 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
             {"variables": {"temperature": VariableConfig(normalise="log1p(2)")}},
             r"temperature as it is, but the config has it log1p\(2\)",
         ),
+        (
+            {"variables": {"temperature": VariableConfig(normalise="sqrt")}},
+            "temperature as it is, but the config has it sqrt",
+        ),
         ({"variables": {"temperature": VariableConfig(normalise="minmax")}}, None),
     ],
 )
@@ -308,8 +312,9 @@ def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
 @pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])
 def test_files_of_others_do_not_know_transforms(path, tmp_path, name):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
-    variables = {name: VariableConfig(normalise="log1p(1)")}
-    assert "normalises it by log1p(1)" in refused(path, files, variables=variables)
+    for way in ("log1p(1)", "sqrt"):
+        variables = {name: VariableConfig(normalise=way)}
+        assert f"normalises it by {way}" in refused(path, files, variables=variables)
     assert "got 4" in refused(path, [*files, files[0]])
 
 

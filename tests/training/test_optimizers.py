@@ -162,7 +162,6 @@ MESHES = [
     ("muon", Mesh(2, 1, 2, "fsdp2")),
     ("muon", Mesh(2, 2, 1, "ddp")),
 ]
-QUICK = [("muon", Mesh(1, 1, 2, "fsdp2"))]
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +182,8 @@ def reference(
     return get
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow], id=f"{case}")
-        for case in MESHES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=lambda value: str(value))
 def test_ten_steps_are_those_of_one_process(reference, name, mesh):
     config, wanted = reference(name)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)

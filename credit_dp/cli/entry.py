@@ -19,6 +19,7 @@ from credit_dp.cli.data import data
 from credit_dp.cli.evaluate import compare_runs, evaluate
 from credit_dp.cli.export import checkpoint
 from credit_dp.cli.forecast import forecast
+from credit_dp.cli.imports import imports
 from credit_dp.cli.plan import plan
 from credit_dp.cli.sweep import sweeps
 from credit_dp.cli.train import train
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "compare": compare_runs,
     "forecast": forecast,
     "data": data,
+    "import": imports,
     "sweep": sweeps,
     "cluster": cluster,
     "slurm": slurm,
@@ -55,6 +57,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp checkpoint export RUN   write a trained model to one plain file
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   inspect a store, and prepare it for training
+  credit-dp import PACKAGE CONFIG   continue here what was set up with miles-credit
   credit-dp sweep show DIR          compare the runs of a sweep
   credit-dp cluster script KEY=VALUE ...   print a batch script for a cluster with SLURM or PBS
 

@@ -20,14 +20,16 @@ DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A block that begins with a file's name is in that file when the page's commands run.
-FILE = re.compile(r"# (\w+\.py)\n")
+FILE = re.compile(r"# (\w+\.(?:py|ya?ml))\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many
-# On these pages only the length is changed, because they are about a store and its fields.
+# On these pages only the length is changed: two are about a store, one about experiments.
+OWN_STORE = "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"
 SHORT = {
-    page: "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"
-    for page in ("your-era5.md", "physics.md")
+    "your-era5.md": OWN_STORE,
+    "physics.md": OWN_STORE,
+    "import.md": "trainer.evaluate_stride_hours=2000 trainer.validate_every=0 logger=csv",
 }
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
@@ -88,7 +90,7 @@ def _environment(user):
 
 def test_pages_have_only_known_languages():
     kinds = {kind for page in PAGES for kind, _ in BLOCK.findall(page.read_text())}
-    assert kinds <= {"bash", "python", "text"}
+    assert kinds <= {"bash", "python", "text", "yaml"}
 
 
 class Page:

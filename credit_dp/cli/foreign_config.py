@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import yaml  # type: ignore[import-untyped]
 
@@ -18,6 +18,15 @@ from credit_dp.errors import UserError
 Reasons = Mapping[str, str]
 NO_REASON = "nothing here corresponds to it"
 _ABSENT = object()
+
+
+class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads plain values only, and dates as text: they are parsed where they are used."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:timestamp"]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 @final
@@ -45,7 +54,7 @@ class ForeignConfig:
             UserError: there is no such file, or it isn't a table in YAML.
         """
         try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+            tree = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
         except OSError as error:
             raise UserError(
                 f"{path}: can't be read ({error.strerror}). Give the path of a config in YAML."

@@ -1,8 +1,8 @@
-"""The command `credit-dp import credit`.
+"""The commands `credit-dp import credit` and `credit-dp import anemoi`.
 
-It reads a config of another package, writes an experiment with the same data, model and training,
-and prints a line for each key that has no counterpart. The keys are translated in `import_credit`;
-here the files are checked and written.
+Each reads a config of another package, writes an experiment with the same data, model and training,
+and prints a line for each key that has no counterpart. The keys are translated in `import_credit`
+and `import_anemoi`; here the files are checked and written.
 """
 
 import re
@@ -17,6 +17,7 @@ from credit_dp import checks
 from credit_dp.cli.arguments import OneLineParser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.foreign_config import Experiment, ForeignConfig
+from credit_dp.cli.import_anemoi import read_anemoi
 from credit_dp.cli.import_credit import read_credit
 from credit_dp.errors import UserError
 from credit_dp.files import write_text_atomic
@@ -26,6 +27,7 @@ HELP = """\
 credit-dp import COMMAND: continues here what was set up with another package.
 
   credit-dp import credit CONFIG.yml [CHECKPOINT]   a config, and a model, of miles-credit
+  credit-dp import anemoi CONFIG.yaml               a config of anemoi-training
 
 `credit-dp import COMMAND --help` says more.
 """
@@ -159,9 +161,18 @@ package miles-credit, and starts it from these weights. So do all other models o
 """,
     read_credit,
 )
+ANEMOI = Importer(
+    "anemoi-training",
+    "CONFIG.yaml",
+    """\
+Give a composed config, as `anemoi-training config dump` writes it. The names of prognostic
+variables are read from the dataset, which has to be there. The model is one of this package.
+""",
+    read_anemoi,
+)
 
 
 def imports(arguments: Sequence[str], program: str) -> int:
     """Run the import command named by the first argument; return the exit code."""
-    commands = {"credit": partial(run_import, CREDIT)}
+    commands = {"credit": partial(run_import, CREDIT), "anemoi": partial(run_import, ANEMOI)}
     return run_subcommand(commands, arguments, program, HELP)

@@ -355,7 +355,7 @@ def test_bad_files_and_arguments_are_one_line(
         ("credit", str(path), "no.pt"): "CHECKPOINT: there is no file no.pt.",
         ("credit", str(path), "pickled.pt"): "CHECKPOINT: pickled.pt can't be read as weights",
         ("credit", str(path), "empty.pt"): "CHECKPOINT: empty.pt has no table of weights",
-        ("anemoy",): "credit-dp import: needs a command (credit), got 'anemoy'.",
+        ("anemoy",): "credit-dp import: needs a command (credit, anemoi), got 'anemoy'.",
     }.items():
         assert refusal(monkeypatch, tmp_path, *words).startswith(needed), words
     assert not (tmp_path / "hacked").exists()

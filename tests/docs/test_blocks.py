@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run, run_line
+from tests.data import anemoi_stores, stores
 from tests.docs import era5
 from tests.plots import DRAW_PLOTS
 
@@ -79,6 +80,7 @@ def user(tmp_path_factory):
     for name in ("conf", "scripts"):
         shutil.copytree(ROOT / name, folder / name)
     era5.write(folder / "era5.zarr")
+    anemoi_stores.write(stores.dataset(24, 48, 40), folder / "anemoi.zarr")
     return folder
 
 

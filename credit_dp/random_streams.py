@@ -9,8 +9,10 @@ or by whom. Only torch's generator is keyed by rank: dropout draws other numbers
 | order of the samples in an epoch | seed, epoch | `data/sampling.py` |
 | torch's generator in a training step | seed, step, data rank, model rank | `training/optim.py` |
 | stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
-| augmentation of a sample | seed, step, sample, 1, 1 | `training/augmentation.py` |
+| augmentation of a sample | seed, step, sample, 1, 0, 1 | `training/augmentation.py` |
 | noise on a row of a sample | seed, step, sample, 2, row, 1 | `training/augmentation.py` |
+| noise of a member in training | seed, step, sample, forecast step, member | `training/` |
+| noise of a member in a forecast | seed, hour of the initial time, member, step | `training/` |
 | perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |
 | initial state of a quickstart run | seed, number of the run | `data/quickstart/` |
 | rows that `data prepare` compares | fingerprint of its settings | `data/rechunk/` |
@@ -36,6 +38,11 @@ def random_seed(*keys: int) -> int:
     Seeds of neighbouring keys are as unrelated as those of distant ones.
     """
     return int(_sequence(keys).generate_state(1, np.uint64)[0])
+
+
+def hour_key(time: np.datetime64) -> int:
+    """Return a key for a time: its hours since long before 1970, as keys can't be negative."""
+    return int(time.astype("M8[h]").astype(np.int64)) + 2**40
 
 
 def _sequence(keys: tuple[int, ...]) -> np.random.SeedSequence:

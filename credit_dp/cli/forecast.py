@@ -33,9 +33,10 @@ HELP = """\
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
   format=zarr       one zarr store; or netcdf: a folder of files, one for each rank; or
                     netcdf_file: one file
+  members=10        an ensemble of a model with model.noise
   members=10 perturb=0.1   an ensemble; its initial states are perturbed by smooth random fields,
                     with this many standard deviations of each field
-  perturb_seed=0    seed of the random fields
+  perturb_seed=0    seed of the random fields and of the model's noise
   diagnostics=[z,msl,tcw]   fields to derive and write beside the model's: geopotential, mean sea
                     level pressure, column water (tcw), column water vapour (tcwv)
   pressure_levels=[500,850]   write fields on these pressure levels, in hPa, not on model levels
@@ -127,7 +128,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
     out = keys["out"] or str(run / endings.get(keys["format"], "forecast.zarr"))
     request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out})
-    request.check(config.data.step_hours)
+    request.check(config.data.step_hours, noise=bool(getattr(config.model, "noise", 0)))
     # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()
     names, levels = request.diagnostic_names(), request.levels_in_hpa()

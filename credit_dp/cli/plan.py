@@ -445,7 +445,8 @@ def _compare(config: Config, options: Namespace) -> int:
 
     memory = DEFAULT_MEMORY_GIB if options.memory is None else options.memory
     model, (_, *image_shape) = model_and_shape(config, config.data.batch_size)
-    comparison = compare_meshes(model, (1, *image_shape), config, options.up_to)
+    shape = (config.trainer.members, *image_shape)  # those of one sample
+    comparison = compare_meshes(model, shape, config, options.up_to)
     render = meshes_json if options.json else meshes_table
     sys.stdout.write(render(comparison, config, memory))
     return 0 if comparison.meshes else 1

@@ -163,7 +163,10 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     data = saved["data"]
     if "data.store" in names and data.get("name") == "quickstart":
         data |= {"name": "zarr", "grid": None}
-    saved_overrides = as_overrides({k: v for k, v in saved.items() if k not in RUN_ONLY_KEYS})
+    left_out = set(RUN_ONLY_KEYS)
+    if saved["trainer"].get("members", 1) > 1:
+        left_out.remove("loss")  # one of this package, without which members are refused
+    saved_overrides = as_overrides({k: v for k, v in saved.items() if k not in left_out})
     overrides = parse_overrides([*saved_overrides, *given])
     check_overrides(overrides, composer.groups)
     return composer.compose_config([str(override.input_line) for override in overrides])

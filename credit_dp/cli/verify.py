@@ -69,14 +69,16 @@ def verify_model(config: Config) -> "VerifyReport":
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
-    from credit_dp.models.blocks import draw_stochastic_depths
+    from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 
     grid = quickstart_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
-    # The draws depend on seed and sample, so sharded and unsharded model drop the same branches.
+    # The draws depend on seed and sample, so sharded and unsharded model drop the same branches,
+    # and have the same noise.
     draw_stochastic_depths(model, config.seed, 0, range(BATCH))
+    draw_noise(model, [(config.seed, 0, sample) for sample in range(BATCH)])
     shape = (BATCH, fields.inputs, *grid)
     converters = declared_converters(model)
     return verify_domain_parallel(

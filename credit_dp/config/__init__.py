@@ -271,6 +271,32 @@ class Config:
                 f"{self.parallel.pipeline}: the last stage of a pipeline can't feed the first one "
                 "within a forward pass. Raise parallel.domain instead."
             )
+        self._check_ensemble()
+
+    def _check_ensemble(self) -> None:
+        """Check that noise, members and the loss of ensembles come together."""
+        noise = getattr(self.model, "noise", 0)  # models from elsewhere may have the key, too
+        members = self.trainer.members
+        loss = self.loss.name
+        if members > 1 and loss != "crps":
+            raise UserError(
+                f"trainer.members: {members} members need loss=crps, got loss={loss}, which scores "
+                "each forecast alone. Change one of them."
+            )
+        if loss == "crps" and members == 1:
+            raise UserError(
+                "loss: crps needs trainer.members of at least 2, got 1. Change it, or use loss=mae."
+            )
+        if members > 1 and not noise:
+            raise UserError(
+                f"trainer.members: {members} members differ in the model's noise, but "
+                f"{self.model.name} has none. Set model.noise, like model.noise=32."
+            )
+        if noise and members == 1:
+            raise UserError(
+                f"model.noise: {noise} needs trainer.members of at least 2 and loss=crps, got 1 "
+                "member. Change one of them."
+            )
 
     def _check_late_check(self) -> None:
         if type(self.optimizer) is not AdamWConfig:  # Muon's config is one of its subclasses

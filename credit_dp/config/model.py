@@ -131,9 +131,13 @@ class BlocksConfig(ModelConfig):
     dropout: float = 0.0  # share of values that each block sets to zero in training
     stochastic_depth: float = 0.0  # rate of the last block; rates rise linearly from 0 at the first
     activation_checkpointing: bool = False  # recompute blocks in the backward pass, to save memory
+    # random numbers of a sample and member that scale and shift the channels after the norms of
+    # blocks, e.g. 32; 0: none. Above 0 needs trainer.members
+    noise: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.at_least("model.noise", self.noise, 0)
         checks.number_in("model.dropout", self.dropout, 0, 0.99)
         checks.number_in("model.stochastic_depth", self.stochastic_depth, 0, 0.99)
 

@@ -18,7 +18,8 @@ from credit_dp.plugins import (
 
 # The words of `torch.set_float32_matmul_precision`.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-LOSSES = ("mse", "mae", "huber")
+POINT_ERRORS = ("mse", "mae", "huber")
+LOSSES = (*POINT_ERRORS, "crps")
 SPHERE_ERRORS = ("amplitude", "amse")
 LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard")
@@ -38,6 +39,8 @@ class TrainerConfig:
     # on GPUs use only algorithms that give the same bits in every run; slower
     deterministic: bool = False
     accumulate: int = 1  # parts of the batch that are computed one after the other
+    # forecasts of each sample, which differ in the model's noise; above 1 needs loss=crps
+    members: int = 1
     gradient_clip: float | None = 1.0  # largest norm of the whole gradient; null: no clipping
     # forecast steps per optimizer step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
     rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
@@ -91,6 +94,7 @@ class TrainerConfig:
         checks.one_of("trainer.checkpoint_activations", self.checkpoint_activations, kinds)
         checks.one_of("trainer.matmul", self.matmul, MATMUL_PRECISIONS)
         checks.at_least("trainer.accumulate", self.accumulate, 1)
+        checks.at_least("trainer.members", self.members, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
         self._check_rollout()
         checks.one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
@@ -164,19 +168,42 @@ class LossConfig:
 
 @dataclass
 class StandardLossConfig(LossConfig):
-    """The losses of this package: squared error, absolute error and Huber's."""
+    """The losses of this package: squared error, absolute error, Huber's, and that of ensembles."""
 
-    name: str = "mse"  # mse | mae | huber
+    name: str = "mse"  # mse | mae | huber | crps, which needs trainer.members
     huber_delta: float = 1.0  # of huber: error at which it changes from squared to absolute
     # errors of all channels of a variable, e.g. {total_precipitation: mae}; the others have name
     variable_error: dict[str, str] = field(default_factory=dict)
+    # of crps: share of the fair score; the rest is the score of the members as they are
+    alpha: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("loss.name", self.name, LOSSES)
         for variable, name in self.variable_error.items():
-            checks.one_of(f"loss.variable_error.{variable}", name, LOSSES)
+            checks.one_of(f"loss.variable_error.{variable}", name, POINT_ERRORS)
         checks.above_zero("loss.huber_delta", self.huber_delta)
+        checks.number_in("loss.alpha", self.alpha, 0, 1)
+        if self.name == "crps":
+            self._check_ensemble_loss()
+
+    def _check_ensemble_loss(self) -> None:
+        """Refuse errors of single members that are least if all members are alike."""
+        if self.variable_error:
+            raise UserError(
+                "loss.variable_error: needs loss=mse, mae or huber, because crps scores all "
+                "variables alike. Set loss.variable_error={}, or change loss."
+            )
+        for key, is_used in (
+            ("loss.gradient", self.gradient > 0),
+            ("loss.sphere_error=amse", self.sphere_spectrum > 0 and self.sphere_error == "amse"),
+        ):
+            if is_used:
+                raise UserError(
+                    f"{key}: can't be added to loss=crps: each member's squared error would make "
+                    "members alike. Use loss.spectrum or loss.sphere_spectrum with "
+                    "loss.sphere_error=amplitude."
+                )
 
 
 @dataclass

@@ -81,6 +81,8 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the model, its parameters without data, and the input shape of 1/`parts` of the batch.
 
+    Members of a sample count as samples.
+
     Raises:
         UserError: the grid or the variables are wrong.
     """
@@ -93,7 +95,8 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
         # Some models read values of tensors while they are built, which meta tensors don't have.
         model = build_model(config.model, fields, grid)
     model = model.to(getattr(torch, config.trainer.dtype))
-    return model, (config.data.batch_size // parts, fields.inputs, *grid)
+    samples = config.data.batch_size // parts * config.trainer.members
+    return model, (samples, fields.inputs, *grid)
 
 
 @final

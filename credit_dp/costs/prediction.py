@@ -226,7 +226,7 @@ class Predictor:
         self.machine = machine
         self.dtype = product_dtype(config.trainer, machine)
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
-        self.shape = (1, *field)
+        self.shape = (config.trainer.members, *field)
         self._moments = moments_per_parameter(self.model, config)
         self._whole_ops = config.parallel.whole_ops
         self._recomputed = recomputed_modules(self.model, config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -29,6 +29,9 @@ from credit_dp.domain_parallel.shared_exchange import (
 )
 from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
+
+# Called with a module at its forward: returns what makes the context of each recomputation.
+KeepState = Callable[[nn.Module], Callable[[], AbstractContextManager[object]]]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -76,7 +79,14 @@ def _has_list_of_blocks(module: nn.Module, counts: Counter[type]) -> bool:
     )
 
 
-def checkpoint_modules(model: nn.Module, paths: Sequence[str]) -> None:
+def keep_nothing(_: nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes an empty context for each recomputation."""
+    return nullcontext
+
+
+def checkpoint_modules(
+    model: nn.Module, paths: Sequence[str], keep_state: KeepState = keep_nothing
+) -> None:
     """Let backward compute these modules again, in place; names of parameters stay.
 
     Call it after conversion and after sharding of parameters.
@@ -84,13 +94,14 @@ def checkpoint_modules(model: nn.Module, paths: Sequence[str]) -> None:
     Args:
         model: converted, if it is to be.
         paths: of the modules, none within another one; "" stands for the model.
+        keep_state: keeps what a forward depends on beside its inputs.
     """
     modules = [model.get_submodule(path) for path in paths]
     _detach_exchanges_across(model, modules)
     for path, module in zip(paths, modules, strict=True):
         if not isinstance(module.__dict__.get("forward"), CheckpointedForward):
             # Replacing `forward` rather than wrapping the module keeps the names of parameters.
-            module.forward = CheckpointedForward(module, path or "the model")
+            module.forward = CheckpointedForward(module, path or "the model", keep_state)
 
 
 @contextmanager
@@ -128,6 +139,7 @@ class CheckpointedForward:
     Args:
         module: whose forward it is.
         path: of the module, for messages.
+        keep_state: keeps what a forward depends on beside its inputs.
         with_hooks: whether to call the module, so that its hooks run again, too; otherwise its
             forward alone.
 
@@ -135,8 +147,15 @@ class CheckpointedForward:
         UserError: at the first call, if the forward changes a buffer: the second one would again.
     """
 
-    def __init__(self, module: nn.Module, path: str, with_hooks: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        keep_state: KeepState = keep_nothing,
+        with_hooks: bool = False,
+    ) -> None:
         self.module = module
+        self.keep_state = keep_state
         # A bound method, which deepcopy binds to the copy.
         self.original = module.__call__ if with_hooks else module.forward
         self.path = path
@@ -165,7 +184,8 @@ class CheckpointedForward:
         """Return the contexts of a forward and of its recomputation."""
         messages = ReceivedMessages()
         shared = [] if self.with_hooks else open_hooks(self.module)
-        return messages.recording(), _Recomputation(messages, shared)
+        again = self.keep_state(self.module)
+        return messages.recording(), _Recomputation(messages, shared, again)
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """Return identity and version of each buffer: one changes if it is replaced or written."""
@@ -189,21 +209,30 @@ class _Recomputation:
     Args:
         messages: that the forward received.
         shared: the exchanges that the module's hooks, which torch does not run again, had opened.
+        again: makes the context of the state that the forward depended on.
     """
 
-    def __init__(self, messages: ReceivedMessages, shared: Sequence[SharedExchange]) -> None:
+    def __init__(
+        self,
+        messages: ReceivedMessages,
+        shared: Sequence[SharedExchange],
+        again: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self.messages = messages
         self.shared = shared
-        self._replays: list[AbstractContextManager[object]] = []
+        self.again = again
+        self._replays: list[ExitStack] = []
 
     def __enter__(self) -> None:
         for shared in self.shared:
             shared.open()
-        self._replays.append(self.messages.replaying())
-        self._replays[-1].__enter__()
+        replay = ExitStack()
+        replay.enter_context(self.messages.replaying())
+        replay.enter_context(self.again())
+        self._replays.append(replay)
 
     def __exit__(self, *error: Any) -> None:
-        self._replays.pop().__exit__(*error)
+        self._replays.pop().close()
         for shared in self.shared:
             shared.close()
 

@@ -262,11 +262,15 @@ class LastLeadAccumulator:
         self._count = torch.zeros(1, dtype=torch.float64, device=like.device)
 
     def add(self, forecast: Tensor, truth: Tensor) -> None:
-        """Add normalised fields `(B, C, h, W)` of this rank's rows."""
-        fields = [self._held_out.denormalise(field) for field in (forecast, truth)]
+        """Add normalised members `(B, M, C, h, W)` and truth `(B, C, h, W)` of this rank's rows.
+
+        Spectra are those of the members, errors those of their mean.
+        """
+        fields = [self._held_out.denormalise(field) for field in (forecast.flatten(0, 1), truth)]
         for source, field in enumerate(fields):
             self._spectra.add((source,), field[:, self.spectra_channels])
-        error = (fields[0] - fields[1])[:, self.map_channel].double()
+        mean = fields[0].view_as(forecast).mean(dim=1)
+        error = (mean - fields[1])[:, self.map_channel].double()
         self._errors += torch.stack([error.sum(dim=0), error.square().sum(dim=0)])
         self._count += len(error)
 
@@ -306,14 +310,20 @@ class HeldOutFields(ScoredFields):
 
     Args:
         samples: indices of the B initial times among all of `HeldOutData`.
-        fields: normalised, `(B, C, h, W)`, by source; the truth among them.
+        members: normalised forecasts, `(B, M, C, h, W)`.
+        fields: of other sources, normalised, `(B, C, h, W)`; the truth among them.
     """
 
     def __init__(
-        self, held_out: HeldOutData, samples: Sequence[int], fields: Mapping[str, Tensor]
+        self,
+        held_out: HeldOutData,
+        samples: Sequence[int],
+        members: Tensor,
+        fields: Mapping[str, Tensor],
     ) -> None:
         self.samples = samples
         self._held_out = held_out
+        self._members = members
         self._fields = fields
 
     @property
@@ -322,20 +332,34 @@ class HeldOutFields(ScoredFields):
         return self._held_out.denormalise(self._fields[TRUTH])
 
     def members(self, source: str) -> Tensor:
-        """Return a source as an ensemble of one, `(B, 1, C, h, W)`."""
-        return self._held_out.denormalise(self._fields[source])[:, None]
+        """Return the members, `(B, M, C, h, W)`; any other source is one member."""
+        if source != FORECAST:
+            return self._held_out.denormalise(self._fields[source])[:, None]
+        fields = self._held_out.denormalise(self._members.flatten(0, 1))
+        return fields.view_as(self._members)
 
     def error(self, source: str) -> Tensor:
         """Return a source minus the truth, `(B, C, h, W)`."""
-        return self._held_out.physical_difference(self._fields[source], self._fields[TRUTH])
+        return self._difference(source, TRUTH)
 
     def anomaly(self, source: str) -> Tensor:
         """Return a source minus the climatology, `(B, C, h, W)`."""
-        return self._held_out.physical_difference(self._fields[source], self._fields[CLIMATOLOGY])
+        return self._difference(source, CLIMATOLOGY)
+
+    def _difference(self, source: str, other: str) -> Tensor:
+        """Return a source minus another one; of the forecast the mean over its members."""
+        reference = self._fields[other]
+        if source != FORECAST:
+            return self._held_out.physical_difference(self._fields[source], reference)
+        difference = self._held_out.physical_difference(
+            self._members.flatten(0, 1), reference.repeat_interleave(self._members.shape[1], 0)
+        )
+        return difference.view_as(self._members).mean(dim=1)
 
 
-# (initial states, forcing of each step, static) -> fields after each step, `(B, channels, h, W)`.
-Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
+# (initial times, initial states, forcing of each step, static) -> members after each step,
+# `(B, M, channels, h, W)`.
+Rollout = Callable[[Times, Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
 
 
 @torch.no_grad()
@@ -346,17 +370,25 @@ def evaluate(
     batch_size: int,
     progress: Callable[[int], None],
     last_lead: LastLeadAccumulator | None = None,
+    members: int = 1,
 ) -> HeldOutScores:
     """Return the scores of forecasts from all initial times, on every rank; collective.
+
+    Several members also get the scores of ensembles.
 
     Args:
         batch_size: of the whole data axis, as in training.
         progress: called with the number of this rank's initial times that are done.
         last_lead: collects the fields at the longest lead time.
+        members: of the rollout.
     """
     store = held_out.prepared.store
     sums = ScoreSums(
-        [metric for metric in METRICS.values() if metric.in_runs],
+        [
+            metric
+            for metric in METRICS.values()
+            if metric.in_runs or (metric.in_ensemble_runs and members > 1)
+        ],
         (len(held_out.lead_steps), store.channels.num_outputs),
         Extent(held_out.area_weights, held_out.points, samples=len(held_out.initial_times)),
     )
@@ -375,6 +407,7 @@ def evaluate(
         hours=held_out.hours,
         scores={name: values.cpu().numpy() for name, values in sums.result(manager).items()},
         samples=len(held_out.initial_times),
+        members=members,
     )
 
 
@@ -407,26 +440,26 @@ def add_forecasts(
     samples = np.searchsorted(held_out.initial_times, times).tolist()
     start = held_out.initial_states(times)
     persistence = held_out.newest_fields(times, start)
-    for lead, forecast in enumerate(run_forecasts(rollout, held_out, times, start), start=1):
+    for lead, members in enumerate(run_forecasts(rollout, held_out, times, start), start=1):
         if lead not in held_out.lead_steps:
             continue  # a step between two scored lead times
         valid_times = times + lead * held_out.step
         truth = held_out.fields(valid_times)
         fields = {
-            FORECAST: forecast,
             PERSISTENCE: persistence,
             CLIMATOLOGY: held_out.climatology(valid_times),
             TRUTH: truth,
         }
-        sums.add(held_out.lead_steps.index(lead), HeldOutFields(held_out, samples, fields))
+        scored = HeldOutFields(held_out, samples, members, fields)
+        sums.add(held_out.lead_steps.index(lead), scored)
         if last_lead is not None and lead == held_out.lead_steps[-1]:
-            last_lead.add(forecast, truth)
+            last_lead.add(members, truth)
 
 
 def run_forecasts(
     rollout: Rollout, held_out: HeldOutData, times: Times, start: Tensor
 ) -> Iterator[Tensor]:
-    """Yield the forecasts from `times` step by step, up to the longest lead time.
+    """Yield the members from `times` step by step, up to the longest lead time.
 
     Args:
         start: the initial states of `times`, as `HeldOutData.initial_states` returns them.
@@ -435,11 +468,11 @@ def run_forecasts(
     forcings = (
         held_out.forcing(times + lead * held_out.step) for lead in range(held_out.lead_steps[-1])
     )
-    return rollout(start, forcings, held_out.static(len(times)))
+    return rollout(times, start, forcings, held_out.static(len(times)))
 
 
 def last_forecast(rollout: Rollout, held_out: HeldOutData, times: Times) -> Tensor:
-    """Return the normalised forecasts at the longest lead time, `(B, C, h, W)`."""
+    """Return the normalised members at the longest lead time, `(B, M, C, h, W)`."""
     *_, last = run_forecasts(rollout, held_out, times, held_out.initial_states(times))
     return last
 
@@ -450,6 +483,8 @@ def example_map(
 ) -> FieldMap:
     """Return one channel from the first initial time at the longest lead time, on the globe.
 
+    Of an ensemble it is the first member: a mean would be smoother than any forecast.
+
     Collective over all axes. Global fields are gathered only for drawing, and only of one channel.
     Only rank 0 reads the coasts, because it draws.
     """
@@ -458,7 +493,7 @@ def example_map(
     channel = store.channels.output_channels[index]
     times = held_out.initial_times[:1]
     lead = held_out.lead_steps[-1]
-    last = last_forecast(rollout, held_out, times)
+    last = last_forecast(rollout, held_out, times)[:, 0]
     truth = held_out.fields(times + lead * held_out.step)
     # Denormalise both on the local rows, then gather the one channel that is drawn.
     local = held_out.denormalise(torch.cat([last, truth]))[:, index]

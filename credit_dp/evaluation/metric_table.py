@@ -260,6 +260,7 @@ class Metric:
         may_be_undefined: whether NaN is a valid value.
         in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.
         in_runs: whether it is a final score of training runs, too.
+        in_ensemble_runs: whether it is one of runs with several members only.
         drawn_with: other scores of the forecast in the same plot: legend labels -> metric names.
     """
 
@@ -277,6 +278,7 @@ class Metric:
     may_be_undefined: bool = False
     in_terminal: bool = False
     in_runs: bool = False
+    in_ensemble_runs: bool = False
     drawn_with: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -363,12 +365,12 @@ METRICS: dict[str, Metric] = {
             name="crps",
             label="CRPS",
             title="Continuous ranked probability score (fair)",
-            explanation="In the unit of the variable; for persistence and climatology the mean "
-            "absolute error.",
+            explanation="In the unit of the variable; of a single forecast, as persistence and "
+            "climatology are, the mean absolute error.",
             better=Better.SMALLER,
             accumulator=over_area(FairCRPS),
             inputs=lambda fields, source: (fields.members(source), fields.truth),
-            ensemble=True,
+            in_ensemble_runs=True,
         ),
         Metric(
             name="energy_score",
@@ -396,6 +398,7 @@ METRICS: dict[str, Metric] = {
             inputs=lambda fields, source: (fields.members(source),),
             sources=(FORECAST,),
             ensemble=True,
+            in_ensemble_runs=True,
             # Only meaningful next to the error of the ensemble mean.
             drawn_with={"error of the mean": "rmse"},
         ),

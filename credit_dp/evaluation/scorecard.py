@@ -97,6 +97,7 @@ class HeldOutScores:
         hours: lead times.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         samples: number of initial times.
+        members: of the model's forecasts.
     """
 
     channels: tuple[str, ...]
@@ -104,6 +105,7 @@ class HeldOutScores:
     hours: tuple[int, ...]
     scores: Mapping[str, Array]
     samples: int
+    members: int = 1
 
     @property
     def rmse(self) -> Array:
@@ -159,16 +161,19 @@ class HeldOutScores:
             by_source = by_lead.setdefault(f"{self.hours[lead]}h", {})
             by_source[name_in_runs(source)] = finite_or_none(value)
         units = dict(zip(self.channels, self.units, strict=True))
-        content = {"step": step, "initial_times": self.samples, "units": units, **nested}
-        return json.dumps(content, indent=2) + "\n"
+        members = {"members": self.members} if self.members > 1 else {}
+        counts = {"step": step, "initial_times": self.samples, **members}
+        return json.dumps({**counts, "units": units, **nested}, indent=2) + "\n"
 
     def tables(self, width: int) -> list[Table]:
-        """Return one table if it fits into `width` characters, otherwise one per lead time."""
+        """Return the tables; one that does not fit into `width` characters for each lead time."""
         leads = range(len(self.hours))
-        table = self.table(leads)
-        if Console(width=UNLIMITED).measure(table).maximum <= width:
-            return [table]
-        return [self.table([lead]) for lead in leads]
+        tables = []
+        for build in [self.table] + ([self.ensemble_table] if self.members > 1 else []):
+            whole = build(leads)
+            fits = Console(width=UNLIMITED).measure(whole).maximum <= width
+            tables += [whole] if fits else [build([lead]) for lead in leads]
+        return tables
 
     def table(self, leads: Sequence[int]) -> Table:
         """Return a table with one row per channel and all sources for each lead time.
@@ -187,6 +192,25 @@ class HeldOutScores:
                 table.add_column(label, justify="right", style=style, no_wrap=True)
         for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
             cells = [three_digits(value) for value in self.rmse[:, list(leads), c].T.ravel()]
+            table.add_row(channel, unit, *cells)
+        return table
+
+    def ensemble_table(self, leads: Sequence[int]) -> Table:
+        """Return a table with the CRPS of each channel, and the ratio of its spread to its error.
+
+        Source: Fortin et al. 2014 for the ratio, which is 1 for a reliable ensemble.
+        """
+        title = f"CRPS of {self.members} members, and their spread over the error of their mean"
+        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("variable", no_wrap=True)
+        table.add_column("unit", overflow="fold")
+        crps = self.scores["crps"][0]
+        ratio = math.sqrt(1 + 1 / self.members) * self.scores["spread"][0] / self.rmse[0]
+        for hours in (self.hours[lead] for lead in leads):
+            for heading in ("CRPS", "spread\n/ error"):
+                table.add_column(f"{hours} h\n{heading}", justify="right", no_wrap=True)
+        for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
+            cells = [three_digits(x[lead, c]) for lead in leads for x in (crps, ratio)]
             table.add_row(channel, unit, *cells)
         return table
 

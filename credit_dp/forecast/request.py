@@ -41,7 +41,7 @@ class ForecastRequest:
         format: one of `FORMATS`.
         members: forecasts from each initial time; 0: one, without a dimension of members.
         perturb: amplitude of the perturbations of initial states, in standard deviations.
-        perturb_seed: seed of the perturbations.
+        perturb_seed: seed of the perturbations, and of the model's noise.
         diagnostics: `NAME` or `[NAME,...]` of `DIAGNOSTICS`, which are written, too.
         pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
     """
@@ -58,8 +58,12 @@ class ForecastRequest:
     diagnostics: str = ""
     pressure_levels: str = ""
 
-    def check(self, step_hours: int) -> None:
+    def check(self, step_hours: int, noise: bool = False) -> None:
         """Check all values, and that lead times fit the model's step.
+
+        Args:
+            step_hours: of the model.
+            noise: whether the model has noise, so that members differ from the same state.
 
         Raises:
             UserError: names the key with an invalid value.
@@ -68,10 +72,10 @@ class ForecastRequest:
         checks.at_least("members", self.members, 0)
         checks.number_in("perturb", self.perturb, 0)
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)
-        if self.members > 1 and not self.perturb:
+        if self.members > 1 and not self.perturb and not noise:
             raise UserError(
                 f"members: {self.members} forecasts from the same state would be the same. Set "
-                "perturb, too, like perturb=0.1."
+                "perturb, too, like perturb=0.1, or use a model that was trained with model.noise."
             )
         if self.perturb and not self.members:
             raise UserError("perturb: needs members, like members=10, got none. Give both.")

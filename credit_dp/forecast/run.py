@@ -60,12 +60,12 @@ from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device
-from credit_dp.random_streams import random_stream
+from credit_dp.random_streams import hour_key, random_stream
 from credit_dp.training.build import DTYPES, build_model_parts
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
@@ -110,7 +110,7 @@ def make_forecasts(
     with ExitStack() as locks:
         run_on_all_ranks(lambda: locks.enter_context(writer.lock()) if is_first else None)
         # The model before the folder: a model that can't be built leaves no output behind.
-        step, states, fields = setup.build()
+        ensemble, states, fields = setup.build()
         bands = manager.partition(writer.form.height)
         run_on_all_ranks(lambda: writer.begin(bands) if is_first else None)
         setup.barrier()
@@ -118,7 +118,7 @@ def make_forecasts(
         jobs = all_gather_object(writer.unfinished_jobs())[0]
         # No rank starts to write while another one is still listing.
         setup.barrier()
-        runner = ForecastRunner(step, states, fields, writer, manager)
+        runner = ForecastRunner(ensemble, states, fields, writer, manager)
         count = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
         finished = len(writer.jobs) - len(jobs)
         if finished:
@@ -205,7 +205,7 @@ class ForecastSetup:
             first_gpu=first_gpu,
         )
 
-    def build(self) -> tuple[ForecastStep, InitialStates, WrittenFields]:
+    def build(self) -> tuple[EnsembleForecast, InitialStates, WrittenFields]:
         """Build the trained model on this rank's rows or stages, its input and output; collective.
 
         Raises:
@@ -236,7 +236,8 @@ class ForecastSetup:
         step = ForecastStep(parts.forecast_model, tendency, residual, fill, fixers)
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
         fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
-        return step, states, fields.to(self.like.device)
+        ensemble = EnsembleForecast(step, parts.parts, seed=config.request.perturb_seed)
+        return ensemble, states, fields.to(self.like.device)
 
     def _check_valid(
         self, valid: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
@@ -309,7 +310,7 @@ class ForecastRunner:
     Memory holds the state of one forecast and one lead time that is being written.
 
     Args:
-        step: the model's forecast step, on this rank's rows.
+        ensemble: the model's forecasts, on this rank's rows.
         states: reads initial states and forcing.
         fields: turns the model's fields into those that are written.
         writer: after `begin` on rank 0.
@@ -317,13 +318,13 @@ class ForecastRunner:
 
     def __init__(
         self,
-        step: ForecastStep,
+        ensemble: EnsembleForecast,
         states: InitialStates,
         fields: WrittenFields,
         writer: ForecastWriter,
         manager: DomainParallelManager,
     ) -> None:
-        self._step = step
+        self._ensemble = ensemble
         self._states = states
         self._fields = fields
         self._writer = writer
@@ -352,14 +353,17 @@ class ForecastRunner:
         states = self._states
         with SingleTaskExecutor() as executor:
             for job, counts in rank_jobs(jobs, self._manager.dp_rank, self._manager.dp_world_size):
-                rollout = self._step.rollout(
-                    states.initial_state(job), states.forcings(job), states.static
+                rollout = replace(self._ensemble, members=(job.member,)).rollout(
+                    states.times[[job.time]],
+                    states.initial_state(job),
+                    states.forcings(job),
+                    states.static,
                 )
                 # A job that does not count runs to its end, for the collectives in the model.
-                for number, fields in enumerate(rollout, start=1):
+                for number, members in enumerate(rollout, start=1):
                     lead = self._leads.get(number)
                     if counts and lead is not None:
-                        self._write_lead(executor, job, lead, fields)
+                        self._write_lead(executor, job, lead, members[:, 0])
                         progress(done := done + 1)
                 if counts:
                     executor.submit(partial(self._write_to_disk, self._writer.close, job))
@@ -462,10 +466,8 @@ class Perturbations:
 
     def draw(self, time: np.datetime64, job: ForecastJob) -> Matrix:
         """Return fields of mean 0 and variance 1: `(C, h, W)`, independent of the partition."""
-        # Seeds must not be negative, but hours since 1970 are before that.
-        hours = int(time.astype("M8[h]").astype(np.int64)) + 2**40
         # Every rank draws the same waves and evaluates them on its own rows.
-        random = random_stream(self._seed, hours, job.member)
+        random = random_stream(self._seed, hour_key(time), job.member)
         waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
         amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
         rows = [amplitudes @ self._wave_basis(waves, latitude) for latitude in self._latitude]

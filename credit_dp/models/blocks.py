@@ -1,8 +1,13 @@
-"""Parts that all models share: stochastic depth, recomputation of blocks, padding on the globe."""
+"""Parts of all models: stochastic depth, noise, recomputation of blocks, padding on the globe.
+
+Stochastic depth and noise have draws that are set before a forward pass, sample by sample, so that
+they do not depend on the mesh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import final
@@ -60,6 +65,86 @@ class StochasticDepth(nn.Module):
         return f"rate={self.rate}"
 
 
+@final
+class NoiseModulation(nn.Module):
+    """Scales and shifts the channels of a field by linear functions of random numbers.
+
+    It comes after a norm, which it makes conditional: members of an ensemble differ in their
+    numbers. Without noise it changes nothing.
+
+    Args:
+        noise: number of random numbers of a sample.
+        channels: of the field.
+        dim: of the field's channels.
+
+    Attributes:
+        draws: the numbers, `(B, noise)`, set by `draw_noise`; None: no noise, which is that of
+            zeros.
+
+    Shapes:
+        `(B, channels, ...)`, or with channels in `dim` -> the same.
+
+    Raises:
+        ValueError: the draws are for another number of samples.
+
+    Source: Perez et al. 2018; after norms as in Lang et al. 2024 (arXiv:2412.15832), with one
+    vector for the globe as in Alet et al. 2025 (arXiv:2506.10772).
+    """
+
+    def __init__(self, noise: int, channels: int, dim: int = 1) -> None:
+        super().__init__()
+        self.noise = noise
+        self.dim = dim
+        # The norm before has a bias of its own.
+        self.linear = nn.Linear(noise, 2 * channels, bias=False)
+        self.draws: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw small initial weights."""
+        # Not zeros: members would differ by rounding only, and so would the first gradient of the
+        # CRPS, which depends on the order of members.
+        nn.init.normal_(self.linear.weight, std=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x * (1 + scale) + shift`."""
+        # In the dtype and on the device of the weights, which FSDP2 may change for the forward.
+        weight: Tensor = self.linear.weight
+        noise = weight.new_zeros(len(x), self.noise) if self.draws is None else self.draws
+        if len(noise) != len(x):
+            raise ValueError(f"NoiseModulation: has noise for {len(noise)} samples, got {len(x)}")
+        # Divided by the root of their number, the scales are as large as the weights. Adam's steps,
+        # large where gradients are mostly noise, would else disturb the field the more, the more
+        # numbers there are.
+        affine: Tensor = self.linear(noise.to(weight) / math.sqrt(self.noise))
+        scale, shift = affine.chunk(2, 1)
+        sizes = [len(x)] + [1] * (x.ndim - 1)
+        sizes[self.dim] = -1
+        return x * (1 + scale.view(sizes)) + shift.view(sizes)
+
+
+def noise_modulations(noise: int, channels: int, dim: int = 1) -> list[nn.Module]:
+    """Return a `NoiseModulation` in a list, which is empty without noise."""
+    return [NoiseModulation(noise, channels, dim)] if noise else []
+
+
+def draw_noise(model: nn.Module, keys: Sequence[tuple[int, ...]]) -> None:
+    """Draw the noise of the coming forward pass, normal numbers, the same for all layers.
+
+    Args:
+        model: sharded or not, or a stage of a pipeline.
+        keys: of the random stream of each sample of the pass, see `credit_dp.random_streams`.
+    """
+    layers = [layer for layer in _layers_with_draws(model) if isinstance(layer, NoiseModulation)]
+    if not layers:
+        return
+    draws = [random_stream(*key).standard_normal(layers[0].noise).tolist() for key in keys]
+    parameter = next(model.parameters())
+    noise = constant_tensor(draws, parameter.device, parameter.dtype)
+    for layer in layers:
+        layer.draws = noise
+
+
 def number_stochastic_depths(model: nn.Module) -> None:
     """Number the layers of the full model, so that each pipeline stage draws as the model does."""
     for number, layer in enumerate(_stochastic_depths(model)):
@@ -85,10 +170,14 @@ def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequ
         layer.draws = constant_tensor(draws, next(model.parameters()).device)
 
 
-def _stochastic_depths(model: nn.Module) -> list[StochasticDepth]:
+def _layers_with_draws(model: nn.Module) -> list[StochasticDepth | NoiseModulation]:
     # A sharded layer keeps the layer that it replaced as `wrapped`.
     layers = (m.__dict__.get("wrapped", m) for m in model.modules())
-    return [layer for layer in layers if isinstance(layer, StochasticDepth)]
+    return [layer for layer in layers if isinstance(layer, StochasticDepth | NoiseModulation)]
+
+
+def _stochastic_depths(model: nn.Module) -> list[StochasticDepth]:
+    return [layer for layer in _layers_with_draws(model) if isinstance(layer, StochasticDepth)]
 
 
 def stochastic_depth_or_identity(rate: float) -> nn.Module:
@@ -105,24 +194,27 @@ def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
     """Return the output of a block; with `checkpointing` backward recomputes it from its input."""
     if not (checkpointing and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
-    if not _stochastic_depths(block):
+    if not _layers_with_draws(block):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-    return checkpoint(block, x, use_reentrant=False, context_fn=partial(_draw_contexts, block))  # type: ignore[no-any-return]
+    return checkpoint(  # type: ignore[no-any-return]
+        block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), keep_draws(block)())
+    )
 
 
-def _draw_contexts(
-    block: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward of a block and for its recomputation.
+def keep_draws(block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context in which a block, or a model, has the draws of now.
 
-    Backward may come after the draws of another micro-batch: the recomputation has to use those of
-    its own forward. torch restores the state of its random numbers, but knows nothing of `draws`.
+    Backward may come after the draws of another micro-batch, or of a later step of a rollout: the
+    recomputation has to use those of its own forward. torch restores the state of its random
+    numbers, but knows nothing of `draws`.
     """
-    return nullcontext(), _with_draws([(layer, layer.draws) for layer in _stochastic_depths(block)])
+    return partial(_with_draws, [(layer, layer.draws) for layer in _layers_with_draws(block)])
 
 
 @contextmanager
-def _with_draws(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]:
+def _with_draws(
+    draws: list[tuple[StochasticDepth | NoiseModulation, Tensor | None]],
+) -> Iterator[None]:
     current = [(layer, layer.draws) for layer, _ in draws]
     for layer, layer_draws in draws:
         layer.draws = layer_draws

@@ -23,6 +23,7 @@ from credit_dp.config.model import CrossFormerConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models.blocks import (
+    NoiseModulation,
     PolePad,
     StochasticDepth,
     run_block,
@@ -212,21 +213,24 @@ class LongDistanceAttention(CrossAttention):
 
 @final
 class ResidualBranch(nn.Module):
-    """A residual branch: a layer norm, an inner module, and a shortcut around both.
+    """A residual branch: a layer norm, noise, an inner module, and a shortcut around all three.
 
     Shapes:
         `(B, H, W, channels)` -> the same.
     """
 
-    def __init__(self, channels: int, inner: nn.Module, depth_rate: float) -> None:
+    def __init__(self, channels: int, inner: nn.Module, depth_rate: float, noise: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(channels)
+        self.noise = NoiseModulation(noise, channels, dim=-1) if noise else None
         self.inner = inner
         self.depth = stochastic_depth_or_identity(depth_rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input plus the branch."""
-        return x + self.depth(self.inner(self.norm(x)))  # type: ignore[no-any-return]
+        y = self.norm(x)
+        y = y if self.noise is None else self.noise(y)
+        return x + self.depth(self.inner(y))  # type: ignore[no-any-return]
 
 
 def _feed_forward(channels: int, ratio: int, dropout: float) -> nn.Sequential:
@@ -248,7 +252,9 @@ def _build_block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn
     long = LongDistanceAttention(channels, config.global_windows[level], head_channels, dropout)
     mlps = [_feed_forward(channels, config.mlp_ratio, dropout) for _ in range(2)]
     branches = (short, mlps[0], long, mlps[1])
-    return nn.Sequential(*(ResidualBranch(channels, branch, depth_rate) for branch in branches))
+    return nn.Sequential(
+        *(ResidualBranch(channels, branch, depth_rate, config.noise) for branch in branches)
+    )
 
 
 def build_level(
@@ -406,8 +412,11 @@ class CrossFormer(SegmentedModel):
             PeriodicConv2d(fields.outputs, fields.outputs, poles=poles),
         )
         if config.spectral_norm:
+            # Weights of noise stay small at first: divided like others, they would be large.
+            noise = {m.linear for m in self.modules() if isinstance(m, NoiseModulation)}
             for layer in [m for m in self.modules() if isinstance(m, nn.Conv2d | nn.Linear)]:
-                spectral_norm(layer)
+                if layer not in noise:
+                    spectral_norm(layer)
 
     def segments(self) -> list[Segment]:
         """Return every block, every step of the decoder and the head.

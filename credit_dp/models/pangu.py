@@ -20,7 +20,9 @@ from credit_dp.config.model import PanguConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models.blocks import (
+    NoiseModulation,
     StochasticDepth,
+    noise_modulations,
     run_block,
     stochastic_depth_or_identity,
     stochastic_depth_rates,
@@ -341,6 +343,7 @@ class EarthBlock(nn.Module):
             attention,
             nn.Dropout(config.dropout),
             nn.LayerNorm(width),
+            *noise_modulations(config.noise, width, dim=-1),
             stochastic_depth_or_identity(rate),
         )
         self.perceptron = nn.Sequential(
@@ -350,6 +353,7 @@ class EarthBlock(nn.Module):
             nn.Linear(hidden, width),
             nn.Dropout(config.dropout),
             nn.LayerNorm(width),
+            *noise_modulations(config.noise, width, dim=-1),
             stochastic_depth_or_identity(rate),
         )
 
@@ -524,6 +528,8 @@ def _initialise(module: nn.Module) -> None:
         nn.init.xavier_normal_(module.weight)
     if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):
         nn.init.trunc_normal_(module.weight, std=0.02)
+    if isinstance(module, NoiseModulation):
+        module.reset_parameters()
     bias = getattr(module, "bias", None)
     if isinstance(module, nn.Linear | nn.ConvTranspose2d | nn.ConvTranspose3d) and bias is not None:
         nn.init.zeros_(bias)

@@ -21,6 +21,7 @@ from credit_dp.config.model import UNetConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models.blocks import (
+    NoiseModulation,
     StochasticDepth,
     pad_columns,
     pad_poles,
@@ -144,7 +145,7 @@ class GlobalDepthwiseBlock(nn.Module):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        config: size of the kernel, groups of the norm, dropout, and whether there is a gate.
+        config: size of the kernel, groups of the norm, dropout, noise, and whether there is a gate.
         rate: of stochastic depth.
 
     Shapes:
@@ -160,6 +161,7 @@ class GlobalDepthwiseBlock(nn.Module):
         rows, columns = config.kernel
         hidden = EXPANSION * out_channels
         self.norm = nn.GroupNorm(config.groups, in_channels)
+        self.noise = NoiseModulation(config.noise, in_channels) if config.noise else None
         self.mix = LongRangeConv2d(in_channels, (rows, columns))
         self.expand = nn.Conv2d(in_channels, hidden, 1)
         self.project = nn.Conv2d(hidden, out_channels, 1)
@@ -171,7 +173,9 @@ class GlobalDepthwiseBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shortcut plus what the convolutions add."""
-        y = F.gelu(self.expand(self.mix(self.norm(x))))
+        y = self.norm(x)
+        y = y if self.noise is None else self.noise(y)
+        y = F.gelu(self.expand(self.mix(y)))
         for layer in (self.dropout, self.project, self.gate, self.depth):
             y = y if layer is None else layer(y)
         return self.shortcut(x) + y  # type: ignore[no-any-return]
@@ -267,7 +271,7 @@ class ResidualBlock(nn.Module):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        config: groups of the norms, poles, dropout, and whether there is a gate.
+        config: groups of the norms, poles, dropout, noise, and whether there is a gate.
         rate: of stochastic depth.
 
     Shapes:
@@ -292,11 +296,15 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.gate = SqueezeExcite(out_channels) if config.squeeze_excite else None
         self.depth = StochasticDepth(rate) if rate else None
+        self.noise1 = NoiseModulation(config.noise, in_channels) if config.noise else None
+        self.noise2 = NoiseModulation(config.noise, out_channels) if config.noise else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shortcut plus what the convolutions add."""
-        y = self.conv1(F.silu(self.norm1(x)))
-        y = F.silu(self.norm2(y))
+        y = self.norm1(x)
+        y = y if self.noise1 is None else self.noise1(y)
+        y = self.norm2(self.conv1(F.silu(y)))
+        y = F.silu(y if self.noise2 is None else self.noise2(y))
         for layer in (self.dropout, self.conv2, self.gate, self.depth):
             y = y if layer is None else layer(y)
         return self.shortcut(x) + y  # type: ignore[no-any-return]

@@ -125,7 +125,7 @@ class Augmentation:
         shifts, mirrored = [], []
         for sample in samples:
             # Both are always drawn, so that one does not depend on whether the other is on.
-            random = random_stream(self.seed, step, sample, GEOMETRY, 1)
+            random = random_stream(self.seed, step, sample, GEOMETRY, 0, 1)
             shifts.append(int(random.integers(self.columns)) if self.config.shift_longitude else 0)
             mirrored.append(bool(random.random() < self.config.mirror))
         if self.config.input_noise and batch.state.shape[1]:

@@ -52,14 +52,14 @@ from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
-from credit_dp.models.blocks import number_stochastic_depths
+from credit_dp.models.blocks import keep_draws, number_stochastic_depths
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.training.augmentation import build_augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
-from credit_dp.training.forecast_step import ForecastStep, Model
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep, Model
 from credit_dp.training.forward_backward import (
     ActivationCheckpointWrapper,
     ForwardBackward,
@@ -210,7 +210,13 @@ class ModelParts:
         if self.pipeline is not None:
             group = new_stage_group(manager) if uses_ddp else None
             return PipelineForwardBackward(
-                self.pipeline, forecast_step, loss, n_microbatches, manager, group
+                self.pipeline,
+                forecast_step,
+                loss,
+                n_microbatches,
+                manager,
+                group,
+                config.trainer.members,
             )
         model = self.parts[0]
         # Inside DDP, whose forward would otherwise run once more in the backward pass.
@@ -225,6 +231,7 @@ class ModelParts:
             n_microbatches,
             manager.domain_world_size,
             config.parallel.sums_whole_gradients,
+            config.trainer.members,
         )
 
 
@@ -264,7 +271,7 @@ def build_model_parts(
             match_names("optimizer.adamw", pattern, names)
     mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
-    shape = (batch, fields.inputs, *store.grid)
+    shape = (batch * config.trainer.members, fields.inputs, *store.grid)
     if parallel.pipeline > 1:
         # Imported here: torch's pipeline schedules import its compiler, which takes a second.
         from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -284,7 +291,7 @@ def build_model_parts(
     _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
-        checkpoint_modules(model, blocks)
+        checkpoint_modules(model, blocks, keep_draws)
     _enable_configured_autocast(model, config, like)
     if config.compile and attached_view(model) is not None:
         logger.warning(
@@ -368,6 +375,7 @@ class Training:
         trainer: takes the steps.
         loader: reads the batches.
         forecast_step: for forecasts outside training; collective with a pipeline or fsdp2.
+        ensemble: the same with all members.
         like: a tensor with the device and dtype of all fields.
         rows: the band of this rank.
     """
@@ -375,6 +383,7 @@ class Training:
     trainer: Trainer
     loader: Loader
     forecast_step: ForecastStep
+    ensemble: EnsembleForecast
     like: Tensor
     rows: slice
 
@@ -456,7 +465,9 @@ def build_training(
         config.trainer, state, forward_backward, manager, check_every, names, augmentation
     )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
-    return Training(trainer, loader, forecast_step, like, rows)
+    members = range(config.trainer.members)
+    ensemble = EnsembleForecast(forecast_step, model.parts, members, config.seed)
+    return Training(trainer, loader, forecast_step, ensemble, like, rows)
 
 
 def build_forecast_step_and_loss(

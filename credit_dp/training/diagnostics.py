@@ -24,7 +24,7 @@ from credit_dp.distributed.report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
-from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch
+from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
 from credit_dp.training.preemption import agreed_signal, signal_marks
 from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import TrainingState
@@ -47,7 +47,7 @@ def diagnose_non_finite(
     manager: DomainParallelManager,
     forward_backward: ForwardBackward,
     batch: Batch,
-    compute_gradients: Callable[[PrepareMicroBatch], Tensor],
+    compute_gradients: Callable[[PrepareForward], Tensor],
 ) -> str:
     """Compute a batch again with hooks on all modules, and return a sentence or two.
 
@@ -55,14 +55,14 @@ def diagnose_non_finite(
 
     Args:
         compute_gradients: computes the gradients of the batch; it calls the given function before
-            each micro-batch.
+            each forward pass.
     """
     hooks = NonFiniteHooks(manager)
     # Compiled code does not call hooks of modules. If there is any, its compiler is imported.
     compiled = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with hooks.register_hooks(state.parts), stance:
-        compute_gradients(hooks.begin_microbatch)
+        compute_gradients(hooks.begin_forward)
     names = BatchChannelNames(state.data)
     # All four on every rank, for each of them gathers.
     module = earliest_message(hooks.finding)
@@ -91,7 +91,7 @@ class NonFiniteHooks:
         self.finding: NonFiniteFinding | None = None
         self.micro = self.calls = 0
 
-    def begin_microbatch(self, part: nn.Module, micro: int) -> None:
+    def begin_forward(self, part: nn.Module, micro: int, forecast_step: int) -> None:
         """Remember the number of the micro-batch."""
         self.micro = micro
 

@@ -1,15 +1,20 @@
-"""One forecast step in normalised space, and rollouts of several steps.
+"""One forecast step in normalised space, rollouts of several steps, and ensembles of them.
 
 Everything acts on the rank's band of rows: the globe is never gathered between steps.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from credit_dp.models.blocks import draw_noise
 from credit_dp.physics.fixers import Fixers
+from credit_dp.random_streams import hour_key
 
 Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
 
@@ -83,14 +88,21 @@ class ForecastStep:
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
     def rollout(
-        self, state: Tensor, forcings: Iterable[Tensor], static: Tensor
+        self,
+        state: Tensor,
+        forcings: Iterable[Tensor],
+        static: Tensor,
+        begin: Callable[[int], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yield the fields after one step, two steps and so on, one for each forcing.
 
         Each forcing is that of the time from which its step starts. If `state` has several states,
-        each step drops the oldest.
+        each step drops the oldest. `begin` is called with the number of each step, from 1, before
+        it.
         """
-        for forcing in forcings:
+        for step, forcing in enumerate(forcings, start=1):
+            if begin is not None:
+                begin(step)
             fields = self(state, forcing, static)
             if self.fill is not None:
                 fields = self.fill(fields)
@@ -103,3 +115,64 @@ class ForecastStep:
                 if newer_states.shape[1]
                 else next_state
             )
+
+
+def repeat_members(x: Tensor, members: int) -> Tensor:
+    """Repeat each sample for its members, which become neighbours: `(B, ...)` -> `(B * M, ...)`."""
+    return x.repeat_interleave(members, 0) if members > 1 else x
+
+
+def split_members(x: Tensor, members: int) -> Tensor:
+    """Return the members of each sample in a dim of their own: `(B * M, ...)` -> `(B, M, ...)`."""
+    return x.view(-1, members, *x.shape[1:])
+
+
+@final
+@dataclass(frozen=True)
+class EnsembleForecast:
+    """Rollouts whose members differ in the model's noise, if it has any.
+
+    The noise depends on the initial time, the step and the member only, never on the mesh.
+
+    Attributes:
+        step: the forecast step.
+        parts: this rank's parts of the model that `step` calls.
+        members: their numbers.
+        seed: of the noise.
+    """
+
+    step: ForecastStep
+    parts: Sequence[nn.Module] = ()
+    members: Sequence[int] = (0,)
+    seed: int = 0
+
+    def rollout(
+        self,
+        times: NDArray[np.datetime64],
+        state: Tensor,
+        forcings: Iterable[Tensor],
+        static: Tensor,
+    ) -> Iterator[Tensor]:
+        """Yield the members after one step, two steps and so on, one for each forcing.
+
+        Args:
+            times: initial times, `(B,)`.
+            state: of these times; all arguments are those of `ForecastStep.rollout`.
+            forcings: of each step.
+            static: for each sample.
+
+        Shapes:
+            each of the results is `(B, M, C + D, h, W)`.
+        """
+        hours = [hour_key(time) for time in times]
+
+        def begin(step: int) -> None:
+            keys = [(self.seed, hour, member, step) for hour in hours for member in self.members]
+            for part in self.parts:
+                draw_noise(part, keys)
+
+        count = len(self.members)
+        repeated = (repeat_members(forcing, count) for forcing in forcings)
+        state, static = repeat_members(state, count), repeat_members(static, count)
+        for fields in self.step.rollout(state, repeated, static, begin):
+            yield split_members(fields, count)

@@ -6,6 +6,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -26,9 +27,10 @@ from credit_dp.domain_parallel.recomputation import (
 )
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
+from credit_dp.models.blocks import keep_draws
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.profiling import BACKWARD, FORWARD, profile_region
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forecast_step import ForecastStep, repeat_members
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.parameter_shards import is_dtensor, is_fsdp_module
 
@@ -125,7 +127,7 @@ class ActivationCheckpointWrapper(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.checkpointed = CheckpointedForward(model, "the model", with_hooks=True)
+        self.checkpointed = CheckpointedForward(model, "the model", keep_draws, with_hooks=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the model's output."""
@@ -151,8 +153,9 @@ def recomputed_modules(model: nn.Module, config: Config) -> list[str]:
     return [name for name in names if has_several_layers(model.get_submodule(name))]
 
 
-# Called with a part of the model and the number of a micro-batch, before it is computed.
-PrepareMicroBatch = Callable[[nn.Module, int], None]
+# Called before each forward pass of a part of the model, with the part, the number of the
+# micro-batch, from 0, and that of the forecast step, from 1.
+PrepareForward = Callable[[nn.Module, int, int], None]
 
 
 class ForwardBackward(ABC):
@@ -166,16 +169,21 @@ class ForwardBackward(ABC):
         loss: loss of a forecast step.
         n_microbatches: how many micro-batches a batch is cut into.
         domain_size: how many bands a globe is cut into.
+        members: forecasts of each sample. The model sees them as more samples, so that all that
+            works for samples works for them; only the loss takes them together.
 
     Attributes:
         channel_losses: this rank's share of the last batch's loss by forecast step and channel,
             `(steps, C)`; the loss is the mean over steps of the sum over channels.
     """
 
-    def __init__(self, loss: WeightedLoss, n_microbatches: int, domain_size: int) -> None:
+    def __init__(
+        self, loss: WeightedLoss, n_microbatches: int, domain_size: int, members: int = 1
+    ) -> None:
         self.loss = loss
         self.n_microbatches = n_microbatches
         self.domain_size = domain_size
+        self.members = members
         self.channel_losses = self.zero_losses()
 
     def zero_losses(self, steps: int = 1) -> Tensor:
@@ -188,7 +196,7 @@ class ForwardBackward(ABC):
         return len(self.loss.scale)
 
     @abstractmethod
-    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
+    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective."""
 
     def bubble_message(self) -> str:
@@ -202,7 +210,7 @@ class ModelForwardBackward(ForwardBackward):
 
     A rollout has as many steps as the batch has targets. Each step starts from the rank's own rows
     of the step before, and the gradient goes back through all of them. Stochastic depth drops the
-    same branches of a sample in all steps.
+    same branches of a sample in all steps; noise is new in each.
 
     Args:
         model: the model that `forecast` calls, wrapped in DDP, sharded by FSDP2, or neither.
@@ -212,6 +220,7 @@ class ModelForwardBackward(ForwardBackward):
         domain_size: how many bands a globe is cut into.
         sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
             them.
+        members: forecasts of each sample.
     """
 
     def __init__(
@@ -222,13 +231,14 @@ class ModelForwardBackward(ForwardBackward):
         n_microbatches: int,
         domain_size: int,
         sum_whole_gradients: bool = True,
+        members: int = 1,
     ) -> None:
-        super().__init__(loss, n_microbatches, domain_size)
+        super().__init__(loss, n_microbatches, domain_size, members)
         self.model = model
         self.forecast = forecast
         self.sum_whole_gradients = sum_whole_gradients
 
-    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
+    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
         Gradients are sent once, after the last micro-batch. Until then a rank adds up those of its
@@ -239,22 +249,24 @@ class ModelForwardBackward(ForwardBackward):
         """
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
-            prepare(self.model, micro)
+            begin = partial(prepare, self.model, micro)
             with self._gradient_sync(micro == self.n_microbatches - 1):
                 with profile_region(FORWARD):
-                    losses = self._compute_losses(part) / self.n_microbatches
+                    losses = self._compute_losses(part, begin) / self.n_microbatches
                 with profile_region(BACKWARD):
                     torch.autograd.backward(losses.mean(0).sum() * self.domain_size)
             self.channel_losses += losses.detach()
         self._check_all_parameters_used()
         return self.channel_losses.mean(0).sum()
 
-    def _compute_losses(self, part: Batch) -> Tensor:
+    def _compute_losses(self, part: Batch, begin: Callable[[int], None]) -> Tensor:
         """Return what each channel adds to the loss of each step: `(steps, C)`."""
+        members = self.members
         steps = self._rollout_length(part)
         targets = part.target.tensor_split(steps, dim=1)
-        forcings = part.forcing.tensor_split(steps, dim=1)
-        forecasts = self.forecast.rollout(part.state, forcings, part.static)
+        forcings = (repeat_members(x, members) for x in part.forcing.tensor_split(steps, dim=1))
+        state, static = repeat_members(part.state, members), repeat_members(part.static, members)
+        forecasts = self.forecast.rollout(state, forcings, static, begin)
         # Targets first: `zip` then ends before the rollout computes a state that nobody needs.
         pairs = zip(targets, forecasts, strict=False)
         return torch.stack([self.loss.by_channel(forecast, target) for target, forecast in pairs])
@@ -297,6 +309,7 @@ class PipelineForwardBackward(ForwardBackward):
         forecast: turns the model's output into fields.
         group: ranks over which gradients are averaged after the last micro-batch; None where FSDP2
             does that, or where this rank is alone with its stages.
+        members: forecasts of each sample.
     """
 
     def __init__(
@@ -307,18 +320,20 @@ class PipelineForwardBackward(ForwardBackward):
         n_microbatches: int,
         manager: DomainParallelManager,
         group: dist.ProcessGroup | None,
+        members: int = 1,
     ) -> None:
-        super().__init__(loss, n_microbatches, manager.domain_world_size)
+        super().__init__(loss, n_microbatches, manager.domain_world_size, members)
         self.pipeline = pipeline
         self.forecast = forecast
         self.group = group
 
-    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
+    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
         The share is zero on ranks that do not hold the last stage.
         """
         inputs = torch.cat([batch.state, batch.forcing, batch.static], dim=1)
+        inputs = repeat_members(inputs, self.members)
         channels, self.channel_losses = self.channels, self.zero_losses()
         # The output is added to the newest state, which only the first stage gets as an input. To
         # the last stage it travels with the target, as more channels.
@@ -327,13 +342,14 @@ class PipelineForwardBackward(ForwardBackward):
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
             target, state = targets[:, :channels], targets[:, channels:]
+            state = repeat_members(state, self.members)
             forecast = self.forecast.fields_from_output(output, state)
             losses = self.loss.by_channel(forecast, target) / self.n_microbatches
             self.channel_losses += losses.detach()
             return losses.sum() * self.domain_size
 
         def begin(part: int, micro: int) -> None:
-            prepare(self.pipeline.stage_modules[part], micro)
+            prepare(self.pipeline.stage_modules[part], micro, 1)
 
         total = self.pipeline.forward_backward(inputs, targets, loss, begin)
         if self.group is not None:

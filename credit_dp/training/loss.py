@@ -1,14 +1,15 @@
 """The training loss: an error weighted by area, pressure level and variable.
 
 `build_loss` makes a `WeightedLoss` from the config. Its error at a grid point is a function of the
-forecast and the truth at that point: one of this package, or one of a plug-in, which is tried
-before training. Optionally adds a spectral error of each row, with the same weights, and errors of
-whole fields (`field_errors`). Every rank computes the part of its band; the parts add up to the
-loss of the globe.
+forecast, or its members, and the truth at that point: one of this package, or one of a plug-in,
+which is tried before training. Optionally adds a spectral error of each row, with the same weights,
+and errors of whole fields (`field_errors`). Every rank computes the part of its band; the parts add
+up to the loss of the globe.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import combinations
 from typing import final
 
 import numpy as np
@@ -32,7 +33,8 @@ class WeightedLoss:
     """Computes this rank's part of the weighted mean error, in units of each channel's `scale`.
 
     Shapes:
-        forecast and target `(B, C, h, W)`, both normalised -> scalar.
+        forecast `(B * M, C, h, W)` and target `(B, C, h, W)`, both normalised -> scalar. The M
+        members of a sample are neighbours; M is 1 unless the error is that of ensembles.
 
     Args:
         config: the kind of error; its weights are already part of `rows` and `channels`.
@@ -70,18 +72,30 @@ class WeightedLoss:
 
     def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Return the part of the loss that each channel adds, `(C,)`, its spectrum included."""
+        batch, _, _, width = target.shape
         error = self.pointwise(forecast, target)
-        batch, _, _, width = error.shape
         total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
         if self.spectrum:
-            error = spectrum_error(self.scaled(forecast), self.scaled(target))
-            total = total + self.spectrum * (error * self.weight[..., 0]).sum((0, 2)) / batch
+            members = len(forecast) // batch
+            truth = self.scaled(target).repeat_interleave(members, 0)
+            # Each member should have the truth's spectrum, which their mean has not.
+            error = spectrum_error(self.scaled(forecast), truth)
+            error = (error * self.weight[..., 0]).sum((0, 2)) / (batch * members)
+            total = total + self.spectrum * error
         for field_error in self.field_errors:
-            total = total + field_error(self.scaled(forecast), self.scaled(target))
+            total = total + field_error(self.scaled(forecast), truth)
         return total
 
     def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the error at each point, 0 where there are no values."""
+        if isinstance(config, StandardLossConfig) and config.name == "crps":
+            alpha = config.alpha
+
+            def ensemble_error(forecast: Tensor, target: Tensor) -> Tensor:
+                members = forecast.view(len(target), -1, *target.shape[1:])
+                return almost_fair_crps(self.scaled(members - target[:, None]), alpha)
+
+            return ensemble_error
         if isinstance(config, StandardLossConfig):
             error = build_difference_error(config, self.kinds)
             return lambda forecast, target: error(self.scaled(forecast - target))
@@ -275,6 +289,35 @@ def huber(difference: Tensor, delta: float) -> Tensor:
     return functional.huber_loss(
         difference, torch.zeros_like(difference), reduction="none", delta=delta
     )
+
+
+def almost_fair_crps(errors: Tensor, alpha: float) -> Tensor:
+    """Return `alpha` times the fair CRPS plus `1 - alpha` times that of the members as they are.
+
+    With x_j the errors of M members and `eps = (1 - alpha) / M` this is the mean over all pairs of
+
+        (|x_j| + |x_k| - (1 - eps) |x_j - x_k|) / 2
+
+    No pair is negative, so that no digits cancel. The expectation of the fair score (alpha = 1)
+    does not depend on M. But with alpha = 1 one member costs nothing, wherever it is, if all
+    others are exact. For one member the score is the absolute error.
+
+    Shapes:
+        `(B, M, ...)` -> `(B, ...)`.
+
+    Source: Zamo & Naveau 2018; Lang et al. 2024 (arXiv:2412.15832).
+    """
+    members = errors.shape[1]
+    if members == 1:
+        return errors[:, 0].abs()
+    shrink = 1 - (1 - alpha) / members
+    # A loop over pairs, not a sort: where members are equal the distance then has the gradient 0,
+    # instead of one that depends on their order in the batch.
+    total = torch.zeros_like(errors[:, 0])
+    for j, k in combinations(range(members), 2):
+        first, second = errors[:, j], errors[:, k]
+        total = total + first.abs() + second.abs() - shrink * (first - second).abs()
+    return total / (members * (members - 1))
 
 
 def build_difference_error(

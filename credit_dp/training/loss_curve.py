@@ -15,6 +15,7 @@ from credit_dp.training.loggers import Row, read_csv_log
 CURVE_LABELS = {
     "loss": "training loss",
     "validation_rmse": "validation RMSE\n(standard deviations)",
+    "validation_crps": "validation CRPS\n(standard deviations)",
 }
 MIN_ROWS_TO_SMOOTH = 100  # logged steps from which a running mean is drawn as well
 SMOOTHING_DIVISOR = 20  # the running mean is over this fraction of all logged steps

@@ -1,5 +1,6 @@
 """What is watched while a run trains: validation, pace and traces."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
@@ -15,7 +16,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
-from credit_dp.evaluation.metrics import RootMeanSquare
+from credit_dp.evaluation.metrics import EnsembleSpread, FairCRPS, RootMeanSquare
 from credit_dp.files import atomic_path
 from credit_dp.training.build import Training
 from credit_dp.training.console import EtaMessage, Screen
@@ -47,7 +48,8 @@ class Validation:
         self.every = config.trainer.validate_every
         self.batch_size = config.data.batch_size
         self.state = training.trainer.state
-        self.rollout = training.forecast_step.rollout
+        self.rollout = training.ensemble.rollout
+        self.members = config.trainer.members
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
         dates = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
@@ -58,23 +60,39 @@ class Validation:
         return step % self.every == 0
 
     @torch.no_grad()
-    def __call__(self) -> float:
-        """Return the RMSE in standard deviations of each field, averaged over all fields.
+    def __call__(self) -> Mapping[str, float]:
+        """Return scores in standard deviations of each field, averaged over all fields, by name.
 
-        Collective; the same number on every rank.
+        `validation_rmse`, of an ensemble that of its mean; for ensembles also `validation_crps` and
+        `validation_spread_skill`, the ratio that is 1 if members are as far from each other as
+        from the truth.
+
+        Collective; the same numbers on every rank.
+
+        Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble
+        mean?", for the ratio.
         """
         dates = self.dates
         channels = dates.prepared.store.channels.num_outputs
-        errors = RootMeanSquare((channels,), dates.area_weights, dates.points)
+        extent = ((channels,), dates.area_weights, dates.points)
+        errors, crps, spread = RootMeanSquare(*extent), FairCRPS(*extent), EnsembleSpread(*extent)
         ahead = dates.lead_steps[-1] * dates.step
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
             for times, counts in rank_batches(dates, self.manager, self.batch_size):
                 forecast = last_forecast(self.rollout, dates, times)
                 if counts:
-                    errors.add((), forecast - dates.fields(times + ahead))
-        mean = float(errors.result(self.manager).mean())
-        # The number of rank 0: it chooses the best checkpoint, so that not one bit may differ.
-        return all_gather_object(mean)[0]
+                    truth = dates.fields(times + ahead)
+                    errors.add((), forecast.mean(dim=1) - truth)
+                    crps.add((), forecast, truth)
+                    spread.add((), forecast)
+        rmse = errors.result(self.manager)
+        scores = {"validation_rmse": float(rmse.mean())}
+        if self.members > 1:
+            ratio = math.sqrt(1 + 1 / self.members) * spread.result(self.manager) / rmse
+            scores["validation_crps"] = float(crps.result(self.manager).mean())
+            scores["validation_spread_skill"] = float(ratio.mean())
+        # The numbers of rank 0: they choose the best checkpoint, so that not one bit may differ.
+        return all_gather_object(scores)[0]
 
 
 @contextmanager
@@ -156,7 +174,8 @@ class TrainingMonitor:
         trace: path of this rank's trace, if it writes one.
 
     Attributes:
-        validation_rmse: of the validation after the last step, or None.
+        validation_error: of the validation after the last step, or None: the RMSE, of ensembles
+            the CRPS.
         note: text for the progress bar.
     """
 
@@ -173,7 +192,7 @@ class TrainingMonitor:
         self.screen = screen
         self.validation = validation
         self.profiler = None if trace is None else StepProfiler(trace)
-        self.validation_rmse: float | None = None
+        self.validation_error: float | None = None
         self.note = ""
         self._loss = self._validated = ""
         step, total = training.trainer.state.step, config.trainer.steps
@@ -197,14 +216,15 @@ class TrainingMonitor:
         if line is not None:
             self.screen.show(line)
         if record.loss is None:
-            self.validation_rmse = None
+            self.validation_error = None
             return {}
         metrics = record.metrics()
         self._loss = f"loss {record.loss:.4f}"
-        self.validation_rmse = self._validate(record.step) if validate else None
-        if self.validation_rmse is not None:
-            metrics["validation_rmse"] = self.validation_rmse
-            self._validated = f"validation {self.validation_rmse:.4f}"
+        scores = self._validate(record.step) if validate else {}
+        self.validation_error = scores.get("validation_crps", scores.get("validation_rmse"))
+        if self.validation_error is not None:
+            metrics |= scores
+            self._validated = f"validation {self.validation_error:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
         return metrics
 
@@ -218,6 +238,6 @@ class TrainingMonitor:
         if self.profiler is not None and not self.profiler.written:
             self.screen.show("no trace: trainer.profile needs at least 3 steps to record one")
 
-    def _validate(self, step: int) -> float | None:
+    def _validate(self, step: int) -> Mapping[str, float]:
         due = self.validation is not None and self.validation.is_due(step)
-        return self.validation() if due and self.validation is not None else None
+        return self.validation() if due and self.validation is not None else {}

@@ -304,7 +304,7 @@ class _Run:
                     tracker.log(record.step, metrics)
                 bar(record.step, monitor.note)
                 if stop or trainer.should_save(record.step):
-                    checkpoints.save(state, yaml, monitor.validation_rmse)
+                    checkpoints.save(state, yaml, monitor.validation_error)
                 monitor.end_step()
         # Writing the last checkpoint takes time: a signal may have come meanwhile.
         stop = stop or preemption.agree_on_signal()
@@ -324,8 +324,8 @@ class _Run:
         batch_size = self.config.data.batch_size
         with training.trainer.state.eval_mode(), self.screen.bar("evaluating", count) as bar:
             last_lead = LastLeadAccumulator(dates, manager)
-            rollout = training.forecast_step.rollout
-            scores = evaluate(rollout, dates, manager, batch_size, bar, last_lead)
+            rollout, members = training.ensemble.rollout, self.config.trainer.members
+            scores = evaluate(rollout, dates, manager, batch_size, bar, last_lead, members)
             scores.check()
             return scores, last_lead.result()
 
@@ -341,7 +341,7 @@ class _Run:
         for line in scores.warnings():
             self.screen.show(f"{'warning':<13}{line}")
         with self.training.trainer.state.eval_mode():
-            field = example_map(self.training.forecast_step.rollout, dates, self.manager)
+            field = example_map(self.training.ensemble.rollout, dates, self.manager)
         if self._is_rank_0:
             self.draw(scores, last, field)
         for label, path in self.folder.existing_files().items():

@@ -102,6 +102,7 @@ def dry_run_step(
         return None
     store = prepared.store
     samples = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
+    samples *= config.trainer.members
     inputs = store.channels.fields(config.model.frames).inputs
     (model,) = training.trainer.state.parts
     try:
@@ -190,13 +191,15 @@ def data_line(config: Config, prepared: TrainingData, training: Training) -> str
 
 
 def batch_line(config: Config, manager: DomainParallelManager) -> str:
-    """Return the samples of a batch, of each data rank, and the number of micro-batches."""
+    """Return the samples of a batch, of each data rank, and the numbers of members and parts."""
     batch = config.data.batch_size
     n_microbatches = microbatches_per_step(config)
     local = batch // manager.dp_world_size
     on_each_rank = f", {local} on each data rank" if manager.dp_world_size > 1 else ""
     microbatches = f", in {n_microbatches} micro-batches" if n_microbatches > 1 else ""
-    return f"{batch} samples{on_each_rank}{microbatches}"
+    members = config.trainer.members
+    each = f", {members} members of each" if members > 1 else ""
+    return f"{batch} samples{on_each_rank}{each}{microbatches}"
 
 
 def training_line(config: Config, training: Training) -> str:

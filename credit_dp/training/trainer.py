@@ -12,12 +12,12 @@ from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import sum_over_ranks
-from credit_dp.models.blocks import draw_stochastic_depths
+from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 from credit_dp.profiling import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.diagnostics import NonFiniteGuard, diagnose_non_finite
-from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch, clip_gradients
+from credit_dp.training.forward_backward import ForwardBackward, PrepareForward, clip_gradients
 from credit_dp.training.optim import seed_step, step_unless
 from credit_dp.training.replicas import check_replicas
 from credit_dp.training.throughput import ThroughputMeter
@@ -180,7 +180,7 @@ class Trainer:
             state.step, lr, check.loss, check.grad_norm, extra, stop_signal=check.stop_signal
         )
 
-    def compute_gradients(self, batch: Batch, begin: PrepareMicroBatch | None = None) -> Tensor:
+    def compute_gradients(self, batch: Batch, begin: PrepareForward | None = None) -> Tensor:
         """Compute the gradients of the coming step, and return this rank's share of the loss.
 
         Called again with the same batch it draws the same random numbers: that is how the origin of
@@ -188,8 +188,7 @@ class Trainer:
 
         Args:
             batch: this rank's rows and samples.
-            begin: called with each part of the model and the number of each micro-batch before it
-                is computed.
+            begin: called before each forward pass of a part of the model, too.
         """
         state, manager = self.state, self.manager
         # Stages draw different numbers, too; the first band of the first stage draws those of a
@@ -198,12 +197,22 @@ class Trainer:
         seed_step(state.seed, state.step, manager.dp_rank, model_rank)
         state.optimizer.zero_grad(set_to_none=True)
         samples = self.sample_indices(batch)
+        members = self.config.members
 
-        def prepare(part: nn.Module, micro: int) -> None:
-            # Per sample, not per rank: all bands of a sample drop the same branches.
-            draw_stochastic_depths(part, state.seed, state.step, samples[micro])
+        def prepare(part: nn.Module, micro: int, forecast_step: int) -> None:
+            # Per sample and member, not per rank: all bands drop the same branches, and have the
+            # same noise.
+            of_micro = samples[micro]
+            rows = range(of_micro.start * members, of_micro.stop * members)
+            draw_stochastic_depths(part, state.seed, state.step, rows)
+            keys = [
+                (state.seed, state.step, sample, forecast_step, member)
+                for sample in of_micro
+                for member in range(members)
+            ]
+            draw_noise(part, keys)
             if begin is not None:
-                begin(part, micro)
+                begin(part, micro, forecast_step)
 
         return self.forward_backward(batch, prepare)
 

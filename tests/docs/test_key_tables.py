@@ -14,6 +14,7 @@ PAGES = (
     "rollouts",
     "checkpoints",
     "metrics",
+    "ensembles",
     "failures",
     "models",
     "your-era5",

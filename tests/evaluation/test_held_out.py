@@ -19,7 +19,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores, three_digits
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from tests.ranks import on_processes
 from tests.training.runs import alone, make_config, make_store, tiny_unet
 
@@ -46,7 +46,7 @@ def evaluated(manager: DomainParallelManager, config: Config) -> tuple[HeldOutSc
     dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
     statistics = prepared.statistics
     scale = torch.as_tensor(statistics.tendency_std / statistics.std)[:, None, None]
-    rollout = ForecastStep(rise, scale).rollout
+    rollout = EnsembleForecast(ForecastStep(rise, scale)).rollout
     done: list[int] = []
     scores = evaluate(rollout, dates, manager, 4, done.append)
     assert done[-1] == len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
@@ -100,7 +100,8 @@ def test_several_states_start_later_and_score_by_the_newest(config):
     assert torch.equal(starts[:, :7], one.initial_states(one.initial_times[:3]))
     scale = torch.ones(7, 1, 1, dtype=torch.float64)
     one.initial_times = two.initial_times
-    runs = ((ForecastStep(rise, scale), one), (ForecastStep(rise_after_two, scale), two))
+    steps = [EnsembleForecast(ForecastStep(model, scale)) for model in (rise, rise_after_two)]
+    runs = ((steps[0], one), (steps[1], two))
     a, b = (evaluate(step.rollout, dates, alone(), 4, lambda _: None) for step, dates in runs)
     assert np.array_equal(a.rmse, b.rmse)
     maps = [example_map(step.rollout, dates, alone()) for step, dates in runs]

@@ -20,7 +20,7 @@ from credit_dp.evaluation.metric_table import METRICS, SOURCES, Better, Metric, 
 from credit_dp.evaluation.metrics import AreaMean
 from credit_dp.evaluation.report import scorecard_page
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from tests.evaluation import forecasts
 from tests.ranks import on_threads
 from tests.training.runs import alone, make_config, make_store
@@ -77,7 +77,7 @@ def test_an_added_metric_is_compared(card: Scorecard, added: str, tmp_path: Path
         (tmp_path / name / "scores.json").write_text(one.to_json())
         results.append(read_result(tmp_path / name, name))
     comparison = compare(results)
-    assert comparison.scores == ("rmse", "acc", added, "bias", "activity")
+    assert comparison.scores == ("rmse", "acc", "crps", added, "bias", "activity")
     assert comparison.wins(added) == (0, 2)  # at lead time 0 both have no error
     page = comparison_page(comparison)
     assert f'<table id="{added}">' in page
@@ -118,7 +118,8 @@ def rise(x: torch.Tensor) -> torch.Tensor:
 def evaluated(manager: DomainParallelManager, config: Config) -> HeldOutScores:
     like = torch.zeros((), dtype=torch.float64)
     dates = HeldOutData(config, prepare_training_data(config.data), manager.rows(ROWS), like)
-    rollout = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64)).rollout
+    step = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64))
+    rollout = EnsembleForecast(step).rollout
     return evaluate(rollout, dates, manager, 4, lambda _: None)
 
 

@@ -26,7 +26,7 @@ from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
 from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights
 from credit_dp.evaluation.plots import channels_to_draw, column_edges, draw_map, draw_panel
 from credit_dp.evaluation.scorecard import HeldOutScores
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from credit_dp.training.loggers import FIRST_COLUMNS
 from credit_dp.training.loss_curve import curve_points, draw_curve, draw_loss
 from tests.ranks import on_processes, on_threads
@@ -113,7 +113,8 @@ def collected(
     prepared = prepare_training_data(config.data)
     like = torch.zeros((), dtype=torch.float64)
     dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
-    rollout = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64)).rollout
+    step = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64))
+    rollout = EnsembleForecast(step).rollout
     sums = LastLeadAccumulator(dates, manager)
     scores = evaluate(rollout, dates, manager, 4, lambda _: None, sums)
     return scores, sums.result()

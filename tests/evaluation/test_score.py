@@ -58,7 +58,8 @@ def by_definition(
             one, two = field - normal, truth - normal
             products = np.sqrt(globe(one**2) * globe(two**2))
             found["acc"][of] = (globe(one * two) / products).mean("time")
-    fair = abs(made - truth).mean("number") - pairs / (2 * count * (count - 1))
+    # A single member has no distance to others.
+    fair = abs(made - truth).mean("number") - pairs / (2 * count * max(1, count - 1))
     found["crps"]["forecast"] = globe(fair).mean("time")
     for of, field in fields.items():
         found["energy_score"][of] = np.sqrt(globe((field - truth) ** 2)).mean("time")
@@ -142,7 +143,7 @@ def test_whatever_form_it_has(folder: Path, form: str) -> None:
     ending = "nc" if form in ("netcdf", "leads as hours") else "zarr"
     path = folder / f"{form.replace(' ', '_')}.{ending}"
     card = scored(folder, forecasts.write(FORMS[form](without_members(made)), path))
-    assert set(card.scores) == {"rmse", "acc", "bias", "activity"}
+    assert set(card.scores) == {"rmse", "acc", "bias", "activity", "crps"}
     check(card, made)
 
 

@@ -10,15 +10,29 @@ import pytest
 import torch
 import xarray as xr
 
-from credit_dp.config import ParallelConfig
+from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_forecasts
 from credit_dp.forecast import open_sharded, run
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
-from tests.forecast.runs import forecast, forecast_config, on_rank, train
+from tests.forecast.runs import (
+    ROWS,
+    forecast,
+    forecast_config,
+    leave_checkpoint,
+    on_rank,
+    train,
+)
 from tests.ranks import on_processes
-from tests.training.runs import alone, built, tiny_crossformer, tiny_unet
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_unet,
+)
 
 # Ranks are threads here, and warnings are settings of the whole process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,10 +121,9 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     )
     times = np.array(["2000-01-04T12"], "M8[ns]")
     with torch.no_grad(), training.trainer.state.eval_mode():
-        *_, last = run_forecasts(
-            training.forecast_step.rollout, dates, times, dates.initial_states(times)
-        )
-    wanted = dates.denormalise(last)[0].float().numpy()
+        start = dates.initial_states(times)
+        *_, last = run_forecasts(training.ensemble.rollout, dates, times, start)
+    wanted = dates.denormalise(last[:, 0])[0].float().numpy()
     with xr.open_zarr(forecast(settings)) as found:
         names = dict.fromkeys(c.variable for c in dates.prepared.store.channels.output_channels)
         fields = [found[n].values[0, 0].reshape(-1, *wanted.shape[1:]) for n in names]
@@ -129,6 +142,46 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
         spread = wanted["2m_temperature"].isel(prediction_timedelta=0).std("number").mean()
         deviation = wanted["2m_temperature"].std()
         assert 0.01 < float(spread / deviation) < 0.2
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """A run of ensembles."""
+    folder = tmp_path_factory.mktemp("noisy")
+    config = make_config(make_store(folder, ROWS), folder / "run", steps=2, dtype="float64")
+    trainer = replace(config.trainer, members=3)
+    loss = StandardLossConfig(name="crps")
+    config = replace(config, model=tiny_unet(noise=4), trainer=trainer, loss=loss)
+    leave_checkpoint(config)
+    return config
+
+
+# Of the two jobs of a third, one data rank repeats one that does not count.
+@pytest.mark.parametrize(
+    "mesh", ["domain", *(pytest.param(m, marks=SLOW) for m in ("data", "pipeline"))]
+)
+def test_members_have_the_noise_of_evaluation_on_any_mesh(noisy, tmp_path, mesh):
+    training = built(noisy, alone())
+    on = replace(noisy, parallel=MESHES[mesh])
+    init = "2000-01-04T12"
+    keys = {"init": init, "lead": "12h", "members": 3, "perturb_seed": noisy.seed}
+    settings = forecast_config(on, tmp_path / "f.zarr", **keys)
+    load_checkpoint(Path(settings.request.checkpoint), training.trainer.state)
+    chosen = EvaluationDates("test", (6, 12), 6)
+    data = prepare_training_data(noisy.data)
+    dates = HeldOutData(noisy, data, slice(None), training.like, chosen)
+    times = np.array([init], "M8[ns]")
+    with torch.no_grad(), training.trainer.state.eval_mode():
+        start = dates.initial_states(times)
+        *_, last = run_forecasts(training.ensemble.rollout, dates, times, start)
+    names = [channel.name for channel in data.store.channels.output_channels]
+    wanted = dates.denormalise(last[0])[:, names.index("2m_temperature")].float().numpy()
+    assert (wanted.std(axis=0) > 0).all()
+    parallel = on.parallel
+    on_processes(2, on_rank, settings, domain=parallel.domain, pipeline=parallel.pipeline)
+    with xr.open_zarr(tmp_path / "f.zarr") as found:
+        fields = found["2m_temperature"].sel(prediction_timedelta="12h").values[:, 0]
+    np.testing.assert_allclose(fields, wanted, rtol=3e-7)
 
 
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):

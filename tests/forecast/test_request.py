@@ -76,6 +76,10 @@ def test_what_does_not_fit(keys, line):
     assert str(refused.value).startswith(line)
 
 
+def test_members_of_a_model_with_noise_need_no_perturbation():
+    ForecastRequest(**BEGINNING, members=2).check(6, noise=True)
+
+
 def test_every_forecast_is_computed_once_and_ranks_keep_in_step():
     jobs = all_jobs(times=3, members=3)
     shares = [list(rank_jobs(jobs, rank, 4)) for rank in range(4)]

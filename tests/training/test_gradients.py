@@ -109,7 +109,7 @@ def backward_of_idle(manager: DomainParallelManager) -> None:
     x = torch.ones(1, 1, 4, 4)
     batch = Batch(x, nothing, nothing, 2 * x, np.zeros(1, "datetime64[ns]"))
     ModelForwardBackward(model, ForecastStep(model, scale), loss, 1, 1)(
-        batch, lambda part, micro: None
+        batch, lambda part, micro, step: None
     )
 
 

@@ -206,7 +206,7 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(config, bounds, cover
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "hubber"}, r"loss\.name: .*mse, mae, huber, got 'hubber'\..*huber"),
+        ({"name": "hubber"}, r"loss\.name: .*mse, mae, huber, crps, got 'hubber'\..*huber"),
         ({"huber_delta": 0.0}, r"loss\.huber_delta: .* above 0, got 0"),
         ({"huber_delta": float("nan")}, r"loss\.huber_delta: .* above 0, got nan"),
         ({"spectrum": -0.1}, r"loss\.spectrum: .* at least 0, got -0\.1"),

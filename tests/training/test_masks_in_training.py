@@ -171,8 +171,8 @@ def train_all(
     prepared = prepare_training_data(config.data)
     dates = HeldOutData(config, prepared, training.rows, training.like)
     training.trainer.state.train(False)
-    scores = evaluate(training.forecast_step.rollout, dates, manager, 4, lambda _: None)
-    field = example_map(training.forecast_step.rollout, dates, manager)
+    scores = evaluate(training.ensemble.rollout, dates, manager, 4, lambda _: None)
+    field = example_map(training.ensemble.rollout, dates, manager)
     return numbers, weights(training), scores.rmse, field.forecast
 
 

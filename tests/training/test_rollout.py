@@ -74,7 +74,7 @@ def one_pass(manager: DomainParallelManager, config: Config) -> Found:
     trainer = training.trainer
     trainer.state.train()
     with training.loader:
-        share = trainer.forward_backward(next(training.loader), lambda part, micro: None)
+        share = trainer.compute_gradients(next(training.loader))
     gradients = {}
     for name, parameter in trainer.state.parameters.items():
         grad = parameter.grad
@@ -280,7 +280,7 @@ def forwards(store, seas, again: bool) -> tuple[int, int]:
     with training.loader:
         batch = next(training.loader)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        losses = gradients._compute_losses(batch)
+        losses = gradients._compute_losses(batch, lambda step: None)
     losses.sum().backward()
     handle.remove()
     return len(calls), sum(size for _, size in kept)

@@ -42,7 +42,9 @@ def validated(manager: DomainParallelManager, config: Config) -> float:
     """Return the RMSE of untrained weights."""
     training = built(config, manager)
     training.loader.close()
-    return Validation(config, prepare_training_data(config.data), training, manager)()
+    return Validation(config, prepare_training_data(config.data), training, manager)()[
+        "validation_rmse"
+    ]
 
 
 def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
@@ -92,7 +94,7 @@ def test_it_is_the_mean_of_normalised_rmse(config):
     rows = torch.as_tensor(area / area.sum()).to(squares)
     by_field = (squares.mean(-1) * rows).sum(-1).mean(0).sqrt()
     # The weights by area are those of the grid's cells, which are close to the cosine.
-    assert validation() == pytest.approx(float(by_field.mean()), rel=1e-2)
+    assert validation()["validation_rmse"] == pytest.approx(float(by_field.mean()), rel=1e-2)
     training.trainer.state.train()
 
 

@@ -1,0 +1,367 @@
+"""Ensembles in training: their loss, and members that differ in noise, the same on every mesh."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from credit_dp.config import Config, StandardLossConfig
+from credit_dp.costs.budget import model_and_shape
+from credit_dp.data.grid import row_weights
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.held_out import HeldOutData, evaluate
+from credit_dp.models.blocks import NoiseModulation
+from credit_dp.training.build import Training
+from credit_dp.training.loss import almost_fair_crps, channel_weights
+from credit_dp.training.monitoring import Validation
+from credit_dp.training.summary import batch_line
+from tests.ranks import on_processes
+from tests.training.masked_stores import sea_config
+from tests.training.meshes import (
+    HALF_WAY,
+    ONE,
+    Mesh,
+    assert_same_trajectory,
+    on_mesh,
+    run_on_mesh,
+    train_from_checkpoint,
+    train_from_start,
+)
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_pangu,
+    tiny_unet,
+)
+
+ROWS, MEMBERS, NOISE = 13, 3, 5  # rows: no multiple of 2 or 3
+CRPS = StandardLossConfig(name="crps", alpha=0.9, level_weight=True, spectrum=0.1)
+MODELS = {
+    "unet": tiny_unet(noise=NOISE),
+    "depthwise": tiny_unet(noise=NOISE, block="global_depthwise", kernel=[5, 5]),
+    "pangu": tiny_pangu(noise=NOISE, patch=[2, 3, 4]),
+    "crossformer": tiny_crossformer(noise=NOISE),
+    "depth": tiny_unet(noise=NOISE, stochastic_depth=0.4, activation_checkpointing=True),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("store"), ROWS)
+
+
+def of_members(config: Config, model: str = "unet", **trainer: Any) -> Config:
+    """Return a run of ensembles of this model."""
+    keys = {"steps": 5, "members": MEMBERS, **trainer}
+    trainer_config = replace(config.trainer, **keys)
+    return replace(config, model=MODELS[model], loss=CRPS, trainer=trainer_config)
+
+
+def give_noise_weight(training: Training) -> None:
+    """Set the weights of noise, which are small at first, to larger ones that all ranks share."""
+    generator = torch.Generator().manual_seed(7)
+    for part in training.trainer.state.parts:
+        for layer in part.modules():
+            if isinstance(layer, NoiseModulation):
+                weight = layer.linear.weight
+                drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                with torch.no_grad():
+                    weight.copy_(0.6 * drawn)
+
+
+def gradient_of_first_batch(
+    manager: DomainParallelManager, config: Config
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the first batch's loss and gradients, on the whole globe."""
+    training = built(config, manager)
+    give_noise_weight(training)
+    trainer = training.trainer
+    trainer.state.train()
+    with training.loader:
+        share = trainer.compute_gradients(next(training.loader))
+    gradients = {}
+    for name, parameter in trainer.state.parameters.items():
+        grad = parameter.grad
+        assert grad is not None
+        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return float(trainer.sum_over_mesh(share)) / manager.dp_world_size, gradients
+
+
+def crps(members: list[torch.Tensor], truth: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return the almost-fair score by its definition: two double loops over members."""
+    count = len(members)
+    distance = sum((a - b).abs() for a, b in product(members, members))
+    error = sum((member - truth).abs() for member in members) / count
+    fair = error - distance / (2 * count * (count - 1))
+    return alpha * fair + (1 - alpha) * (error - distance / (2 * count**2))
+
+
+def gradient_by_hand(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    """Compute the same by definition: sample by sample, member by member, step by step."""
+    training = built(config, alone())
+    give_noise_weight(training)
+    ready = prepare_training_data(config.data)
+    channels = ready.store.channels.output_channels
+    (model,) = training.trainer.state.parts
+    layers = [layer for layer in model.modules() if isinstance(layer, NoiseModulation)]
+    with training.loader:
+        batch = next(training.loader)
+    steps = config.trainer.longest_rollout
+    targets, forcings = batch.target.chunk(steps, 1), batch.forcing.chunk(steps, 1)
+    scale = training.trainer.forward_backward.loss.scale
+    masks = ready.store.valid_mask(slice(None))
+    valid = torch.ones((), dtype=torch.bool) if masks is None else torch.from_numpy(masks)
+    area = torch.from_numpy(row_weights(ready.store.latitude))[:, None] * valid
+    area = area * torch.ones_like(targets[0][0])
+    weight = torch.from_numpy(channel_weights(config.loss, channels))
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in range(len(batch.times)):
+        one = slice(sample, sample + 1)
+        states = [batch.state[one] for _ in range(MEMBERS)]
+        for step in range(steps):
+            forecasts = []
+            for member in range(MEMBERS):
+                keys = [config.seed, 0, sample, step + 1, member]
+                random = np.random.default_rng(np.random.SeedSequence(keys))
+                for layer in layers:
+                    layer.draws = torch.from_numpy(random.standard_normal(NOISE))[None]
+                    random = np.random.default_rng(np.random.SeedSequence(keys))
+                made = training.forecast_step(
+                    states[member], forcings[step][one], batch.static[one]
+                )
+                forecasts.append(made)
+                fill = training.forecast_step.fill
+                states[member] = (made if fill is None else fill(made))[:, : states[0].shape[1]]
+            score = crps([x / scale for x in forecasts], targets[step][one] / scale, CRPS.alpha)
+            score = torch.where(valid, score, 0)[0]
+            by_channel = (score * area).sum((1, 2)) / area.sum((1, 2))
+            total = total + (by_channel * weight / weight.sum()).sum() / steps / len(batch.times)
+    total.backward()
+    named = training.trainer.state.parameters
+    return total.item(), {name: p.grad for name, p in named.items() if p.grad is not None}
+
+
+def assert_same_gradients(found: Any, wanted: Any) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-10)
+    assert found[1].keys() == wanted[1].keys()
+    largest = max(float(grad.abs().max()) for grad in wanted[1].values())
+    for name, grad in wanted[1].items():
+        size = max(float(grad.abs().max()), 1e-3 * largest)
+        assert float((found[1][name] - grad).abs().max()) <= 1e-10 * size, name
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_the_score_is_that_of_the_definition(alpha, members):
+    generator = torch.Generator().manual_seed(members)
+    errors = torch.randn(2, members, 3, 4, generator=generator, dtype=torch.float64)
+    errors[0, :, 0, 0] = 0  # equal members
+    errors.requires_grad_()
+    found = almost_fair_crps(errors, alpha)
+    zero = torch.zeros(2, 3, 4, dtype=torch.float64)
+    single = errors[:, 0].abs()
+    wanted = crps(list(errors.unbind(1)), zero, alpha) if members > 1 else single
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+    gradients = [
+        torch.autograd.grad(score.sum(), errors, retain_graph=True)[0] for score in (found, wanted)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-14)
+
+
+def test_the_fair_score_of_a_sample_does_not_depend_on_the_number_of_members():
+    generator = torch.Generator().manual_seed(1)
+    many = torch.randn(20000, 8, generator=generator, dtype=torch.float64)
+    expected = 2**0.5 / np.pi**0.5 - 1 / np.pi**0.5  # E|X| - E|X - X'| / 2 of normal numbers
+    for members in (2, 4, 8):
+        mean = almost_fair_crps(many[:, :members], 1.0).mean().item()
+        assert mean == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "rollout", "sea"])
+def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
+    plain = sea_config(tmp_path) if kind == "sea" else make_config(store, tmp_path / "run")
+    config = of_members(plain, rollout={0: 2} if kind == "rollout" else {0: 1})
+    config = replace(config, loss=replace(CRPS, spectrum=0.0))
+    wanted = gradient_by_hand(config)
+    assert_same_gradients(gradient_of_first_batch(alone(), config), wanted)
+    parts = replace(config, trainer=replace(config.trainer, accumulate=2))
+    assert_same_gradients(gradient_of_first_batch(alone(), parts), wanted)
+
+
+@pytest.fixture(scope="module")
+def reference(store):
+    """Five steps of each model on one process, and their trajectory."""
+    made: dict[str, Any] = {}
+
+    def get(model: str) -> Any:
+        if model not in made:
+            config = make_config(store, store.parent / model)
+            # A pipeline trains on no rollouts.
+            rollout = {0: 1} if model == "pangu" else {0: 1, 2: 2}
+            config = of_members(config, model, accumulate=2, rollout=rollout)
+            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
+        return made[model]
+
+    return get
+
+
+FAST = [("unet", Mesh(1, 1, 2))]
+SLOW = [  # each model, each mode, and 2, 3 and 4 bands
+    ("unet", Mesh(1, 2, 1)),
+    ("unet", Mesh(1, 1, 4)),
+    ("depthwise", Mesh(1, 1, 3)),
+    ("depth", Mesh(1, 2, 2, "fsdp2")),
+    ("crossformer", Mesh(1, 1, 3, "fsdp2")),
+    ("crossformer", Mesh(1, 2, 2)),
+    ("pangu", Mesh(1, 1, 3)),
+    ("pangu", Mesh(2, 1, 1)),
+    ("pangu", Mesh(2, 1, 2, "fsdp2")),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        *(pytest.param(*case, id="-".join(map(str, case))) for case in FAST),
+        *(pytest.param(*c, id="-".join(map(str, c)), marks=pytest.mark.slow) for c in SLOW),
+    ],
+)
+def test_members_train_as_on_one_process(reference, model, mesh):
+    config, wanted = reference(model)
+    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["unet", "depth"])
+@pytest.mark.parametrize("kind", ["step", "blocks"])
+def test_what_is_computed_again_has_the_noise_of_its_own_step(reference, model, kind):
+    config, (numbers, trained) = reference(model)
+    trainer = replace(config.trainer, checkpoint_activations=kind)
+    found = run_on_mesh(ONE, train_from_start, replace(config, trainer=trainer), None)
+    assert found[0] == numbers
+    assert all(np.array_equal(found[1][name], weight) for name, weight in trained.items())
+
+
+def test_resuming_changes_no_bit(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"), steps=4)
+    numbers, trained = run_on_mesh(ONE, train_from_start, config, tmp_path)
+    assert len({loss for loss, _ in numbers}) == 4
+    again_numbers, again = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
+    assert again_numbers == numbers[HALF_WAY:]
+    assert all(np.array_equal(again[name], weight) for name, weight in trained.items())
+
+
+def output(training: Training, batch: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return training.forecast_step(batch.state, batch.forcing, batch.static)
+
+
+@pytest.mark.parametrize("model", ["unet", "pangu", "crossformer"])
+def test_without_noise_it_is_the_model_that_has_none(store, tmp_path, model):
+    plain = make_config(store, tmp_path / "run", replace(MODELS[model], noise=0))
+    without, noisy = built(plain, alone()), built(of_members(plain, model), alone())
+    found, wanted = noisy.trainer.state.parameters, without.trainer.state.parameters
+    assert set(wanted) < set(found)
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            found[name].copy_(parameter)
+    with without.loader, noisy.loader:
+        batch = next(without.loader)
+        assert torch.equal(output(noisy, batch), output(without, batch))
+        give_noise_weight(noisy)
+        times = batch.times
+        rollout = noisy.ensemble.rollout(times, batch.state, [batch.forcing], batch.static)
+        with torch.no_grad():
+            (members,) = rollout
+        assert members.shape[:2] == (len(times), MEMBERS)
+        assert (members.std(dim=1).amax(dim=(0, 2, 3)) > 0).all()
+
+
+def scores(manager: DomainParallelManager, config: Config) -> tuple[Any, Any]:
+    """Return the validation and the final scores of untrained weights with noise."""
+    training = built(config, manager)
+    training.loader.close()
+    give_noise_weight(training)
+    ready = prepare_training_data(config.data)
+    validation = Validation(config, ready, training, manager)()
+    dates = HeldOutData(config, ready, training.rows, training.like)
+    training.trainer.state.train(False)
+    rollout = training.ensemble.rollout
+    found = evaluate(rollout, dates, manager, 4, lambda _: None, members=MEMBERS)
+    rmse, ensemble = found.tables(10_000)
+    assert (rmse.row_count, ensemble.row_count) == (len(found.channels), len(found.channels))
+    return validation, {name: values.tolist() for name, values in found.scores.items()}
+
+
+def test_ensembles_have_their_scores(store, tmp_path):
+    plain = make_config(store, tmp_path / "run")
+    dates = replace(plain.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])
+    config = of_members(replace(plain, data=replace(plain.data, dates=dates)), validate_every=1)
+    validation, final = scores(alone(), config)
+    assert set(final) == {"rmse", "crps", "spread"}
+    spread, rmse = np.array(final["spread"])[0], np.array(final["rmse"])[0]
+    assert (spread > 0).all()
+    # As WeatherBench 2 has them; on random fields the error is far above the spread.
+    assert (np.array(final["crps"])[0] < rmse).all()
+    ratio = validation["validation_spread_skill"]
+    assert 0 < ratio < 1
+    assert 0 < validation["validation_crps"] < validation["validation_rmse"]
+    for found in on_processes(2, scores, on_mesh(config, Mesh(1, 1, 2)), domain=2):
+        assert found[0] == pytest.approx(validation, rel=1e-10)
+        for name, values in final.items():
+            assert np.array(found[1][name]) == pytest.approx(np.array(values), rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "members", "line"),
+    [
+        (MODELS["unet"], "mse", 2, r"^trainer\.members: 2 members need loss=crps, got loss=mse"),
+        (MODELS["unet"], "crps", 1, r"^loss: crps needs trainer\.members of at least 2, got 1"),
+        (tiny_unet(), "crps", 2, r"^trainer\.members: .* but unet has none\. Set model\.noise"),
+        (MODELS["unet"], "mse", 1, r"^model\.noise: 5 needs trainer\.members of at least 2"),
+    ],
+)
+def test_noise_members_and_loss_come_together(store, tmp_path, model, loss, members, line):
+    config = make_config(store, tmp_path / "run")
+    trainer = replace(config.trainer, members=members)
+    with pytest.raises(UserError, match=line) as error:
+        replace(config, model=model, loss=StandardLossConfig(name=loss), trainer=trainer)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_says_how_many_members_it_has(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"))
+    assert batch_line(config, alone()) == "4 samples, 3 members of each"
+
+
+def test_a_plan_counts_members_as_samples(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"))
+    config = replace(config, data=replace(config.data, grid="33x16"))
+    assert model_and_shape(config, 2)[1][0] == 2 * MEMBERS
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"gradient": 0.5}, "loss.gradient: can't be added to loss=crps"),
+        (
+            {"sphere_spectrum": 0.5, "sphere_error": "amse"},
+            "loss.sphere_error=amse: can't be added to loss=crps",
+        ),
+        ({"variable_error": {"a": "mae"}}, "loss.variable_error: needs loss=mse, mae or huber"),
+    ],
+)
+def test_errors_that_make_members_alike_are_refused(keys, line):
+    with pytest.raises(UserError, match=line):
+        StandardLossConfig(name="crps", **keys)
+    StandardLossConfig(name="crps", sphere_spectrum=0.5)

@@ -13,7 +13,7 @@ import xarray as xr
 from credit_dp.cli.forecast import forecast_config
 from tests.cli.invocation import answer
 from tests.data import stores
-from tests.forecast.runs import ROWS, train
+from tests.forecast.runs import ROWS, train, train_ensemble
 
 TIMES = ("init=2000-01-04/2000-01-04T12/12h", "lead=12h", "device=cpu")
 
@@ -202,6 +202,15 @@ def test_the_mesh_is_given_and_the_rest_is_the_runs(run):
     assert config.trainer.dtype == "float64"
     assert config.request.out == str(run / "forecast.zarr")
     assert config.request.checkpoint == str(run / "checkpoint/step-00000002")
+
+
+def test_members_of_an_ensemble_need_no_perturbation(run, tmp_path, monkeypatch):
+    ensemble = train_ensemble(tmp_path).run.dir
+    words = ["init=2000-01-04", "lead=12h", "members=4"]
+    config = forecast_config([f"checkpoint={ensemble}", *words], "credit-dp forecast")
+    # The loss of other runs is left out; members are refused without theirs.
+    assert (config.request.members, config.loss.name, config.trainer.members) == (4, "crps", 3)
+    assert "Set perturb, too" in refused(monkeypatch, f"checkpoint={run}", *words)
 
 
 @pytest.mark.slow

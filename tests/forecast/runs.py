@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from credit_dp.config import AdamWConfig, Config, ModelConfig
+from credit_dp.config import AdamWConfig, Config, ModelConfig, StandardLossConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 from credit_dp.forecast.run import make_forecasts
@@ -15,7 +15,7 @@ from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_threads
-from tests.training.runs import alone, built, make_config, make_store, train_on
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on
 
 ROWS = 17
 INIT = "2000-01-04/2000-01-04T12/12h"  # two times
@@ -26,6 +26,16 @@ def train(folder: Path, model: ModelConfig | None = None, rows: int = ROWS) -> C
     """Train two steps with weight averages, save a checkpoint, and return the config."""
     config = make_config(make_store(folder, rows), folder / "run", model, steps=2)
     config = replace(config, optimizer=AVERAGED)
+    leave_checkpoint(config)
+    return config
+
+
+def train_ensemble(folder: Path) -> Config:
+    """Train two steps of three members, save a checkpoint, and return the config."""
+    config = make_config(make_store(folder, ROWS), folder / "run", steps=2)
+    trainer = replace(config.trainer, members=3)
+    loss = StandardLossConfig(name="crps")
+    config = replace(config, model=tiny_unet(noise=4), trainer=trainer, loss=loss)
     leave_checkpoint(config)
     return config
 

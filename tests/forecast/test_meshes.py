@@ -10,26 +10,23 @@ import pytest
 import torch
 import xarray as xr
 
-from credit_dp.config import ParallelConfig, StandardLossConfig
+from credit_dp.config import ParallelConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_forecasts
 from credit_dp.forecast import open_sharded, run
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.forecast.runs import (
-    ROWS,
     forecast,
     forecast_config,
-    leave_checkpoint,
     on_rank,
     train,
+    train_ensemble,
 )
 from tests.ranks import on_processes
 from tests.training.runs import (
     alone,
     built,
-    make_config,
-    make_store,
     tiny_crossformer,
     tiny_unet,
 )
@@ -147,16 +144,10 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
     """A run of ensembles."""
-    folder = tmp_path_factory.mktemp("noisy")
-    config = make_config(make_store(folder, ROWS), folder / "run", steps=2, dtype="float64")
-    trainer = replace(config.trainer, members=3)
-    loss = StandardLossConfig(name="crps")
-    config = replace(config, model=tiny_unet(noise=4), trainer=trainer, loss=loss)
-    leave_checkpoint(config)
-    return config
+    return train_ensemble(tmp_path_factory.mktemp("noisy"))
 
 
-# Of the two jobs of a third, one data rank repeats one that does not count.
+# Three members on two data ranks: one repeats a forecast that does not count.
 @pytest.mark.parametrize(
     "mesh", ["domain", *(pytest.param(m, marks=SLOW) for m in ("data", "pipeline"))]
 )

@@ -244,6 +244,12 @@ class Config:
                 "compile: needs an empty parallel.layout, because moves between devices can't be "
                 "compiled. Change one of them."
             )
+        drawn = [key for key in ("noise", "stochastic_depth") if getattr(self.model, key, 0)]
+        if self.compile and drawn and getattr(self.model, "activation_checkpointing", False):
+            raise UserError(
+                "compile: needs model.activation_checkpointing=false, because blocks with "
+                f"model.{drawn[0]} can't be compiled and recomputed. Change one of them."
+            )
         if self.trainer.checkpoint_activations != "false" and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.checkpoint_activations: needs parallel.pipeline=1, got "

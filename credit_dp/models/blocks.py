@@ -102,8 +102,8 @@ class NoiseModulation(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw small initial weights."""
-        # Not zeros: members would differ by rounding only, and so would the first gradient of the
-        # CRPS, which depends on the order of members.
+        # Not zeros: members would differ by rounding only, whose signs, other ones on each mesh,
+        # would decide the first gradient of the CRPS.
         nn.init.normal_(self.linear.weight, std=0.05)
 
     def forward(self, x: Tensor) -> Tensor:

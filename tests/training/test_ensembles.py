@@ -339,6 +339,13 @@ def test_noise_members_and_loss_come_together(store, tmp_path, model, loss, memb
     assert "\n" not in str(error.value)
 
 
+def test_blocks_with_draws_are_not_compiled_and_recomputed(store, tmp_path):
+    config = make_config(store, tmp_path / "run")
+    assert replace(of_members(config, "unet"), compile=True).compile
+    with pytest.raises(UserError, match=r"^compile: needs model\.activation_checkpointing=false"):
+        replace(of_members(config, "depth"), compile=True)
+
+
 def test_a_run_says_how_many_members_it_has(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
     assert batch_line(config, alone()) == "4 samples, 3 members of each"

@@ -463,6 +463,9 @@ class ShapeMemo:
             # It has no data to change. Autograd counts versions of tensors before it gets here.
             if key in self._changes:
                 return first
+            if properties.runs_on_meta and _run_on_meta(func, args, kwargs) is not None:
+                self._changes.add(key)
+                return first
             result = func(*args, **kwargs)
             if result is first:
                 self._changes.add(key)
@@ -513,7 +516,7 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
     )
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     runs_on_meta = (
-        is_pure
+        (is_pure or changes_first)
         and not any(x.name == "device" for x in schema.arguments)
         and not depends_on_data.intersection(func.tags)
         and (is_view or func not in op_implementations_dict)

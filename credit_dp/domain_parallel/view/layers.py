@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
@@ -131,7 +132,8 @@ def _layer(
 def _make_layer(
     view: GlobalView, dim: int, ndim: int, kind: type[nn.Module], settings: dict[str, Any]
 ) -> RowLayer | UserError | None:
-    with torch.device("meta"):
+    # A trial run's modes would see its parameters drawn.
+    with _disable_current_modes(), torch.device("meta"):
         module = kind(**settings)
     try:
         layer = LAYER_RULES[kind](module)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.layers.norm import (
     GlobalReduction,
     Moments,
+    accumulation_dtype,
     cast_for_autocast,
     mean_and_variance,
     mean_square,
@@ -32,6 +33,7 @@ from credit_dp.domain_parallel.view.rules import (
 from credit_dp.domain_parallel.view.shapes import with_rows_everywhere
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
+    GlobalView,
     Layout,
     local_of,
     with_layout,
@@ -55,9 +57,41 @@ def _reduction(x: GlobalTensor, layout: Layout, dims: list[int]) -> GlobalReduct
     )
 
 
+def _moments_and_statistics(
+    x: GlobalTensor, reduction: GlobalReduction, running: tuple[Any, Any], momentum: float
+) -> Moments:
+    """Return mean and variance of the globe, and update running statistics; a collective."""
+    mean, variance = _moments(mean_and_variance, x.local, reduction, x.view_)
+    if running[0] is not None and x.view_.recorder is None:
+        assert mean is not None
+        moments = mean, variance
+        update_running_statistics(running, moments, reduction.count(x.local), momentum)
+    return mean, variance
+
+
 def _per_channel(parameter: Any, ndim: int) -> Any:
     """Return a norm's parameter in the shape in which it broadcasts against `(B, C, ...)`."""
     return None if parameter is None else local_of(parameter).view(-1, *(1,) * (ndim - 2))
+
+
+def _moments(
+    compute: Callable[[Tensor, GlobalReduction], Moments],
+    x: Tensor,
+    reduction: GlobalReduction,
+    view: GlobalView,
+) -> Moments:
+    """Return the moments of the globe; a collective.
+
+    A trial run only counts their message: a model has many norms, and half of the operations of its
+    plan would be those of moments without values.
+    """
+    if view.recorder is None:
+        return compute(x, reduction)
+    shape = [1 if d - x.ndim in reduction.dims else size for d, size in enumerate(x.shape)]
+    moments = x.new_empty((1 if compute is mean_square else 2, *shape), dtype=accumulation_dtype(x))
+    reduction.transport.all_gather(moments if len(moments) == 2 else moments[0])
+    mean, variance = moments.new_empty(shape), moments.new_empty(shape)
+    return None if compute is mean_square else mean, variance
 
 
 NORM: dict[str, Any] = {"weight": None, "bias": None, "eps": 1e-5}
@@ -84,9 +118,7 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = with_rows_everywhere(x)
     layout = layout_of(x)
     reduction = _reduction(x, layout, [d for d in range(x.ndim) if d != 1])
-    moments = mean_and_variance(x.local, reduction)
-    if running[0] is not None:
-        update_running_statistics(running, moments, reduction.count(x.local), arguments["momentum"])
+    moments = _moments_and_statistics(x, reduction, running, arguments["momentum"])
     weight, bias = (_per_channel(arguments[name], x.ndim) for name in ("weight", "bias"))
     return wrap(normalise(x.local, moments, eps, weight, bias, reduction), layout, x.view_)
 
@@ -152,9 +184,7 @@ def instance_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = with_rows_everywhere(x)
     layout = layout_of(x)
     reduction = _reduction(x, layout, list(range(2, x.ndim)))
-    moments = mean_and_variance(x.local, reduction)
-    if running[0] is not None:
-        update_running_statistics(running, moments, reduction.count(x.local), arguments["momentum"])
+    moments = _moments_and_statistics(x, reduction, running, arguments["momentum"])
     weight, bias = (_per_channel(parameter, x.ndim) for parameter in parameters)
     result = normalise(x.local, moments, arguments["eps"], weight, bias, reduction)
     return wrap(result, layout, x.view_)
@@ -180,9 +210,8 @@ def layer_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = with_rows_everywhere(x)
     layout = layout_of(x)
     reduction = _reduction(x, layout, list(range(first, x.ndim)))
-    compute_moments: Callable[..., Moments] = mean_square if is_rms else mean_and_variance
     local = cast_for_autocast(x.local)
-    moments = compute_moments(local, reduction)
+    moments = _moments(mean_square if is_rms else mean_and_variance, local, reduction, view)
     # Parameters have an entry for each row: each rank takes those of its band.
     entries = layout.at(layout.dim - first)
     weight, bias = (None if p is None else with_layout(p, entries, view) for p in (weight, bias))

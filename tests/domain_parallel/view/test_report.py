@@ -310,9 +310,16 @@ def _real_step(manager, model, shape):
     return forward, _traffic(manager) - forward
 
 
-@pytest.mark.parametrize("name", ["fft", "norm of the globe", "roll", "crop", "few rows"])
+def _norms():
+    """Return norms over rows beside a layer that needs the view; a plan computes no moments."""
+    norms = nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)
+    return nn.Sequential(_Spectral(), *norms, nn.LayerNorm(SHAPE[1:]), nn.RMSNorm(SHAPE[1:]))
+
+
+@pytest.mark.parametrize("name", ["fft", "norm of the globe", "roll", "crop", "few rows", "norms"])
 def test_the_plan_counts_what_a_real_step_sends(name):
-    model, ranks = _around(REFUSED[name](), nn.GroupNorm(2, 4)), 3
+    layer = _norms() if name == "norms" else REFUSED[name]()
+    model, ranks = _around(layer, nn.GroupNorm(2, 4)), 3
     plan = plan_report(model, SHAPE, ranks)
     assert plan.problems == ()
     assert plan.refusal

@@ -284,10 +284,11 @@ class SphereError:
     def _error(self, forecast: Tensor, target: Tensor, product: Tensor) -> Tensor:
         """Return the error of each degree, `(B, C, L)`, from powers and their product."""
         forecast, target = forecast + FLOOR, target + FLOOR
-        roots = (forecast * target).sqrt()
-        error = forecast + target - 2 * roots  # the squared difference of amplitudes
+        f, t = forecast.sqrt(), target.sqrt()
+        error = (f - t).square()
         if self._coherence:
-            error = error + 2 * torch.maximum(forecast, target) * (1 - (product + FLOOR) / roots)
+            coherence = (product + FLOOR) / (f * t)
+            error = error + 2 * torch.maximum(forecast, target) * (1 - coherence)
         return error
 
     @staticmethod

@@ -230,6 +230,7 @@ def split_matrices(
         id(p)
         for name, p in parameters.items()
         if has_weight_decay(name, p)
+        and p.is_floating_point()  # complex weights are AdamW's
         and not any(fnmatchcase(name, pattern) for pattern in config.adamw)
     }
     return [

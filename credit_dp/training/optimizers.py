@@ -48,15 +48,21 @@ class Lion(Optimizer):
                 if not self.state[parameter]:
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             # On local shards: dispatch through `DTensor` would take longer than the arithmetic.
-            values = [local_tensor(p) for p in parameters]
-            gradients = [local_tensor(p.grad) for p in parameters]
-            averages = [local_tensor(self.state[p]["exp_avg"]) for p in parameters]
+            values = [real_entries(p) for p in parameters]
+            gradients = [real_entries(p.grad) for p in parameters]
+            averages = [real_entries(self.state[p]["exp_avg"]) for p in parameters]
             lr, (in_update, kept) = group["lr"], group["betas"]
             updates = torch._foreach_lerp(averages, gradients, 1 - in_update)
             torch._foreach_sign_(updates)
             torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
             torch._foreach_add_(values, updates, alpha=-lr)
             torch._foreach_lerp_(averages, gradients, 1 - kept)
+
+
+def real_entries(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor's local shard, with complex numbers as pairs of real ones."""
+    local = local_tensor(tensor)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 # Of the odd polynomial whose iterates map singular values towards 1, and the number of iterations.

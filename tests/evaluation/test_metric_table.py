@@ -72,13 +72,21 @@ def test_an_added_metric_is_in_the_files_and_on_the_page(card: Scorecard, added:
 def test_an_added_metric_is_compared(card: Scorecard, added: str, tmp_path: Path) -> None:
     scores = {**card.scores, added: card.scores[added] * np.array([0.5, 1, 1])[:, None, None]}
     results = []
-    for name, one in (("old", card), ("<i>new", replace(card, scores=scores))):
+    tropics = {"regions": {"tropics": scores}}
+    for name, one in (
+        ("old", replace(card, **tropics)),
+        ("<i>new", replace(card, scores=scores, **tropics)),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "scores.json").write_text(one.to_json())
         results.append(read_result(tmp_path / name, name))
     comparison = compare(results)
     assert comparison.scores == ("rmse", "acc", "crps", added, "bias", "activity")
     assert comparison.wins(added) == (0, 2)  # at lead time 0 both have no error
+    rows = list(csv.DictReader(comparison.to_csv().splitlines()))
+    of_region = [row for row in rows if row["region"] == "tropics" and row["score"] == added]
+    assert [row["old"] for row in of_region] == [row["<i>new"] for row in of_region]
+    assert len(of_region) == 3
     page = comparison_page(comparison)
     assert f'<table id="{added}">' in page
     assert 'alt="Mean absolute error by lead time"' in page

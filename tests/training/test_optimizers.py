@@ -149,6 +149,24 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved
 
 
+@pytest.mark.parametrize("config", [LionConfig(lr=LR), MuonConfig(lr=LR)])
+def test_complex_weights_are_two_real_ones(config: OptimizerConfig) -> None:
+    """Neither has a sign or a matrix of its own for them: Muon leaves them to AdamW."""
+    torch.manual_seed(2)
+    whole = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+    parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
+    other = replace(config, adamw=["*"]) if isinstance(config, MuonConfig) else config
+    ours, theirs = build_optimizer({"w": whole}, config), build_optimizer({"w": parts}, other)
+    for _ in range(STEPS):
+        whole.grad = torch.randn(3, 4, dtype=torch.complex128)
+        parts.grad = torch.view_as_real(whole.grad).clone()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(
+        torch.view_as_real(whole.detach()), parts.detach(), rtol=1e-13, atol=0
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": LionConfig(lr=1e-3, warmup_steps=3, layer_decay=0.8),
     "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),

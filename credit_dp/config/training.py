@@ -22,7 +22,7 @@ POINT_ERRORS = ("mse", "mae", "huber")
 LOSSES = (*POINT_ERRORS, "crps")
 SPHERE_ERRORS = ("amplitude", "amse")
 LR_SCHEDULES = ("cosine", "constant", "step")
-TRACKERS = ("wandb", "tensorboard")
+TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 
 @dataclass
@@ -395,10 +395,13 @@ def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
 class LoggerConfig:
     """The trackers that get a run's numbers, besides metrics.csv, which is always written."""
 
-    # wandb, tensorboard, both or none, besides metrics.csv
+    # some of wandb, tensorboard and mlflow, or none, besides metrics.csv
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     wandb: str = "offline"  # online | offline (needs no account) | disabled
-    project: str = "credit_dp"  # name of the project at Weights & Biases
+    # name of the project at Weights & Biases, and of the experiment of mlflow
+    project: str = "credit_dp"
+    # of mlflow: folder of its files, or address of a server; null: in the run's folder
+    mlflow: str | None = None
 
     def __post_init__(self) -> None:
         checks.no_repeats("logger.trackers", self.trackers)

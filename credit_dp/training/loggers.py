@@ -11,8 +11,10 @@ import io
 import logging
 import os
 import queue
+import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -78,7 +80,7 @@ def open_tracker(
         config: of the logger.
         log: the CSV file, in the run's folder.
         step: the last step before training starts; 0 for a new run.
-        run_config: the config of the run, for wandb.
+        run_config: the config of the run, for wandb and mlflow.
         rank: of this process.
 
     Raises:
@@ -96,8 +98,13 @@ def open_tracker(
             check_wandb_key()
         start = partial(WandbLog, config.wandb, config.project, folder, step, run_config)
         sinks.append(BackgroundSink("Weights & Biases", start))
+    if "mlflow" in config.trackers:
+        check_installed("mlflow")
+        address = config.mlflow or str(folder / "mlflow")
+        start_mlflow = partial(MlflowLog, address, config.project, folder, step, run_config)
+        sinks.append(BackgroundSink("MLflow", start_mlflow))
     if "tensorboard" in config.trackers:
-        check_tensorboard_installed()
+        check_installed("tensorboard")
         sinks.append(
             BackgroundSink("TensorBoard", partial(TensorBoardLog, folder / "tensorboard", step))
         )
@@ -431,14 +438,109 @@ class TensorBoardLog:
         self.writer.close()
 
 
-def check_tensorboard_installed() -> None:
-    """Check that TensorBoard is installed.
+# What MLflow does not accept in the names of metrics and parameters.
+NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w\-. :]", re.ASCII)
+
+
+@final
+class MlflowLog:
+    """A run of MLflow: files in a folder, or a server.
+
+    Its id is stored in the training run's folder: a training run that is resumed continues the same
+    run of MLflow, and its repeated steps appear a second time there.
+
+    Args:
+        address: a folder, or the address of a server, `http://...`.
+        project: name of MLflow's experiment.
+        folder: of the training run.
+        step: the last step before training starts; 0 for a new run.
+        config: of the training run; each key becomes a parameter.
+    """
+
+    def __init__(
+        self, address: str, project: str, folder: Path, step: int, config: dict[str, Any]
+    ) -> None:
+        client_type, self.metric_type, param_type = import_mlflow()
+        is_folder = "://" not in address
+        uri = Path(address).expanduser().resolve().as_uri() if is_folder else address
+        self.step = step
+        self.client = client_type(tracking_uri=uri)
+        known = self.client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self.client.create_experiment(project)
+        id_file = folder / "mlflow-id"
+        if step and id_file.exists():
+            self.run_id = id_file.read_text().strip()
+            self.client.update_run(self.run_id, "RUNNING")
+            return
+        run = self.client.create_run(experiment, run_name=folder.name)
+        self.run_id = str(run.info.run_id)
+        write_run_file(id_file, self.run_id + "\n")
+        params = [param_type(mlflow_name(key), str(value)) for key, value in flat_config(config)]
+        for first in range(0, len(params), MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, params=params[first : first + MLFLOW_BATCH])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        self.step = step
+        now = int(time.time() * 1000)
+        values = [
+            self.metric_type(mlflow_name(name), float(value), now, step)
+            for name, value in metrics.items()
+        ]
+        for first in range(0, len(values), MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, metrics=values[first : first + MLFLOW_BATCH])
+
+    def summarise(self, metrics: Mapping[str, float]) -> None:
+        """Write the final metrics at the last step."""
+        self.log(self.step, metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self.client.set_terminated(self.run_id, "FINISHED")
+
+
+MLFLOW_BATCH = 100  # parameters that MLflow accepts at once; it accepts more metrics
+
+
+def mlflow_name(name: str) -> str:
+    """Return a name that MLflow accepts: `loss/+6h` becomes `loss.6h`.
+
+    MLflow writes a file for each name, and a folder for what comes before a slash: `loss` can't be
+    both.
+    """
+    return NOT_IN_MLFLOW_NAMES.sub("", name.replace("/", "."))
+
+
+def flat_config(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the keys of a config as paths with dots, and their values."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        is_table = isinstance(value, dict) and value
+        path = f"{prefix}{key}"
+        pairs += flat_config(value, f"{path}.") if is_table else [(path, value)]
+    return pairs
+
+
+def import_mlflow() -> tuple[Any, Any, Any]:
+    """Return MLflow's client and its classes of metrics and parameters, imported only if used."""
+    # Recent versions refuse files, which need no database, unless this is set. They also report
+    # their use to the makers of MLflow unless told not to.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    return MlflowClient, Metric, Param
+
+
+def check_installed(tracker: str) -> None:
+    """Check that the package of a tracker, which is optional, is installed.
 
     Raises:
         UserError: it is not installed.
     """
-    if importlib.util.find_spec("tensorboard") is None:
+    if importlib.util.find_spec(tracker) is None:
         raise UserError(
-            "logger.trackers: tensorboard needs a package that is not installed. "
-            "Run `pip install 'credit_dp[tensorboard]'`, or remove it from logger.trackers."
+            f"logger.trackers: {tracker} needs a package that is not installed. "
+            f"Run `pip install 'credit_dp[{tracker}]'`, or remove it from logger.trackers."
         )

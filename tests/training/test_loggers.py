@@ -147,9 +147,59 @@ def test_files_for_tensorboard_leave_out_the_steps_that_are_taken_again(tmp_path
     assert [(event.step, event.value) for event in found.Scalars("rmse")] == [(5, 0.5)]
 
 
-def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    config = LoggerConfig(trackers=["tensorboard"])
-    with pytest.raises(UserError, match=r"pip install 'credit_dp\[tensorboard\]'") as error:
+def test_mlflow_writes_files_and_a_resumed_run_continues_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)  # of a busy machine
+    log = tmp_path / "run" / "metrics.csv"
+    config = LoggerConfig(trackers=["mlflow"], project="climate")
+    keys = {"model": {"name": "unet", "channels": [8, 16]}, "seed": 1, "loss": {}}
+    with captured_warnings() as warnings:
+        for resumed in (0, 2):
+            with open_tracker(config, log, resumed, keys, rank=0) as tracker:
+                for step in range(resumed + 1, resumed + 3):
+                    tracker.log(step, {"loss": step + resumed / 10, "loss/+6h": 0.25})
+                tracker.summarise({f"rmse/{number}": 0.5 for number in range(1200)})
+    assert warnings == []
+    client = loggers.import_mlflow()[0](tracking_uri=(log.parent / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("climate").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params == {
+        "model.name": "unet", "model.channels": "[8, 16]", "seed": "1", "loss": "{}"
+    }  # fmt: skip
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2)]
+    assert run.data.metrics["loss.6h"] == 0.25
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "rmse.1199")] == [2, 4]
+
+
+def test_several_runs_share_a_folder_of_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)
+    shared = tmp_path / "shared files"
+    config = LoggerConfig(trackers=["mlflow"], mlflow=str(shared))
+    for name in ("a", "b"):
+        with open_tracker(config, tmp_path / name / "metrics.csv", 0, {}, rank=0) as tracker:
+            tracker.log(1, {"loss": float("nan")})
+    client = loggers.import_mlflow()[0](tracking_uri=shared.as_uri())
+    experiment = client.get_experiment_by_name("credit_dp").experiment_id
+    assert {run.info.run_name for run in client.search_runs([experiment])} == {"a", "b"}
+
+
+def test_a_failing_mlflow_is_one_warning(tmp_path):
+    (tmp_path / "file").touch()
+    config = LoggerConfig(trackers=["mlflow"], mlflow=str(tmp_path / "file" / "store"))
+    log = tmp_path / "metrics.csv"
+    with captured_warnings() as warnings:
+        with open_tracker(config, log, 0, {}, rank=0) as tracker:
+            tracker.log(1, {"loss": 1.0})
+    assert len(warnings) == 1
+    assert warnings[0].startswith("MLflow: disabled for the rest of the run (")
+    assert [row[0] for row in rows(log)] == ["step", "1"]
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    config = LoggerConfig(trackers=[package])
+    with pytest.raises(UserError, match=rf"pip install 'credit_dp\[{package}\]'") as error:
         open_tracker(config, tmp_path / "metrics.csv", 0, {}, rank=0)
     assert "\n" not in str(error.value)

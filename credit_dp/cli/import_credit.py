@@ -35,6 +35,7 @@ WEATHERBENCH2 = {
     "240x121": "1959-2023_01_10-6h-240x121_equiangular_with_poles_conservative",
     "1440x721": "1959-2023_01_10-wb13-6h-1440x721_with_derived_variables",
 }
+ARCO = "gs://gcp-public-data-arco-era5/ar/full_37-1h-0p25deg-chunk-1.zarr-v3"
 PATH_KEYS = ("", "_surface", "_diagnostic", "_dynamic_forcing", "_static")
 _ROLLOUT = (
     "the errors of all steps of a rollout count, and their gradients flow through all of them"
@@ -183,11 +184,13 @@ def _read_sources(config: ForeignConfig, experiment: Experiment) -> Roles:
         raise config.error("data.source", "a table of sources", sources)
     for source in sources:
         prefix = f"data.source.{source}"
-        kind = config.read(f"{prefix}.dataset_type", "local")
+        kind = str(config.read(f"{prefix}.dataset_type", "local"))
         if kind == "weatherbench2_era5":
             resolution = str(config.read(f"{prefix}.resolution", "240x121"))
             checks.one_of(f"{config.path}: {prefix}.resolution", resolution, tuple(WEATHERBENCH2))
             stores.append(f"gs://weatherbench2/datasets/era5/{WEATHERBENCH2[resolution]}.zarr")
+        elif kind.startswith("arco"):
+            stores.append(ARCO)
         elif kind != "local":
             config.remark(f"{prefix}.dataset_type", "no counterpart: set data.store to its data")
         levels = config.read(f"{prefix}.levels")
@@ -334,7 +337,8 @@ def _read_mesh(config: ForeignConfig, experiment: Experiment) -> None:
     key = "trainer.parallelism.data" if config.has("trainer.parallelism") else "trainer.mode"
     mode = config.read(key, "none")
     mode = "none" if mode is False else str(mode)  # YAML reads `no` as false
-    checks.one_of(f"{config.path}: {key}", mode, ("none", "ddp", "fsdp", "fsdp2"))
+    if mode not in ("none", "ddp", "fsdp", "fsdp2"):
+        config.remark(key, "no counterpart: parallel has the axes of the mesh")
     sharded = mode.startswith("fsdp")
     experiment.set("parallel.data_mode", "fsdp2" if sharded else None)
     domain = config.whole("trainer.parallelism.domain", 1)
@@ -451,9 +455,11 @@ def _read_model(
 ) -> None:
     """Read the model: one of this package, or theirs in a plug-in file."""
     kind = config.read("model.type")
-    if not isinstance(kind, str) or kind not in MODELS:
+    known = isinstance(kind, str) and kind in MODELS
+    if checkpoint is not None and not known:
         raise config.error("model.type", f"one of {', '.join(MODELS)}", kind)
-    _check_channels(config, roles)
+    if config.has("model"):
+        _check_channels(config, roles)
     height, width = (config.whole(f"model.image_{key}") for key in ("height", "width"))
     if height and width:
         experiment.set("data.grid", f"{height}x{width}")
@@ -462,10 +468,16 @@ def _read_model(
     if kind in CROSSFORMERS and checkpoint is None:
         _read_crossformer(config, experiment, recomputes)
         return
-    if experiment.keys["model.frames"] != 1:
-        raise config.error(
-            "data.history_len", "1 for a model of miles-credit", experiment.keys["model.frames"]
-        )
+    frames = experiment.keys["model.frames"]
+    if checkpoint is not None and frames != 1:
+        raise config.error("data.history_len", "1 for a model of miles-credit", frames)
+    if not known or frames != 1:  # theirs would need the forcings of each frame
+        experiment.choices["model"] = "unet"
+        if kind is not None:
+            config.remark(
+                "model.type", "no counterpart: model=unet, or another one of this package"
+            )
+        return
     if checkpoint is not None and nested:
         _remark_scaler(config, len(config.tree["data"]["source"]))
     arguments = {k: v for k, v in config.read("model").items() if k != "type"}

@@ -99,7 +99,7 @@ class ForeignConfig:
             UserError: the value is something else.
         """
         value = self.number(key, default)
-        if value is not None and value != int(value):
+        if value is not None and not float(value).is_integer():  # also infinity and NaN
             raise self.error(key, "a whole number", value)
         return None if value is None else int(value)
 

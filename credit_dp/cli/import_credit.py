@@ -243,7 +243,8 @@ def _read_time(config: ForeignConfig, experiment: Experiment, nested: bool) -> N
             years = config.read(key)
             if years is None:
                 continue
-            if not isinstance(years, list) or len(years) != 2:
+            numbers = isinstance(years, list) and all(isinstance(year, int) for year in years)
+            if not numbers or len(years) != 2:
                 raise config.error(key, "[first year, year after the last]", years)
             experiment.set(f"data.dates.{split}", [f"{years[0]}-01-01", f"{years[1] - 1}-12-31"])
         rollout = config.whole("data.forecast_len", 0) + 1

@@ -21,7 +21,7 @@ from credit_dp.cli.import_anemoi import read_anemoi
 from credit_dp.cli.import_credit import read_credit
 from credit_dp.errors import UserError
 from credit_dp.files import write_text_atomic
-from credit_dp.plugins import PLUGINS_VARIABLE
+from credit_dp.plugins import PLUGINS_VARIABLE, one_line_message
 
 HELP = """\
 credit-dp import COMMAND: continues here what was set up with another package.
@@ -106,7 +106,14 @@ def run_import(importer: Importer, arguments: Sequence[str], program: str) -> in
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--name: needs letters, digits, _ and -, got {name!r}.")
     second = args.files[1] if len(args.files) > 1 else None
-    experiment, lines = importer.read(config, name, second)
+    try:
+        experiment, lines = importer.read(config, name, second)
+    # What a text or a table in the place of a number raises, where it has no message of its own.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{config.path}: a value has not the form that {importer.package} documents "
+            f"({type(error).__name__}: {one_line_message(error)})."
+        ) from error
     check_composes(experiment, name)
     folder = checks.expand_home("--output", args.output) / "experiment"
     written = write_experiment(experiment, folder, name, importer.package, lines)

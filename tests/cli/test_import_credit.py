@@ -312,6 +312,9 @@ def test_sources_with_roles_and_paths_are_read(
     [
         ("model.channels", 5, "model.channels: needs 2, the number of variables, got 5"),
         ("data.train_years", 2000, "data.train_years: needs [first year, year after the last]"),
+        ("data.valid_years", ["a", "b"], "data.valid_years: needs [first year, year after the l"),
+        ("loss.variable_weights", {"T": "heavy"}, "a value has not the form that miles-credit doc"),
+        ("trainer.batches_per_epoch", float("nan"), "trainer.batches_per_epoch: needs a whole nu"),
         ("data.variables", {"U": 1}, "data.variables: needs a list of names, got "),
         ("data.save_loc", None, "model.channels"),
         ("trainer.learning_rate", "fast", "trainer.learning_rate: needs a number, got 'fast'"),

@@ -294,8 +294,8 @@ def predictions_table(predictions: "Predictions", config: Config, machine: Machi
         "",
         "Predicted, not measured. Every data rank has one sample; times are seconds of a step.",
         f"GiB: of the fullest rank; fits: in the {machine.memory_gib:g} GiB of a rank",
-        "compute: of the slowest rank; exchange: rows and sums over the domain; reduction: of",
-        "  gradients, over all ranks. No overlap is assumed",
+        "compute: of the slowest rank, or to launch it; exchange: rows and sums over the domain;",
+        "  reduction: of gradients, over all ranks; both without what overlaps with computing",
         "efficiency: samples/s of a rank over those of a single rank, which may not fit",
     ]
     if predictions.limit:

@@ -1,7 +1,8 @@
 """Predicts the seconds of a training step on a machine, for meshes of data x domain ranks.
 
 A roofline for each operation of the slowest rank, plus latency and bandwidth for each message and
-collective, plus the all-reduce of gradients. No overlap is assumed.
+collective, plus the all-reduce of gradients. The host's time to start all of it is a lower bound.
+Where the host runs ahead of the device, messages and gradients travel while it computes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ def product_dtype(trainer: TrainerConfig, machine: Machine) -> str:
     return "tf32" if uses_tf32 else dtype
 
 
+# The host's time for a view, and for starting an exchange or a collective, as shares of
+# `overhead_us`: assumptions, as torch's dispatcher and its lists of messages take about as long.
+VIEW_SHARE, MESSAGE_SHARE = 0.1, 3.0
+CHECK_BYTES = 40  # of the sum over all ranks that checks a step: loss, norm and signals
+# The share of a step's computing that is the backward pass, during which gradients travel.
+BACKWARD_SHARE = 2 / 3
+
 # Gradients that torch's DistributedDataParallel sends at once, by default.
 DDP_BUCKET_BYTES = 25 * 2**20
 
@@ -68,11 +76,21 @@ DDP_BUCKET_BYTES = 25 * 2**20
 @final
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part; the parts follow one after the other."""
+    """Seconds of a step by part; the parts follow one after the other.
+
+    Attributes:
+        compute: on the slowest rank, or to start all that it computes if that takes longer.
+        exchange: of rows and sums, without what overlaps with computing.
+        reduction: of gradients, without what overlaps with the backward pass, and of the check.
+        starting: what the host needs to start operations, views and messages; part of `compute`.
+        update: of the weights; part of `compute`.
+    """
 
     compute: float
     exchange: float
     reduction: float
+    starting: float = 0.0
+    update: float = 0.0
 
     @property
     def step(self) -> float:
@@ -80,25 +98,46 @@ class StepTime:
         return self.compute + self.exchange + self.reduction
 
 
-def compute_seconds(operations: Counter[OperationCost], machine: Machine, dtype: str) -> float:
+def busy_seconds(operations: Counter[OperationCost], machine: Machine, dtype: str) -> float:
     """Return the seconds that one rank computes; `dtype` (of `tflops`) is that of its products."""
     busy = 0.0
     for operation, times in operations.items():
         arithmetic = operation.flops / machine.flops_per_s(dtype)
         # Roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         busy += times * max(arithmetic, operation.bytes / machine.bytes_per_s)
-    starting = operations.total() * machine.overhead_us * 1e-6
+    return busy
+
+
+def starting_seconds(operations: int, views: int, messages: int, machine: Machine) -> float:
+    """Return the seconds that the host needs to start operations, views, and messages."""
+    started = operations + VIEW_SHARE * views + MESSAGE_SHARE * messages
+    return started * machine.overhead_us * 1e-6
+
+
+def compute_seconds(busy: float, starting: float, machine: Machine) -> float:
+    """Return the seconds of computing and starting."""
     # On a GPU the host starts operations while earlier ones compute, so the slower of the two
     # counts.
     return max(busy, starting) if machine.runs_ahead else busy + starting
 
 
-def exchange_seconds(work: StepWork, machine: Machine, data: int) -> float:
-    """Return the seconds of messages and collectives, for the slowest of `data` domains."""
+def exchange_seconds(work: StepWork, machine: Machine, data: int, dtype: str) -> float:
+    """Return the seconds of messages and collectives, for the slowest of `data` domains.
+
+    What a rank computes between starting an exchange and waiting for it hides the messages, if the
+    device computes by itself. Collectives hide nothing.
+    """
+    # Not on CPUs, where threads that send need the cores that compute.
+    hidden = {
+        overlap: busy_seconds(Counter(dict(overlap[1])), machine, dtype)
+        if machine.runs_ahead
+        else 0.0
+        for overlap in work.overlaps
+    }
     return max(
         sum(
-            times * round_seconds(messages, machine, first)
-            for messages, times in work.exchanges.items()
+            times * max(0.0, round_seconds(overlap[0], machine, first) - hidden[overlap])
+            for overlap, times in work.overlaps.items()
         )
         + sum(
             times * collective_seconds(size, work.ranks, machine, first)
@@ -152,13 +191,23 @@ def ring_link(ranks: int, machine: Machine, first: int = 0) -> Link:
     return Link(between.latency_us, min(within.gb_per_s, bandwidth))
 
 
-def reduction_seconds(gradients: int, ranks: int, machine: Machine) -> float:
-    """Return the seconds to all-reduce `gradients` bytes over all ranks."""
+def reduction_seconds(gradients: int, ranks: int, machine: Machine, backward: float = 0.0) -> float:
+    """Return the seconds to all-reduce `gradients` bytes over all ranks, and to check the step.
+
+    Args:
+        gradients: bytes.
+        ranks: that reduce.
+        machine: if its host runs ahead, all buckets but the last travel during backward.
+        backward: seconds of the backward pass.
+    """
+    check = collective_seconds(CHECK_BYTES, ranks, machine)
     buckets = math.ceil(gradients / DDP_BUCKET_BYTES)
     if ranks == 1 or not buckets:
-        return 0.0
+        return check
     size = 2 * (ranks - 1) / ranks * gradients
-    return buckets * collective_seconds(size / buckets, ranks, machine)
+    bucket = collective_seconds(size / buckets, ranks, machine)
+    hidden = min(backward, (buckets - 1) * bucket) if machine.runs_ahead else 0.0
+    return buckets * bucket - hidden + check
 
 
 def _node(rank: int, machine: Machine) -> int:
@@ -231,7 +280,9 @@ class Predictor:
         self._whole_ops = config.parallel.whole_ops
         self._recomputed = recomputed_modules(self.model, config)
         self._work: dict[int, StepWork] = {}
-        self._update = compute_seconds(optimiser_step_work(self.model), machine, self.dtype)
+        update = optimiser_step_work(self.model)
+        self._updated = update.total()
+        self._update = busy_seconds(update, machine, self.dtype)
         # The reference of the efficiency: one sample on one rank, whether it fits or not.
         self._single_rank_seconds = self._time(1, 1).step
 
@@ -269,14 +320,28 @@ class Predictor:
     def _time(self, data: int, domain: int) -> StepTime:
         work = self._step_work(domain)
         machine = self.machine
-        computing = (
-            compute_seconds(operations, machine, self.dtype) for operations in work.operations
+        messages = work.overlaps.total() + work.collectives.total()
+        busy = [busy_seconds(o, machine, self.dtype) for o in work.operations]
+        starting = [
+            starting_seconds(o.total() + self._updated, views, messages, machine)
+            for o, views in zip(work.operations, work.views, strict=True)
+        ]
+        compute = max(
+            compute_seconds(b + self._update, s, machine)
+            for b, s in zip(busy, starting, strict=True)
         )
         return StepTime(
-            compute=max(computing) + self._update,
-            exchange=exchange_seconds(work, machine, data),
+            compute=compute,
+            exchange=exchange_seconds(work, machine, data, self.dtype),
             # Each rank has all gradients (ddp): they are reduced over data and domain ranks.
-            reduction=reduction_seconds(self._budget(1).gradients, data * domain, machine),
+            reduction=reduction_seconds(
+                self._budget(1).gradients,
+                data * domain,
+                machine,
+                BACKWARD_SHARE * max(busy),
+            ),
+            starting=max(starting),
+            update=self._update,
         )
 
 

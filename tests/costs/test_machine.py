@@ -23,11 +23,13 @@ from credit_dp.costs.machine import (
     read_machine,
 )
 from credit_dp.costs.prediction import (
+    busy_seconds,
     compute_seconds,
     exchange_seconds,
     product_dtype,
     reduction_seconds,
     ring_link,
+    starting_seconds,
 )
 from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.domain_parallel.costs.work import (
@@ -58,6 +60,7 @@ CONTENT: dict[str, Any] = {
 }
 MACHINE = parse_machine(CONTENT, "test")
 FAST = replace(MACHINE, tflops={"float32": 0.004})
+AHEAD = replace(MACHINE, runs_ahead=True)
 
 
 def near(value: float) -> Any:
@@ -67,12 +70,35 @@ def near(value: float) -> Any:
 def test_compute_waits_for_arithmetic_or_memory() -> None:
     operations = Counter({OperationCost(3_000_000, 1_000_000): 2, OperationCost(0, 4_000_000): 1})
     # 2 x 3 ms of arithmetic, 4 ms of memory, 3 starts of 1 ms.
-    assert compute_seconds(operations, MACHINE, "float32") == near(0.013)
-    assert compute_seconds(operations, FAST, "float32") == near(0.010)
-    ahead = replace(MACHINE, runs_ahead=True)
-    assert compute_seconds(operations, ahead, "float32") == near(0.010)
-    slow = replace(ahead, overhead_us=5000)
-    assert compute_seconds(operations, slow, "float32") == near(0.015)
+    busy, starting = busy_seconds(operations, MACHINE, "float32"), 0.003
+    assert compute_seconds(busy, starting, MACHINE) == near(0.013)
+    assert busy_seconds(operations, FAST, "float32") == near(0.007)
+    assert compute_seconds(busy, starting, AHEAD) == near(0.010)
+    assert compute_seconds(busy, 0.015, AHEAD) == near(0.015)
+
+
+def test_the_host_starts_views_and_messages_too() -> None:
+    assert starting_seconds(3, 0, 0, MACHINE) == near(0.003)
+    assert starting_seconds(3, 10, 2, MACHINE) == near(0.003 + 0.001 + 0.006)
+
+
+def test_what_is_computed_meanwhile_hides_messages_on_a_gpu() -> None:
+    messages = (MessageSize(0, 1, 3_000_000), MessageSize(1, 0, 3_000_000))
+    meanwhile = ((OperationCost(2_000_000, 0), 1),)  # 2 ms
+    longer = ((OperationCost(9_000_000, 0), 1),)
+    overlaps = Counter({(messages, meanwhile): 2, (messages, longer): 1})
+    work = replace(of_messages(2), overlaps=overlaps)
+    assert exchange_seconds(work, MACHINE, 1, "float32") == near(3 * 0.004)
+    assert exchange_seconds(work, AHEAD, 1, "float32") == near(2 * (0.004 - 0.002))
+
+
+def test_a_convolution_computes_while_rows_travel() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1, stride=2))
+    work = step_work(model, (1, 3, 16, 16), 2)
+    computing = [sum(cost.flops * n for cost, n in costs) for _, costs in work.overlaps.elements()]
+    # Forward of the first one; the second one waits. Backward of the second one returns rows.
+    assert sorted(flops > 0 for flops in computing) == [False, False, True]
+    assert Counter(messages for messages, _ in work.overlaps.elements()) == work.exchanges
 
 
 def test_products_of_float32_take_tf32_where_there_is_one() -> None:
@@ -86,7 +112,9 @@ def test_products_of_float32_take_tf32_where_there_is_one() -> None:
 
 def of_messages(ranks: int, *messages: MessageSize, collectives: int = 0) -> StepWork:
     together = Counter({collectives: 1} if collectives else {})
-    return StepWork(ranks, (Counter(),), Counter({messages: 2}), together, 0)
+    exchanges = Counter({messages: 2}) if messages else Counter()
+    overlaps = Counter({(messages, ()): 2}) if messages else Counter()
+    return StepWork(ranks, (Counter(),), (0,), exchanges, overlaps, together, 0)
 
 
 def test_an_exchange_waits_for_its_busiest_rank() -> None:
@@ -99,15 +127,15 @@ def test_an_exchange_waits_for_its_busiest_rank() -> None:
     )
     work = of_messages(3, *messages)
     # Rank 1 sends 3 MB at 1 GB/s, twice, after 1 ms each.
-    assert exchange_seconds(work, MACHINE, 1) == near(2 * (0.001 + 0.003))
+    assert exchange_seconds(work, MACHINE, 1, "float32") == near(2 * (0.001 + 0.003))
     # The second domain is ranks 3, 4 and 5: its first two are on different nodes, 5 ms and
     # 0.1 GB/s apart, and rank 4 sends 1 MB that way and 2 MB within its node.
-    assert exchange_seconds(work, MACHINE, 2) == near(2 * (0.005 + 0.010 + 0.002))
+    assert exchange_seconds(work, MACHINE, 2, "float32") == near(2 * (0.005 + 0.010 + 0.002))
 
 
 def test_a_collective_goes_round_in_a_ring() -> None:
     work = of_messages(4, MessageSize(0, 1, 0), collectives=1_000_000)
-    assert exchange_seconds(work, MACHINE, 1) == near(2 * 0.001 + 2 * 0.001 + 0.001)
+    assert exchange_seconds(work, MACHINE, 1, "float32") == near(2 * 0.001 + 2 * 0.001 + 0.001)
     assert ring_link(4, MACHINE) == Link(1000, 1)
     # As many rings leave a node as it has members.
     assert ring_link(8, MACHINE) == Link(5000, pytest.approx(0.4))
@@ -118,9 +146,14 @@ def test_a_collective_goes_round_in_a_ring() -> None:
 def test_gradients_are_added_up_in_buckets() -> None:
     size = 30 * 2**20
     sent = 2 * 3 / 4 * size / 1e9
-    assert reduction_seconds(size, 4, MACHINE) == near(2 * 2 * 0.001 + sent)
+    check = 2 * 0.001 + 40 / 1e9
+    assert reduction_seconds(size, 4, MACHINE) == near(2 * 2 * 0.001 + sent + check)
     assert reduction_seconds(size, 1, MACHINE) == 0
-    assert reduction_seconds(0, 4, MACHINE) == 0
+    assert reduction_seconds(0, 4, MACHINE) == near(check)
+    bucket = 2 * 0.001 + sent / 2
+    assert reduction_seconds(size, 4, MACHINE, backward=9) == near(2 * bucket + check)
+    assert reduction_seconds(size, 4, AHEAD, backward=0.001) == near(2 * bucket - 0.001 + check)
+    assert reduction_seconds(size, 4, AHEAD, backward=9) == near(bucket + check)
 
 
 def test_operations_are_counted_as_they_are() -> None:
@@ -218,8 +251,12 @@ def test_a_faster_part_moves_its_column(
     def parts(content: dict[str, Any]) -> dict[str, float]:
         machine = parse_machine(content, "test")
         return {
-            "compute": compute_seconds(work.operations[0], machine, "float32"),
-            "exchange": exchange_seconds(work, machine, 2),
+            "compute": compute_seconds(
+                busy_seconds(work.operations[0], machine, "float32"),
+                starting_seconds(work.operations[0].total(), work.views[0], 0, machine),
+                machine,
+            ),
+            "exchange": exchange_seconds(work, machine, 2, "float32"),
             "reduction": reduction_seconds(10**6, 4, machine),
         }
 

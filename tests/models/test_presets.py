@@ -8,10 +8,13 @@ import torch
 from credit_dp.cli.compose import Composer
 from credit_dp.config import UNetConfig
 from credit_dp.config.model import MODELS
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import BUILDERS, build_model
+from credit_dp.training.build import build_training
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
 
@@ -51,7 +54,7 @@ def test_sharded_equals_whole(preset, ranks, rows):
 @pytest.mark.slow
 def test_all_unets_go_back_up_alike():
     names = [name for name in Composer("train").groups["model"] if name.startswith("unet")]
-    assert len(names) == 4
+    assert len(names) == 5
     configs = [Composer("train").compose_config([f"model={name}"]).model for name in names]
     assert {config.upsample for config in configs} == {UNetConfig().upsample} == {"bilinear"}
 
@@ -68,3 +71,44 @@ def test_only_a_level_with_too_few_rows_is_refused(preset, most):
         model, shape, most + 1, custom_converters=rules, whole_ops="refuse"
     ).problems
     assert f"{most} rows can't be shared by {most + 1} ranks" in first
+
+
+# Channels of the presets of a billion parameters, and a sixteenth of them.
+LARGE = {
+    "unet_large": ([512, 1024, 2048, 4096], "model.channels=[32,64,128,256]"),
+    "crossformer_large": ([320, 640, 1280, 2560], "model.channels=[32,64,96,160]"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", LARGE)
+def test_presets_of_a_billion_parameters_are_planned(preset):
+    config = Composer("train").compose_config([f"model={preset}"]).model
+    assert config.channels == LARGE[preset][0]
+    with torch.device("meta"):
+        model = build_model(config, FIELDS, (721, 1440))
+    assert 0.9e9 < sum(p.numel() for p in model.parameters()) < 1.25e9
+    shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)
+    report = plan_report(model, shape, 32, custom_converters=rules, whole_ops="refuse")
+    assert report.problems == ()
+    one = plan_report(model, shape, 1, custom_converters=rules)
+    assert max(report.saved_bytes) < 2 / 32 * one.saved_bytes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", LARGE)
+def test_a_step_of_a_large_preset(preset, tmp_path):
+    keys = [f"model={preset}", LARGE[preset][1], "experiment=fast", "model.groups=16"]
+    if preset == "crossformer_large":
+        windows = ["model.local_windows=[2,2,2,2]", "model.global_windows=[2,1,1,1]"]
+        keys += ["model.head_channels=16", *windows]
+    config = Composer("train").compose_config(
+        [*keys, "data.grid=24x48", "data.batch_size=1", f"data.cache={tmp_path}", "device=cpu"]
+    )
+    data = prepare_training_data(config.data)
+    training = build_training(config, data, DomainParallelManager(1, 1), torch.device("cpu"))
+    with training.loader:
+        training.trainer.start()
+        record = training.trainer.train_step(next(training.loader))
+    assert record.loss is not None
+    assert 0 < record.loss < 100

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.costs.report import copy_to_meta, row_layers, use_meta_tensors
-from credit_dp.domain_parallel.count_transport import CountingTransport, MessageSize
+from credit_dp.domain_parallel.count_transport import CountingTransport, MessageSize, Overlap
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
@@ -54,13 +54,15 @@ class OperationCost(NamedTuple):
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations on meta tensors inside the context, by their cost.
 
-    Views and allocations are free. Every operand is read once and every result written once, as if
-    there were no caches; an expanded operand has the size of its storage.
+    Views and allocations are counted in `views`: they start no kernel. Every operand is read once
+    and every result written once, as if there were no caches; an expanded operand has the size of
+    its storage.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[OperationCost] = Counter()
+        self.views = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,7 +73,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = tensor_leaves((args, kwargs))
         results = tensor_leaves(result)
         on_meta = any(x.is_meta for x in (*operands, *results))
-        if on_meta and not is_free(func):
+        if on_meta and is_free(func):
+            self.views += 1
+        elif on_meta:
             # Operations on lists (`_foreach_*_`) return nothing and write to their first argument.
             written = results or tensor_leaves(args[:1])
             bytes_touched = sum(map(_bytes, operands)) + sum(map(_bytes, written))
@@ -120,7 +124,9 @@ class StepWork:
     Attributes:
         operations: for each combination of bands that a rank may have, the number of operations by
             their cost.
+        views: for each of these combinations, the number of views and allocations.
         exchanges: the number of times that a set of messages is sent at once.
+        overlaps: the same, with the operations that a rank starts before it waits for them.
         collectives: the number of collectives by the bytes that each rank sends in a ring.
         saved_bytes: tensors saved for backward, on the rank with most of them; with those of a
             module that is computed again.
@@ -128,7 +134,9 @@ class StepWork:
 
     ranks: int
     operations: tuple[Counter[OperationCost], ...]
+    views: tuple[int, ...]
     exchanges: Counter[tuple[MessageSize, ...]]
+    overlaps: Counter[Overlap]
     collectives: Counter[int]
     saved_bytes: int
 
@@ -157,7 +165,7 @@ def step_work(
     if ranks > 1:
         # A limit of memory is for the plan to check: this only counts work.
         model = shard_model(copy_model(model), manager, shape, whole_ops, None)
-    by_bands: dict[tuple[int, ...], tuple[Counter[OperationCost], int]] = {}
+    by_bands: dict[tuple[int, ...], tuple[Counter[OperationCost], int, int]] = {}
     for rank in range(ranks):
         bands = tuple(partition.sizes[rank] for partition in manager.bands.planned_partitions)
         if bands not in by_bands:
@@ -167,15 +175,23 @@ def step_work(
             )
             with checkpointed(model, recomputed):
                 by_bands[bands] = _count_step(model, manager, shape)
-    operations, saved = zip(*by_bands.values(), strict=True)
+    operations, views, saved = zip(*by_bands.values(), strict=True)
     # Every run records the messages of all ranks, so those of the last run serve.
-    return StepWork(ranks, operations, transport.exchanges, transport.ring_collectives, max(saved))
+    return StepWork(
+        ranks,
+        operations,
+        views,
+        transport.exchanges,
+        transport.overlaps,
+        transport.ring_collectives,
+        max(saved),
+    )
 
 
 def _count_step(
     model: nn.Module, manager: DomainParallelManager, shape: Shape
-) -> tuple[Counter[OperationCost], int]:
-    """Return the operations of one rank's step and the bytes that it saves for backward."""
+) -> tuple[Counter[OperationCost], int, int]:
+    """Return the operations of one rank's step, its views, and the bytes saved for backward."""
     rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
     band = (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
     with use_meta_tensors():
@@ -189,11 +205,16 @@ def _count_step(
         x = torch.empty(band, dtype=dtype, device="meta")
         operations = OperationCounter()
         again = RecomputationCounter(saved.add, held, operations.counts)
+        if isinstance(manager.transport, CountingTransport):
+            manager.transport.operations = operations.counts
         with operations, count_recomputation(again):
             with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
                 y = model(x)
             torch.autograd.backward(y, torch.empty_like(y))
-    return operations.counts + again.repeated, saved.bytes + again.received + again.recomputed
+    counts = operations.counts + again.repeated
+    # What is computed again has as many views for each operation as all of the step.
+    views = operations.views * counts.total() // max(1, operations.counts.total())
+    return counts, views, saved.bytes + again.received + again.recomputed
 
 
 def optimiser_step_work(model: nn.Module) -> Counter[OperationCost]:

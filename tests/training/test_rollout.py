@@ -210,6 +210,7 @@ FAST = [("unet", Mesh(1, 1, 2, "ddp"), False)]
 SLOW = [  # each model with each mode, and computing steps again or not with each mode
     ("depth", Mesh(1, 1, 3, "fsdp2"), False),
     ("depth", Mesh(1, 2, 1, "ddp"), True),
+    ("depth", Mesh(1, 1, 3, "ddp"), True),
     ("crossformer", Mesh(1, 1, 3, "ddp"), True),
     ("crossformer", Mesh(1, 2, 2, "fsdp2"), True),
     ("depth", Mesh(1, 1, 1, "ddp"), "blocks"),

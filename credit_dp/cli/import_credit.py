@@ -488,6 +488,11 @@ def _read_model(
     experiment.choices["model"] = "credit"
     experiment.keys["model.type"] = kind
     experiment.keys["model.arguments"] = arguments
+    patches = max(arguments.get("patch_height", 1), arguments.get("patch_width", 1))
+    if kind in CROSSFORMERS and patches == 1:
+        # Without patches its first embedding computes nothing, and ddp needs each parameter that is
+        # trained in the loss.
+        experiment.set("trainer.freeze", ["model.cube_embedding.*"])
     static_first = bool(config.read("data.static_first", nested))
     experiment.keys["model.static_channels"] = len(roles.static) if static_first else 0
     experiment.set("trainer.checkpoint_activations", recomputes or None)

@@ -480,6 +480,7 @@ def test_their_model_runs_with_its_weights_and_order_of_channels(
     monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / plugin))
     config = composed(tmp_path)
     assert (config.model.name, config.model.residual) == ("credit", False)
+    assert config.trainer.freeze == ["model.cube_embedding.*"]  # has no use without patches
     x = torch.randn(2, 9, *GRID)  # 6 states, tsi, 2 static fields
     ordered = torch.cat([x[:, :6], x[:, 7:], x[:, 6:7]], 1)  # static fields first
     theirs.eval()

@@ -1,4 +1,4 @@
-"""Tensors made of Python numbers."""
+"""Tensors made of Python numbers, and methods whose results are constants of compiled code."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 K = TypeVar("K", bound=Hashable)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_when_compiled(method: F) -> F:
+    """Let torch's compiler call a method while it traces, and take the result for a constant.
+
+    The result is None, a number or a string. Compiled code is used again as long as the arguments
+    are the same, and does not see what else the method depends on.
+    """
+    # What `torch.compiler.assume_constant_result` does; to import that takes a second.
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
 
 
 def constant_tensor(

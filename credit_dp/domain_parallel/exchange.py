@@ -10,6 +10,8 @@ without asking. One exchange then happens in this order:
 
 `RowExchange.apply` does both, as a differentiable function of the band. `_BandConv` of
 `layers/conv.py` and `_SharedExchangeFunction` of `shared_exchange.py` call the steps themselves.
+In compiled code the operators `credit_dp::fetch_rows` and `credit_dp::return_gradients` do the same
+work; they find their exchange by a name that says what it does.
 `rows_with_poles` returns the rows that a padding mode shows beyond the poles.
 """
 
@@ -18,14 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
+from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.transport import Transport
+from credit_dp.domain_parallel.transport import Transport, keep_order, transport_named
 from credit_dp.errors import UserError
 
 CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -249,6 +253,10 @@ class RowExchange:
         Shapes:
             `(..., H_local, W)` -> `(..., length, W)` for `dim=-2`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            name = self.graph_name()
+            rows: Tensor = _fetch_rows_operator(x, name, transport.name, dim) if name else x
+            return rows
         # Equal on all ranks, so that they skip the exchange together.
         if self.is_identity:
             return x
@@ -265,7 +273,19 @@ class RowExchange:
         Shapes:
             `(..., length, W)` -> `(..., H_local, W)` for `dim=-2`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            rows: Tensor = _return_gradients_operator(x, self.graph_name(), transport.name, dim)
+            return rows
         return _ReturnGradientsFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+    @constant_when_compiled
+    def graph_name(self) -> str:
+        """Return the name by which compiled code finds this exchange; empty if it is the identity.
+
+        The name stands for the contents: torch keeps compiled code on disk, for other ranks and
+        runs.
+        """
+        return "" if self.is_identity else register_for_graphs(self)
 
 
 def row_bytes(x: Tensor, dim: int) -> int:
@@ -337,6 +357,62 @@ class _ReturnGradientsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _RowExchangeFunction.apply(grad, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
+
+
+# Exchanges, or what else an operator needs, by name. They are small and hold no tensor.
+_by_graph_name: dict[str, Any] = {}
+
+
+def register_for_graphs(value: Any) -> str:
+    """Return the name by which `named_in_graphs` finds an object whose `repr` tells everything."""
+    name = f"{type(value).__name__} {sha256(repr(value).encode()).hexdigest()[:24]}"
+    _by_graph_name[name] = value
+    return name
+
+
+def named_in_graphs(name: str) -> Any:
+    """Return the object of this name."""
+    return _by_graph_name[name]
+
+
+@torch.library.custom_op("credit_dp::fetch_rows", mutates_args=())
+def _fetch_rows_operator(x: Tensor, exchange: str, transport: str, dim: int) -> Tensor:
+    return start_fetching(x, named_in_graphs(exchange), transport_named(transport), dim)()
+
+
+@_fetch_rows_operator.register_fake
+def _(x: Tensor, exchange: str, transport: str, dim: int) -> Tensor:
+    return empty_rows_like(x, dim, named_in_graphs(exchange).length)
+
+
+@torch.library.custom_op("credit_dp::return_gradients", mutates_args=())
+def _return_gradients_operator(grad: Tensor, exchange: str, transport: str, dim: int) -> Tensor:
+    return return_gradients(grad, named_in_graphs(exchange), transport_named(transport), dim)
+
+
+@_return_gradients_operator.register_fake
+def _(grad: Tensor, exchange: str, transport: str, dim: int) -> Tensor:
+    row_exchange: RowExchange = named_in_graphs(exchange)
+    return empty_rows_like(grad, dim, row_exchange.partition.sizes[row_exchange.rank])
+
+
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.exchange = inputs
+
+
+def _fetch_rows_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _return_gradients_operator(grad, *ctx.exchange), None, None, None
+
+
+def _return_gradients_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _fetch_rows_operator(grad, *ctx.exchange), None, None, None
+
+
+_fetch_rows_operator.register_autograd(_fetch_rows_gradient, setup_context=_keep_exchange)
+_return_gradients_operator.register_autograd(
+    _return_gradients_gradient, setup_context=_keep_exchange
+)
+keep_order(_fetch_rows_operator, _return_gradients_operator)
 
 
 def start_fetching(

@@ -221,6 +221,9 @@ def _recomputing_context(call: str) -> ShardingContext | None:
 _context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
     "sharding contexts of the running models", default=()
 )
+# The same while torch's compiler traces, which knows lists but no context variables. Compiled code
+# leaves it empty, as every context that is entered is left again.
+_traced_contexts: list[ShardingContext] = []
 # Weak, so that a model that is gone no longer counts.
 _live_contexts: WeakSet[ShardingContext] = WeakSet()
 
@@ -243,6 +246,8 @@ class ShardingContext:
 
 def active_context() -> ShardingContext | None:
     """Return the context of the innermost converted model whose code runs in this thread."""
+    if torch.compiler.is_dynamo_compiling():
+        return _traced_contexts[-1] if _traced_contexts else None
     stack = _context_stack.get()
     return stack[-1] if stack else None
 
@@ -284,6 +289,12 @@ class _ContextHook:
 @final
 class _EnterContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # Not where the plan has seen no call: torch can't compile a checkpointed function that
+            # changes a list.
+            if self.context.layers:
+                _traced_contexts.append(self.context)
+            return
         _live_contexts.add(self.context)
         _context_stack.set((*_context_stack.get(), self.context))
 
@@ -291,6 +302,10 @@ class _EnterContext(_ContextHook):
 @final
 class _LeaveContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            if self.context.layers:
+                _traced_contexts.pop()
+            return
         _context_stack.set(_context_stack.get()[:-1])
 
 

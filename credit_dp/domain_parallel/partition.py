@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, final
 
@@ -35,15 +34,22 @@ class RowPartition:
 
     Row 0 is the northernmost. A band may be empty.
 
+    Attributes:
+        bounds: where the bands begin, and the number of rows of the globe at the end.
+        sizes: the number of rows of each rank.
+
     Raises:
         ValueError: the bounds don't start at 0 or decrease.
     """
 
     bounds: tuple[int, ...]
+    # Not a cached property: torch's compiler can't follow the lock that one holds in Python 3.11.
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.bounds[0] != 0 or any(a > b for a, b in pairwise(self.bounds)):
             raise ValueError(f"RowPartition: bounds must rise from 0, got {self.bounds}")
+        object.__setattr__(self, "sizes", tuple(b - a for a, b in pairwise(self.bounds)))
 
     @classmethod
     def balanced(cls, height: int, ranks: int) -> RowPartition:
@@ -70,11 +76,6 @@ class RowPartition:
     def ranks(self) -> int:
         """Return the number of bands."""
         return len(self.bounds) - 1
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the number of rows of each rank."""
-        return tuple(b - a for a, b in pairwise(self.bounds))
 
     def rows(self, rank: int) -> slice:
         """Return the global rows that `rank` owns."""

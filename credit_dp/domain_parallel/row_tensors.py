@@ -110,7 +110,9 @@ class _BandDescriptor:
         if planner is not None:
             return planner.band_of_parameter(tensor, sharding.rows, sharding.path)
         # A checkpointed function is recomputed in backward without the hooks that set the context.
-        if active_context() is None and not in_backward():
+        # Compiled code is a forward, too.
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if not is_compiling and active_context() is None and not in_backward():
             return tensor
         band = sharding.manager.rows(sharding.rows.height)
         return narrow_to_band(tensor, sharding.rows, band)

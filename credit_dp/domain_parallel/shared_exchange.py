@@ -31,7 +31,7 @@ from credit_dp.domain_parallel.exchange import (
     rows_with_poles,
     start_fetching,
 )
-from credit_dp.domain_parallel.layers.base import StencilLayer
+from credit_dp.domain_parallel.layers.base import Bands, StencilLayer
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.planning.trace import Trace
 from credit_dp.domain_parallel.transport import Transport
@@ -62,12 +62,19 @@ class _FetchedRows:
 
     def is_valid_for(self, x: Tensor, reader: int) -> bool:
         """Return whether a reader of `x` can still use these rows."""
-        is_unchanged = self.x is x and self.version == x._version
+        is_unchanged = self.x is x and self.version == _version_of(x)
         return (
             is_unchanged
             and self.grad_enabled == torch.is_grad_enabled()
             and self.remaining_uses[reader] > 0
         )
+
+
+def _version_of(x: Tensor) -> int:
+    """Return how often a tensor was written to; 0 in compiled code."""
+    # torch's compiler does not know it. It traces what was planned: readers of which the plan has
+    # seen that nobody writes to the tensor in between.
+    return 0 if torch.compiler.is_dynamo_compiling() else x._version
 
 
 @final
@@ -88,6 +95,8 @@ class SharedExchange:
         self._open_count = 0
         self._fetched: _FetchedRows | None = None
         self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
+        # The same by height, for compiled code.
+        self._compiled_plans: dict[int, tuple[RowExchange, tuple[Window, ...]]] = {}
 
     def open(self) -> None:
         """Let the first reader fetch for all from now on."""
@@ -107,33 +116,45 @@ class SharedExchange:
     def fetch(self, layer: StencilLayer, x: Tensor) -> Tensor | None:
         """Return the rows that one of the readers needs; None if it has to fetch them itself."""
         # Tensors of inference mode have no version counter.
-        if not self._open_count or x.is_inference():
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if not self._open_count or (not is_compiling and x.is_inference()):
             return None
         reader = next(i for i, other in enumerate(self.readers) if other is layer)
         fetched = self._fetched
         if fetched is None or not fetched.is_valid_for(x, reader):
             rows = self._fetch_for_all(layer, x)
-            fetched = _FetchedRows(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
+            fetched = _FetchedRows(
+                x, _version_of(x), torch.is_grad_enabled(), rows, list(self.uses)
+            )
         fetched.remaining_uses[reader] -= 1
         # After the last use the rows would only keep memory.
         self._fetched = fetched if any(fetched.remaining_uses) else None
         return fetched.rows[reader]
 
+    def prepare_height(self, height: int) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        bands = [reader.planned_bands(height) for reader in self.readers]
+        self._compiled_plans[height] = self._make_plan(bands)
+
     def _fetch_for_all(self, layer: StencilLayer, x: Tensor) -> tuple[Tensor, ...]:
-        # Dry runs assign the manager to one rank after the other: the rank is part of the key.
-        key = layer.bands(x).input, layer.manager.domain_rank
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(x)
-        exchange, windows = self._plans[key]
+        input_bands = layer.bands(x).input
         transport = layer.manager.transport
+        if torch.compiler.is_dynamo_compiling():
+            exchange, windows = self._compiled_plans[input_bands.height]
+            fetched = exchange.apply(x, transport, layer.dim)
+            return tuple(fetched.narrow(layer.dim, *window) for window in windows)
+        # Dry runs assign the manager to one rank after the other: the rank is part of the key.
+        key = input_bands, layer.manager.domain_rank
+        if key not in self._plans:
+            self._plans[key] = self._make_plan([reader.bands(x) for reader in self.readers])
+        exchange, windows = self._plans[key]
         rows: tuple[Tensor, ...] = _SharedExchangeFunction.apply(  # type: ignore[no-untyped-call]
             x, exchange, transport, layer.dim, windows
         )
         return rows
 
-    def _make_plan(self, x: Tensor) -> tuple[RowExchange, tuple[Window, ...]]:
+    def _make_plan(self, bands: list[Bands]) -> tuple[RowExchange, tuple[Window, ...]]:
         """Return the exchange of the rows that any reader needs, and each reader's part of them."""
-        bands = [reader.bands(x) for reader in self.readers]
         input_bands = bands[0].input
         required_rows = []
         windows = []
@@ -244,12 +265,16 @@ ReaderGroup = tuple[str, ...]
 
 
 def reader_groups(trace: Trace) -> frozenset[ReaderGroup]:
-    """Return for each tensor the layers that were called with it in the run of the global model."""
-    by_tensor: dict[int, list[str]] = defaultdict(list)
+    """Return for each tensor the layers that were called with it in the run of the global model.
+
+    A tensor that is written to counts as another one.
+    """
+    by_tensor: dict[tuple[int, int | None], list[str]] = defaultdict(list)
     for step in trace.steps:
         layer_name = step.arguments.get("label")
         if step.op is None and isinstance(layer_name, str) and step.arguments["inputs"]:
-            by_tensor[step.arguments["inputs"][0].number].append(layer_name)
+            version: int | None = step.arguments["version"]
+            by_tensor[step.arguments["inputs"][0].number, version].append(layer_name)
     return frozenset(tuple(sorted(names)) for names in by_tensor.values())
 
 

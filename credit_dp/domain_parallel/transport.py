@@ -5,6 +5,9 @@ threads of one process (for tests and verification), `SingleRankTransport` sends
 transport has point-to-point messages, which overlap with computation (`start`), and two
 collectives, which all ranks have to call in the same order.
 
+torch's compiler can follow none of this: in compiled code a collective is one of the operators
+`credit_dp::all_gather` and `credit_dp::all_reduce`, which find their transport by its name.
+
 `use_batch_scheduling_for_gloo`, at the end, changes how Linux schedules the threads in which gloo
 waits for messages.
 """
@@ -19,12 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.effects import EffectType
 
 from credit_dp.errors import UserError
 from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
@@ -51,6 +57,11 @@ class Traffic:
     collective_bytes: int = 0
 
 
+_numbers = count()
+# By name. A transport stays until nobody else holds it.
+_transports: WeakValueDictionary[str, Transport] = WeakValueDictionary()
+
+
 class Transport(ABC):
     """Point-to-point messages and small collectives between the ranks of one domain.
 
@@ -61,9 +72,13 @@ class Transport(ABC):
     Attributes:
         traffic: what this rank has sent so far.
         calls: exchanges and collectives so far, also those in which this rank sends nothing.
+        name: by which compiled code finds it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
+        # With what the shapes of its results depend on: torch keeps compiled code on disk.
+        self.name = f"transport {next(_numbers)}, rank {rank} of {size}"
+        _transports[self.name] = self
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
@@ -113,10 +128,16 @@ class Transport(ABC):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the `x` of every rank, stacked along a new first dimension in rank order."""
+        if torch.compiler.is_dynamo_compiling():
+            gathered: Tensor = _all_gather_operator(x, self.name)
+            return gathered
         return self._collective(lambda: self._all_gather(plain(x).contiguous()), x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each; `x` is not changed."""
+        if torch.compiler.is_dynamo_compiling():
+            total: Tensor = _all_reduce_operator(x, self.name)
+            return total
         return self._collective(lambda: self._all_reduce(plain(x)), x)
 
     def _collective(self, compute: Callable[[], Tensor], x: Tensor) -> Tensor:
@@ -239,6 +260,56 @@ _kept_messages: ContextVar[ReceivedMessages | None] = ContextVar("kept messages"
 def _own_copy(x: Tensor) -> Tensor:
     """Return a tensor that keeps no larger one alive."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
+def transport_named(name: str) -> Transport:
+    """Return the transport of this name."""
+    return _transports[name]
+
+
+@torch.library.custom_op("credit_dp::all_gather", mutates_args=())
+def _all_gather_operator(x: Tensor, transport: str) -> Tensor:
+    # A copy, where one rank would return a view: an operator's output is a tensor of its own.
+    return transport_named(transport).all_gather(x).clone(memory_format=torch.contiguous_format)
+
+
+@_all_gather_operator.register_fake
+def _(x: Tensor, transport: str) -> Tensor:
+    return x.new_empty((transport_named(transport).size, *x.shape))
+
+
+@torch.library.custom_op("credit_dp::all_reduce", mutates_args=())
+def _all_reduce_operator(x: Tensor, transport: str) -> Tensor:
+    return transport_named(transport).all_reduce(x.contiguous())
+
+
+@_all_reduce_operator.register_fake
+def _(x: Tensor, transport: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_transport(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.transport = inputs[1]
+
+
+def _all_reduce_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _all_reduce_operator(grad, ctx.transport), None
+
+
+_all_reduce_operator.register_autograd(_all_reduce_gradient, setup_context=_keep_transport)
+
+
+def keep_order(*operators: Any) -> None:
+    """Let the compiler neither drop nor reorder calls of these operators.
+
+    All ranks have to start the same exchanges in the same order, although a compiler may find
+    another order best for each rank's sizes.
+    """
+    for operator in operators:
+        operator.register_effect(EffectType.ORDERED)
+
+
+keep_order(_all_gather_operator, _all_reduce_operator)
 
 
 @final

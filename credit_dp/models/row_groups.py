@@ -38,9 +38,19 @@ class RowGroups:
         """Number of groups."""
         return len(self.order) // self.size
 
-    @cached_property
+    @property
     def positions(self) -> tuple[int, ...]:
         """Index in `order` of each row, from north to south."""
+        # torch's compiler can't follow the lock that a cached property holds in Python 3.11.
+        if torch.compiler.is_dynamo_compiling():
+            return self._compute_positions()
+        return self._positions
+
+    @cached_property
+    def _positions(self) -> tuple[int, ...]:
+        return self._compute_positions()
+
+    def _compute_positions(self) -> tuple[int, ...]:
         indices = sorted((row, index) for index, row in enumerate(self.order) if row is not None)
         return tuple(index for _, index in indices)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -40,9 +41,11 @@ def assert_same_as_whole_globe(
     offset: float = 0.0,
     planned: bool = True,
     seed: int = 0,
+    backend: str | None = None,
 ) -> None:
     """Compare outputs, input gradient, every parameter gradient and buffer of `build(*args)`.
 
+    With `backend` the sharded model is compiled to one graph, and sends what it sends uncompiled.
     An output without rows is the same on every rank; each gets an equal share of its cotangent.
     """
     with RANDOM_LOCK:
@@ -59,7 +62,15 @@ def assert_same_as_whole_globe(
     assert x_global.grad is not None
 
     x_band = shard_tensor(x, manager=manager).requires_grad_()
-    ys_band = _floats(sharded(x_band))
+    model = sharded
+    if backend is not None:
+        sent = _traffic_of_step(sharded, x_band, manager)
+        model = torch.compile(sharded, backend=backend, fullgraph=True)
+        _traffic_of_step(model, x_band, manager)  # the second step runs what the first has compiled
+        assert _traffic_of_step(model, x_band, manager) == sent
+        sharded.zero_grad()
+        x_band.grad = None
+    ys_band = _floats(model(x_band))
     banded = [a.shape != b.shape for a, b in zip(ys_band, ys_global, strict=True)]
     local_cotangents = [
         shard_tensor(c, manager=manager) if has_rows else c / manager.domain_parallel_size
@@ -123,6 +134,14 @@ def _sharded(
             copy.deepcopy(model, {id(manager): manager, id(manager.bands): manager.bands}),
         )
     return model
+
+
+def _traffic_of_step(model: nn.Module, x: Tensor, manager: DomainParallelManager) -> list[int]:
+    """Return the messages, bytes and collectives of a forward and backward pass."""
+    traffic = manager.transport.traffic
+    before = dataclasses.astuple(traffic)
+    sum(y.sum() for y in _floats(model(x))).backward()
+    return [b - a for a, b in zip(before, dataclasses.astuple(traffic), strict=True)]
 
 
 def _floats(output: Any) -> list[Tensor]:

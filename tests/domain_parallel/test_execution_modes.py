@@ -10,8 +10,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
-from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, error
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from tests.domain_parallel.equality import (
+    MODEL,
+    RANDOM_LOCK,
+    assert_same_as_whole_globe,
+    error,
+)
 from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_unet
 
 SHAPE = (2, 3, 13, 8)
 
@@ -192,6 +200,46 @@ def _compiled(manager, planned):
 @pytest.mark.parametrize("planned", [True, False])
 def test_compiled(planned):
     on_processes(2, _compiled, planned)
+
+
+FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
+COMPILED = {
+    "unet": tiny_unet(squeeze_excite=True),
+    "pangu": tiny_pangu(),
+    # Its branches of three sizes share an exchange.
+    "crossformer": tiny_crossformer(kernels=[[2, 4, 8], [2, 4]], local_windows=[2, 4]),
+}
+
+
+def _compiled_to_one_graph(manager, config, rows, backend):
+    grid = (rows, 16)
+    case = (build_model, (config, FIELDS, grid), (2, FIELDS.inputs, *grid), MODEL)
+    assert_same_as_whole_globe(manager, *case, backend=backend)
+
+
+def _few_layers():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Conv2d(4, 2, 3, stride=2, padding=1),
+    )
+
+
+def _few_layers_compiled(manager):
+    assert_same_as_whole_globe(manager, _few_layers, (), SHAPE, backend="aot_eager")
+
+
+def test_sharded_layers_compile_to_one_graph():
+    on_processes(3, _few_layers_compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+@pytest.mark.parametrize(("ranks", "backend"), [(3, "aot_eager"), (2, "inductor")])
+@pytest.mark.parametrize("config", COMPILED.values(), ids=COMPILED)
+def test_a_sharded_model_compiles_to_one_graph_by_each_backend(config, ranks, backend):
+    on_processes(ranks, _compiled_to_one_graph, config, 33, backend)
 
 
 class _Sequence(nn.Sequential):

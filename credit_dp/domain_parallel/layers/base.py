@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -103,6 +106,10 @@ class Bands(NamedTuple):
     output: RowPartition
 
 
+# Numbers of plans in this process.
+_plan_numbers = count()
+
+
 class _WrappedTypeMixin:
     """Shows `isinstance` the wrapped module's type during the plan's run on the whole globe.
 
@@ -169,6 +176,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         self._planned_heights: dict[int, int] = {}
         self._is_rowwise = False
         self._exchanges: dict[Bands, RowExchange] = {}
+        # What compiled code reads in place of `_exchanges`: by global input height, as torch's
+        # compiler can't look up bands. `_plan_number` tells it that the plan has changed.
+        self._compiled_bands: dict[int, Bands] = {}
+        self._compiled_exchanges: dict[int, RowExchange] = {}
+        self._plan_number = next(_plan_numbers)
 
     def _refuse_overridden_behaviour(self, wrapped: nn.Module) -> None:
         """Refuse a subclass of a torch layer that overrides its behaviour."""
@@ -221,7 +233,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         self._is_rowwise = False
         halo: HaloExchange = self.__dict__["halo_exchange"]
         halo.dim = dim
-        self._exchanges = {}
+        self.forget_exchanges()
 
     @property
     def is_planned(self) -> bool:
@@ -231,6 +243,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     def forget_exchanges(self) -> None:
         """Drop cached exchanges after the manager was re-assigned to another rank (dry runs)."""
         self._exchanges = {}
+        self._plan_number = next(_plan_numbers)
 
     def set_rowwise(self) -> None:
         """From now on call the wrapped layer: it couples no rows where the model uses it."""
@@ -276,6 +289,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         Without one, all ranks gather their numbers of rows, a collective.
         """
         rows = x.shape[self.dim]
+        if torch.compiler.is_dynamo_compiling():
+            self.prepare_compilation(self._plan_number)
+            compiled = self._compiled_bands.get(rows)
+            if compiled is not None:
+                return compiled
         table = self.manager.bands
         rank = self.manager.domain_rank
         if self._planned_heights:
@@ -301,8 +319,29 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             )
         return Bands(input_partition, output_partition)
 
+    @constant_when_compiled
+    def prepare_compilation(self, plan_number: int) -> None:
+        """Collect what compiled code needs of the plan, for all planned heights.
+
+        torch's compiler calls this before it looks at any of it. It compiles again if `plan_number`
+        has changed.
+        """
+        table = self.manager.bands
+        rank = self.manager.domain_rank
+        self._compiled_bands = {}
+        for height, out_height in self._planned_heights.items():
+            bands = Bands(table[height], table[out_height])
+            self._compiled_bands.setdefault(bands.input.sizes[rank], bands)
+            self.prepare_height(bands)
+
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        self._compiled_exchanges[bands.input.height] = self.exchange(bands)
+
     def exchange(self, bands: Bands) -> RowExchange:
         """Return the exchange that gives every rank the input rows of its output band."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled_exchanges[bands.input.height]
         exchange = self._exchanges.get(bands)
         if exchange is None:
             # Every rank computes the requirements of all ranks, and so knows without a message what
@@ -379,6 +418,12 @@ class StencilLayer(RowLayer):
         """Return the partitions at a planned input height."""
         table = self.manager.bands
         return Bands(table[height], table[self._planned_heights[height]])
+
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        super().prepare_height(bands)
+        if self.shared_exchange is not None:
+            self.shared_exchange.prepare_height(bands.input.height)
 
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the rows of the stencil, with padding beyond the poles."""

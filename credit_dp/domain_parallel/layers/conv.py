@@ -9,15 +9,17 @@ There are two ways to compute a band:
   then add what the halo contributes at both edges (`BandEdge`). Convolution is linear, so the sum
   is exact, and the messages travel while the band is computed. Backward, the gradients of the edges
   come first, then the messages with the halo's gradient start, the gradients of the band are
-  computed meanwhile, and the gradients that neighbours sent are added at the end.
+  computed meanwhile, and the gradients that neighbours sent are added at the end. Compiled code
+  does the same in the operators `credit_dp::convolve_band` and `credit_dp::band_gradients`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,8 @@ from credit_dp.domain_parallel.exchange import (
     empty_rows_like,
     memory_format_of,
     merge_zeros,
+    named_in_graphs,
+    register_for_graphs,
     rows_with_poles,
     start_fetching,
     start_returning_gradients,
@@ -40,7 +44,7 @@ from credit_dp.domain_parallel.layers.base import Bands, StencilLayer, overridde
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
-from credit_dp.domain_parallel.transport import Transport
+from credit_dp.domain_parallel.transport import Transport, keep_order, transport_named
 from credit_dp.errors import UserError
 
 
@@ -312,6 +316,15 @@ class Halo:
         finish = start_fetching(x, self.exchange, self.transport, self.dim)
         return lambda: self.column_padding.pad(finish())
 
+    def return_gradients(self, grad: Tensor) -> Callable[[Tensor], None]:
+        """Start to return the gradient of the halo to those who own its rows.
+
+        Returns a function that adds what others return to the gradient of the padded band.
+        """
+        grad = self.column_padding.gradients(grad)
+        finish = start_returning_gradients(grad, self.exchange, self.transport, self.dim)
+        return lambda grad_x: finish(self.column_padding.unpad(grad_x))
+
     def zeros(self, padded: Tensor) -> Tensor:
         """Return zeros in place of the rows."""
         return empty_rows_like(padded, self.dim, self.exchange.length).zero_()
@@ -343,14 +356,7 @@ def convolve_band(
     Shapes:
         `(B, C_in, ..., H_local, W)` -> `(B, C_out, ..., H_local, W_out)`; without `B` too.
     """
-    device = "cpu" if padded.is_meta else padded.device.type  # autocast does not know meta
-    # A custom function is opaque to autocast, which would cast the operands of a plain convolution.
-    if torch.is_autocast_enabled(device) and padded.dtype != torch.float64:
-        autocast_dtype = torch.get_autocast_dtype(device)
-        padded, weight = padded.to(autocast_dtype), weight.to(autocast_dtype)
-        bias = bias if bias is None else bias.to(autocast_dtype)
-    unbatched = padded.ndim == weight.ndim - 1
-    x = padded[None] if unbatched else padded
+    x, weight, bias = _batched_operands(padded, weight, bias)
     if known is None:
         y = _BandConv.apply(x, weight, bias, settings, halo, False, None)  # type: ignore[no-untyped-call]
     elif not known:
@@ -359,7 +365,20 @@ def convolve_band(
     else:
         assembly, (_, *others) = known.find(halo.exchange, x, halo.transport, halo.dim)
         y = _BandConv.apply(x, weight, bias, settings, halo, False, assembly, *others)  # type: ignore[no-untyped-call]
-    return y[0] if unbatched else y  # type: ignore[no-any-return]
+    return y[0] if padded.ndim < x.ndim else y  # type: ignore[no-any-return]
+
+
+def _batched_operands(
+    padded: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a convolution as autocast wants them, with a dimension of samples."""
+    device = "cpu" if padded.is_meta else padded.device.type  # autocast does not know meta
+    # A custom function is opaque to autocast, which would cast the operands of a plain convolution.
+    if torch.is_autocast_enabled(device) and padded.dtype != torch.float64:
+        autocast_dtype = torch.get_autocast_dtype(device)
+        padded, weight = padded.to(autocast_dtype), weight.to(autocast_dtype)
+        bias = bias if bias is None else bias.to(autocast_dtype)
+    return padded[None] if padded.ndim == weight.ndim - 1 else padded, weight, bias
 
 
 @final
@@ -383,24 +402,17 @@ class _BandConv(torch.autograd.Function):
         assembly: Assembly | None,
         *known: Tensor,
     ) -> Any:
-        # Every rank starts the exchange, whichever edges it skips below: sends match receives.
-        finish = halo.fetch(padded) if assembly is None else None
-        y = settings.convolve(padded, weight, bias)  # while the halo travels
         if assembly is None:
-            assert finish is not None
-            rows = finish()
-            known = () if halo.is_wide else (rows,)
+            finish = halo.fetch(padded)
         else:
-            rows = assembly.join((padded, *known), padded, halo.dim)
-        north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
-        edges = [edge for edge in north_and_south if not halo.is_blank(edge)]
-        for edge in edges:
-            edge.add(y, rows, weight)
+            finish = partial(assembly.join, (padded, *known), padded, halo.dim)
+        y, rows = _convolve_with_halo(padded, weight, bias, settings, halo, finish)
+        if assembly is None and not halo.is_wide:
+            known = (rows,)
         ctx.save_for_backward(padded, weight, *known)
         ctx.settings = settings
         ctx.halo = halo
         ctx.assembly = assembly
-        ctx.edges = edges
         if not returns_rows:
             return y
         ctx.set_materialize_grads(False)  # maybe nobody reads the rows
@@ -414,47 +426,202 @@ class _BandConv(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, grad_of_rows: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
-        halo = ctx.halo
+        settings, halo, assembly = ctx.settings, ctx.halo, ctx.assembly
+        if assembly is None:
+            rows = kept[0] if kept else None
+        else:
+            rows = assembly.join((padded, *kept), padded, halo.dim)
         needs_grad = tuple(ctx.needs_input_grad[:3])
-        if ctx.assembly is not None:
-            rows = ctx.assembly.join((padded, *kept), padded, halo.dim)
-        elif kept:
-            rows = kept[0]
-        else:  # only the gradient of the weight needs the values
-            rows = halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)
         if grad is None:  # nobody has used the convolution, only its rows
-            grad = torch.zeros_like(ctx.settings.convolve(padded, weight))
-        # The edges come first: the halo's gradient is sent while that of the band is computed. The
-        # gradients of the taps are computed in the same call, as they concern a few rows only.
-        edge_gradients = [
-            (edge, *edge.gradients(grad, rows, weight, needs_grad[:2])) for edge in ctx.edges
-        ]
-        if needs_grad[0]:  # equal on all ranks, so that all send or none does
-            parts = [(edge.halo, edge.halo_part(of_rows)) for edge, of_rows, _ in edge_gradients]
-            if len(parts) == 2:
-                halo_grad = torch.cat([part for _, part in parts], halo.dim)
-            else:  # zeros beyond a pole, or beyond both
-                halo_grad = torch.zeros_like(rows)
-                for place, part in parts:
-                    halo_grad.narrow(halo.dim, *place).copy_(part)
+            grad = torch.zeros_like(settings.convolve(padded, weight))
+        grads_of_known: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 7)
+
+        def return_gradients(halo_grad: Tensor) -> Callable[[Tensor], None]:
             if grad_of_rows is not None:
                 halo_grad = halo_grad + grad_of_rows
-            halo_grad = halo.column_padding.gradients(halo_grad)
-            if ctx.assembly is None:
-                finish = start_returning_gradients(
-                    halo_grad, halo.exchange, halo.transport, halo.dim
-                )
-        grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, needs_grad)
-        if needs_grad[1]:
-            for edge, _, grad_taps in edge_gradients:
-                edge.add_weight_grad(grad_weight, grad_taps)
-        grads_of_known: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 7)
-        if needs_grad[0] and ctx.assembly is None:
-            # Add the gradients that neighbours computed for this band's rows.
-            finish(halo.column_padding.unpad(grad_x))
-        elif needs_grad[0]:  # those who have fetched the rows return their gradients
-            _, *grads_of_known = ctx.assembly.gradients(halo_grad, (padded, *kept), halo.dim)
-        return grad_x, grad_weight, grad_bias, *(None,) * 4, *grads_of_known
+            if assembly is None:
+                return halo.return_gradients(halo_grad)  # type: ignore[no-any-return]
+            # Those who have fetched the rows return their gradients.
+            _, *grads_of_known[:] = assembly.gradients(halo_grad, (padded, *kept), halo.dim)
+            return lambda _: None
+
+        grads = _band_gradients(
+            grad, padded, weight, rows, needs_grad, settings, halo, return_gradients
+        )
+        return *grads, *(None,) * 4, *grads_of_known
+
+
+def _edges_with_rows(
+    padded: Tensor, weight: Tensor, settings: ConvSettings, halo: Halo
+) -> list[BandEdge]:
+    """Return the edges of a band that do not lie at a pole with zeros beyond it."""
+    north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
+    return [edge for edge in north_and_south if not halo.is_blank(edge)]
+
+
+def _convolve_with_halo(
+    padded: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ConvSettings,
+    halo: Halo,
+    finish: Callable[[], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the convolved band, and the rows of its halo, which `finish` returns.
+
+    Every rank has started the exchange, whichever edges it skips here: sends match receives.
+    """
+    y = settings.convolve(padded, weight, bias)  # while the halo travels
+    rows = finish()
+    for edge in _edges_with_rows(padded, weight, settings, halo):
+        edge.add(y, rows, weight)
+    return y, rows
+
+
+def _band_gradients(
+    grad: Tensor,
+    padded: Tensor,
+    weight: Tensor,
+    rows: Tensor | None,
+    needs_grad: tuple[bool, bool, bool],
+    settings: ConvSettings,
+    halo: Halo,
+    return_gradients: Callable[[Tensor], Callable[[Tensor], None]],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of band, weight and bias where `needs_grad` is true.
+
+    `rows` are those of the halo; None if they were not kept. `return_gradients` starts to return
+    their gradient, and returns a function that completes the gradient of the band.
+    """
+    if rows is None:  # only the gradient of the weight needs the values
+        rows = halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)
+    # The edges come first: the halo's gradient is sent while that of the band is computed. The
+    # gradients of the taps are computed in the same call, as they concern a few rows only.
+    edge_gradients = [
+        (edge, *edge.gradients(grad, rows, weight, needs_grad[:2]))
+        for edge in _edges_with_rows(padded, weight, settings, halo)
+    ]
+    if needs_grad[0]:  # equal on all ranks, so that all send or none does
+        parts = [(edge.halo, edge.halo_part(of_rows)) for edge, of_rows, _ in edge_gradients]
+        if len(parts) == 2:
+            halo_grad = torch.cat([part for _, part in parts], halo.dim)
+        else:  # zeros beyond a pole, or beyond both
+            halo_grad = torch.zeros_like(rows)
+            for place, part in parts:
+                halo_grad.narrow(halo.dim, *place).copy_(part)
+        finish = return_gradients(halo_grad)
+    grad_x, grad_weight, grad_bias = settings.gradients(grad, padded, weight, needs_grad)
+    if needs_grad[1]:
+        for edge, _, grad_taps in edge_gradients:
+            edge.add_weight_grad(grad_weight, grad_taps)
+    if needs_grad[0]:  # add the gradients that neighbours computed for this band's rows
+        finish(grad_x)
+    return grad_x, grad_weight, grad_bias
+
+
+class CompiledConv(NamedTuple):
+    """What the operators of compiled code need to know of a convolution of bands."""
+
+    settings: ConvSettings
+    exchange: RowExchange
+    column_padding: ColumnPadding
+
+    def halo(self, transport: str) -> Halo:
+        """Return the halo, which the transport of this name fetches."""
+        dim = self.settings.dim
+        return Halo(self.exchange, transport_named(transport), self.column_padding, dim)
+
+
+def _empty_like(x: Tensor, format_of: Tensor) -> Tensor:
+    """Allocate a tensor of shape and dtype of one tensor, in the memory format of another one."""
+    memory_format = memory_format_of(format_of)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+
+# Outputs have the formats that the functions for fake tensors say, whatever the kernels return.
+@torch.library.custom_op("credit_dp::convolve_band", mutates_args=())
+def _convolve_band_operator(
+    padded: Tensor, weight: Tensor, bias: Tensor | None, conv: str, transport: str
+) -> tuple[Tensor, Tensor]:
+    plan: CompiledConv = named_in_graphs(conv)
+    halo = plan.halo(transport)
+    memory_format = memory_format_of(padded)
+    y, rows = _convolve_with_halo(padded, weight, bias, plan.settings, halo, halo.fetch(padded))
+    kept = rows.new_empty(0) if halo.is_wide else rows.contiguous(memory_format=memory_format)
+    return y.contiguous(memory_format=memory_format), kept
+
+
+@_convolve_band_operator.register_fake
+def _(
+    padded: Tensor, weight: Tensor, bias: Tensor | None, conv: str, transport: str
+) -> tuple[Tensor, Tensor]:
+    plan: CompiledConv = named_in_graphs(conv)
+    halo = plan.halo(transport)
+    y = plan.settings.convolve(padded, weight, bias)
+    rows = empty_rows_like(padded, halo.dim, plan.exchange.length)
+    return _empty_like(y, padded), rows.new_empty(0) if halo.is_wide else rows
+
+
+@torch.library.custom_op("credit_dp::band_gradients", mutates_args=())
+def _band_gradients_operator(
+    grad: Tensor,
+    padded: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    needs_grad: Sequence[bool],
+    conv: str,
+    transport: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan: CompiledConv = named_in_graphs(conv)
+    halo = plan.halo(transport)
+    needs = (needs_grad[0], needs_grad[1], needs_grad[2])
+    kept = None if halo.is_wide else rows
+    grad = grad.contiguous(memory_format=memory_format_of(padded))
+    grads = _band_gradients(
+        grad, padded, weight, kept, needs, plan.settings, halo, halo.return_gradients
+    )
+    grad_x, grad_weight, grad_bias = (
+        g if g is not None and needed else grad.new_empty(0)
+        for g, needed in zip(grads, needs, strict=True)
+    )
+    return (
+        grad_x.contiguous(memory_format=memory_format_of(padded)) if needs[0] else grad_x,
+        grad_weight.contiguous(memory_format=memory_format_of(weight)) if needs[1] else grad_weight,
+        grad_bias,
+    )
+
+
+@_band_gradients_operator.register_fake
+def _(
+    grad: Tensor,
+    padded: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    needs_grad: Sequence[bool],
+    conv: str,
+    transport: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _empty_like(padded, padded) if needs_grad[0] else grad.new_empty(0),
+        _empty_like(weight, weight) if needs_grad[1] else grad.new_empty(0),
+        weight.new_empty(weight.shape[:1]) if needs_grad[2] else grad.new_empty(0),
+    )
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    padded, weight, _, *ctx.names = inputs
+    ctx.save_for_backward(padded, weight, output[1])
+
+
+def _gradients_of_operands(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    needs_grad = list(ctx.needs_input_grad[:3])
+    grads = _band_gradients_operator(grad, *ctx.saved_tensors, needs_grad, *ctx.names)
+    needed = (g if needs else None for g, needs in zip(grads, needs_grad, strict=True))
+    return *needed, None, None
+
+
+_convolve_band_operator.register_autograd(_gradients_of_operands, setup_context=_keep_operands)
+keep_order(_convolve_band_operator, _band_gradients_operator)
 
 
 # Keys: the number of spatial dimensions.
@@ -472,6 +639,9 @@ class _RowConv(ConvLayer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._halo_exchanges: dict[RowPartition, RowExchange] = {}
+        # By global input height, for compiled code: the name of a `CompiledConv`, or nothing if the
+        # rows are fetched first.
+        self._compiled_convs: dict[int, str] = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the global output height.
@@ -505,17 +675,16 @@ class _RowConv(ConvLayer):
 
     def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
         """Return this rank's output rows; `known` has rows that other convolutions have fetched."""
+        if torch.compiler.is_dynamo_compiling():  # nothing of the global view, so no known rows
+            return self._compute_compiled(x, bands)
         if self.pole_mode != "zeros" or any(self.column_padding.padding_widths):
             known = None
         if not self._can_overlap(bands):  # fetch first, then convolve
             return self.convolve(self.column_padding.pad(self._fetch(x, bands, known)))
-        conv = self.conv
         dim = self.row_dim
-        zeros = list(self.zeros)
-        zeros[dim] = self.north
-        settings = ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
         padded = self.column_padding.pad(x)
+        settings = self._overlap_settings()
         return convolve_band(padded, self.weight, self.bias, settings, halo, known)
 
     def _fetch(self, x: Tensor, bands: Bands, known: KnownRows | None) -> Tensor:
@@ -530,6 +699,37 @@ class _RowConv(ConvLayer):
             return rows
         assembly, sources = known.find(exchange, x, transport, self.row_dim)
         return assembly.join(sources, x, self.row_dim)
+
+    def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows, in terms that torch's compiler can follow."""
+        conv = self._compiled_convs[bands.input.height]
+        if not conv:
+            return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
+        padded = self.column_padding.pad(x)
+        batch, weight, bias = _batched_operands(padded, self.weight, self.bias)
+        transport = self.manager.transport.name
+        y: Tensor
+        y, _ = _convolve_band_operator(batch, weight, bias, conv, transport)
+        return y[0] if padded.ndim < batch.ndim else y
+
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        super().prepare_height(bands)
+        name = ""
+        # An operator can't differentiate torch's padding by itself: see `ColumnPadding.gradients`.
+        padding = self.column_padding
+        is_linear = padding.mode == "circular" or not any(padding.padding_widths)
+        if is_linear and self._can_overlap(bands):
+            exchange = self._halo_of(bands.input)
+            name = register_for_graphs(CompiledConv(self._overlap_settings(), exchange, padding))
+        self._compiled_convs[bands.input.height] = name
+
+    def _overlap_settings(self) -> ConvSettings:
+        """Return settings with zeros in place of the halo."""
+        conv = self.conv
+        zeros = list(self.zeros)
+        zeros[self.row_dim] = self.north
+        return ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, self.row_dim)
 
     def _can_overlap(self, bands: Bands) -> bool:
         """Return whether the band can be convolved while its halo travels.

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from credit_dp.channel_parallel import (
     DistributedDepthwiseConv2d,
@@ -114,6 +116,16 @@ class DepthwiseLayer(_PaddedConv):
         """Return this rank's output rows."""
         if not self.transposes(bands.input.height):
             return super().compute(x, bands, known)
+        if torch.compiler.is_dynamo_compiling():  # which has no operator for transposes
+            return self._compute_uncompiled(x, bands)
+        return self._compute_by_channels(x, bands)
+
+    @_disable_dynamo  # imports the compiler when it is called: only compiled code does
+    def _compute_uncompiled(self, x: Tensor, bands: Bands) -> Tensor:
+        return self._compute_by_channels(x, bands)
+
+    def _compute_by_channels(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows: each rank convolves all rows of some channels."""
         to_channels, to_rows = self.transpose_pair(bands)
         transport = self.manager.transport
         globe = rows_to_channels(x, to_channels.rows, transport, to_channels.channels)

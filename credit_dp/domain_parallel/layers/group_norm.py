@@ -105,8 +105,11 @@ FULL_CHUNK = _Chunk()
 
 
 def is_chunked(x: Tensor) -> bool:
-    """Return whether to process a field by chunks that fit in a core's cache: only on CPUs."""
-    return x.is_cpu
+    """Return whether to process a field by chunks that fit in a core's cache: only on CPUs.
+
+    A compiler finds chunks of its own.
+    """
+    return x.is_cpu and not torch.compiler.is_dynamo_compiling()
 
 
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
@@ -241,6 +244,12 @@ def _apply_affine(
     x: Tensor, groups: int, factors: _Factors, addend: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Return `(x - center) * scale + shift`, plus `addend[0]` times the factors `addend[1]`."""
+    if torch.compiler.is_dynamo_compiling():  # which fuses the steps
+        center, scale, shift, _ = (_as_field(factor, x) for factor in factors)
+        y = (x - center) * scale + shift
+        if addend is not None:
+            y = y + addend[0] * _as_field(addend[1], x)
+        return y.to(x.dtype)
     channels_last = _is_channels_last(x)
     y = torch.empty_like(x, memory_format=memory_format_of(x))
     empty_statistics = [factors.center.new_empty(0) for _ in range(2)]
@@ -326,6 +335,10 @@ def _channel_gradient_sums(
     They are the gradients of `scale` and `shift` in `_apply_affine`. The backward of torch's group
     norm would sum uncentered `x`, which cancels for a large mean. `factors` are centers and ones.
     """
+    if torch.compiler.is_dynamo_compiling():
+        dims = tuple(range(2, x.ndim))
+        grad = grad.to(accumulation_dtype(grad))
+        return torch.stack([(grad * (x - _as_field(factors[0], x))).sum(dims), grad.sum(dims)])
     channels_last = _is_channels_last(x)
 
     def sums_of(chunk: _Chunk) -> Tensor:

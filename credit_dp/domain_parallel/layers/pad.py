@@ -407,7 +407,13 @@ class DomainParallelRoll(RowLayer):
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether the dimension is rolled."""
+        self._row_shift = self._shift_along(dim, ndim)
         return dim % ndim in {d % ndim for d in self.dims}
+
+    def _shift_along(self, dim: int, ndim: int) -> int:
+        """Return how far a dimension is rolled."""
+        shifts = zip(self.shifts, self.dims, strict=True)
+        return sum(shift for shift, rolled in shifts if rolled % ndim == dim % ndim)
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the same height."""
@@ -424,11 +430,12 @@ class DomainParallelRoll(RowLayer):
         """Return this rank's rows of the rolled globe."""
         shifts = [(s, d % x.ndim) for s, d in zip(self.shifts, self.dims, strict=True)]
         row_dim = self.dim % x.ndim
-        row_shift = sum(shift for shift, dim in shifts if dim == row_dim)
+        row_shift = self._shift_along(row_dim, x.ndim)
         if row_shift != self._row_shift:
             # Cached exchanges fetch the rows of another shift.
             self._row_shift = row_shift
-            self._exchanges = {}
+            self.forget_exchanges()
+            self._compiled_exchanges = {}
         other_shifts = [(shift, dim) for shift, dim in shifts if dim != row_dim]
         x = self.fetch(x, bands)
         return x.roll(*zip(*other_shifts, strict=True)) if other_shifts else x

@@ -215,6 +215,10 @@ class InterpolationLayer(RowLayer):
         ]
         return (RowRange(min(first for first, _ in spans), max(stop for _, stop in spans)),)
 
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect nothing: compiled code calls this layer uncompiled."""
+
+    @_disable_dynamo  # which table applies depends on the dtype and device of each input
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         dtype_and_device = DtypeAndDevice(x.dtype, x.device)

@@ -58,6 +58,7 @@ class DomainParallelRowGroups(RowLayer):
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(layer, layer.row_dim, manager)
         self._assignments: dict[RowPartition, GroupAssignment] = {}
+        self._compiled_assignments: dict[int, GroupAssignment] = {}  # by height, for compiled code
 
     def _check_dim(self) -> None:
         """Accept the row dimension of the layer."""
@@ -93,6 +94,8 @@ class DomainParallelRowGroups(RowLayer):
 
     def assignment(self, bands: RowPartition) -> GroupAssignment:
         """Return the work of this rank on a globe in these bands."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._compiled_assignments[bands.height]
         if bands not in self._assignments:
             rank = self.manager.domain_rank
             groups = self.wrapped.groups(bands.height)
@@ -114,6 +117,11 @@ class DomainParallelRowGroups(RowLayer):
                 shares[rank], orders[rank], fetch_exchange, return_exchange
             )
         return self._assignments[bands]
+
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        super().prepare_height(bands)
+        self._compiled_assignments[bands.input.height] = self.assignment(bands.input)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows: fetch, apply the layer to whole groups, return."""

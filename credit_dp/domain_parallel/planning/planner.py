@@ -107,7 +107,8 @@ _active: ContextVar[Planner | None] = ContextVar("active planner", default=None)
 
 def active_planner() -> Planner | None:
     """Return the planner of the run in progress, if any."""
-    return _active.get()
+    # Nothing is compiled while planning, and torch's compiler can't read a context variable.
+    return None if torch.compiler.is_dynamo_compiling() else _active.get()
 
 
 class LayerCall(NamedTuple):
@@ -250,6 +251,8 @@ class Planner:
                 "input_layouts": call.input_layouts,
                 "output_layouts": call.output_layouts,
                 "label": name,
+                # Layers share an exchange only if nothing is written to its rows in between.
+                "version": None if x.is_inference() else x._version,
             }
             self._trace.record_boundary((x, *others), leaves, **settings)
         return outputs

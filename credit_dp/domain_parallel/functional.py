@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPad, DomainParallelRoll
@@ -247,9 +248,15 @@ class ShardingContext:
 def active_context() -> ShardingContext | None:
     """Return the context of the innermost converted model whose code runs in this thread."""
     if torch.compiler.is_dynamo_compiling():
-        return _traced_contexts[-1] if _traced_contexts else None
+        # If there is none, hooks may have run uncompiled before this part of the model.
+        return _traced_contexts[-1] if _traced_contexts else _untraced_context()
     stack = _context_stack.get()
     return stack[-1] if stack else None
+
+
+@_disable_dynamo
+def _untraced_context() -> ShardingContext | None:
+    return active_context()
 
 
 def in_backward() -> bool:

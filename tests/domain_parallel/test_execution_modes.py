@@ -231,7 +231,7 @@ def _few_layers_compiled(manager):
 
 
 def test_sharded_layers_compile_to_one_graph():
-    on_processes(3, _few_layers_compiled)
+    on_processes(2, _few_layers_compiled)
 
 
 @pytest.mark.slow

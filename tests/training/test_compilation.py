@@ -7,12 +7,13 @@ import pytest
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from tests.ranks import close_pools
+from tests.ranks import close_pools, on_processes
 from tests.training.meshes import (
     ONE,
     Mesh,
     Trajectory,
     assert_same_trajectory,
+    on_mesh,
     record_trajectory,
     run_on_mesh,
 )
@@ -48,9 +49,23 @@ def new_ranks():
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_ranks")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2")], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 1, 2, "fsdp2")], ids=str)
 def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
+
+
+def _is_compiled(manager: DomainParallelManager, config: Config) -> bool:
+    return built(config, manager).trainer.state.parts[0]._compiled_call_impl is not None
+
+
+@pytest.mark.slow
+def test_a_sharded_model_that_recomputes_activations_runs_uncompiled(config):
+    for recomputing in (
+        replace(config, model=replace(config.model, activation_checkpointing=True)),
+        replace(config, trainer=replace(config.trainer, checkpoint_activations=True)),
+    ):
+        mesh = on_mesh(recomputing, Mesh(1, 1, 2))
+        assert on_processes(2, _is_compiled, mesh) == [False, False]
 
 
 @pytest.mark.slow

@@ -179,6 +179,19 @@ def test_autocast(ranks):
     on_threads(ranks, _autocast)
 
 
+def _autocast_with_reflected_columns(manager):
+    with RANDOM_LOCK:
+        conv = nn.Conv2d(3, 2, 3, padding=1, padding_mode="reflect")
+    sharded = convert_to_domain_parallel(nn.Sequential(conv), manager, input_shape=SHAPE)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sharded(shard_tensor(torch.ones(SHAPE), manager=manager))
+    assert y.dtype == torch.bfloat16
+
+
+def test_autocast_with_reflected_columns():
+    on_threads(2, _autocast_with_reflected_columns)
+
+
 def _compiled(manager, planned):
     """Few layers: `tests/training/test_compilation.py` compiles a U-Net, which takes a minute."""
     with RANDOM_LOCK:

@@ -314,7 +314,8 @@ class Halo:
         """Start to fetch the rows of the halo; return a function that waits for them."""
         x = self.column_padding.unpad(padded)
         finish = start_fetching(x, self.exchange, self.transport, self.dim)
-        return lambda: self.column_padding.pad(finish())
+        # Autocast pads in float32 in some modes.
+        return lambda: self.column_padding.pad(finish()).to(padded.dtype)
 
     def return_gradients(self, grad: Tensor) -> Callable[[Tensor], None]:
         """Start to return the gradient of the halo to those who own its rows.

@@ -36,24 +36,48 @@ from credit_dp.variable_names import canonical_name
 GEOMETRY, NOISE = 1, 2
 # Names of ERA5 and of computed fields; the direction of a pole is part of what they mean.
 SIGN_CHANGING = (
-    "v_component_of_wind",
-    "*m_v_component_of_wind",
+    "*v_component_*",
     "*northward_*",
-    "vorticity",
-    "potential_vorticity",
+    "*meridional_*",
+    "*vorticity*",
+    "*stream*function*",
     "angle_of_sub_gridscale_orography",
+    "latitude",
+    "lat",
     "latitude_sin",
     "sin_latitude",
     "day_of_year_sin",
     "day_of_year_cos",
+    # Short names of ECMWF and of its netCDF files that have no long name in the package.
+    "v10n",
+    "vst",
+    "nsss",
+    "inss",
+    "mntss",
+    "mgws",
+    "viman",
+    "viken",
+    "vithn",
+    "viwvn",
+    "vign",
+    "vitoen",
+    "viozn",
 )
+# Angles from the north: `180 - x` in a mirrored world, which no sign can express.
+DIRECTIONS = ("*_direction", "mwd", "mdts", "mdww")
 
 
 def changes_sign(name: str, variable: VariableConfig) -> bool:
     """Whether a variable changes sign in a mirrored world, by the config, otherwise by its name."""
     if variable.sign_changes is not None:
         return variable.sign_changes
-    return any(fnmatchcase(canonical_name(name), pattern) for pattern in SIGN_CHANGING)
+    return is_one_of(name, SIGN_CHANGING)
+
+
+def is_one_of(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a variable's long name, or its short one in any case, fits one of the patterns."""
+    long = canonical_name(name).lower()
+    return any(fnmatchcase(long, pattern) for pattern in patterns)
 
 
 @final
@@ -242,7 +266,7 @@ def build_augmentation(
             f"{store.source.where} has {latitude[0]:g} to {latitude[-1]:g}. Set trainer.mirror=0."
         )
     if trainer.mirror:
-        _check_transforms(store)
+        _check_signs(store)
     return Augmentation(trainer, data, manager, like, config.seed)
 
 
@@ -256,12 +280,18 @@ def _check_fills(store: Store, key: str) -> None:
             )
 
 
-def _check_transforms(store: Store) -> None:
-    """Refuse variables that change sign and are normalised by a logarithm."""
+def _check_signs(store: Store) -> None:
+    """Refuse directions, and variables that change sign and are normalised by a logarithm."""
     channels = store.channels
     outputs = (channel.variable for channel in channels.output_channels)
     for name in (*outputs, *channels.forcing, *channels.static):
         variable = store.config.variable_config(name)
+        if variable.sign_changes is None and is_one_of(name, DIRECTIONS):
+            raise UserError(
+                f"trainer.mirror: {name} is a direction, which becomes 180 degrees minus itself in "
+                f"a mirrored world. Leave {name} or trainer.mirror out, or set "
+                f"data.variables.{name}.sign_changes to true or false."
+            )
         if changes_sign(name, variable) and not np.isnan(variable.log1p_scale):
             raise UserError(
                 f"trainer.mirror: {name} changes sign, and can't be normalised by "

@@ -13,7 +13,7 @@ from credit_dp.data.loader import Batch, Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.augmentation import build_augmentation
+from credit_dp.training.augmentation import _check_signs, build_augmentation, changes_sign
 from tests.physics import atmospheres as air
 from tests.ranks import on_threads
 from tests.training.meshes import (
@@ -126,6 +126,36 @@ def test_a_mirrored_sample_is_the_other_hemisphere(folder, data):
         found = in_units(data, part, getattr(after, part))
         assert found == pytest.approx(wanted, rel=1e-12, abs=1e-12 * np.abs(wanted).max())
         assert any(name in odd for name in of_part)
+
+
+@pytest.mark.parametrize(
+    ("names", "odd"),
+    [
+        (
+            "v v_500 v10 10m_v_component_of_neutral_wind v10n V10N v_component_stokes_drift "
+            "relative_vorticity absolute_vorticity pv meridional_wind nsss viwvn latitude "
+            "northward_turbulent_surface_stress sin_latitude streamfunction",
+            True,
+        ),
+        ("u10 t divergence cos_latitude longitude vertical_velocity wind_speed viwve", False),
+    ],
+)
+def test_the_sign_of_variables_by_their_names(names, odd):
+    for name in names.split():
+        assert changes_sign(name, VariableConfig()) == odd, name
+        assert changes_sign(name, VariableConfig(sign_changes=not odd)) != odd
+
+
+def test_directions_can_not_be_mirrored(folder, data):
+    config = config_of(folder, {"mirror": 0.5})
+    renamed = with_config(data.store, data.store.config)
+    renamed.channels = replace(renamed.channels, static=("mean_wave_direction",))
+    other = replace(data, store=renamed)
+    with pytest.raises(UserError, match=r"^trainer.mirror: mean_wave_direction is a direction"):
+        build_augmentation(config, other, alone(), LIKE)
+    given = {"mean_wave_direction": VariableConfig(sign_changes=False)}
+    renamed.config = replace(renamed.config, variables=given)
+    _check_signs(renamed)
 
 
 def test_a_share_of_the_samples_is_mirrored(folder, data):

@@ -59,6 +59,7 @@ BUDGETS: Mapping[str, BudgetNeeds] = {
     ),
 }
 FIXERS = ("nonnegative", "bounds", *BUDGETS)
+FIXER_KEYS = {"fixers": list, "bounds": dict}  # keys of all models, and their types
 
 
 def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:

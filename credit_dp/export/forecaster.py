@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from credit_dp.config import ModelConfig, OwnModelConfig, VariableConfig
-from credit_dp.config.model import MODELS, with_legacy_defaults
+from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
@@ -31,7 +31,6 @@ from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
 
 UNNORMALISED = VariableConfig(normalise="none")
-FIXER_KEYS = {"fixers": list, "bounds": dict}  # of a model's config, and their types
 
 
 @final

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import ModelConfig, VariableConfig
-from credit_dp.config.model import MODELS, with_legacy_defaults
+from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
@@ -119,7 +119,8 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
 
     Raises:
         UserError: channels, settings of variables, step, grid, normalisation, `model.frames`,
-            `model.residual` or a key of `LEGACY_DEFAULTS` differ; naming the first that does.
+            `model.residual`, `model.fixers`, `model.bounds` or a key of `LEGACY_DEFAULTS` differ;
+            naming the first that does.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
     for key, value in current.items():
@@ -128,6 +129,14 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
             raise _mismatch_error(key, saved_value, value)
     for key, (saved_value, value) in differing_model_keys(saved, current).items():
         raise _mismatch_error(key, saved_value, value)
+    for key, type_of in FIXER_KEYS.items():
+        # Absent in older checkpoints.
+        saved_value, value = (
+            described.get("model", {}).get("keys", {}).get(key) or type_of()
+            for described in (saved, current)
+        )
+        if saved_value != value:
+            raise _mismatch_error(f"model.{key}", saved_value, value)
     statistics = current.get("statistics", {})
     for name, values in statistics.items():
         # Older checkpoints have no ranges.

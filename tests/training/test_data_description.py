@@ -66,6 +66,11 @@ def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, s
     [
         ({"frames": 2}, "model.frames=1, the config has 2. Set model.frames to"),
         ({"residual": False}, "model.residual=true, the config has false. Set model.residual to"),
+        (
+            {"fixers": ["nonnegative"]},
+            "model.fixers=[], the config has [nonnegative]. Set model.fixers to",
+        ),
+        ({"bounds": {"temperature": [1.0, 9.0]}}, "model.bounds={}, the config has {temperature:"),
         ({"upsample": "nearest"}, "model.upsample=bilinear, the config has nearest. Set model."),
     ],
 )

@@ -171,9 +171,10 @@ def parse_initial_times(text: str) -> Times:
 
 
 def parse_list(text: str) -> list[str]:
-    """Return the entries of `[a,b,...]`, without quotes; another text is one entry, "" none."""
+    """Return the entries of `[a,b,...]`, without quotes; another text is one, "" and `[]` none."""
     in_brackets = text.startswith("[") and text.endswith("]")
-    entries = text[1:-1].split(",") if in_brackets else [text] if text else []
+    content = text[1:-1].strip() if in_brackets else text
+    entries = content.split(",") if in_brackets and content else [content] if content else []
     return [entry.strip().strip("'\"") for entry in entries]
 
 

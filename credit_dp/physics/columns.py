@@ -11,6 +11,7 @@ Source of the constants: ECMWF, IFS documentation Cy47r3, part IV, chapter 12.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -34,6 +35,7 @@ EVAPORATION_HEAT = 2.5008e6  # J kg-1
 
 PASCALS = 100.0  # in one hPa
 GROUND = "geopotential_at_surface"
+GROUND_TOLERANCE = (1.0, 1e-4)  # of a (in Pa) and b at the surface, where they are 0 and 1
 VAPOUR = "specific_humidity"
 CONDENSATES = (
     "specific_cloud_liquid_water_content",
@@ -100,7 +102,7 @@ class PressureLayers(Layers):
     def surface_pressure(self, mass: Tensor, share: Tensor) -> Tensor:
         """See `Layers`: layer after layer is filled from the top, until the mass is used up."""
         filled = share[:, :-1] * self.widths[:-1]
-        above = torch.cat([torch.zeros_like(mass), filled.cumsum(1)], dim=1)
+        above = torch.cat([torch.zeros_like(mass), sums_from_top(filled)], dim=1)
         return _between((mass - above) / share, self.widths).sum(1, keepdim=True)
 
 
@@ -140,6 +142,14 @@ def _column(values: NDArray[np.float64]) -> Tensor:
     return torch.from_numpy(values)[:, None, None]
 
 
+def sums_from_top(values: Tensor) -> Tensor:
+    """Return the sums over each layer and all above it, `(B, N, h, W)`.
+
+    Layer by layer: on GPUs `cumsum` is not deterministic, and refused where that is needed.
+    """
+    return torch.stack(list(accumulate(values.unbind(1))), dim=1)
+
+
 def _between(values: Tensor, high: Tensor) -> Tensor:
     """Clamp values between 0 and `high`."""
     return torch.minimum(values.clamp(min=0), high)
@@ -163,7 +173,7 @@ def hybrid_of(store: Store) -> dict[str, list[float]]:
     empty.
 
     Raises:
-        UserError: neither has them, or they are those of other levels.
+        UserError: neither has them, they are those of other levels, or end above the ground.
     """
     if not any(store.source.variables[c.variable].model_levels for c in store.channels.prognostic):
         return {}
@@ -174,12 +184,15 @@ def hybrid_of(store: Store) -> dict[str, list[float]]:
                 f"data.hybrid: needs a and b at the {len(rising) + 1} interfaces of {len(rising)} "
                 f"levels, got {len(given['a'])}. Change data.hybrid or data.levels."
             )
-        return {name: list(given[name]) for name in ("a", "b")}
+        found = {name: list(given[name]) for name in ("a", "b")}
+        _check_ground(found, "data.hybrid", "Change the last values of data.hybrid.")
+        return found
     stored = store.source.hybrid
     if stored is None:
         raise UserError(
             f"{store.source.where}: has model levels, whose pressure needs coefficients a and b, "
-            "but neither hyai and hybi nor data.hybrid has them. Set data.hybrid={a:[...],b:[...]}."
+            "but neither hyai and hybi (in Pa, hPa or multiples of P0, with pressures that rise "
+            "from the top) nor data.hybrid has them. Set data.hybrid={a:[...],b:[...]}."
         )
     first, last = rising[0], rising[-1]
     if len(rising) != last - first + 1 or not 0 < first <= last < len(stored[0]):
@@ -189,7 +202,24 @@ def hybrid_of(store: Store) -> dict[str, list[float]]:
             "set data.hybrid to a and b at the interfaces of these levels."
         )
     # Interface k is the lower one of level k, and 0 is the top.
-    return {n: x[first - 1 : last + 1].tolist() for n, x in zip("ab", stored, strict=True)}
+    found = {n: x[first - 1 : last + 1].tolist() for n, x in zip("ab", stored, strict=True)}
+    lowest = len(stored[0]) - 1
+    advice = f"Add the levels down to {lowest} to data.levels, or set data.hybrid."
+    if last == lowest:
+        advice = "Set data.hybrid={a:[...],b:[...]}."
+    _check_ground(found, f"{store.source.where}: data.levels ends at level {last}", advice)
+    return found
+
+
+def _check_ground(hybrid: Hybrid, where: str, advice: str) -> None:
+    """Refuse levels whose lowest layer ends above the ground: a column of air would lack a part."""
+    a, b = hybrid["a"][-1], hybrid["b"][-1]
+    tolerance = GROUND_TOLERANCE
+    if abs(a) > tolerance[0] or abs(b - 1) > tolerance[1]:
+        raise UserError(
+            f"{where}: needs the ground, with a=0 and b=1, as the last interface, got a={a:g} and "
+            f"b={b:g}. {advice}"
+        )
 
 
 def surface_geopotential(names: Sequence[str], static: Tensor) -> Tensor | None:
@@ -242,9 +272,10 @@ class NamedChannels(nn.Module):
         """Return the layers of the levels of a variable."""
         return build_layers(self.levels(name), self.hybrid)
 
-    def water_species(self) -> list[str]:
-        """Return the names of vapour and of the condensates that there are."""
-        return [VAPOUR, *filter(self.has, CONDENSATES)]
+    def water_species(self, count: int | None = None) -> list[str]:
+        """Return the names of vapour and of the condensates among the first `count` channels."""
+        there = {self.name(channel) for channel in self.channels[:count]}
+        return [VAPOUR, *(name for name in CONDENSATES if name in there)]
 
     def select(self, name: str) -> slice:
         """Return the channels of a variable, which are adjacent.

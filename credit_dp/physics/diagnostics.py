@@ -34,6 +34,7 @@ from credit_dp.physics.columns import (
     NamedChannels,
     PressureLayers,
     hybrid_of,
+    sums_from_top,
     surface_geopotential,
 )
 from credit_dp.variable_names import canonical_name, possible_canonical_names
@@ -156,8 +157,9 @@ def hydrostatic_geopotential(
 ) -> Tensor:
     """Return the geopotential of levels by the hydrostatic equation, `(B, N, h, W)`.
 
-    A layer has the virtual temperature of its level. Levels below the ground have that temperature
-    down to themselves.
+    A layer has the virtual temperature of its level. On pressure levels it reaches half-way to its
+    neighbours in the logarithm of pressure, and levels below the ground have that temperature down
+    to themselves.
 
     Args:
         surface_pressure: `(B, 1, h, W)`.
@@ -174,15 +176,15 @@ def hydrostatic_geopotential(
         inner = 1 - upper / (lower - upper) * ratio
         inner = torch.where(is_top, torch.full_like(inner, 2.0).log(), inner)
         above = warmth * ratio
-        below = above.flip(1).cumsum(1).flip(1) - above  # of all layers below
+        below = sums_from_top(above.flip(1)).flip(1) - above  # of all layers below
         return ground + below + inner * warmth
     if not isinstance(layers, PressureLayers):
         raise TypeError(f"no hydrostatic equation for {type(layers).__name__}")
     # The integral of T dlnp from the uppermost level down to a pressure.
     depth = level_pressures(layers, surface_pressure)
-    first = depth[:, :1].log()
-    edges = layers.edges[1:].log().expand(len(depth), -1, *depth.shape[2:])
-    ends = torch.cat([first, edges], dim=1)
+    logs = depth.log()
+    # Not the layers of masses: from level to level this is the trapezoidal rule in lnp.
+    ends = torch.cat([logs[:, :1], (logs[:, 1:] + logs[:, :-1]) / 2], dim=1)
     widths = ends.diff(dim=1)
 
     def integral(log_pressure: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def hydrostatic_geopotential(
             total = total + part * warmth[:, layer : layer + 1]
         return total
 
-    return ground + integral(surface_pressure.log()) - integral(depth.log())
+    return ground + integral(surface_pressure.log()) - integral(logs)
 
 
 def interpolate_to_pressure(values: Tensor, levels: Tensor, pressure: float) -> Tensor:

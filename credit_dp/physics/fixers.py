@@ -15,7 +15,7 @@ Sources: Schreck et al. 2024 (arXiv:2411.07814) for water and energy; Watt-Meyer
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Self, final
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import (
+    CONDENSATES,
     DRY_HEAT,
     EVAPORATION_HEAT,
     VAPOUR,
@@ -132,10 +133,14 @@ class Budget(Fixer):
         """Return the thickness of the layers in Pa, `(B, N, h, W)`."""
         return self.layers.thickness(self.channels.read(fields, "surface_pressure"))
 
-    def water_share(self, fields: Tensor) -> Tensor:
-        """Return the share of water, vapour and condensates, in the mass of air: `(B, N, h, W)`."""
-        species = [self.channels.read(fields, name) for name in self.channels.water_species()]
-        return torch.stack(species).sum(0)
+    def water_share(self, fields: Tensor, states: int) -> Tensor:
+        """Return the share of water, vapour and condensates, in the mass of air: `(B, N, h, W)`.
+
+        Condensates count if they are among the channels of the state, `states` in number: of the
+        others the mass before the step is not known.
+        """
+        names = self.channels.water_species(states)
+        return torch.stack([self.channels.read(fields, name) for name in names]).sum(0)
 
 
 @final
@@ -150,10 +155,11 @@ class DryAirFixer(Budget):
 
     def forward(self, fields: Tensor, last: Tensor) -> Tensor:
         """See `Fixer`."""
-        dry = 1 - self.water_share(fields)
+        states = last.shape[1]
+        dry = 1 - self.water_share(fields, states)
         after = (dry * self.thickness(fields)).sum(1, keepdim=True)
-        before = ((1 - self.water_share(last)) * self.thickness(last)).sum(1, keepdim=True)
-        (lost,) = self.mean(before - after)
+        before = (1 - self.water_share(last, states)) * self.thickness(last)
+        (lost,) = self.mean(before.sum(1, keepdim=True) - after)
         pressure = self.layers.surface_pressure(after + lost, dry)
         return self.channels.write(fields, "surface_pressure", pressure)
 
@@ -185,16 +191,17 @@ class WaterFixer(Budget):
         """See `Fixer`."""
         rain = self.channels.read(fields, self.precipitation).clamp(min=0)
         evaporation = self.channels.read(fields, self.evaporation)
-        lost = self.depth(last) - self.depth(fields)
+        states = last.shape[1]
+        lost = self.depth(last, states) - self.depth(fields, states)
         needed, found = self.mean(lost - evaporation, rain)
         factor = needed.clamp(min=0) / found.clamp(min=TINY_RAIN)
         fields = self.channels.write(fields, self.precipitation, rain * factor)
         rest = needed - factor * found
         return self.channels.write(fields, self.evaporation, evaporation + rest)
 
-    def depth(self, fields: Tensor) -> Tensor:
-        """Return the water of columns as a depth in m, `(B, 1, h, W)`."""
-        water = (self.water_share(fields) * self.thickness(fields)).sum(1, keepdim=True)
+    def depth(self, fields: Tensor, states: int) -> Tensor:
+        """Return the water of columns as a depth in m, `(B, 1, h, W)`; see `water_share`."""
+        water = (self.water_share(fields, states) * self.thickness(fields)).sum(1, keepdim=True)
         return water / (GRAVITY * WATER)
 
 
@@ -258,6 +265,27 @@ class Fixers(nn.Module):
         super().__init__()
         self.fixers = nn.ModuleList(fixers)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the fixers; their numbers stay in float64 if a model that has them is cast.
+
+        Raises:
+            UserError: the device has no float64.
+        """
+        kept = [(module, dict(module._buffers)) for module in self.modules()]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except TypeError as error:  # of Apple's GPUs
+            raise UserError(
+                "model.fixers: need float64, which this device doesn't have. Choose another device "
+                "or set model.fixers=[]."
+            ) from error
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                moved = module._buffers[name]
+                if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                    module._buffers[name] = buffer.to(moved.device)
+        return self
+
     def forward(self, fields: Tensor, last: Tensor) -> Tensor:
         """Return corrected fields; collective over the domain if a budget is among the fixers."""
         for fixer in self.fixers:
@@ -305,6 +333,7 @@ def check_budgets(config: ModelConfig, store: Store) -> None:
     """
     step = f"_{store.config.step_hours}hr"
     names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
+    states = {channel.variable for channel in store.channels.prognostic}
     for fixer in config.fixers:
         needs = BUDGETS.get(fixer)
         if needs is None:
@@ -318,7 +347,9 @@ def check_budgets(config: ModelConfig, store: Store) -> None:
                     f"model.fixers: {fixer} needs sums over a step of {name}. Leave "
                     f"data.variables.{name}.accumulated out, or take {fixer} out of model.fixers."
                 )
-            is_needed = canonical.removesuffix(step) in (*needs.state, *needs.fluxes)
+            is_needed = canonical.removesuffix(step) in (*needs.state, *needs.fluxes) or (
+                canonical in CONDENSATES and name in states
+            )
             if is_needed and store.config.variable_config(name).fill is not None:
                 raise UserError(
                     f"model.fixers: {fixer} needs {name} everywhere, but it has a fill. Leave "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.config import Config, VariableConfig
 from credit_dp.data.channels import Channel
@@ -53,6 +54,15 @@ SPREAD: dict[str, tuple[float, float, float]] = {
     BOTTOM[2]: (-4e5, -4e5, 0.5),
     BOTTOM[3]: (-2e6, -2e6, 0.3),
 }
+
+
+class NoCumulativeSums(TorchDispatchMode):
+    """Refuses `cumsum`, as GPUs do if the same bits are needed in every run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cumsum.default:
+            raise RuntimeError("cumsum is not deterministic")
+        return func(*args, **(kwargs or {}))
 
 
 def levels(kind: str) -> tuple[int, ...]:

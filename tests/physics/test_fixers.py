@@ -248,7 +248,8 @@ def on_band(manager: DomainParallelManager, kind: str, names: tuple[str, ...]) -
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_bands_equal_the_globe(ranks, kind):
     fields, last, weight = (air.fields(kind, seed=seed) for seed in (0, 1, 2))
-    wanted = gradients(built(kind, ALL), fields, last[:, : air.states()], weight)
+    with air.NoCumulativeSums():
+        wanted = gradients(built(kind, ALL), fields, last[:, : air.states()], weight)
     parts = on_threads(ranks, on_band, kind, ALL)
     for index, whole in enumerate(wanted):
         found = torch.cat([part[index] for part in parts], dim=2)
@@ -280,6 +281,43 @@ def test_surface_pressure_follows_from_mass():
         share = 0.5 + torch.rand(1, 4, 5, 6, dtype=torch.float64, generator=draw)
         mass = (share * layers.thickness(pressure)).sum(1, keepdim=True)
         assert torch.allclose(layers.surface_pressure(mass, share), pressure, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", ["dry_air", "water"])
+def test_condensates_that_are_no_state_do_not_count(name):
+    fields = air.fields("model")
+    order = [i for i in range(fields.shape[1]) if not 4 <= i < 8]  # the state has no liquid water
+    states = air.states() - len(air.MODEL)
+    physical = air.physical("model", rain="standard")
+    moved = [*order[:states], *range(4, 8), *order[states:]]
+    physical.channels = tuple(physical.channels[i] for i in moved)
+    physical.shift, physical.scale = physical.shift[moved], physical.scale[moved]
+    mean = air.global_mean(alone(), slice(0, air.ROWS))
+    fixers = build_fixers(UNetConfig(fixers=[name]), physical, mean, 6)
+    assert fixers is not None
+    last = air.fields("model", seed=1)[:, order[:states]]
+    found = fixers(fields[:, moved], last)
+    other = fields[:, moved].clone()
+    other[:, states : states + 4] += 1
+    others = fixers(other, last)
+    others[:, states : states + 4] -= 1
+    assert torch.allclose(found, others, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(found, fields[:, moved])
+
+
+def test_numbers_stay_in_double_precision_if_a_model_is_cast():
+    last, fields = air.fields("model", seed=1)[:, : air.states()], air.fields("model")
+    fixers = built("model", (*ALL, "bounds"), bounds={"temperature": [200.0, 300.0]})
+    wanted, before = fixers(fields, last), dict(fixers.named_buffers())
+    assert torch.equal(fixers.float()(fields, last), wanted)
+    fixers.bfloat16()
+    assert all(torch.equal(x, before[name]) for name, x in fixers.named_buffers())
+
+    def without_doubles(x: torch.Tensor) -> torch.Tensor:
+        raise TypeError("no float64")
+
+    with pytest.raises(UserError, match=r"^model.fixers: need float64, which this device doesn't"):
+        fixers._apply(without_doubles)
 
 
 def test_bounds_of_an_unknown_variable_are_refused():

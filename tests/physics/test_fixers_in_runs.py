@@ -16,7 +16,7 @@ from credit_dp.config import Config, VariableConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.sources.base import hybrid_coefficients
+from credit_dp.data.sources.zarr import hybrid_coefficients
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
@@ -144,6 +144,8 @@ def test_an_exported_model_has_its_fixers(run, tmp_path):
             expected = dates.normaliser.denormalise(wanted)
             scale = expected.abs().amax((0, 2, 3), keepdim=True)
             assert ((found - expected) / scale).abs().max() < 1e-6
+            found = model.float()(fields, times)
+            assert ((found - expected) / scale).abs().max() < 1e-6
 
 
 def opened(config: Config) -> Store:
@@ -153,8 +155,8 @@ def opened(config: Config) -> Store:
 def test_coefficients_come_from_the_config_or_the_store(folder):
     config = air.atmosphere_config(folder, "model", ["dry_air"])
     assert hybrid_of(opened(config)) == air.HYBRID
-    some = air.atmosphere_config(folder, "model", ["dry_air"], levels=[3, 2])
-    assert hybrid_of(opened(some)) == {x: air.HYBRID[x][1:4] for x in "ab"}
+    some = air.atmosphere_config(folder, "model", ["dry_air"], levels=[4, 3])
+    assert hybrid_of(opened(some)) == {x: air.HYBRID[x][2:5] for x in "ab"}
     some.data.hybrid = {"a": [0.0, 5000.0, 0.0], "b": [0.0, 0.0, 1.0]}
     assert hybrid_of(opened(some)) == some.data.hybrid
     assert hybrid_of(opened(air.atmosphere_config(folder, "pressure", ["dry_air"]))) == {}
@@ -174,6 +176,24 @@ def test_coefficients_of_cam_are_multiples_of_its_reference_pressure():
     assert hybrid_coefficients(data.drop_vars("hybi")) is None
 
 
+def test_coefficients_have_a_known_unit_and_are_turned_to_begin_at_the_top():
+    data = air.dataset("model")[["hyai", "hybi", "hybrid"]]
+
+    def found(data: xr.Dataset, unit: str, scale: float = 1.0) -> Any:
+        with_unit = (scale * data["hyai"]).assign_attrs(units=unit)
+        stored = hybrid_coefficients(data.assign(hyai=with_unit))
+        return None if stored is None else [x.tolist() for x in stored]
+
+    wanted = [pytest.approx(air.HYBRID[name]) for name in "ab"]
+    for unit, scale in (("Pa", 1), ("", 1), ("hPa", 1e-2), ("millibars", 1e-2), ("1", 1e-5)):
+        assert found(data, unit, scale) == wanted
+    assert found(data, "m") is None
+    turned = data.isel(nhyi=slice(None, None, -1))
+    assert found(turned.isel(hybrid=slice(None, None, -1)), "Pa") == wanted
+    assert found(turned, "Pa") is None  # level 1 is the lowest
+    assert found(data.isel(nhyi=[0, 2, 1, 3, 4]), "Pa") is None
+
+
 def test_data_that_do_not_fit_are_refused(folder):
     path = folder / "bare.zarr"
     bare = air.dataset("model").drop_vars(["hyai", "hybi"])
@@ -181,7 +201,20 @@ def test_data_that_do_not_fit_are_refused(folder):
     cases: list[tuple[dict[str, Any], str]] = [
         ({"levels": [1, 3]}, "data.levels has 2 of 1 to 3. Choose levels without a gap"),
         ({"hybrid": {"a": [0, 1], "b": [0, 1]}}, "data.hybrid: needs a and b at the 5 interfaces"),
-        ({"store": str(path)}, "neither hyai and hybi nor data.hybrid has them"),
+        (
+            {"levels": [3, 2]},
+            "data.levels ends at level 3: needs the ground, with a=0 and b=1, as the last "
+            "interface, got a=8000 and b=0.7. Add the levels down to 4 to data.levels",
+        ),
+        (
+            {"levels": [1, 3], "hybrid": {"a": [0, 9e3, 8e3], "b": [0, 0, 0.7]}},
+            "data.hybrid: needs the ground, with a=0 and b=1, as the last interface, got a=8000",
+        ),
+        (
+            {"variables": {air.WATER[1]: VariableConfig(fill=0.0)}},
+            "model.fixers: dry_air needs specific_cloud_liquid_water_content everywhere, but",
+        ),
+        ({"store": str(path)}, "from the top) nor data.hybrid has them"),
         (
             {"variables": {air.EVAPORATION: VariableConfig(accumulated=False)}},
             "model.fixers: water needs sums over a step of evaporation",

@@ -215,8 +215,6 @@ DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
     "level": ("pressure_level", "isobaricInhPa", "plev", *MODEL_LEVELS),
 }
 PASCALS = 100  # in one hPa
-HYBRID_NAMES = ("hyai", "hybi")
-REFERENCE_PRESSURE = 1e5  # Pa
 HORIZONTAL = ("latitude", "longitude")
 GRID_TYPES = {  # GRIB's names of grids that can't be read
     "reduced_gg": "reduced Gaussian",
@@ -292,23 +290,6 @@ def has_model_levels(dataset: xr.Dataset) -> bool:
     attributes = dataset["level"].attrs if "level" in dataset.coords else {}
     long_name = str(attributes.get("long_name", "")).lower()
     return attributes.get("standard_name") in MODEL_LEVEL_NAMES or "model level" in long_name
-
-
-def hybrid_coefficients(
-    dataset: xr.Dataset,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Return a, in Pa, and b at the interfaces of model levels, from `hyai` and `hybi`, if any.
-
-    ECMWF's files have a in Pa; those of CAM have it as a multiple of P0.
-    """
-    if not all(name in dataset.variables and dataset[name].ndim == 1 for name in HYBRID_NAMES):
-        return None
-    a, b = (np.asarray(dataset[name].values, np.float64) for name in HYBRID_NAMES)
-    if a.shape != b.shape or not np.isfinite([a, b]).all():
-        return None
-    in_pascals = dataset[HYBRID_NAMES[0]].attrs.get("units") == "Pa" or np.abs(a).max() > 1
-    reference = float(dataset["P0"]) if "P0" in dataset.variables else REFERENCE_PRESSURE
-    return (a if in_pascals else a * reference), b
 
 
 def whole_number_levels(dataset: xr.Dataset, where: str, key: str) -> tuple[int, ...]:

@@ -38,7 +38,6 @@ from credit_dp.data.sources.base import (
     as_slice,
     check_coordinates,
     has_model_levels,
-    hybrid_coefficients,
     in_dim_order,
     scalar_level,
     squeeze_other_dims,
@@ -56,6 +55,7 @@ from credit_dp.data.sources.storage import (
     unreadable_error,
     version_stamp,
 )
+from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.variable_names import all_names_of, canonical_name
 
@@ -213,6 +213,45 @@ class DatasetCounter(ReadCounter, Protocol):
 
     def count_requested(self, size: int) -> None:
         """Count `size` bytes of requested values, in the type that they are stored in."""
+
+
+HYBRID_NAMES = ("hyai", "hybi")
+REFERENCE_PRESSURE = 1e5  # Pa
+
+
+def hybrid_coefficients(
+    dataset: xr.Dataset,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return a, in Pa, and b at the interfaces of model levels, from the top: `hyai` and `hybi`.
+
+    ECMWF's files have a in Pa; those of CAM have it as a multiple of P0. Without a unit, numbers up
+    to 1 are multiples. None if there are no coefficients, or none that can be used: a in another
+    unit, pressures that don't rise, or levels that are numbered from the ground.
+
+    Call this before `standardise_dims` renames the dims.
+    """
+    if not all(name in dataset.variables and dataset[name].ndim == 1 for name in HYBRID_NAMES):
+        return None
+    a, b = (np.asarray(dataset[name].values, np.float64) for name in HYBRID_NAMES)
+    if a.shape != b.shape or not np.isfinite([a, b]).all():
+        return None
+    unit = canonical_unit(str(dataset[HYBRID_NAMES[0]].attrs.get("units", "")))
+    if unit in UNSPECIFIED_UNITS:
+        unit = "Pa" if np.abs(a).max(initial=0) > 1 else "1"
+    if unit == "1":
+        a = a * (float(dataset["P0"]) if "P0" in dataset.variables else REFERENCE_PRESSURE)
+    elif unit != "Pa":
+        if (unit, "Pa") not in CONVERSIONS:
+            return None
+        a = a * CONVERSIONS[unit, "Pa"][0]
+    steps = np.diff(a + REFERENCE_PRESSURE * b)
+    names = [name for name in ("level", *DIM_ALIASES["level"]) if name in dataset.coords]
+    if len(steps) and (steps < 0).all():
+        a, b, steps = a[::-1], b[::-1], -steps[::-1]
+        # Level 1 is the uppermost, so the numbers fall with the coefficients.
+        if any((np.diff(dataset[name].values) > 0).any() for name in names if dataset[name].ndim):
+            return None
+    return (a, b) if len(steps) and (steps > 0).all() else None
 
 
 @final

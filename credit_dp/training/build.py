@@ -298,21 +298,22 @@ def build_model_parts(
             "compile: this model computes through the global view, whose functions can't be "
             "compiled. It runs uncompiled."
         )
-    elif config.compile and manager.domain_parallel_size > 1 and _recomputes_activations(config):
+    elif config.compile and manager.domain_parallel_size > 1 and _recomputes_blocks(config):
         logger.warning(
-            "compile: a sharded model whose activations are recomputed can't be compiled. It runs "
-            "uncompiled. To compile it set trainer.checkpoint_activations=false and "
-            "model.activation_checkpointing=false."
+            "compile: a sharded model that recomputes blocks can't be compiled. It runs "
+            "uncompiled. To compile it set model.activation_checkpointing=false; "
+            "trainer.checkpoint_activations=step saves memory, too."
         )
     elif config.compile:
         compile_model(model, like.device)
     return ModelParts((model,))
 
 
-def _recomputes_activations(config: Config) -> bool:
-    # torch 2.13 fails at operators that keep their order in a function that is computed again.
-    of_model = getattr(config.model, "activation_checkpointing", False)
-    return config.trainer.checkpoint_activations != "false" or bool(of_model)
+def _recomputes_blocks(config: Config) -> bool:
+    # torch 2.13 fails at operators that keep their order in a compiled function that computes parts
+    # of itself again. A complete compiled step can be computed again: its operators receive what
+    # the transport has kept.
+    return bool(getattr(config.model, "activation_checkpointing", False))
 
 
 def _build_stages(

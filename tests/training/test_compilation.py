@@ -54,18 +54,36 @@ def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
 
 
+def compiled_and_recomputed(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Train with compiled steps that backward computes again; they send what a plain run sends."""
+    transport = manager.transport
+    before = transport.calls
+    plain(manager, config)
+    calls = transport.calls - before
+    before = transport.calls
+    trainer = replace(config.trainer, checkpoint_activations="step")
+    trajectory = compiled(manager, replace(config, trainer=trainer))
+    assert transport.calls - before == calls
+    return trajectory
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+def test_compiled_steps_that_are_computed_again_train_the_same(config):
+    found = run_on_mesh(Mesh(1, 1, 2), compiled_and_recomputed, config)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
 def _is_compiled(manager: DomainParallelManager, config: Config) -> bool:
     return built(config, manager).trainer.state.parts[0]._compiled_call_impl is not None
 
 
 @pytest.mark.slow
-def test_a_sharded_model_that_recomputes_activations_runs_uncompiled(config):
-    for recomputing in (
-        replace(config, model=replace(config.model, activation_checkpointing=True)),
-        replace(config, trainer=replace(config.trainer, checkpoint_activations=True)),
-    ):
-        mesh = on_mesh(recomputing, Mesh(1, 1, 2))
-        assert on_processes(2, _is_compiled, mesh) == [False, False]
+def test_a_sharded_model_that_recomputes_blocks_runs_uncompiled(config):
+    recomputing = replace(config, model=replace(config.model, activation_checkpointing=True))
+    mesh = on_mesh(recomputing, Mesh(1, 1, 2))
+    assert on_processes(2, _is_compiled, mesh) == [False, False]
 
 
 @pytest.mark.slow

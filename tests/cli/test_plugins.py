@@ -138,7 +138,7 @@ def test_the_variable_makes_the_model_a_choice(
     config = composer.compose_config(["model=custom", "model.width=4", "model.layer.kernel=5"])
     assert isinstance(config.model, OwnModelConfig)
     assert vars(config.model) | {"layer": None} == {
-        **{"name": "custom", "frames": 1, "residual": True},
+        **{"name": "custom", "frames": 1, "residual": True, "bounds": {}, "fixers": []},
         **{"width": 4, "layer": None, "weights": {}},
     }
     assert config.model.layer.kernel == 5
@@ -175,6 +175,7 @@ def test_a_file_may_have_plugins_of_every_kind(
     assert vars(config.loss) == {
         **{"name": "logcosh", "latitude_weight": True, "level_weight": True, "scale": 2.0},
         **{"variable_weight": {}, "tendency": True, "spectrum": 0.0},
+        **{"gradient": 0.0, "sphere_spectrum": 0.0, "sphere_error": "amplitude"},
     }
     assert isinstance(config.optimizer, OwnOptimizerConfig)
     assert vars(config.optimizer)["momentum"] == 0.5
@@ -205,7 +206,7 @@ def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
     file = written(tmp_path, TRAINING)
     options = "optimizer.schedule_options"
     for arguments, needed in {
-        ("loss=logcsh",): "loss: needs one of huber, logcosh, mae, mse, got 'logcsh'. Did you mea",
+        ("loss=logcsh",): "loss: needs one of crps, huber, logcosh, mae, mse, got 'logcsh'. Did you mea",
         ("loss=logcosh", "loss.scael=2"): "loss.scael: no such key. Did you mean loss.scale? Allo",
         ("loss=logcosh", "loss.huber_delta=2"): "loss.huber_delta: no such key of this loss. Allo",
         ("loss=logcosh", "loss.spectrum=-1"): "loss.spectrum: needs a number",
@@ -302,7 +303,7 @@ def test_the_run_again_says_which_variable_is_missing(
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()
     line = refusal(monkeypatch, "--again", str(tmp_path), "--check")
-    assert line.startswith("loss: needs one of huber, mae, mse, got 'logcosh'.")
+    assert line.startswith("loss: needs one of crps, huber, mae, mse, got 'logcosh'.")
     assert f"like {PLUGINS_VARIABLE}=my_loss.py." in line
 
 

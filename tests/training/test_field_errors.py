@@ -40,6 +40,9 @@ EVERY = StandardLossConfig(
     variable_error={"geopotential": "mae"},
     variable_weight={"geopotential": 2.0},
 )
+# Trajectories have no absolute errors: their gradient jumps where an error is 0, and near such a
+# point a change of the last digit of any weight changes later steps by 1e-10.
+SMOOTH = replace(EVERY, variable_error={"geopotential": "huber"}, variable_weight={})
 
 
 def fields(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +242,7 @@ def test_ten_steps_are_the_same_on_any_mesh(tmp_path: Path, mesh: Mesh) -> None:
     """With two micro-batches; on a pipeline the ranks of the last stage compute the loss."""
     store = make_store(tmp_path, 17)
     config = make_config(store, tmp_path / "run", accumulate=2)
-    config = replace(config, loss=replace(EVERY, variable_weight={}))
+    config = replace(config, loss=SMOOTH)
     wanted = run_on_mesh(ONE, train_from_start, config, None)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
 
@@ -248,7 +251,7 @@ def test_ten_steps_are_the_same_on_any_mesh(tmp_path: Path, mesh: Mesh) -> None:
 def test_rollouts_are_the_same_on_bands(tmp_path: Path) -> None:
     store = make_store(tmp_path, 17)
     config = make_config(store, tmp_path / "run", rollout={0: 2}, checkpoint_activations=True)
-    config = replace(config, loss=replace(EVERY, variable_weight={}))
+    config = replace(config, loss=SMOOTH)
     wanted = run_on_mesh(ONE, train_from_start, config, None)
     assert_same_trajectory(run_on_mesh(Mesh(1, 1, 3), train_from_start, config, None), wanted)
 

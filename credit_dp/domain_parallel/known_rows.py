@@ -139,16 +139,15 @@ class KnownRows:
         return is_precise and self._state == self._current_state()
 
     def _current_state(self) -> tuple[Any, ...]:
-        """Return what must not have changed.
+        """Return what must not have changed: values, and what backward reaches.
 
-        Checkpointing computes a part of the model again, which must find what it found the first
-        time, whatever other parts have left behind: its hooks of saved tensors tell them apart.
+        Rows that were fetched before `requires_grad_()` return no gradients. Those of a forward are
+        not for what its backward pass computes again.
         """
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return (
             self._x._version,
+            self._x.requires_grad,
             torch.is_grad_enabled(),
-            None if hooks is None else hooks[0],
             torch._C._current_graph_task_id(),
         )
 

@@ -182,7 +182,7 @@ class CheckpointedForward:
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Return the contexts of a forward and of its recomputation."""
-        messages = ReceivedMessages()
+        messages = ReceivedMessages(self.path)
         shared = [] if self.with_hooks else open_hooks(self.module)
         again = self.keep_state(self.module)
         return messages.recording(), _Recomputation(messages, shared, again)

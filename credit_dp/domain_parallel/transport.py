@@ -176,9 +176,13 @@ class ReceivedMessages:
 
     The second forward makes the same calls in the same order, on every rank: it computes the same
     from the same inputs.
+
+    Args:
+        path: of the part, for messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "the model") -> None:
+        self.path = path
         self._calls: list[list[Tensor]] = []
         self._next: int | None = None  # the call that is replayed next; None while recording
 
@@ -244,9 +248,10 @@ class ReceivedMessages:
         at = self._next or 0
         call = self._calls[at] if at < len(self._calls) else None
         if call is None or (shapes is not None and shapes != [t.shape for t in call]):
-            raise RuntimeError(
-                "activation checkpointing: a module exchanges other rows when backward computes "
-                "it again than in its forward"
+            raise UserError(
+                f"trainer.checkpoint_activations: {self.path} must exchange the same rows when "
+                "backward computes it again, but exchanges others. Set "
+                "trainer.checkpoint_activations=false."
             )
         self._next = at + 1
         return call

@@ -14,6 +14,7 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.domain_parallel.costs.work import step_work
 from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
+from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
@@ -129,6 +130,16 @@ def test_blocks_of_another_model_share_exchanges_when_computed_again():
     model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
     assert sum(on_processes(3, compare, model, x, ["blocks.0", "blocks.1"]))
+
+
+def test_other_messages_than_in_the_forward_are_refused():
+    messages = ReceivedMessages("blocks.1")
+    with messages.recording():
+        messages.collective(lambda: torch.ones(1))
+    with messages.replaying():
+        messages.collective(lambda: torch.ones(1))
+        with pytest.raises(UserError, match=r"checkpoint_activations: blocks\.1 must exchange"):
+            messages.collective(lambda: torch.ones(1))
 
 
 class Across(nn.Module):

@@ -390,8 +390,11 @@ def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
         def recompute(*local: Any, **kwargs: Any) -> Any:
             # Without torch's options, which precede the function's arguments.
             fields = shown[len(shown) - len(local) :]
+            arguments = [show(x, field) for x, field in zip(local, fields, strict=True)]
+            for x in global_tensors(arguments):
+                x.hooks = shown  # of outside, as in the forward: not those of this computation
             with run_in(view):
-                return function(*map(show, local, fields), **kwargs)
+                return function(*arguments, **kwargs)
 
         return original(recompute, *map(local_of, args), **kwargs)
 

@@ -346,6 +346,8 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(value, Tensor):
         if not (x.is_floating_point() or x.is_complex()):
             raise NoRuleError
+        if index.shape != x.shape[: index.ndim]:  # a mask is not broadcast: torch's error comes
+            raise NoRuleError
         x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
         return
     items = _index_of_each_dim(index, x.ndim)

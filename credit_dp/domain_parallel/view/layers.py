@@ -41,6 +41,7 @@ from credit_dp.domain_parallel.view.tensor import (
     Layout,
     is_band,
     local_of,
+    saved_tensors_hooks,
     with_layout,
     wrap,
 )
@@ -105,9 +106,17 @@ def call_layer(
 def _known_rows(x: GlobalTensor) -> KnownRows | None:
     """Return the rows of a field that convolutions have fetched, maybe none yet.
 
-    None if it can't be known whether they are still right: inference mode counts no changes.
+    None if the convolutions of a field can't share rows, or must not:
+
+    - Inference mode counts no changes, so that it is unknown whether rows are still right.
+    - A checkpointed block must find what it found the first time when it is computed again. Then
+      its arguments are new tensors, though two may have been one, or one that its code knows from
+      elsewhere. So a block shares the rows of fields only that it has computed itself.
+    - Of a leaf several convolutions are several graphs, each with its own backward pass, which
+      would free what the first one keeps for the others.
     """
-    if x.local.is_inference():
+    is_from_here = x.hooks is saved_tensors_hooks()
+    if x.local.is_inference() or not is_from_here or (x.local.is_leaf and x.local.requires_grad):
         return None
     device = x.device.type
     is_cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64

@@ -566,7 +566,10 @@ def _attribute(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return x.transpose(-1, -2)
     if name in ("H", "mH"):
         return x.adjoint()
-    if name in ("real", "imag", "data") and func.__name__ == "__get__":
+    if name == "data":
+        # Unlike `data` it counts changes with the tensor: rows of other bands would be outdated.
+        return GlobalTensor(x.local.detach(), x.rows, x.view_)
+    if name in ("real", "imag") and func.__name__ == "__get__":
         return GlobalTensor(func(x.local), x.rows, x.view_)
     if name == "_base" and func.__name__ == "__get__":
         # The tensor that it is a view of on one process; FSDP2 asks whether there is one.

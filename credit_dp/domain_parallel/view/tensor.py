@@ -141,6 +141,16 @@ class SharedMemory:
             self._limit = 2 * max(4, len(self.tensors))
 
 
+def saved_tensors_hooks() -> object:
+    """Return what is the same object under the same innermost hooks of saved tensors; maybe None.
+
+    Each forward of a checkpointed block has its own hooks, and so has each time that backward
+    computes it again. The object is a weak reference: a field must not keep a block's inputs.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else weakref.ref(hooks[0])
+
+
 class GlobalTensor(torch.Tensor):
     """A tensor of the globe, of which this rank holds a part.
 
@@ -152,6 +162,7 @@ class GlobalTensor(torch.Tensor):
             if there are no others.
         has_order: whether dimensions are in memory in the order that they have on one process, as
             far as is known: rows that were moved or gathered, and what runs whole, may differ.
+        hooks: what tells under which hooks of saved tensors it was made: see `saved_tensors_hooks`.
         known_rows: rows of other bands that convolutions have fetched.
         call_function: computes torch's functions; set by `rules`, which needs this class.
     """
@@ -161,6 +172,7 @@ class GlobalTensor(torch.Tensor):
     view_: GlobalView
     memory: SharedMemory | None
     has_order: bool = True
+    hooks: object
     known_rows: KnownRows | None = None
     call_function: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     _shape: torch.Size
@@ -178,6 +190,7 @@ class GlobalTensor(torch.Tensor):
         result.rows = layout
         result.view_ = view
         result.memory = None
+        result.hooks = saved_tensors_hooks()
         result._shape = torch.Size(shape)
         return result
 

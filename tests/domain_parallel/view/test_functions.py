@@ -978,6 +978,78 @@ def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again):
     assert totals == [sum(rows), (1 + again) * sum(rows)]
 
 
+def ask_for_a_gradient_in_between(model, x):
+    y = x.detach()
+    a = dilated(model, y, 1)
+    y.requires_grad_()
+    b = dilated(model, y, 2)
+    return a + b + x * torch.autograd.grad(b.sum(), y, retain_graph=True)[0]
+
+
+def write_to_data_in_between(model, x):
+    with torch.no_grad():
+        y = x * 1
+        a = dilated(model, y, 1)
+        y.data.mul_(2)
+        return a + dilated(model, y, 2)
+
+
+def one_field_by_two_names(model, x):
+    def block(y, z):
+        return dilated(model, y, 1) + dilated(model, z, 2).tanh()
+
+    y = checkpoint(block, x, x, use_reentrant=False)
+    y = y + checkpoint(block, x, z=x, use_reentrant=False)
+    return y + checkpoint(lambda z: block(z, x), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "function", [ask_for_a_gradient_in_between, write_to_data_in_between, one_field_by_two_names]
+)
+def test_convolutions_share_no_rows_that_may_be_others(function, ranks):
+    check(function, (2, CHANNELS, 13, COLUMNS), ranks)
+
+
+def _gradient_of_two_passes(manager, model, x):
+    model = copy.deepcopy(model)
+    if manager is not None:
+        attach_view(model, manager, [tuple(x.shape)])
+        x = shard_tensor(x, manager=manager)
+    x = x.clone().requires_grad_()
+    for y in model(x):
+        y.square().sum().backward()
+    return x.grad
+
+
+class Heads(nn.ModuleList):
+    def forward(self, x):
+        return [head(x) for head in self]
+
+
+def test_convolutions_of_the_input_have_backward_passes_of_their_own():
+    model = Heads(nn.Conv2d(2, 2, n, padding=n // 2) for n in (3, 5)).double()
+    x = torch.randn(1, 2, 12, COLUMNS, dtype=torch.float64)
+    found = torch.cat(on_threads(3, _gradient_of_two_passes, model, x), -2)
+    assert_close(found, _gradient_of_two_passes(None, model, x), "input gradient")
+
+
+def _assign_to_a_smaller_mask(manager):
+    def assign(model, x):
+        x = x * 1
+        x[torch.ones(1, 1, dtype=torch.bool)] = 0.0
+        return x
+
+    model = Model(assign)
+    attach_view(model, manager, [(2, CHANNELS, 8, COLUMNS)])
+    with pytest.raises(IndexError, match="mask"):
+        model(torch.randn(2, CHANNELS, 4, COLUMNS))
+
+
+def test_masks_are_not_broadcast():
+    on_threads(2, _assign_to_a_smaller_mask)
+
+
 @pytest.mark.usefixtures("strict_rules")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])

@@ -88,6 +88,16 @@ class Changed(Branches):
         return torch.cat([*outputs, self.branches[2](x)], 1)
 
 
+class ChangedData(Branches):
+    """Writes there without counting it, so that it computes through the global view."""
+
+    def forward(self, x):
+        x = x * 2
+        first = self.branches[0](x)
+        x.data[..., :4] *= 3
+        return torch.cat([first, self.branches[1](x), self.branches[2](x)], 1)
+
+
 class Otherwise(Branches):
     """Behaves differently from the plan if `scale` is set."""
 
@@ -209,16 +219,17 @@ def test_a_reader_that_is_called_alone():
     on_threads(2, _alone)
 
 
-def _written(manager):
-    unsharded, model, x = _sharded(manager, Changed)
+def _written(manager, build):
+    unsharded, model, x = _sharded(manager, build)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             y = gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
             assert error(y, unsharded(x)) <= 1e-6
 
 
-def test_a_tensor_written_to_between_two_readers():
-    on_threads(2, _written)
+@pytest.mark.parametrize("build", [Changed, ChangedData])
+def test_a_tensor_written_to_between_two_readers(build):
+    on_threads(2, _written, build)
 
 
 def _otherwise(manager):

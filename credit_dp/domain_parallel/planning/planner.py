@@ -188,6 +188,7 @@ class Planner:
         try:
             with self._trace:
                 yield self._trace
+            self._trace.check_changes_are_counted()
         finally:
             _active.reset(token)
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, final
@@ -138,6 +138,9 @@ class Trace(PlanningMode):
         self.running_modules: list[str] = []  # outermost first
         # Storages that no operation may write to -> the parameter or buffer that they belong to.
         self.read_only_storages: dict[int, str] = {}
+        self._writes: dict[int, list[str]] = {}  # where each storage was written to
+        # Inputs of layers with their versions, and how often their storages had been written to.
+        self._reads: list[tuple[Tensor, int, int]] = []
 
     @property
     def location(self) -> str:
@@ -171,6 +174,9 @@ class Trace(PlanningMode):
         """
         if not self._paused:
             arguments = {"inputs": [self.ref(tensor) for tensor in inputs], **settings}
+            for x in inputs:
+                if not x.is_inference():
+                    self._reads.append((x, x._version, len(self._writes_to(x))))
             self._record(TraceStep(None, arguments, tuple(map(self.ref, outputs)), self.location))
 
     def _record(self, step: TraceStep) -> None:
@@ -210,6 +216,8 @@ class Trace(PlanningMode):
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # the most frequent call by far: answered without dispatch
         kwargs = kwargs or {}
+        if _changes_values_of_first(func) and isinstance(args[0], Tensor):
+            self._writes_to(args[0]).append(self.location)
         if self._paused or func.namespace in QUERY_NAMESPACES:
             return self._run(func, args, kwargs)
         if func is torch.ops.aten.clone.default and current_autograd_function() is None:
@@ -226,6 +234,26 @@ class Trace(PlanningMode):
         self._record(TraceStep(AS_VIEW.get(func, func), arguments, outputs, self.location))
         return result
 
+    def _writes_to(self, x: Tensor) -> list[str]:
+        return self._writes.setdefault(x.untyped_storage()._cdata, [])
+
+    def check_changes_are_counted(self) -> None:
+        """Check that what layers have read was not changed through `data` afterwards.
+
+        Such changes are not counted by the tensor's version: layers that share rows would not fetch
+        them again, and in backward a band would have new values and its halo old ones.
+
+        Raises:
+            UserError: names the line of code.
+        """
+        for x, version, count_before in self._reads:
+            writes = self._writes_to(x)[count_before:]
+            if writes and x._version == version:
+                raise UserError(
+                    f"{writes[0]}: data of a tensor is changed in place after a layer has read it, "
+                    "but rows on other ranks stay. Change the tensor without data."
+                )
+
     def _check_read_only(self, operand: Any) -> None:
         key = operand.untyped_storage()._cdata if isinstance(operand, Tensor) else None
         if key in self.read_only_storages:
@@ -233,6 +261,13 @@ class Trace(PlanningMode):
                 f"{self.location}: {self.read_only_storages[key]} is changed in place, but each "
                 "rank would change its own rows only. Change it outside of the model's forward."
             )
+
+
+@lru_cache(None)
+def _changes_values_of_first(func: Any) -> bool:
+    """Return whether an operation writes to its first operand; not whether it changes its shape."""
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
 
 
 def current_user_line() -> str:

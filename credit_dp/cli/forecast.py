@@ -123,12 +123,14 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     composer = Composer(program.rpartition(" ")[2])
     check_overrides(parse_overrides(config_overrides), composer.groups)
     config = config_of_checkpoint(path, config_overrides, composer)
+    from credit_dp.config.model import BlocksConfig
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 
     endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
     out = keys["out"] or str(run / endings.get(keys["format"], "forecast.zarr"))
     request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out})
-    request.check(config.data.step_hours, noise=bool(getattr(config.model, "noise", 0)))
+    has_noise = isinstance(config.model, BlocksConfig) and config.model.noise > 0
+    request.check(config.data.step_hours, noise=has_noise)
     # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()
     names, levels = request.diagnostic_names(), request.levels_in_hpa()

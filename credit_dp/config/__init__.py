@@ -16,6 +16,7 @@ from credit_dp import checks
 from credit_dp.config.data import DataConfig, DatesConfig, QuickstartConfig, VariableConfig
 from credit_dp.config.model import (
     BUDGETS,
+    BlocksConfig,
     BudgetNeeds,
     CrossFormerConfig,
     ModelConfig,
@@ -244,7 +245,11 @@ class Config:
                 "compile: needs an empty parallel.layout, because moves between devices can't be "
                 "compiled. Change one of them."
             )
-        drawn = [key for key in ("noise", "stochastic_depth") if getattr(self.model, key, 0)]
+        drawn = [
+            key
+            for key in ("noise", "stochastic_depth")
+            if isinstance(self.model, BlocksConfig) and getattr(self.model, key)
+        ]
         if self.compile and drawn and getattr(self.model, "activation_checkpointing", False):
             raise UserError(
                 "compile: needs model.activation_checkpointing=false, because blocks with "
@@ -281,7 +286,8 @@ class Config:
 
     def _check_ensemble(self) -> None:
         """Check that noise, members and the loss of ensembles come together."""
-        noise = getattr(self.model, "noise", 0)  # models from elsewhere may have the key, too
+        # A plug-in may have a key of this name for something else.
+        noise = self.model.noise if isinstance(self.model, BlocksConfig) else 0
         members = self.trainer.members
         loss = self.loss.name
         if members > 1 and loss != "crps":

@@ -137,7 +137,9 @@ def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
         return values
     positive = values.clamp(min=0)
     if variable.normalise == "sqrt":
-        return positive.sqrt_()
+        # Not the clamped values: a root has no gradient at 0, and infinity times 0 is no number.
+        is_zero = values <= 0  # not NaN, which stays
+        return torch.where(is_zero, 0, torch.where(is_zero, 1, values).sqrt())
     return positive.div_(variable.log1p_scale).log1p_()
 
 

@@ -9,9 +9,9 @@ without asking. One exchange then happens in this order:
    ranks that own these rows, which add them up: the adjoint of step 1.
 
 `RowExchange.apply` does both, as a differentiable function of the band. `_BandConv` of
-`layers/conv.py` and `_SharedExchangeFunction` of `shared_exchange.py` call the steps themselves.
-In compiled code the operators `credit_dp::fetch_rows` and `credit_dp::return_gradients` do the same
-work; they find their exchange by a name that says what it does.
+`layers/conv_bands.py` and `_SharedExchangeFunction` of `shared_exchange.py` call the steps
+themselves. In compiled code the operators `credit_dp::fetch_rows` and `credit_dp::return_gradients`
+do the same work; they find their exchange by a name that says what it does.
 `rows_with_poles` returns the rows that a padding mode shows beyond the poles.
 """
 

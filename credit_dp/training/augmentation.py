@@ -281,7 +281,7 @@ def _check_fills(store: Store, key: str) -> None:
 
 
 def _check_signs(store: Store) -> None:
-    """Refuse directions, and variables that change sign and are normalised by a logarithm."""
+    """Refuse directions, and variables that change sign but have a root or a logarithm taken."""
     channels = store.channels
     outputs = (channel.variable for channel in channels.output_channels)
     for name in (*outputs, *channels.forcing, *channels.static):
@@ -292,7 +292,7 @@ def _check_signs(store: Store) -> None:
                 f"a mirrored world. Leave {name} or trainer.mirror out, or set "
                 f"data.variables.{name}.sign_changes to true or false."
             )
-        if changes_sign(name, variable) and not np.isnan(variable.log1p_scale):
+        if changes_sign(name, variable) and variable.is_transformed:
             raise UserError(
                 f"trainer.mirror: {name} changes sign, and can't be normalised by "
                 f"{variable.normalise}. Change data.variables.{name}."

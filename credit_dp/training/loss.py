@@ -75,15 +75,17 @@ class WeightedLoss:
         batch, _, _, width = target.shape
         error = self.pointwise(forecast, target)
         total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
+        if not self.spectrum and not self.field_errors:
+            return total
+        # Each member should have the truth's spectrum, which their mean has not.
+        members = len(forecast) // batch
+        forecast, truth = self.scaled(forecast), self.scaled(target).repeat_interleave(members, 0)
         if self.spectrum:
-            members = len(forecast) // batch
-            truth = self.scaled(target).repeat_interleave(members, 0)
-            # Each member should have the truth's spectrum, which their mean has not.
-            error = spectrum_error(self.scaled(forecast), truth)
+            error = spectrum_error(forecast, truth)
             error = (error * self.weight[..., 0]).sum((0, 2)) / (batch * members)
             total = total + self.spectrum * error
         for field_error in self.field_errors:
-            total = total + field_error(self.scaled(forecast), truth)
+            total = total + field_error(forecast, truth)
         return total
 
     def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:

@@ -69,6 +69,7 @@ def real_entries(tensor: Tensor) -> Tensor:
 # Source: Jordan et al. 2024, as in `torch.optim.Muon`.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
+SMALLEST_NORM = 1e-7  # by which a matrix is divided, as in `torch.optim.Muon`
 UPDATE_SIZE = 0.2  # root-mean-square of updates, as AdamW's usually are
 
 
@@ -87,7 +88,9 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     # The shorter side first: the products are then as small as they can be.
     flipped = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if flipped else matrix
-    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    # A gradient that has nearly vanished stays small: its norm may underflow, and what is left is
+    # rounding.
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -123,6 +126,13 @@ class Muon(Optimizer):
         self._momentum, self._nesterov, self._eps = momentum, nesterov, eps
         self._betas = betas
         super().__init__(groups, {})
+
+    def state_keys(self, parameter: Tensor) -> frozenset[str]:
+        """Return the names of the tensors that are kept of a parameter."""
+        for group in self.param_groups:
+            if group["matrices"] and any(p is parameter for p in group["params"]):
+                return frozenset({"momentum_buffer"})
+        return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.optim import WeightAverage, restore_schedule
+from credit_dp.training.optimizers import Muon
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.parameter_shards import is_fsdp_module
 from credit_dp.training.shards import Shape
@@ -206,7 +207,10 @@ class TrainingState:
             if tensor_name.startswith(OPTIMIZER_PREFIX) and name in parameters:
                 saved_keys[name].append(key)
         for name, keys in saved_keys.items():
-            if self.layout.keys is not None and {*keys} not in self.layout.keys:
+            possible = self.layout.keys
+            if isinstance(self.optimizer, Muon):  # it keeps others of matrices than of biases
+                possible = frozenset({self.optimizer.state_keys(parameters[name])})
+            if possible is not None and {*keys} not in possible:
                 raise UserError(
                     f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
                     f"optimizer={self.optimizer_name} does not keep with its keys now. Set the "

@@ -206,7 +206,7 @@ def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
     file = written(tmp_path, TRAINING)
     options = "optimizer.schedule_options"
     for arguments, needed in {
-        ("loss=logcsh",): "loss: needs one of crps, huber, logcosh, mae, mse, got 'logcsh'. Did you mea",
+        ("loss=logcsh",): "loss: needs one of crps, huber, logcosh, mae, mse, got 'logcsh'. Did",
         ("loss=logcosh", "loss.scael=2"): "loss.scael: no such key. Did you mean loss.scale? Allo",
         ("loss=logcosh", "loss.huber_delta=2"): "loss.huber_delta: no such key of this loss. Allo",
         ("loss=logcosh", "loss.spectrum=-1"): "loss.spectrum: needs a number",
@@ -227,7 +227,7 @@ def test_help_shows_the_keys_of_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_pa
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         code, out, _ = answer(monkeypatch, "loss=logcosh", "--help")
     assert code == 0
-    assert "  loss: huber, logcosh, mae, mse\n" in out
+    assert "  loss: crps, huber, logcosh, mae, mse\n" in out
     assert f"{'  scale: 1.0':<36}  # where it turns\n" in out
 
 

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.statistics import Statistics, apply_transform, invert_transform
+from credit_dp.data.statistics import (
+    Statistics,
+    apply_transform,
+    apply_transform_tensor,
+    invert_transform,
+)
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
 
@@ -280,6 +285,14 @@ def test_names_that_cannot_be_negative(name, known):
     assert is_nonnegative(name, VariableConfig(nonnegative=not known)) != known
     assert is_nonnegative(name, VariableConfig(normalise="log1p(1e-3)"))
     assert is_nonnegative(name, VariableConfig(normalise="sqrt"))
+
+
+def test_the_root_of_what_is_not_positive_has_gradient_0():
+    values = torch.tensor([-1.0, 0.0, 4.0], requires_grad=True)
+    roots = apply_transform_tensor(values, VariableConfig(normalise="sqrt"))
+    (gradient,) = torch.autograd.grad(roots.sum(), values)
+    assert roots.tolist() == [0, 0, 2]
+    assert gradient.tolist() == [0, 0, 0.25]
 
 
 @given(

@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 
 from credit_dp.domain_parallel import exchange
-from credit_dp.domain_parallel.layers import base, conv, group_norm, row_groups
+from credit_dp.domain_parallel.layers import base, conv, conv_bands, group_norm, row_groups
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupModel
 from tests.ranks import RankError, on_threads
 
-EDGES_OF = conv.edges_of  # before it is replaced
+EDGES_OF = conv_bands.edges_of  # before it is replaced
 
 
 def _build():
@@ -71,8 +71,8 @@ _INPUT_SPAN = conv._RowConv.input_span
         (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
         (conv._RowConv, "input_span", _one_row_off, "output"),
         (base, "rows_with_poles", _poles_are_neighbours, "output"),
-        (conv, "edges_of", _halo_on_the_wrong_side, "output"),
-        (conv.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
+        (conv_bands, "edges_of", _halo_on_the_wrong_side, "output"),
+        (conv_bands.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
 def test_a_broken_core_is_noticed(monkeypatch, where, name, mutant, match):

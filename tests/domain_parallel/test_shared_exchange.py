@@ -93,9 +93,9 @@ class ChangedData(Branches):
 
     def forward(self, x):
         x = x * 2
-        first = self.branches[0](x)
+        outputs = [self.branches[0](x), self.branches[1](x)]
         x.data[..., :4] *= 3
-        return torch.cat([first, self.branches[1](x), self.branches[2](x)], 1)
+        return torch.cat([*outputs, self.branches[2](x)], 1)
 
 
 class Otherwise(Branches):

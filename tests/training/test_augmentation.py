@@ -253,6 +253,11 @@ def test_what_can_not_be_turned_is_refused(folder, data):
             {air.RAIN: VariableConfig(normalise="log1p(1e-3)", sign_changes=True)},
             "total_precipitation_6hr changes sign, and can't be normalised by log1p",
         ),
+        (
+            {"mirror": 0.5},
+            {air.RAIN: VariableConfig(normalise="sqrt", sign_changes=True)},
+            "total_precipitation_6hr changes sign, and can't be normalised by sqrt",
+        ),
     ]
     for augment, variables, said in cases:
         config = config_of(folder, augment)

@@ -116,6 +116,15 @@ def test_the_powers_of_all_degrees_are_the_mean_square() -> None:
     assert found == pytest.approx(wanted, rel=1e-3)  # the floor is under the roots
 
 
+def test_the_spectrum_of_an_ensemble_is_that_of_each_member() -> None:
+    config = StandardLossConfig(name="crps", sphere_spectrum=0.7)
+    first, target = fields(1)
+    second, _ = fields(2)
+    members = torch.stack([first, second], dim=1).flatten(0, 1)
+    alone = [added(StandardLossConfig(sphere_spectrum=0.7), x, target) for x in (first, second)]
+    assert added(config, members, target) == pytest.approx(sum(alone) / 2, rel=1e-10)
+
+
 def masked(seed: int = 4) -> torch.Tensor:
     valid = torch.rand(2, ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) < 0.7
     valid[0] = True

@@ -218,6 +218,24 @@ def test_a_run_resumes_on_another_mesh(reference, name, tmp_path):
     assert_same_trajectory(rest, (numbers[2:], weights))
 
 
+def test_muon_takes_gradients_that_have_nearly_vanished() -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = build_optimizer({"weight": weight}, MuonConfig(lr=0.1))
+    for size in (1e-22, 1e-30, 0.0):
+        weight.grad = torch.full((4, 3), size)
+        optimizer.step()
+        assert weight.isfinite().all()
+
+
+def test_muon_resumes_with_the_same_matrices_only(tmp_path: Path) -> None:
+    config = make_config(make_store(tmp_path, 9), tmp_path / "run")
+    config = replace(config, optimizer=MuonConfig(lr=1e-3))
+    run_on_mesh(ONE, train_from_start, config, tmp_path)
+    other = replace(config, optimizer=MuonConfig(lr=1e-3, adamw=["*"]))
+    with pytest.raises(UserError, match=r"^resume: the checkpoint has momentum_buffer of "):
+        train_from_checkpoint(alone(), other, tmp_path)
+
+
 def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
     config = make_config(make_store(tmp_path, 9), tmp_path / "run")
     config = replace(config, optimizer=replace(config.optimizer, layer_decay=0.5))

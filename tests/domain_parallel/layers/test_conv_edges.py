@@ -10,15 +10,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
-from credit_dp.domain_parallel.layers import conv
+from credit_dp.domain_parallel.layers import conv, conv_bands
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
 
-EDGES_OF, CONVOLVE_BAND = conv.edges_of, conv.convolve_band  # before they are replaced
-HALO_PART = conv.BandEdge.halo_part
+EDGES_OF, CONVOLVE_BAND = conv_bands.edges_of, conv_bands.convolve_band  # before they are replaced
+HALO_PART = conv_bands.BandEdge.halo_part
 
 
 @st.composite
@@ -114,11 +114,11 @@ def _south_is_as_far_as_north(kernel, rows, taps):
     ("where", "name", "mutant", "found"),
     [
         (exchange, "_unpack_add", _nothing, "input gradient"),
-        (conv.BandEdge, "add", _nothing, "output"),
-        (conv.BandEdge, "halo_part", _no_halo_part, "input gradient"),
-        (conv.BandEdge, "add_weight_grad", _nothing, "weight"),
-        (conv, "edges_of", _south_is_as_far_as_north, "output"),
-        (conv.Halo, "is_blank", lambda halo, edge: edge.halo[0] == 0, "output"),
+        (conv_bands.BandEdge, "add", _nothing, "output"),
+        (conv_bands.BandEdge, "halo_part", _no_halo_part, "input gradient"),
+        (conv_bands.BandEdge, "add_weight_grad", _nothing, "weight"),
+        (conv_bands, "edges_of", _south_is_as_far_as_north, "output"),
+        (conv_bands.Halo, "is_blank", lambda halo, edge: edge.halo[0] == 0, "output"),
     ],
 )
 def test_a_broken_edge_fails_the_comparison(monkeypatch, where, name, mutant, found):

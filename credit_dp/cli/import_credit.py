@@ -29,6 +29,8 @@ CROSSFORMERS = ("crossformer", "wxformer", "wxformer_base")
 # Models of miles-credit on one tensor, (B, channels, frames, rows, columns).
 MODELS = (*CROSSFORMERS, "camulator", "fuxi", "swin", "unet", "nextgen_wxformer", "debugger")
 LOSSES = ("mse", "mae", "huber")
+ENSEMBLE_LOSSES = ("kcrps", "almost-fair-crps", "ring-crps")
+NOISE = 32  # numbers of a member, where theirs has its noise elsewhere
 # Stores of WeatherBench 2, by the key `resolution`.
 WEATHERBENCH2 = {
     "64x32": "1959-2023_01_10-6h-64x32_equiangular_conservative",
@@ -95,6 +97,9 @@ REASONS: Reasons = {
     "trainer.parallelism.tensor": "parallel.domain shards fields, parallel.data_mode=fsdp2 weights",
     "loss.validation_loss": "validation_rmse is the error of validation",
     "loss.latitude_weights": "weights of rows are computed from the latitudes",
+    "loss.args.latitude_weights": "weights of rows are computed from the latitudes",
+    "loss.args.var_weighting": "errors are of normalised fields",
+    "loss.var_weighting": "errors are of normalised fields",
 }
 
 
@@ -107,6 +112,9 @@ class Roles:
     diagnostic: list[str] = field(default_factory=list)
     forcing: list[str] = field(default_factory=list)
     static: list[str] = field(default_factory=list)
+    # numbers of variables on levels that are not prognostic
+    diagnostic_on_levels: int = 0
+    inputs_on_levels: int = 0
 
 
 def read_credit(
@@ -135,8 +143,10 @@ def read_credit(
         experiment.set(f"data.{role}", getattr(roles, role))
     _read_time(config, experiment, nested)
     _read_trainer(config, experiment)
-    _read_loss(config, experiment, [*roles.prognostic, *roles.diagnostic])
+    if nested:
+        _read_scalers(config, experiment, roles)
     _read_model(config, experiment, roles, nested, checkpoint, name)
+    _read_loss(config, experiment, [*roles.prognostic, *roles.diagnostic])
     return experiment, config.lines(REASONS)
 
 
@@ -210,6 +220,10 @@ def _read_sources(config: ForeignConfig, experiment: Experiment) -> Roles:
             ours += [*upper, *config.names(f"{group}.vars_2D")]
             if theirs == "prognostic":
                 roles.on_levels += upper
+            elif theirs == "diagnostic":
+                roles.diagnostic_on_levels += len(upper)
+            else:
+                roles.inputs_on_levels += len(upper)
             # Dates in the names of files, as in era5_%Y.zarr: all files are one store.
             stores += [
                 re.sub(r"(%[A-Za-z]|\*)+", "*", path) for path in config.paths(f"{group}.path")
@@ -308,6 +322,11 @@ def _read_trainer(config: ForeignConfig, experiment: Experiment) -> None:
     experiment.set("optimizer.weight_decay", config.number("trainer.weight_decay"))
     experiment.set("optimizer.betas", [0.9, 0.95])
     clip = config.read("trainer.grad_max_norm", "dynamic")
+    if clip == "dynamic" and "gen2" not in str(config.tree.get("trainer", {}).get("type", "")):
+        config.remark(
+            "trainer.grad_max_norm",
+            "differs: nothing is clipped; their first trainer clips to the root of the norm",
+        )
     # `dynamic` clips to the norm that the gradient has, and 0 does not clip: both change nothing.
     experiment.keys["trainer.gradient_clip"] = (
         None if clip in ("dynamic", 0) else config.number("trainer.grad_max_norm")
@@ -328,8 +347,6 @@ def _read_trainer(config: ForeignConfig, experiment: Experiment) -> None:
         experiment.set("optimizer.ema", decay)
     if config.read("trainer.use_tensorboard", False):
         experiment.set("logger.trackers", ["tensorboard"])
-    if config.whole("trainer.ensemble_size", 1) != 1:
-        config.remark("trainer.ensemble_size", "no counterpart: members are not imported")
     _read_mesh(config, experiment)
     _read_schedule(config, experiment, epochs, batches)
 
@@ -391,6 +408,10 @@ def _read_schedule(
                 config.remark(f"{prefix}.{key}", "no counterpart: the cosine does not restart")
     elif kind == "lambda":  # a tenth of 100 epochs of warm-up, then a cosine to zero
         warmup = 10 * batches
+        if epochs != 100:
+            config.remark(
+                f"{prefix}.scheduler_type", "differs: the cosine ends at trainer.steps, not at 100"
+            )
     elif kind != "none":
         config.remark(f"{prefix}.scheduler_type", "no counterpart: the learning rate is constant")
     experiment.set("optimizer.lr", lr)
@@ -403,13 +424,18 @@ def _read_schedule(
 def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: list[str]) -> None:
     """Read the error, and the weights of rows and variables."""
     args = "loss.args" if config.has("loss.args") else "loss"
-    if args == "loss.args":
-        config.read("loss.type")
+    named = config.read("loss.type", "base") if args == "loss.args" else "base"
     # Errors of normalised fields: the outputs are the next state, not its tendency.
     experiment.set("loss.tendency", False)
     kind = config.read(f"{args}.training_loss", "mse")
+    kind = str(kind if named == "base" else named)
+    members = config.whole("trainer.ensemble_size", 1)
     if kind in LOSSES:
         experiment.choices["loss"] = kind
+        if members > 1:
+            config.remark("trainer.ensemble_size", f"no counterpart: loss={kind} scores no members")
+    elif kind.lower() in ENSEMBLE_LOSSES and members > 1:
+        _read_ensemble(config, experiment, members)
     else:
         experiment.choices["loss"] = "mse"
         config.remark(f"{args}.training_loss", "no counterpart: loss=mse; a plug-in can have it")
@@ -443,6 +469,24 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: list[str]
             config.remark(f"{args}.{name}", "no counterpart: loss.spectrum weighs zonal spectra")
 
 
+def _read_ensemble(config: ForeignConfig, experiment: Experiment, members: int) -> None:
+    """Read the loss of an ensemble: members of this package differ in the noise of its models."""
+    if experiment.plugin:
+        experiment.choices["loss"] = "mse"
+        config.remark(
+            "trainer.ensemble_size",
+            "no counterpart: loss=mse, as members need a model of this package, which has "
+            "model.noise",
+        )
+        return
+    experiment.choices["loss"] = "crps"
+    experiment.set("trainer.members", members)
+    experiment.set("model.noise", NOISE)
+    config.remark(
+        "trainer.ensemble_size", f"differs: members differ in model.noise={NOISE} after norms"
+    )
+
+
 # ------------------------------------------------------------------------------------- the model
 
 
@@ -459,17 +503,18 @@ def _read_model(
     known = isinstance(kind, str) and kind in MODELS
     if checkpoint is not None and not known:
         raise config.error("model.type", f"one of {', '.join(MODELS)}", kind)
+    frames = experiment.keys["model.frames"]
+    is_own = kind in CROSSFORMERS and checkpoint is None
     if config.has("model"):
-        _check_channels(config, roles)
+        _check_channels(config, roles, is_theirs=known and frames == 1 and not is_own)
     height, width = (config.whole(f"model.image_{key}") for key in ("height", "width"))
     if height and width:
         experiment.set("data.grid", f"{height}x{width}")
     experiment.set("model.residual", False)  # theirs return the next state, normalised
     recomputes = bool(config.read("trainer.activation_checkpoint", False))
-    if kind in CROSSFORMERS and checkpoint is None:
+    if is_own:
         _read_crossformer(config, experiment, recomputes)
         return
-    frames = experiment.keys["model.frames"]
     if checkpoint is not None and frames != 1:
         raise config.error("data.history_len", "1 for a model of miles-credit", frames)
     if not known or frames != 1:  # theirs would need the forcings of each frame
@@ -493,7 +538,7 @@ def _read_model(
         # Without patches its first embedding computes nothing, and ddp needs each parameter that is
         # trained in the loss.
         experiment.set("trainer.freeze", ["model.cube_embedding.*"])
-    static_first = bool(config.read("data.static_first", nested))
+    static_first = bool(config.read("data.static_first", True))
     experiment.keys["model.static_channels"] = len(roles.static) if static_first else 0
     experiment.set("trainer.checkpoint_activations", recomputes or None)
     experiment.plugin = Path(credit_plugin.__file__).read_text(encoding="utf-8")
@@ -508,30 +553,38 @@ def _read_model(
         experiment.write_weights = partial(_write_weights, path, tensors)
 
 
-def _check_channels(config: ForeignConfig, roles: Roles) -> None:
-    """Refuse a model whose numbers of channels are not those of the variables."""
+def _check_channels(config: ForeignConfig, roles: Roles, is_theirs: bool) -> None:
+    """Compare a model's numbers of channels with those of the variables.
+
+    Raises:
+        UserError: they differ, and the model is theirs; one of this package follows the data.
+    """
     forcing = config.names("data.forcing_variables") if config.has("data.forcing_variables") else []
     if forcing:
         config.remark(
             "data.forcing_variables", f"no counterpart: {REASONS['data.forcing_variables']}"
         )
-    inputs = len(roles.forcing) + len(roles.static) + len(forcing)
+    more = config.whole("model.levels", 1) - 1  # channels of a variable on levels beside the first
+    inputs = len(roles.forcing) + len(roles.static) + len(forcing) + more * roles.inputs_on_levels
+    outputs = len(roles.diagnostic) + more * roles.diagnostic_on_levels
     surface = len(roles.prognostic) - len(roles.on_levels)
     for key, count in (
         ("channels", len(roles.on_levels)),
         ("surface_channels", surface),
         ("input_only_channels", inputs),
-        ("output_only_channels", len(roles.diagnostic)),
+        ("output_only_channels", outputs),
     ):
         given = config.whole(f"model.{key}", count)
+        if given != count and is_theirs:
+            raise config.error(f"model.{key}", f"{count}, as the variables have", given)
         if given != count:
-            raise config.error(f"model.{key}", f"{count}, the number of variables", given)
-    config.read("model.levels")
+            config.remark(f"model.{key}", f"differs: {count} channels, as the variables have")
     history = config.whole("data.history_len", 1)
-    if config.whole("model.frames", history) != history:
-        raise config.error(
-            "model.frames", f"data.history_len ({history})", config.read("model.frames")
-        )
+    frames = config.whole("model.frames", history)
+    if frames != history and is_theirs:
+        raise config.error("model.frames", f"data.history_len ({history})", frames)
+    if frames != history:
+        config.remark("model.frames", f"differs: model.frames={history}, as data.history_len")
 
 
 def _remark_scaler(config: ForeignConfig, sources: int) -> None:
@@ -540,12 +593,48 @@ def _remark_scaler(config: ForeignConfig, sources: int) -> None:
         raise config.error(
             "data.source", "one source, for the order of a model's channels", sources
         )
-    if config.has("preblocks"):
+    for scaler in _scalers(config):
         config.remark(
-            "preblocks",
+            scaler,
             "differs: the weights expect fields that their scaler has normalised; give "
             "data.statistics with its means and standard deviations",
         )
+
+
+def _scalers(config: ForeignConfig) -> dict[str, dict[str, Any]]:
+    """Return the blocks before the model that normalise fields, by key; none counts as read."""
+    steps = config.tree.get("preblocks")
+    return {
+        f"preblocks.{step}.{name}": block
+        for step, blocks in (steps.items() if isinstance(steps, dict) else ())
+        if isinstance(blocks, dict)
+        for name, block in blocks.items()
+        if isinstance(block, dict)
+        and any(word in str(block.get("type")) for word in ("scaler", "normalizer"))
+    }
+
+
+def _read_scalers(config: ForeignConfig, experiment: Experiment, roles: Roles) -> None:
+    """Read the means and standard deviations of scalers, and which fields they leave alone."""
+    scaled: set[str] = set()
+    for key, block in _scalers(config).items():
+        if block["type"] == "era5_normalizer":
+            config.read(f"{key}.type")
+            means = config.paths(f"{key}.args.mean_path")
+            stds = config.paths(f"{key}.args.std_path")
+            if means and stds:
+                experiment.set("data.statistics", [*means, *stds])
+        args = block.get("args")
+        names = args.get("variables") if isinstance(args, dict) else None
+        if isinstance(names, list):  # of SOURCE/prognostic/2d/NAME, or NAME
+            scaled |= {str(name).rpartition("/")[2] for name in names}
+    fields = (*roles.prognostic, *roles.diagnostic, *roles.forcing, *roles.static)
+    left = [name for name in fields if scaled and name not in scaled]
+    options = experiment.keys.setdefault("data.variables", {})
+    for name in left:
+        options.setdefault(name, {})["normalise"] = "none"
+    if left:
+        experiment.set("data.limits", dict.fromkeys(left))
 
 
 def _read_crossformer(config: ForeignConfig, experiment: Experiment, recomputes: bool) -> None:

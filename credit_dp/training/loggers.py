@@ -465,8 +465,7 @@ class MlflowLog:
         uri = Path(address).expanduser().resolve().as_uri() if is_folder else address
         self.step = step
         self.client = client_type(tracking_uri=uri)
-        known = self.client.get_experiment_by_name(project)
-        experiment = known.experiment_id if known else self.client.create_experiment(project)
+        experiment = self._experiment(project)
         id_file = folder / "mlflow-id"
         if step and id_file.exists():
             self.run_id = id_file.read_text().strip()
@@ -478,6 +477,18 @@ class MlflowLog:
         params = [param_type(mlflow_name(key), str(value)) for key, value in flat_config(config)]
         for first in range(0, len(params), MLFLOW_BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + MLFLOW_BATCH])
+
+    def _experiment(self, name: str) -> str:
+        """Return the id of an experiment, which another run may make at the same time."""
+        known = self.client.get_experiment_by_name(name)
+        if known is None:
+            try:
+                return str(self.client.create_experiment(name))
+            except Exception:  # of MLflow; if the experiment is there now, another run was faster
+                known = self.client.get_experiment_by_name(name)
+                if known is None:
+                    raise
+        return str(known.experiment_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -508,7 +519,7 @@ def mlflow_name(name: str) -> str:
     MLflow writes a file for each name, and a folder for what comes before a slash: `loss` can't be
     both.
     """
-    return NOT_IN_MLFLOW_NAMES.sub("", name.replace("/", "."))
+    return NOT_IN_MLFLOW_NAMES.sub("_", name.replace("/", ".").replace("+", ""))
 
 
 def flat_config(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -527,6 +538,8 @@ def import_mlflow() -> tuple[Any, Any, Any]:
     # their use to the makers of MLflow unless told not to.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # A server that is not there is found out at once, not after a minute of attempts.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 

@@ -264,6 +264,39 @@ def test_the_experiment_trains_on_their_stores(
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) >= 2
 
 
+def test_sizes_of_a_model_that_is_not_used_are_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = credit_config(tmp_path)
+    config["model"] |= {"channels": 5, "frames": 2}
+    out = import_config(monkeypatch, tmp_path, config)
+    assert "\nmodel.channels=5: differs: 2 channels, as the variables have" in out
+    assert "\nmodel.frames=2: differs" in out
+
+
+def test_ensembles_become_those_of_this_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = credit_config(tmp_path)
+    config["trainer"]["ensemble_size"] = 3
+    config["loss"] = {"type": "ring-crps", "args": {"training_loss": "mse"}}
+    out = import_config(monkeypatch, tmp_path, config)
+    found = composed(tmp_path)
+    assert (found.loss.name, found.trainer.members) == ("crps", 3)
+    assert found.model.noise == 32
+    assert "\ntrainer.ensemble_size=3: differs" in out
+
+
+@pytest.mark.parametrize("kind", ["huber", "mae"])
+def test_the_type_of_a_loss_is_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    config = credit_config(tmp_path)
+    config["loss"] = {"type": kind, "args": {}}
+    import_config(monkeypatch, tmp_path, config)
+    assert composed(tmp_path).loss.name == kind
+
+
 def test_sources_with_roles_and_paths_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -289,7 +322,9 @@ def test_sources_with_roles_and_paths_are_read(
     }
     config["loss"] = {"type": "base", "args": {"training_loss": "mse", "var_weighting": "none"}}
     config["trainer"]["parallelism"] = {"data": "fsdp2", "tensor": 2, "domain": 4}
-    config["preblocks"] = {"per_step": {"scaler": {"type": "bridgescaler_transform"}}}
+    scaled = ["ERA5/prognostic/3d/U", "T", "SP", "t2m", "total_precipitation", "tsi"]
+    scaler = {"type": "bridgescaler_transform", "args": {"variables": scaled}}
+    config["preblocks"] = {"per_step": {"scaler": scaler, "fill": {"type": "fill_values"}}}
     out = import_config(monkeypatch, tmp_path, config)
     found = composed(tmp_path, "parallel.domain=2")
     assert found.data.store == ["/era5_*", "/static.zarr"]
@@ -302,7 +337,14 @@ def test_sources_with_roles_and_paths_are_read(
         "parallel:\n  data_mode: fsdp2\n  domain: 4\n"
         in (tmp_path / "conf/experiment/their-run.yaml").read_text()
     )
-    for key in ("preblocks.per_step.scaler.type", "trainer.parallelism.tensor", "loss.args.var_w"):
+    assert found.data.variable_config("LSM").normalise == "none"
+    assert found.data.variable_config("tsi").normalise == "standard"
+    for key in (
+        "preblocks.per_step.fill.type",
+        "preblocks.per_step.scaler.type",
+        "trainer.parallelism.tensor",
+        "loss.args.var_w",
+    ):
         assert f"\n{key}" in f"\n{out}"
     assert "validation_data" not in out
 
@@ -310,7 +352,6 @@ def test_sources_with_roles_and_paths_are_read(
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
     [
-        ("model.channels", 5, "model.channels: needs 2, the number of variables, got 5"),
         ("data.train_years", 2000, "data.train_years: needs [first year, year after the last]"),
         ("data.valid_years", ["a", "b"], "data.valid_years: needs [first year, year after the l"),
         ("loss.variable_weights", {"T": "heavy"}, "a value has not the form that miles-credit doc"),
@@ -321,7 +362,6 @@ def test_sources_with_roles_and_paths_are_read(
         ("trainer.epochs", 1.5, "trainer.epochs: needs a whole number, got 1.5"),
         ("model.dim", "wide", "model.dim: needs a whole number for each level"),
         ("model.cross_embed_kernel_sizes", [[3], [2]], "model.kernels: needs kernels of stride"),
-        ("model.frames", 2, "model.frames: needs data.history_len (1), got 2"),
     ],
 )
 def test_bad_values_are_one_line(
@@ -492,6 +532,17 @@ def test_their_model_runs_with_its_weights_and_order_of_channels(
     assert not torch.equal(flipped(x), model(x))
 
 
+def test_their_static_fields_come_first_unless_a_config_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
+) -> None:
+    torch.save(their_model().state_dict(), tmp_path / "checkpoint.pt")
+    config = credit_config(tmp_path)
+    del config["data"]["static_first"]
+    import_config(monkeypatch, tmp_path, config, str(tmp_path))
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / "conf/experiment/their-run.py"))
+    assert vars(composed(tmp_path).model)["static_channels"] == 2
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_their_model_is_sharded_unchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None, ranks: int
@@ -501,6 +552,18 @@ def test_their_model_is_sharded_unchanged(
     config = composed(tmp_path, "model.south_first=true")
     report = verify_domain_parallel(lambda: config.model.build(9, 7, GRID), (2, 9, *GRID), ranks)
     assert report.passed, report.worst
+
+
+def test_sizes_of_their_model_have_to_be_those_of_the_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
+) -> None:
+    torch.save(their_model().state_dict(), tmp_path / "checkpoint.pt")
+    config = credit_config(tmp_path)
+    config["model"]["channels"] = 5
+    words = ("credit", str(written(tmp_path, config)), str(tmp_path))
+    assert "model.channels: needs 2, as the variables have, got 5" in refusal(
+        monkeypatch, tmp_path, *words
+    )
 
 
 def test_what_does_not_fit_is_one_line(

@@ -172,6 +172,29 @@ def test_mlflow_writes_files_and_a_resumed_run_continues_its_own(tmp_path, monke
     assert [each.step for each in client.get_metric_history(run.info.run_id, "rmse.1199")] == [2, 4]
 
 
+def test_an_experiment_that_another_run_has_just_made_is_used(tmp_path, monkeypatch):
+    """Runs of a sweep start together: both find none, and one of them makes it."""
+    client_type = loggers.import_mlflow()[0]
+    address = str(tmp_path / "shared")
+    loggers.MlflowLog(address, "climate", tmp_path, 0, {})
+    find, found = client_type.get_experiment_by_name, []
+
+    def find_late(client: object, name: str) -> object:
+        found.append(name)
+        return None if len(found) == 1 else find(client, name)
+
+    monkeypatch.setattr(client_type, "get_experiment_by_name", find_late)
+    log = loggers.MlflowLog(address, "climate", tmp_path, 0, {})
+    assert found == ["climate"] * 2
+    experiments = log.client.search_experiments(filter_string="name = 'climate'")
+    assert len(experiments) == 1
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("loss/+6h", "loss.6h"), ("\u03b2", "_")])
+def test_names_that_mlflow_does_not_accept_are_changed(name, wanted):
+    assert loggers.mlflow_name(name) == wanted
+
+
 def test_several_runs_share_a_folder_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)
     shared = tmp_path / "shared files"

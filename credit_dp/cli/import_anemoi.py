@@ -8,6 +8,7 @@ prognostic variables: they are those that are neither forcing nor diagnostic.
 Source: training/src/anemoi/training/config and training/docs of github.com/ecmwf/anemoi-core.
 """
 
+import calendar
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -258,8 +259,8 @@ def _read_dates(config: ForeignConfig, experiment: Experiment, dataset: Dataset)
             prefix = f"dataloader.{section}"
         if not config.has(prefix):
             continue
-        first = _date(config.read(f"{prefix}.start"), "01-01") or dataset.first
-        last = _date(config.read(f"{prefix}.end"), "12-31") or dataset.last
+        first = date_text(config.read(f"{prefix}.start"), is_last=False) or dataset.first
+        last = date_text(config.read(f"{prefix}.end"), is_last=True) or dataset.last
         # The dates of a run have to be in its store.
         first = max(first, dataset.first) if dataset.first else first
         last = dataset.last if dataset.last and last[:10] > dataset.last[:10] else last
@@ -273,12 +274,18 @@ def _read_dates(config: ForeignConfig, experiment: Experiment, dataset: Dataset)
     config.read(frequency)
 
 
-def _date(value: object, day: str) -> str:
-    """Return a date of a year, a month or a day in ISO format; empty for null."""
+def date_text(value: object, is_last: bool) -> str:
+    """Return the first or last day of a year or month, or a day as it is; empty for null."""
     if value is None:
         return ""
     text = str(value).strip().replace(" ", "T")
-    return f"{text}-{day}" if re.fullmatch(r"\d{4}", text) else text
+    if re.fullmatch(r"\d{4}", text):
+        text += "-12" if is_last else "-01"
+    if month := re.fullmatch(r"(\d{4})-(\d\d)", text):
+        year, number = map(int, month.groups())
+        days = calendar.monthrange(year, number)[1] if 1 <= number <= 12 else 1
+        return f"{text}-{days if is_last else 1:02}"
+    return text
 
 
 def _read_time(config: ForeignConfig, experiment: Experiment) -> None:

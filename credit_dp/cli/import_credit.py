@@ -194,6 +194,8 @@ def _read_sources(config: ForeignConfig, experiment: Experiment) -> Roles:
         raise config.error("data.source", "a table of sources", sources)
     for source in sources:
         prefix = f"data.source.{source}"
+        if "." in str(source):
+            raise config.error("data.source", "names of sources without a dot", source)
         kind = str(config.read(f"{prefix}.dataset_type", "local"))
         if kind == "weatherbench2_era5":
             resolution = str(config.read(f"{prefix}.resolution", "240x121"))
@@ -217,7 +219,10 @@ def _read_sources(config: ForeignConfig, experiment: Experiment) -> Roles:
         ):
             group = f"{prefix}.variables.{theirs}"
             upper = config.names(f"{group}.vars_3D")
-            ours += [*upper, *config.names(f"{group}.vars_2D")]
+            names = [*upper, *config.names(f"{group}.vars_2D")]
+            if shared := [name for name in names if name in ours]:
+                raise config.error(group, "names that no other source has", shared[0])
+            ours += names
             if theirs == "prognostic":
                 roles.on_levels += upper
             elif theirs == "diagnostic":

@@ -10,7 +10,7 @@ import yaml
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.foreign_config import ForeignConfig
-from credit_dp.cli.import_anemoi import group_levels
+from credit_dp.cli.import_anemoi import date_text, group_levels
 from credit_dp.config import Config
 from tests.cli.invocation import answer
 from tests.commands import run_line
@@ -245,6 +245,19 @@ def test_dates_of_yaml_are_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("a: 2000-01-08\nb: 2000\nc: 1.5\n")
     tree = ForeignConfig.load(tmp_path / "c.yaml").tree
     assert tree == {"a": "2000-01-08", "b": 2000, "c": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "last"),
+    [
+        (2020, "2020-01-01", "2020-12-31"),
+        ("2020-02", "2020-02-01", "2020-02-29"),
+        ("2020-02-03", "2020-02-03", "2020-02-03"),
+        (None, "", ""),
+    ],
+)
+def test_a_year_or_month_ends_with_its_last_day(value: object, first: str, last: str) -> None:
+    assert (date_text(value, is_last=False), date_text(value, is_last=True)) == (first, last)
 
 
 def test_variables_share_levels_only_if_all_have_them() -> None:

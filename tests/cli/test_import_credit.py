@@ -264,6 +264,22 @@ def test_the_experiment_trains_on_their_stores(
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) >= 2
 
 
+@pytest.mark.parametrize(
+    ("names", "needed"),
+    [
+        (["ERA5_0.25"], "data.source: needs names of sources without a dot, got 'ERA5_0.25'"),
+        (["a", "b"], "data.source.b.variables.prognostic: needs names that no other source has"),
+    ],
+)
+def test_sources_need_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], needed: str
+) -> None:
+    config = credit_config(tmp_path)
+    roles = {"prognostic": {"vars_2D": ["SP"], "path": "/era5.zarr"}}
+    config["data"] = {"source": {name: {"variables": roles} for name in names}}
+    assert needed in refusal(monkeypatch, tmp_path, "credit", str(written(tmp_path, config)))
+
+
 def test_sizes_of_a_model_that_is_not_used_are_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

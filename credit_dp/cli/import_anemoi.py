@@ -3,7 +3,7 @@
 Two forms are read: the one whose sections have `datasets.data`, with `task` and
 `training.optimization`, and the earlier one with `training.lr`, `training.rollout` and
 `training.variable_loss_scaling`. The dataset is opened, because the config does not name the
-prognostic variables: they are those that are neither forcing nor diagnostic.
+prognostic variables: all variables that are neither forcing nor diagnostic are prognostic.
 
 Source: training/src/anemoi/training/config and training/docs of github.com/ecmwf/anemoi-core.
 """
@@ -62,7 +62,7 @@ class Dataset:
 
     Attributes:
         names: of all variables, as in the dataset.
-        constant: those that don't change in time.
+        constant: variables that don't change in time.
         first, last: its first and last time, in ISO format; empty if it can't be read.
         problem: why this package can't read it; empty if it can.
     """

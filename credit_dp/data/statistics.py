@@ -135,12 +135,11 @@ def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
     """Apply the same transform to a tensor; returns it unchanged if there is no transform."""
     if not variable.is_transformed:
         return values
-    positive = values.clamp(min=0)
     if variable.normalise == "sqrt":
-        # Not the clamped values: a root has no gradient at 0, and infinity times 0 is no number.
+        # The root of clamped values has an infinite gradient at 0, which the clamp turns into NaN.
         is_zero = values <= 0  # not NaN, which stays
         return torch.where(is_zero, 0, torch.where(is_zero, 1, values).sqrt())
-    return positive.div_(variable.log1p_scale).log1p_()
+    return values.clamp(min=0).div_(variable.log1p_scale).log1p_()
 
 
 def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:

@@ -65,7 +65,7 @@ def iter_scores(
 
     Args:
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
-        channels: C channels, to leave out those that a metric does not score.
+        channels: C channels; a metric leaves out channels that it does not score.
     """
     leads, count = next(iter(scores.values())).shape[1:]
     for c in range(count):

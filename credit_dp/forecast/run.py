@@ -312,7 +312,7 @@ class ForecastRunner:
     Args:
         ensemble: the model's forecasts, on this rank's rows.
         states: reads initial states and forcing.
-        fields: turns the model's fields into those that are written.
+        fields: computes the fields to write from those of the model.
         writer: after `begin` on rank 0.
     """
 

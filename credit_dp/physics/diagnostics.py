@@ -270,7 +270,7 @@ class _Columns:
 
 @final
 class WrittenFields(nn.Module):
-    """Turns the fields of a model into those that a forecast writes.
+    """Computes the fields that a forecast writes from the fields of a model.
 
     These are the model's, on other levels if `pressure_levels` are given, then the diagnostics. All
     is computed in float64.
@@ -280,7 +280,7 @@ class WrittenFields(nn.Module):
         units.
 
     Args:
-        named: finds channels; `check_written` has checked that there are those that are needed.
+        named: finds channels; `check_written` has checked that all channels are there.
         diagnostics: names of fields to add, keys of `NEEDS`.
         pressure_levels: in hPa, to which variables on model levels are interpolated; empty: none.
     """
@@ -393,7 +393,7 @@ def check_written(
 def written_fields(
     store: Store, rows: slice | None, diagnostics: Sequence[str], pressure_levels: Sequence[int]
 ) -> WrittenFields:
-    """Return what turns the fields of a store's model into those that a forecast writes.
+    """Return the module that computes the fields to write from those of a store's model.
 
     Args:
         store: has channels, levels and the ground.

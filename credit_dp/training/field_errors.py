@@ -1,9 +1,10 @@
 """Errors of whole fields that the loss adds to those of points: gradients, spectra on the sphere.
 
-`build_field_errors` makes those that the config gives a weight. Each takes scaled fields of this
-rank's rows and returns what each channel adds to the loss; the ranks' parts add up to the error of
-the globe. They need other ranks' rows: `GradientError` fetches the first row south of the band,
-`SphereError` adds up the ranks' parts of all coefficients, and sends nothing in the backward pass.
+`build_field_errors` makes the errors to which the config gives a weight. Each takes scaled fields
+of this rank's rows and returns what each channel adds to the loss; the ranks' parts add up to the
+error of the globe. They need other ranks' rows: `GradientError` fetches the first row south of the
+band, `SphereError` adds up the ranks' parts of all coefficients, and sends nothing in the backward
+pass.
 """
 
 from collections.abc import Callable

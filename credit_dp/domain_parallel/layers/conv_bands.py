@@ -256,7 +256,7 @@ def convolve_band(
         bias: one value per channel, or None.
         settings: they pad rows so that the output has as many as the input.
         halo: as many rows on either side as `settings` pads.
-        known: rows of the halo that were fetched before; gets those that are fetched now.
+        known: rows of the halo that were fetched before; the rows fetched now are added.
 
     Shapes:
         `(B, C_in, ..., H_local, W)` -> `(B, C_out, ..., H_local, W_out)`; without `B` too.

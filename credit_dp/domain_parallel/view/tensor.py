@@ -167,6 +167,9 @@ class GlobalTensor(torch.Tensor):
         call_function: computes torch's functions; set by `rules`, which needs this class.
     """
 
+    # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.
+    __module__ = "torch"
+
     local: Tensor
     rows: Layout | None
     view_: GlobalView

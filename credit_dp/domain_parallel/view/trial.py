@@ -15,12 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import getitem
 from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.utils.flop_counter import flop_registry
 
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
@@ -155,16 +160,136 @@ class _CallSite(NamedTuple):
 
 
 @final
+class _Expression:
+    """How a tensor was computed from values that are known.
+
+    Attributes:
+        buffers: the storages of the buffers that it depends on, by address.
+    """
+
+    def __init__(self, buffers: frozenset[int], function: Callable[..., Any], *operands: Any):
+        self.buffers = buffers
+        self._call = (function, operands)
+        self._value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """Return the result with its data, on the CPU."""
+        if self._value is None:
+            function, operands = self._call
+            self._value = function(*map(_with_values, operands))
+        return self._value
+
+
+def _with_values(operand: Any) -> Any:
+    """Return an operand with the data of its tensors, and on the CPU what is on another device."""
+    if isinstance(operand, _Expression):
+        return operand.value
+    if isinstance(operand, torch.device):
+        return torch.device("cpu")
+    if isinstance(operand, list | tuple):
+        return type(operand)(map(_with_values, operand))
+    return operand
+
+
+@final
+class _KnownValues:
+    """The values of what depends on neither inputs nor parameters, as the result of `linspace`.
+
+    A model may decide by them: they are the same in every step and on every rank. They are computed
+    only if the model asks for one.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], fakes: Mapping[str, Tensor]) -> None:
+        self._asked: set[int] = set()
+        self._changed: set[int] = set()
+        # With the tensor, as the address of a freed one would be reused.
+        self._by_tensor: dict[int, tuple[Tensor, _Expression]] = {}
+        for name, x in buffers.items():
+            fake = fakes[name]
+            if type(fake) is FakeTensor and not x.is_meta:
+                source = frozenset([fake.untyped_storage()._cdata])
+                self._by_tensor[id(fake)] = (fake, _Expression(source, x.cpu))
+
+    def _expression(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Expression | None:
+        """Return how an operation's result is computed; None if an operand is not known."""
+        found: list[_Expression] = []
+
+        def find(operand: Any) -> Any:
+            if isinstance(operand, FakeTensor):
+                found.append(self._by_tensor[id(operand)][1])
+                return found[-1]
+            if isinstance(operand, list | tuple):
+                return type(operand)(map(find, operand))
+            return operand
+
+        keys = tuple(kwargs)
+        try:
+            operands = [*map(find, args), *(find(kwargs[key]) for key in keys)]
+        except KeyError:
+            return None
+
+        def run(*values: Any) -> Any:
+            return func(*values[: len(args)], **dict(zip(keys, values[len(args) :], strict=True)))
+
+        buffers = frozenset().union(*(x.buffers for x in found))
+        return _Expression(buffers, run, *operands)
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note the results of an operation if the values of all operands are known."""
+        if func._schema.is_mutable:
+            self._forget(func, [*args, *kwargs.values()])
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            return
+        whole = self._expression(func, args, kwargs)
+        if whole is None:
+            return
+        if isinstance(result, FakeTensor):
+            self._by_tensor[id(result)] = (result, whole)
+        elif isinstance(result, list | tuple):
+            for i, x in enumerate(result):
+                if isinstance(x, FakeTensor):
+                    part = _Expression(whole.buffers, getitem, whole, i)
+                    self._by_tensor[id(x)] = (x, part)
+
+    def _forget(self, func: Any, operands: Sequence[Any]) -> None:
+        """Forget what shares memory with an operand of an operation in place."""
+        changed = {x.untyped_storage()._cdata for x in tensors_in(operands)}
+        if changed & self._asked:  # the next step would decide by another value
+            raise DataDependentOutputException(func)
+        self._changed |= changed
+        for key, (x, _) in list(self._by_tensor.items()):
+            if x.untyped_storage()._cdata in changed:
+                del self._by_tensor[key]
+
+    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation whose shape or number depends on data.
+
+        None if an operand is not known, or changes from step to step.
+        """
+        expression = self._expression(func, args, kwargs)
+        if expression is None or expression.buffers & self._changed:
+            return None
+        self._asked |= expression.buffers
+        with torch._C._DisableTorchDispatch():
+            return expression.value
+
+
+@final
 class _TrialMode(PlanningMode):
     """Runs operations once for equal operands, counts their work, and notes what whole calls make.
 
     Below autograd: what an operation saves is created in here.
     """
 
-    def __init__(self, recorder: _Recorder, memo: ShapeMemo) -> None:
+    def __init__(self, recorder: _Recorder, memo: ShapeMemo, known: _KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._memo = memo
+        self._known = known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -173,7 +298,13 @@ class _TrialMode(PlanningMode):
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         kwargs = kwargs or {}
-        result = self._memo.run(func, args, kwargs)
+        try:
+            result = self._memo.run(func, args, kwargs)
+        except DATA_DEPENDENT_ERRORS:
+            result = self._known.decide(func, args, kwargs)
+            if result is None:
+                raise
+        self._known.note(func, args, kwargs, result)
         packet = func._overloadpacket
         if packet in flop_registry and not in_backward():
             self.recorder.add_work(int(flop_registry[packet](*args, **kwargs, out_val=result)))
@@ -371,6 +502,7 @@ def trial_run(
         return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
 
     recorder = _Recorder(trial)
+    buffers = dict(model.named_buffers())
     view = attach_view(model, trial, shapes, of_stage=stage is not None)
     view.recorder = recorder
     try:
@@ -385,7 +517,9 @@ def trial_run(
                 recorder.exclude(tensor_leaves([args, kwargs]))
             held = [*model.parameters(), *model.buffers()]
             again = RecomputationCounter(recorder.save, held, local=local_of)
-            with torch.enable_grad(), _TrialMode(recorder, memo), count_recomputation(again):
+            known = _KnownValues(buffers, dict(model.named_buffers()))
+            trial_mode = _TrialMode(recorder, memo, known)
+            with torch.enable_grad(), trial_mode, count_recomputation(again):
                 outputs = _forward(model, args, kwargs, recorder)
                 specs = tuple(_output_spec(x, view) for x in outputs)
                 if stage is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 
@@ -511,3 +512,47 @@ def test_other_heights_are_refused():
 def test_shapes_that_depend_on_data_are_refused():
     with pytest.raises(UserError, match="depend on data"):
         _convert(_Model(lambda m, x: x + len(torch.where(x > 0)[0])))
+
+
+class _Decides(nn.Module):
+    """Decides by coordinates that it makes from the height, and by those in a buffer."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.change = change
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.register_buffer("longitude", torch.linspace(0, 350, 8))
+
+    def forward(self, x):
+        if self.change == "before":
+            self.longitude.mul_(1)
+        latitude = torch.linspace(90, -90, x.shape[-2], dtype=x.dtype)
+        if not (torch.all(latitude[1:] - latitude[:-1] < 0) and self.longitude.max() < 360):
+            raise ValueError("the grid is not a globe")
+        cells = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij"))
+        northern = (latitude > 0).nonzero()[:, 0]
+        _, south = latitude.split([3, x.shape[-2] - 3])
+        factor = int(cells.amax().item()) + len(northern) + float(south.max())
+        if self.change == "after":
+            self.longitude.add_(1)
+        return self.conv(x) * factor + latitude[:, None]
+
+
+def test_values_that_do_not_depend_on_the_input_may_decide():
+    _check(_Decides, (2, 3, 13, 8), 3)
+
+
+@pytest.mark.parametrize("change", ["before", "after"])
+def test_values_that_change_from_step_to_step_may_not_decide(change):
+    with pytest.raises(UserError, match="depend on data"):
+        _convert(_Decides(change))
+
+
+def test_libraries_find_that_fields_are_computed_by_torch():
+    """As opt_einsum does: by the first part of the name of a type's module."""
+
+    def multiply(model, x):
+        library = importlib.import_module(type(x).__module__.split(".")[0])
+        return library.einsum("bchw,dc->bdhw", (x, model.linear.weight))
+
+    _check(lambda: _Model(multiply), (2, 3, 13, 8), 2)

@@ -10,7 +10,8 @@ class Fields:
     """Which channels of a model hold which fields.
 
     The input holds the states of `frames` times, the oldest first, then `others` channels of
-    forcings and static fields. The output holds one state, then `diagnostic` channels.
+    forcings and static fields, then the `noisy` channels of a noisy output, of a diffusion model.
+    The output holds one state, then `diagnostic` channels.
 
     Args:
         upper: for each variable on levels, its channels in a state, level by level; every variable
@@ -19,6 +20,7 @@ class Fields:
         others: number of forcing and static channels.
         frames: number of states in the input.
         diagnostic: number of channels that only the output has.
+        noisy: number of channels of the noisy output.
     """
 
     upper: tuple[tuple[int, ...], ...]
@@ -26,6 +28,7 @@ class Fields:
     others: int = 0
     frames: int = 1
     diagnostic: int = 0
+    noisy: int = 0
 
     @classmethod
     def flat(cls, prognostic: int, others: int = 0, frames: int = 1) -> "Fields":
@@ -50,4 +53,4 @@ class Fields:
     @property
     def inputs(self) -> int:
         """Number of input channels."""
-        return self.frames * self.states + self.others
+        return self.frames * self.states + self.others + self.noisy

@@ -11,6 +11,9 @@ or by whom. Only torch's generator is keyed by rank: dropout draws other numbers
 | stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
 | augmentation of a sample | seed, step, sample, 1, 0, 1 | `training/augmentation.py` |
 | noise on a row of a sample | seed, step, sample, 2, row, 1 | `training/augmentation.py` |
+| noise level of a diffusion's sample | seed, step, sample, 3, 0, 1 | `training/diffusion.py` |
+| noise on a row of it | seed, step, sample, 4, row, 1 | `training/diffusion.py` |
+| noise on a row in its forecast | those of that forecast, row, draw | `training/diffusion.py` |
 | noise of a member in training | seed, step, sample, forecast step, member | `training/` |
 | noise of a member in a forecast | seed, hour of the initial time, member, step | `training/` |
 | perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |

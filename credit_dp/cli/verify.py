@@ -72,7 +72,7 @@ def verify_model(config: Config) -> "VerifyReport":
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 
     grid = quickstart_grid(config.data)
-    fields = expected_channels(config.data).fields(config.model.frames)
+    fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
     # The draws depend on seed and sample, so sharded and unsharded model drop the same branches,

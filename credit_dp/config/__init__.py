@@ -19,6 +19,7 @@ from credit_dp.config.model import (
     BlocksConfig,
     BudgetNeeds,
     CrossFormerConfig,
+    DiffusionConfig,
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "CrossFormerConfig",
     "DataConfig",
     "DatesConfig",
+    "DiffusionConfig",
     "LionConfig",
     "LoggerConfig",
     "LossConfig",
@@ -282,7 +284,37 @@ class Config:
                 f"{self.parallel.pipeline}: the last stage of a pipeline can't feed the first one "
                 "within a forward pass. Raise parallel.domain instead."
             )
-        self._check_ensemble()
+        if isinstance(self.model, DiffusionConfig):
+            self._check_diffusion()
+        else:
+            self._check_ensemble()
+
+    def _check_diffusion(self) -> None:
+        """Refuse what a denoiser can't be trained with."""
+        if self.trainer.longest_rollout > 1:
+            raise UserError(
+                "trainer.rollout: model=diffusion learns to denoise one step, from which forecasts "
+                f"go on by themselves, got {self.trainer.longest_rollout} steps. Set "
+                "trainer.rollout={0: 1}, or change model."
+            )
+        if self.trainer.members > 1:
+            raise UserError(
+                f"trainer.members: model=diffusion is trained on single samples, got "
+                f"{self.trainer.members}. Set trainer.members=1; forecasts have any number."
+            )
+        loss = self.loss
+        if loss.name != "mse" or getattr(loss, "variable_error", {}):
+            raise UserError(
+                "loss: model=diffusion needs loss=mse for all variables, because denoising is a "
+                f"mean, got {loss.name}{' with loss.variable_error' if loss.name == 'mse' else ''}."
+                " Change loss or model."
+            )
+        for key in ("spectrum", "sphere_spectrum", "gradient"):
+            if getattr(loss, key):
+                raise UserError(
+                    f"loss.{key}: compares forecasts with the truth, but model=diffusion is "
+                    f"trained to denoise. Set loss.{key}=0, or change model."
+                )
 
     def _check_ensemble(self) -> None:
         """Check that noise, members and the loss of ensembles come together."""

@@ -9,7 +9,7 @@ No torch in here: `--help` and `--cfg job` have to answer in under a second.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm, prod
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -70,6 +70,8 @@ def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass
 class ModelConfig:
     """The keys that all models have; each model adds keys in a subclass."""
+
+    denoises: ClassVar[bool] = False  # whether a noisy output is among the network's inputs
 
     name: str = MISSING  # name of the model
     frames: int = 1  # states in the input: the latest one and those of the steps before
@@ -169,7 +171,7 @@ class UNetConfig(BlocksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("model.name", self.name, ("unet",))
+        checks.one_of("model.name", self.name, (type(self).name,))
         checks.not_empty("model.channels", self.channels)
         checks.at_least("model.channels", min(self.channels), 1)
         checks.at_least("model.blocks", self.blocks, 1)
@@ -197,6 +199,53 @@ class UNetConfig(BlocksConfig):
         """Return the rows of the coarsest level; each level halves them, rounding up."""
         factor: int = 2 ** (len(self.channels) - 1)
         return -(-height // factor)
+
+
+@dataclass
+class DiffusionConfig(UNetConfig):
+    """A diffusion model of the next state, whose denoiser is the U-Net.
+
+    Names of noise levels and of the sampler's settings are those of Karras et al. 2022.
+    """
+
+    denoises: ClassVar[bool] = True
+
+    name: str = "diffusion"
+    # cosines and sines of the logarithm of the noise level, which scale and shift the channels
+    # after the norms of blocks; an even number
+    noise: int = 32
+    # standard deviation of what is denoised; 1 in units of the tendency's standard deviation
+    sigma_data: float = 1.0
+    sigma_min: float = 0.02  # smallest noise level, in units of what is denoised
+    sigma_max: float = 80.0  # largest noise level, from which sampling starts
+    # how much closer to each other small noise levels are than large ones; 1: all equally far
+    rho: float = 7.0
+    # noise levels of a forecast step; each calls the network twice, the last one once
+    sampling_steps: int = 10
+    s_churn: float = 0.0  # noise that is added again while sampling; 0: none
+    s_tmin: float = 0.0  # smallest noise level at which it is added
+    s_tmax: float | None = None  # largest noise level at which it is added; null: any
+    s_noise: float = 1.0  # standard deviation of what is added, before it is scaled
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise < 2 or self.noise % 2:
+            raise UserError(
+                "model.noise: the noise level of a diffusion model needs an even number of cosines "
+                f"and sines, like 32, got {self.noise}"
+            )
+        for key in ("sigma_data", "sigma_min", "s_noise"):
+            checks.above_zero(f"model.{key}", getattr(self, key))
+        if self.sigma_max <= self.sigma_min:
+            raise UserError(
+                f"model.sigma_max: needs more than model.sigma_min ({self.sigma_min:g}), got "
+                f"{self.sigma_max:g}"
+            )
+        checks.number_in("model.sigma_max", self.sigma_max, 0)
+        checks.number_in("model.rho", self.rho, 1)
+        checks.at_least("model.sampling_steps", self.sampling_steps, 1)
+        for key in ("s_churn", "s_tmin", "s_tmax"):
+            checks.number_in(f"model.{key}", getattr(self, key), 0)
 
 
 @dataclass
@@ -327,5 +376,5 @@ class CrossFormerConfig(BlocksConfig):
 
 # The configs above, by `model.name`; `credit_dp.models.BUILDERS` has how each model is built.
 MODELS: dict[str, type[ModelConfig]] = {
-    config.name: config for config in BlocksConfig.__subclasses__()
+    config.name: config for config in (UNetConfig, DiffusionConfig, PanguConfig, CrossFormerConfig)
 }

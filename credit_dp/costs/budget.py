@@ -87,7 +87,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
         UserError: the grid or the variables are wrong.
     """
     grid = expected_grid(config.data)
-    fields = expected_channels(config.data).fields(config.model.frames)
+    fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     try:
         with torch.device("meta"):
             model = build_model(config.model, fields, grid)

@@ -34,8 +34,13 @@ class Channels:
     static: tuple[str, ...]
     diagnostic: tuple[Channel, ...] = ()
 
-    def fields(self, frames: int = 1) -> Fields:
-        """Return the channel layout of a model whose input has `frames` states."""
+    def fields(self, frames: int = 1, denoises: bool = False) -> Fields:
+        """Return the channel layout of a model.
+
+        Args:
+            frames: states in its input.
+            denoises: whether a noisy output is among its inputs.
+        """
         upper_air: dict[str, list[int]] = {}
         surface = []
         for index, channel in enumerate(self.prognostic):
@@ -50,6 +55,7 @@ class Channels:
             others=inputs_only,
             frames=frames,
             diagnostic=len(self.diagnostic),
+            noisy=self.num_outputs if denoises else 0,
         )
 
     @property

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from credit_dp.config import ModelConfig, OwnModelConfig, VariableConfig
+from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
@@ -21,13 +21,16 @@ from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics, apply_transform_tensor
 from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
+from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model
 from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
 from credit_dp.plugins import find_plugins, first_line, registration_hint
+from credit_dp.random_streams import hour_key
 from credit_dp.training.checkpoint import check_model_shapes
-from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.diffusion import Sampler
+from credit_dp.training.forecast_step import ForecastStep, Model
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
 
 UNNORMALISED = VariableConfig(normalise="none")
@@ -122,13 +125,18 @@ class Forecaster(nn.Module):
             that depend on time and position alone are computed.
         config: of the run that trained the model, as YAML.
         fixers: correct the fields after each step, if the run has any.
+        diffusion: how a diffusion model is sampled, as its config has it; None: it is no such
+            model. Set another one with `dataclasses.replace`.
+        seed, member: of the noise of a diffusion model, which forecasts a sample; they may be set.
     """
 
     tendency_scale: Tensor
     static: Tensor
     valid: Tensor | None
 
-    def __init__(self, model: nn.Module, trained: TrainedModel) -> None:
+    def __init__(
+        self, model: nn.Module, trained: TrainedModel, diffusion: DiffusionConfig | None = None
+    ) -> None:
         super().__init__()
         metadata = trained.metadata
         self.model = model
@@ -144,6 +152,8 @@ class Forecaster(nn.Module):
         self.metadata = metadata
         self._register_normalisation(trained)
         self.fixers = _build_fixers(trained)
+        self.diffusion = diffusion
+        self.seed = self.member = 0
 
     def _register_normalisation(self, trained: TrainedModel) -> None:
         """Create the normalisers, and buffers in the model's dtype."""
@@ -199,9 +209,10 @@ class Forecaster(nn.Module):
         Raises:
             UserError: as in `forward`.
         """
-        valid_times = _to_datetime64(times)
-        for _ in range(steps):
-            output = self(fields, valid_times, None if forcing is None else forcing(valid_times))
+        start = valid_times = _to_datetime64(times)
+        for step in range(1, steps + 1):
+            external = None if forcing is None else forcing(valid_times)
+            output = self._forecast(fields, valid_times, external, start, step)
             yield output
             # Append the new state, drop the oldest.
             fields = torch.cat([fields, output[:, : self.states]], dim=1)[:, self.states :]
@@ -214,15 +225,35 @@ class Forecaster(nn.Module):
             UserError: a shape or a type is invalid.
         """
         dates = _to_datetime64(times)
+        return self._forecast(fields, dates, forcing, dates, 1)
+
+    def _forecast(
+        self,
+        fields: Tensor,
+        dates: np.ndarray,
+        forcing: Tensor | None,
+        start: np.ndarray,
+        step: int,
+    ) -> Tensor:
+        """Return the fields one step after `dates`, which is step number `step` from `start`."""
         external = self._checked_forcing(fields, dates, forcing)
         shape = (len(dates), self.frames, self.states, *self.metadata.grid)
         states = self._output_normaliser.normalise(
             fields.reshape(shape), self.static, self.valid
         ).flatten(1, 2)
         residual = self.metadata.residual
-        step = ForecastStep(self.model, self.tendency_scale, residual, fixers=self.fixers)
+        model: Model = self.model
+        if self.diffusion is not None:
+            points = None if self.valid is None else ValidPoints(self.valid)
+            rows, outputs = slice(0, self.metadata.grid[0]), len(self.variables)
+            model = sampler = Sampler(
+                self.diffusion, self.model, [self.model], outputs, rows, points
+            )
+            # As `credit-dp forecast` has it.
+            sampler.keys = [(self.seed, hour_key(time), self.member, step) for time in start]
+        forecast = ForecastStep(model, self.tendency_scale, residual, fixers=self.fixers)
         static = self.static.expand(len(states), -1, -1, -1)
-        output = step(states, self._normalised_forcing(dates, external), static)
+        output = forecast(states, self._normalised_forcing(dates, external), static)
         return self._output_normaliser.denormalise(output, self.valid)
 
     def _normalised_forcing(self, times: np.ndarray, external: Tensor) -> Tensor:
@@ -358,7 +389,9 @@ def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> 
     )
     # Initial weights are drawn and then overwritten: the caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(config, channels.fields(metadata.frames), metadata.grid)
+        model = build_model(
+            config, channels.fields(metadata.frames, config.denoises), metadata.grid
+        )
     model.to(_compute_dtype(trained))
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor for name, tensor in model_tensors((model,)).items()
@@ -371,7 +404,8 @@ def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> 
     )
     for name, tensor in parameters.items():
         tensor.copy_(trained.weights[name])
-    return Forecaster(model, trained).eval()
+    diffusion = config if isinstance(config, DiffusionConfig) else None
+    return Forecaster(model, trained, diffusion).eval()
 
 
 def _compute_dtype(trained: TrainedModel) -> torch.dtype:

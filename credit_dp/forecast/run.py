@@ -236,7 +236,7 @@ class ForecastSetup:
         step = ForecastStep(parts.forecast_model, tendency, residual, fill, fixers)
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
         fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
-        ensemble = EnsembleForecast(step, parts.parts, seed=config.request.perturb_seed)
+        ensemble = EnsembleForecast(step, parts.draw_noise, seed=config.request.perturb_seed)
         return ensemble, states, fields.to(self.like.device)
 
     def _check_valid(

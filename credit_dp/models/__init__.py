@@ -15,6 +15,7 @@ from torch import nn
 
 from credit_dp.config.model import (
     CrossFormerConfig,
+    DiffusionConfig,
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
@@ -30,6 +31,7 @@ from credit_dp.plugins import report_plugin_errors
 # Called with a config of this class, the fields and the grid.
 BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, tuple[int, int]], nn.Module]] = {
     UNetConfig: build_unet,
+    DiffusionConfig: build_unet,
     PanguConfig: Pangu,
     CrossFormerConfig: CrossFormer,
 }

@@ -7,7 +7,7 @@ they do not depend on the mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import final
@@ -78,8 +78,8 @@ class NoiseModulation(nn.Module):
         dim: of the field's channels.
 
     Attributes:
-        draws: the numbers, `(B, noise)`, set by `draw_noise`; None: no noise, which is that of
-            zeros.
+        draws: the numbers, `(B, noise)`, set by `draw_noise`, or by `set_noise` to those that
+            describe the noise level of a diffusion model; None: no noise, which is that of zeros.
 
     Shapes:
         `(B, channels, ...)`, or with channels in `dim` -> the same.
@@ -135,10 +135,20 @@ def draw_noise(model: nn.Module, keys: Sequence[tuple[int, ...]]) -> None:
         model: sharded or not, or a stage of a pipeline.
         keys: of the random stream of each sample of the pass, see `credit_dp.random_streams`.
     """
+    set_noise(model, lambda count: [random_stream(*key).standard_normal(count) for key in keys])
+
+
+def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float]]]) -> None:
+    """Set the numbers of the coming forward pass for all layers of noise, if there are any.
+
+    Args:
+        model: sharded or not, or a stage of a pipeline.
+        numbers: returns those of each sample of the pass, given how many a sample has.
+    """
     layers = [layer for layer in _layers_with_draws(model) if isinstance(layer, NoiseModulation)]
     if not layers:
         return
-    draws = [random_stream(*key).standard_normal(layers[0].noise).tolist() for key in keys]
+    draws = [list(map(float, of_sample)) for of_sample in numbers(layers[0].noise)]
     parameter = next(model.parameters())
     noise = constant_tensor(draws, parameter.device, parameter.dtype)
     for layer in layers:

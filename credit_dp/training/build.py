@@ -20,7 +20,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 from credit_dp import checks
 from credit_dp.config import (
     Config,
+    DiffusionConfig,
     MuonConfig,
     OwnLossConfig,
     OwnModelConfig,
@@ -52,14 +53,15 @@ from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
-from credit_dp.models.blocks import keep_draws, number_stochastic_depths
+from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.training.augmentation import build_augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
-from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep, Model
+from credit_dp.training.diffusion import Denoising, Sampler
+from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep, Model, NoiseKeys
 from credit_dp.training.forward_backward import (
     ActivationCheckpointWrapper,
     ForwardBackward,
@@ -187,15 +189,30 @@ class ModelParts:
         parts: the pipeline stages of this rank, or the complete model without a pipeline; both
             converted to this rank's rows.
         pipeline: the pipeline of these stages, if there is one.
+        sampler: samples the output of a diffusion model, if it is one.
     """
 
     parts: tuple[nn.Module, ...]
     pipeline: Pipeline | None = None
+    sampler: Sampler | None = None
+
+    @property
+    def network(self) -> Model:
+        """Return the complete network for use outside training; collective with a pipeline."""
+        return self.parts[0] if self.pipeline is None else self.pipeline.forward
 
     @property
     def forecast_model(self) -> Model:
-        """Return the complete model for use outside training; collective with a pipeline."""
-        return self.parts[0] if self.pipeline is None else self.pipeline.forward
+        """Return what forecasts: the network, or a sampler that calls it; collective likewise."""
+        return self.network if self.sampler is None else self.sampler
+
+    def draw_noise(self, keys: NoiseKeys) -> None:
+        """Draw the noise of the coming call of `forecast_model`, if it has any."""
+        if self.sampler is not None:
+            self.sampler.keys = keys
+            return
+        for part in self.parts:
+            draw_noise(part, keys)
 
     def build_forward_backward(
         self,
@@ -242,6 +259,25 @@ def build_model_parts(
     like: Tensor,
     first_gpu: int = 0,
 ) -> ModelParts:
+    """Build the model, and its sampler if it is a diffusion model; see `build_network`."""
+    parts = build_network(config, prepared, manager, like, first_gpu)
+    if not isinstance(config.model, DiffusionConfig):
+        return parts
+    store = prepared.store
+    rows = manager.rows(store.grid[0])
+    points = ValidPoints.of(store.valid_mask(rows), like)
+    outputs = store.channels.num_outputs
+    sampler = Sampler(config.model, parts.network, parts.parts, outputs, rows, points)
+    return replace(parts, sampler=sampler)
+
+
+def build_network(
+    config: Config,
+    prepared: TrainingData,
+    manager: DomainParallelManager,
+    like: Tensor,
+    first_gpu: int = 0,
+) -> ModelParts:
     """Build the model and return this rank's parts, with the same initial weights on every mesh.
 
     Args:
@@ -258,7 +294,7 @@ def build_model_parts(
     parallel = config.parallel
     # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
-    fields = store.channels.fields(config.model.frames)
+    fields = store.channels.fields(config.model.frames, config.model.denoises)
     model = build_model(config.model, fields, store.grid)
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
@@ -469,17 +505,29 @@ def build_training(
     forecast_step, loss = build_forecast_step_and_loss(
         config, prepared, manager, model.forecast_model, like
     )
-    forward_backward = model.build_forward_backward(config, manager, forecast_step, loss)
+    denoising = None
+    trained_step = forecast_step
+    if isinstance(config.model, DiffusionConfig):
+        trained_step = forecast_step.without_fixers()
+        denoising = Denoising(config.model, trained_step, rows, config.seed, loss.points)
+    forward_backward = model.build_forward_backward(config, manager, trained_step, loss)
     check_every = config.parallel.check_replicas_every
     variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
     augmentation = build_augmentation(config, prepared, manager, like)
     trainer = Trainer(
-        config.trainer, state, forward_backward, manager, check_every, names, augmentation
+        config.trainer,
+        state,
+        forward_backward,
+        manager,
+        check_every,
+        names,
+        augmentation,
+        denoising,
     )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
     members = range(config.trainer.members)
-    ensemble = EnsembleForecast(forecast_step, model.parts, members, config.seed)
+    ensemble = EnsembleForecast(forecast_step, model.draw_noise, members, config.seed)
     return Training(trainer, loader, forecast_step, ensemble, like, rows)
 
 
@@ -514,12 +562,14 @@ def build_forecast_step_and_loss(
 def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:
     """Return the parts of a sample that this rank's stages need.
 
-    The first pipeline rank needs the inputs, the last one what the loss is computed from.
+    The first pipeline rank needs the inputs, the last one what the loss is computed from. In
+    diffusion a noisy target is among the inputs, and both depend on the newest state.
     """
     first = manager.pipeline_rank == 0
     last = manager.pipeline_rank == manager.pipeline_parallel_size - 1
     uses_state = config.model.residual or bool(config.model.fixers)
-    return BatchSelection(inputs=first, last=last and uses_state, target=last)
+    target = last or (first and config.model.denoises)
+    return BatchSelection(inputs=first, last=last and uses_state, target=target)
 
 
 def build_sample_sequence(

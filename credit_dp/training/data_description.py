@@ -228,8 +228,12 @@ def format_value(value: object) -> str:
 
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores round latitudes and longitudes
 PREPROCESSING_KEYS = ("normalise", "fill")  # must be the same in training and forecasts
-# Keys of models that forecasts may change: how it was trained, and what corrects its fields.
-FREE_KEYS = ("dropout", "stochastic_depth", "activation_checkpointing", "fixers", "bounds")
+# Keys of models that forecasts may change: how it was trained, how it is sampled, and what corrects
+# its fields.
+FREE_KEYS = (
+    *("dropout", "stochastic_depth", "activation_checkpointing", "fixers", "bounds"),
+    *("sigma_min", "sigma_max", "rho", "sampling_steps", "s_churn", "s_tmin", "s_tmax", "s_noise"),
+)
 
 
 def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelConfig) -> None:

@@ -10,13 +10,13 @@ from typing import final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from credit_dp.models.blocks import draw_noise
 from credit_dp.physics.fixers import Fixers
 from credit_dp.random_streams import hour_key
 
 Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
+NoiseKeys = Sequence[tuple[int, ...]]  # of the random stream of each sample
 
 
 @final
@@ -69,6 +69,10 @@ class ForecastStep:
         """Return the same step with another model."""
         return ForecastStep(model, self.tendency_scale, self.residual, self.fill, self.fixers)
 
+    def without_fixers(self) -> "ForecastStep":
+        """Return the same step without fixers."""
+        return ForecastStep(self.model, self.tendency_scale, self.residual, self.fill)
+
     def __call__(self, state: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """Return the fields one step after `state`; points without values are not filled."""
         output: Tensor = self.model(torch.cat([state, forcing, static], dim=1))
@@ -81,6 +85,14 @@ class ForecastStep:
             return fields
         corrected: Tensor = self.fixers(fields, last)
         return corrected
+
+    def output_from_fields(self, fields: Tensor, last: Tensor) -> Tensor:
+        """Return the output that becomes these fields, if no fixer corrects them."""
+        if not self.residual:
+            return fields
+        state, diagnostic = fields[:, : self.states], fields[:, self.states :]
+        state = (state - last) / self.tendency_scale
+        return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
     def _add_tendency(self, output: Tensor, last: Tensor) -> Tensor:
         state, diagnostic = output[:, : self.states], output[:, self.states :]
@@ -136,13 +148,13 @@ class EnsembleForecast:
 
     Attributes:
         step: the forecast step.
-        parts: this rank's parts of the model that `step` calls.
+        draw: draws the noise of the coming step of all samples; None: the model has none.
         members: their numbers.
         seed: of the noise.
     """
 
     step: ForecastStep
-    parts: Sequence[nn.Module] = ()
+    draw: Callable[[NoiseKeys], None] | None = None
     members: Sequence[int] = (0,)
     seed: int = 0
 
@@ -167,9 +179,9 @@ class EnsembleForecast:
         hours = [hour_key(time) for time in times]
 
         def begin(step: int) -> None:
-            keys = [(self.seed, hour, member, step) for hour in hours for member in self.members]
-            for part in self.parts:
-                draw_noise(part, keys)
+            if self.draw is not None:
+                members = self.members
+                self.draw([(self.seed, hour, member, step) for hour in hours for member in members])
 
         count = len(self.members)
         repeated = (repeat_members(forcing, count) for forcing in forcings)

@@ -103,7 +103,7 @@ def dry_run_step(
     store = prepared.store
     samples = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     samples *= config.trainer.members
-    inputs = store.channels.fields(config.model.frames).inputs
+    inputs = store.channels.fields(config.model.frames, config.model.denoises).inputs
     (model,) = training.trainer.state.parts
     try:
         # Blocks are checkpointed within the model already, complete steps only around it.

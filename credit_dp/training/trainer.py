@@ -17,6 +17,7 @@ from credit_dp.profiling import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.diagnostics import NonFiniteGuard, diagnose_non_finite
+from credit_dp.training.diffusion import Denoising, set_level
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward, clip_gradients
 from credit_dp.training.optim import seed_step, step_unless
 from credit_dp.training.replicas import check_replicas
@@ -89,6 +90,7 @@ class Trainer:
         check_every: steps between checks that replicas are equal; 0: before the first step only.
         names: names of the parts of the loss, if they are to be logged.
         augmentation: changes the samples before they are used, if there is one.
+        denoising: makes the noisy targets of a diffusion model, if it is one.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Trainer:
         check_every: int = 0,
         names: LossNames | None = None,
         augmentation: Augmentation | None = None,
+        denoising: Denoising | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -108,6 +111,7 @@ class Trainer:
         self.check_every = check_every
         self.names = names
         self.augmentation = augmentation
+        self.denoising = denoising
         self.throughput = ThroughputMeter(manager)
         self.guard = NonFiniteGuard(config, state, manager)
 
@@ -197,7 +201,9 @@ class Trainer:
         seed_step(state.seed, state.step, manager.dp_rank, model_rank)
         state.optimizer.zero_grad(set_to_none=True)
         samples = self.sample_indices(batch)
-        members = self.config.members
+        members, denoising = self.config.members, self.denoising
+        if denoising is not None:
+            batch = denoising(batch, state.step, [i for of_micro in samples for i in of_micro])
 
         def prepare(part: nn.Module, micro: int, forecast_step: int) -> None:
             # Per sample and member, not per rank: all bands drop the same branches, and have the
@@ -210,7 +216,10 @@ class Trainer:
                 for sample in of_micro
                 for member in range(members)
             ]
-            draw_noise(part, keys)
+            if denoising is None:
+                draw_noise(part, keys)
+            else:
+                set_level(part, denoising.levels(state.step, of_micro))
             if begin is not None:
                 begin(part, micro, forecast_step)
 

@@ -170,7 +170,7 @@ def changed_dims(
     """Return the dimensions that depend on the channels, or none if the channels are the same."""
     if names == source_names:
         return {}
-    fields = prepared.store.channels.fields(model.frames)
+    fields = prepared.store.channels.fields(model.frames, model.denoises)
     return channel_dims(model, fields, prepared.store.grid, names)
 
 

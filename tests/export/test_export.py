@@ -282,7 +282,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"kind": "os.system"}, "needs the model 'os.system', but only unet, pangu"),
+        ({"kind": "os.system"}, "needs the model 'os.system', but only unet, diffusion, pangu"),
         ({"kind": "pangu"}, "its model has keys that are unknown or invalid"),
         ({"statistics": "{}"}, "has metadata that can't be read"),
         ({"latitude": "3"}, "has metadata that can't be read"),

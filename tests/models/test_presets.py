@@ -40,7 +40,7 @@ def _built(preset, rows):
 
 
 def test_each_config_has_a_builder():
-    assert list(MODELS) == ["unet", "pangu", "crossformer"]
+    assert list(MODELS) == ["unet", "diffusion", "pangu", "crossformer"]
     assert set(MODELS.values()) == BUILDERS.keys()
 
 

@@ -64,9 +64,9 @@ def select_keys(selector: str) -> list[str]:
     """Return the dotted keys of a selector in a marker."""
     if selector.startswith("model="):
         config = MODELS[selector.removeprefix("model=")]
-        names = [item.name for item in fields(config)]
-        common = {item.name for item in fields(BlocksConfig)}
-        return [f"{selector}.{name}" for name in names if name not in common]
+        # What its class declares: not what it shares with others, or with the model it extends.
+        own = config.__annotations__.keys() - {"name"}
+        return [f"{selector}.{item.name}" for item in fields(config) if item.name in own]
     if selector.endswith(".*"):
         group = selector.removesuffix(".*")
         return [f"{group}.{item.name}" for item in fields(classes_of(group)[0])]

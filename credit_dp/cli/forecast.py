@@ -33,7 +33,8 @@ HELP = """\
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
   format=zarr       one zarr store; or netcdf: a folder of files, one for each rank; or
                     netcdf_file: one file
-  members=10        an ensemble of a model with model.noise
+  members=10        an ensemble of a model with model.noise, or of a diffusion model
+  model.sampling_steps=4   of a diffusion model: fewer steps, or other keys of its sampler
   members=10 perturb=0.1   an ensemble; its initial states are perturbed by smooth random fields,
                     with this many standard deviations of each field
   perturb_seed=0    seed of the random fields and of the model's noise

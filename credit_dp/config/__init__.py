@@ -300,7 +300,8 @@ class Config:
         if self.trainer.members > 1:
             raise UserError(
                 f"trainer.members: model=diffusion is trained on single samples, got "
-                f"{self.trainer.members}. Set trainer.members=1; forecasts have any number."
+                f"{self.trainer.members}. Set trainer.members=1, and trainer.evaluate_members for "
+                "several forecasts in the scores."
             )
         loss = self.loss
         if loss.name != "mse" or getattr(loss, "variable_error", {}):
@@ -335,6 +336,12 @@ class Config:
             raise UserError(
                 f"trainer.members: {members} members differ in the model's noise, but "
                 f"{self.model.name} has none. Set model.noise, like model.noise=32."
+            )
+        scored = self.trainer.scored_members
+        if scored > 1 and not noise:
+            raise UserError(
+                f"trainer.evaluate_members: {scored} forecasts of model={self.model.name} would be "
+                "the same. Set model.noise, or leave trainer.evaluate_members out."
             )
         if noise and members == 1:
             raise UserError(

@@ -58,6 +58,11 @@ BUDGETS: Mapping[str, BudgetNeeds] = {
         ("geopotential_at_surface",),
     ),
 }
+# Keys of a diffusion model that forecasts may change.
+SAMPLER_KEYS = (
+    *("sigma_min", "sigma_max", "rho", "sampling_steps"),
+    *("s_churn", "s_tmin", "s_tmax", "s_noise"),
+)
 FIXERS = ("nonnegative", "bounds", *BUDGETS)
 FIXER_KEYS = {"fixers": list, "bounds": dict}  # keys of all models, and their types
 

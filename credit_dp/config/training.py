@@ -71,6 +71,8 @@ class TrainerConfig:
     keep_checkpoints: int = 1  # number of the newest checkpoints that are kept
     validate_every: int = 0  # steps between validations; 0: none
     keep_best: bool = False  # also keep the checkpoint with the lowest validation error
+    # forecasts of each initial time in validations and final scores; null: as many as members
+    evaluate_members: int | None = None
     # lead times of the final scores
     evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
     # hours between initial times on the test dates; with 54 every hour of the day occurs
@@ -95,6 +97,7 @@ class TrainerConfig:
         checks.one_of("trainer.matmul", self.matmul, MATMUL_PRECISIONS)
         checks.at_least("trainer.accumulate", self.accumulate, 1)
         checks.at_least("trainer.members", self.members, 1)
+        checks.at_least("trainer.evaluate_members", self.evaluate_members, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
         self._check_rollout()
         checks.one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
@@ -124,6 +127,11 @@ class TrainerConfig:
         for start, length in self.rollout.items():
             checks.at_least("trainer.rollout", start, 0)
             checks.at_least(f"trainer.rollout.{start}", length, 1)
+
+    @property
+    def scored_members(self) -> int:
+        """Number of forecasts of each initial time that are scored."""
+        return self.members if self.evaluate_members is None else self.evaluate_members
 
     @property
     def longest_rollout(self) -> int:

@@ -75,7 +75,7 @@ class ForecastRequest:
         if self.members > 1 and not self.perturb and not noise:
             raise UserError(
                 f"members: {self.members} forecasts from the same state would be the same. Set "
-                "perturb, too, like perturb=0.1, or use a model that was trained with model.noise."
+                "perturb, too, like perturb=0.1, or a model with model.noise or model=diffusion."
             )
         if self.perturb and not self.members:
             raise UserError("perturb: needs members, like members=10, got none. Give both.")

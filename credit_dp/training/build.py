@@ -526,7 +526,7 @@ def build_training(
         denoising,
     )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
-    members = range(config.trainer.members)
+    members = range(config.trainer.scored_members)
     ensemble = EnsembleForecast(forecast_step, model.draw_noise, members, config.seed)
     return Training(trainer, loader, forecast_step, ensemble, like, rows)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import ModelConfig, VariableConfig
-from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
+from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
@@ -232,7 +232,7 @@ PREPROCESSING_KEYS = ("normalise", "fill")  # must be the same in training and f
 # its fields.
 FREE_KEYS = (
     *("dropout", "stochastic_depth", "activation_checkpointing", "fixers", "bounds"),
-    *("sigma_min", "sigma_max", "rho", "sampling_steps", "s_churn", "s_tmin", "s_tmax", "s_noise"),
+    *SAMPLER_KEYS,
 )
 
 

@@ -49,7 +49,7 @@ class Validation:
         self.batch_size = config.data.batch_size
         self.state = training.trainer.state
         self.rollout = training.ensemble.rollout
-        self.members = config.trainer.members
+        self.members = config.trainer.scored_members
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
         dates = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)

@@ -324,7 +324,7 @@ class _Run:
         batch_size = self.config.data.batch_size
         with training.trainer.state.eval_mode(), self.screen.bar("evaluating", count) as bar:
             last_lead = LastLeadAccumulator(dates, manager)
-            rollout, members = training.ensemble.rollout, self.config.trainer.members
+            rollout, members = training.ensemble.rollout, self.config.trainer.scored_members
             scores = evaluate(rollout, dates, manager, batch_size, bar, last_lead, members)
             scores.check()
             return scores, last_lead.result()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from credit_dp import checks
-from credit_dp.config import ModelConfig
+from credit_dp.config import DiffusionConfig, ModelConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
@@ -204,8 +204,11 @@ def channel_names(data: DataDescription) -> ChannelNames:
     upper = list(dict.fromkeys(c.variable for c in states if c.level is not None))
     surface = [channel.name for channel in states if channel.level is None]
     frames = data.get("model.frames", 1)
+    # A deterministic model's other inputs start a diffusion model.
+    is_diffusion = data.get("model", {}).get("kind") == DiffusionConfig.name
+    noisy = [f"noisy {channel.name}" for channel in outputs] if is_diffusion else []
     return {
-        "input": [*names_of_frames([c.name for c in states], frames), *others],
+        "input": [*names_of_frames([c.name for c in states], frames), *others, *noisy],
         "input single-level": [*names_of_frames(surface, frames), *others],
         "input on levels": names_of_frames(upper, frames),
         "output": [channel.name for channel in outputs],

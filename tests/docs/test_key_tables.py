@@ -15,6 +15,7 @@ PAGES = (
     "checkpoints",
     "metrics",
     "ensembles",
+    "diffusion",
     "failures",
     "models",
     "your-era5",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from credit_dp.config import AdamWConfig, Config, ModelConfig, StandardLossConfig
+from credit_dp.config import AdamWConfig, Config, DiffusionConfig, ModelConfig, StandardLossConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 from credit_dp.forecast.run import make_forecasts
@@ -36,6 +36,16 @@ def train_ensemble(folder: Path) -> Config:
     trainer = replace(config.trainer, members=3)
     loss = StandardLossConfig(name="crps")
     config = replace(config, model=tiny_unet(noise=4), trainer=trainer, loss=loss)
+    leave_checkpoint(config)
+    return config
+
+
+def train_diffusion(folder: Path) -> Config:
+    """Train two steps of a diffusion model, whose scores are of three members."""
+    keys: dict[str, Any] = {"noise": 4, "sampling_steps": 2, "s_churn": 0.5}
+    model = DiffusionConfig(channels=[8, 16], blocks=1, groups=4, **keys)
+    store = make_store(folder, ROWS)
+    config = make_config(store, folder / "run", model, steps=2, evaluate_members=3)
     leave_checkpoint(config)
     return config
 

@@ -21,6 +21,7 @@ from tests.forecast.runs import (
     forecast_config,
     on_rank,
     train,
+    train_diffusion,
     train_ensemble,
 )
 from tests.ranks import on_processes
@@ -141,10 +142,10 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
         assert 0.01 < float(spread / deviation) < 0.2
 
 
-@pytest.fixture(scope="module")
-def noisy(tmp_path_factory):
+@pytest.fixture(scope="module", params=[train_ensemble, pytest.param(train_diffusion, marks=SLOW)])
+def noisy(request, tmp_path_factory):
     """A run of ensembles."""
-    return train_ensemble(tmp_path_factory.mktemp("noisy"))
+    return request.param(tmp_path_factory.mktemp("noisy"))
 
 
 # Three members on two data ranks: one repeats a forecast that does not count.

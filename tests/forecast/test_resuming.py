@@ -18,7 +18,7 @@ from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.netcdf import NetcdfWriter
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.forecast_step import ForecastStep
-from tests.forecast.runs import files, forecast, forecast_config
+from tests.forecast.runs import files, forecast, forecast_config, train_diffusion
 from tests.full_disk import full_disk
 
 FORMATS = ("zarr", "netcdf")
@@ -126,6 +126,22 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
         forecast(forecast_config(config, tmp_path / "f", format="netcdf"))
     # The mesh may be another one.
     assert xr.open_zarr(forecast(forecast_config(config, tmp_path / "f"))).sizes["time"] == 2
+
+
+def test_other_samples_are_not_mixed(tmp_path, monkeypatch):
+    config = train_diffusion(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_after(patch, AFTER)
+        with pytest.raises(StopError):
+            forecast(forecast_config(config, tmp_path / "f"))
+    fewer = replace(config, model=replace(config.model, sampling_steps=1))
+    with pytest.raises(UserError, match=r"was begun with model\.sampling_steps=2, not 1"):
+        forecast(forecast_config(fewer, tmp_path / "f"))
+    other = replace(config, model=replace(config.model, sigma_data=0.5))
+    with pytest.raises(UserError, match=r"was trained with model\.sigma_data=1\.0, the config has"):
+        forecast(forecast_config(other, tmp_path / "g"))
+    # Another sampler of the same weights.
+    assert forecast(forecast_config(fewer, tmp_path / "g")).exists()
 
 
 def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):

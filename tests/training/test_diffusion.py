@@ -30,6 +30,7 @@ from credit_dp.training.diffusion import (
     sampling_levels,
 )
 from credit_dp.training.loss import channel_weights
+from credit_dp.training.monitoring import Validation
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
@@ -493,6 +494,22 @@ def test_points_without_values_stay_without(tmp_path):
         assert (output[~missing] != 0).all()
         with pytest.raises(ValueError, match="has keys of 4 samples, got 1"):
             sampler(inputs[:1])
+
+
+def test_a_run_scores_several_members(store, tmp_path):
+    scored = {"evaluate_members": 3, "validate_every": 1}
+    config = make_config(store, tmp_path / "run", MODELS["plain"], **scored)
+    dates = replace(config.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])
+    config = replace(config, data=replace(config.data, dates=dates))
+    training = built(config, alone())
+    training.loader.close()
+    give_levels_weight(training)
+    ready = prepare_training_data(config.data)
+    scores = Validation(config, ready, training, alone())()
+    assert 0 < scores["validation_crps"] < scores["validation_rmse"]
+    assert scores["validation_spread_skill"] > 0
+    # Noise depends on the date and the member only.
+    assert Validation(config, ready, training, alone())() == scores
 
 
 def test_fixers_correct_samples_not_targets(store, tmp_path):

@@ -339,6 +339,16 @@ def test_noise_members_and_loss_come_together(store, tmp_path, model, loss, memb
     assert "\n" not in str(error.value)
 
 
+def test_forecasts_without_noise_have_no_members(store, tmp_path):
+    config = make_config(store, tmp_path / "run")
+    with pytest.raises(UserError, match=r"^trainer\.evaluate_members: 3 forecasts of model=unet "):
+        replace(config, trainer=replace(config.trainer, evaluate_members=3))
+    config = of_members(config, evaluate_members=4)
+    training = built(config, alone())
+    training.loader.close()
+    assert (len(training.ensemble.members), training.trainer.forward_backward.members) == (4, 3)
+
+
 def test_blocks_with_draws_are_not_compiled_and_recomputed(store, tmp_path):
     config = make_config(store, tmp_path / "run")
     assert replace(of_members(config, "unet"), compile=True).compile

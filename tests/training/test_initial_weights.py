@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config
+from credit_dp.config import Config, DiffusionConfig
 from credit_dp.config.data import DataConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
@@ -33,9 +33,11 @@ AFTER = {
     "static": ["land_sea_mask"],
 }
 LESS = {**AFTER, "prognostic": ["temperature"], "diagnostic": ["2m_temperature"]}
+DIFFUSION = DiffusionConfig(channels=[8, 16], blocks=1, groups=4, noise=4)
 KINDS = {
     "unet": tiny_unet(),
     "two states": tiny_unet(frames=2),
+    "diffusion": DIFFUSION,
     "crossformer": tiny_crossformer(),
     "pangu": MODELS["pangu"],
 }
@@ -115,6 +117,24 @@ def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
     with torch.no_grad():
         assert new(y)[:, to_out].numpy() == pytest.approx(old(x)[:, from_out].numpy(), rel=1e-9)
         assert old(x).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_a_diffusion_model_starts_from_a_deterministic_one(config, tmp_path):
+    source = save(config, tmp_path)
+    second = replace(config, model=DIFFUSION)
+    target = built(second, alone())
+    stem = "stem.conv.weight"
+    before = full_arrays(target.trainer.state.parameters)
+    assert "stem.conv.weight" in load(target, second, tmp_path)
+    after = full_arrays(target.trainer.state.parameters)
+    for name, weight in full_arrays(source.trainer.state.parameters).items():
+        found = after[name]
+        if name == stem:
+            # The noisy output comes last.
+            assert np.array_equal(found[:, weight.shape[1] :], before[name][:, weight.shape[1] :])
+            found = found[:, : weight.shape[1]]
+        assert np.array_equal(found, weight)
 
 
 @pytest.mark.slow

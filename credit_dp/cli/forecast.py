@@ -28,11 +28,13 @@ HELP = """\
                     any mesh; forecasts use the average of the weights, if there is one
   init=TIME         initial times: 2001-02-10T06, or [2001-02-10,2001-02-11T12], or
                     FIRST/LAST/STRIDE, like 2001-02-10/2001-02-14/24h
+  init_file=STATE.grib   initial states from GRIB or netCDF files, [A,B] for several; init is then
+                    their time, and need not be given
   lead=240h         how far, in hours or days
   every=24h         the lead times to write; by default every step
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
   format=zarr       one zarr store; or netcdf: a folder of files, one for each rank; or
-                    netcdf_file: one file
+                    netcdf_file: one file; or grib: one file of GRIB edition 2
   members=10        an ensemble of a model with model.noise, or of a diffusion model
   model.sampling_steps=4   of a diffusion model: fewer steps, or other keys of its sampler
   members=10 perturb=0.1   an ensemble; its initial states are perturbed by smooth random fields,
@@ -67,10 +69,11 @@ FORECAST_KEYS: Mapping[str, Any] = {
     "perturb_seed": 0,
     "diagnostics": "",
     "pressure_levels": "",
+    "init_file": "",
 }
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",
-    "init": "initial times, like init=2001-02-10",
+    "init": "initial times, like init=2001-02-10, or init_file",
     "lead": "how far, like lead=240h",
 }
 CONFIG_PREFIXES = ("parallel.", "data.", "trainer.", "model.")  # groups of the config
@@ -118,19 +121,28 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     """
     keys, config_overrides = split_arguments(arguments, program)
     for key, needed in REQUIRED_KEYS.items():
-        if not keys[key]:
+        if not keys[key] and not (key == "init" and keys["init_file"]):
             raise UserError(f"{key}: needs {needed}, got nothing. Add it.")
     path, run = find_checkpoint_and_run(keys["checkpoint"])
     composer = Composer(program.rpartition(" ")[2])
     check_overrides(parse_overrides(config_overrides), composer.groups)
     config = config_of_checkpoint(path, config_overrides, composer)
     from credit_dp.config.model import BlocksConfig
+    from credit_dp.forecast.initial_file import open_initial_files
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 
-    endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
-    out = keys["out"] or str(run / endings.get(keys["format"], "forecast.zarr"))
+    file_names = {
+        "netcdf": "forecast-netcdf",
+        "netcdf_file": "forecast.nc",
+        "grib": "forecast.grib",
+    }
+    out = keys["out"] or str(run / file_names.get(keys["format"], "forecast.zarr"))
     request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out})
     has_noise = isinstance(config.model, BlocksConfig) and config.model.noise > 0
+    files = open_initial_files(request)
+    if files is not None and not request.init:
+        time = files.initial_time(config.model.frames, config.data.step_hours)
+        request = replace(request, init=time)
     request.check(config.data.step_hours, noise=has_noise)
     # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()

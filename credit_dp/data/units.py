@@ -318,6 +318,22 @@ def parse_conversion(text: str) -> tuple[float, float]:
     return CONVERSIONS[old, new]
 
 
+def find_conversion(old: str, new: str) -> tuple[float, float] | None:
+    """Return `(scale, offset)` from one unit to another, with new = old * scale + offset.
+
+    None if there is no such conversion. An unspecified unit is taken for the other one.
+    """
+    before, after = canonical_unit(old), canonical_unit(new)
+    if before == after or {before, after} & set(UNSPECIFIED_UNITS):
+        return 1.0, 0.0
+    if (before, after) in CONVERSIONS:
+        return CONVERSIONS[before, after]
+    if (after, before) in CONVERSIONS:
+        scale, offset = CONVERSIONS[after, before]
+        return 1 / scale, -offset / scale
+    return None
+
+
 def converted_unit(source: Source, name: str, config: DataConfig) -> str:
     """Return the unit after the config's conversion, or the store's without a conversion."""
     convert = config.variable_config(name).convert

@@ -15,6 +15,7 @@ import numpy as np
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
 from credit_dp.forecast.format import ForecastFormat, format_from_json
+from credit_dp.forecast.grib import GribWriter
 from credit_dp.forecast.netcdf import (
     NetcdfFileWriter,
     NetcdfWriter,
@@ -35,6 +36,7 @@ WRITERS: Mapping[str, type[ForecastWriter]] = {
     "zarr": ZarrWriter,
     "netcdf": NetcdfWriter,
     "netcdf_file": NetcdfFileWriter,
+    "grib": GribWriter,
 }
 
 MAX_LINES = 5  # missing fields shown, and damaged ones

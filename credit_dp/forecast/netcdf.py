@@ -1,13 +1,11 @@
 """Write forecasts as netCDF-4, and read the arrays of any format back.
 
 `NetcdfWriter` writes one file per band, initial time and member, so that no two ranks share a file.
-`NetcdfFileWriter` writes a single file: fields go to a zarr store first, which ranks can write in
-parallel and resume, and rank 0 copies them into the file at the end.
+`NetcdfFileWriter` writes a single file.
 """
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from credit_dp.files import (
     PARTIAL_SUFFIX,
     fsync_path,
     partial_path,
-    rename_durably,
     write_bytes_atomic,
 )
 from credit_dp.forecast.format import ForecastFormat, OutputVariable
@@ -40,10 +37,9 @@ from credit_dp.forecast.writer import (
     ForecastPart,
     ForecastWriter,
     MissingField,
-    disk_errors,
     global_attributes,
 )
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.zarr import FileWriter
 
 ROWS_ATTRIBUTE = "credit_dp_rows"  # global attribute: first row, last row + 1, rows of the globe
 COMPRESSION_LEVEL: Final = 1
@@ -165,95 +161,29 @@ class NetcdfWriter(ForecastWriter):
 
 
 @final
-class NetcdfFileWriter(ForecastWriter):
-    """Writes a single file, by way of a zarr store at `OUT.partial`."""
-
-    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
-        super().__init__(out, form, settings)
-        self._zarr_writer = ZarrWriter(out, form, settings)
-        self._temporary_file = out.with_name(f"{out.name}.file{PARTIAL_SUFFIX}")
+class NetcdfFileWriter(FileWriter):
+    """Writes a single netCDF file, by way of a zarr store at `OUT.partial`."""
 
     @classmethod
-    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
-        """See `ForecastWriter`."""
-        return ZarrWriter.read_settings(path) if path.is_dir() else read_file_settings(path)
+    def read_file_settings(cls, path: Path) -> Mapping[str, Any] | None:
+        """See `FileWriter`."""
+        return read_file_settings(path)
 
-    def bands_to_write(self, bands: RowPartition) -> RowPartition:
-        """See `ForecastWriter`."""
-        return self._zarr_writer.bands_to_write(bands)
-
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """See `ForecastWriter`."""
-        self._zarr_writer.write(job, lead, rows, fields)
-
-    def close(self, job: ForecastJob) -> None:
-        """Do nothing: see `ZarrWriter`."""
-
-    @property
-    def piece_count(self) -> int:
-        """See `ForecastWriter`: one piece for each lead time of each forecast."""
-        return len(self.jobs) * len(self.form.hours)
-
-    def assemble_piece(self, piece: int) -> None:
-        """See `ForecastWriter`: copy one lead time. The first piece creates the file again."""
-        job = self.jobs[piece // len(self.form.hours)]
-        lead = piece % len(self.form.hours)
-        with disk_errors(self.out):
-            try:
-                with LIBRARY_LOCK, as_os_error():
-                    self._copy(job, lead, create=piece == 0)
-            except OSError:
-                # Frees space on a full disk. The store, which took the computing, stays.
-                self._temporary_file.unlink(missing_ok=True)
-                raise
-
-    def _copy(self, job: ForecastJob, lead: int, create: bool) -> None:
-        """Copy one lead time from the store to the file."""
-        if create:
-            create_file(
-                self._temporary_file, self.form, self._settings, {}, levels_apart=True
-            ).close()
+    def copy_lead_time(self, job: ForecastJob, lead: int, create: bool) -> None:
+        """See `FileWriter`."""
         index = self.form.field_index(job.member, job.time, lead)
-        with (
-            open_arrays(self.partial) as stored,
-            netCDF4.Dataset(self._temporary_file, "a") as file,
-        ):
-            for variable in self.form.variables:
-                where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
-                file[variable.name][index] = read_field(stored[variable.name], index, where)
-
-    def finish(self) -> None:
-        """See `ForecastWriter`."""
-        self.check_complete()
-        with disk_errors(self.out):
-            # The store is removed only after the file is on disk under its final name.
-            fsync_path(self._temporary_file)
-            rename_durably(self._temporary_file, self.out)
-            shutil.rmtree(self.partial)
-
-    def bands(self, path: Path) -> list[slice]:
-        """See `ForecastWriter`."""
-        return self._zarr_writer.bands(path) if path.is_dir() else [slice(0, self.form.height)]
-
-    def missing(self, path: Path) -> list[MissingField]:
-        """See `ForecastWriter`: a file with its final name is complete."""
-        return self._zarr_writer.missing(path) if path.is_dir() else []
-
-    def create(self, path: Path, bands: RowPartition) -> None:
-        """See `ForecastWriter`."""
-        self._zarr_writer.create(path, bands)
-
-    def clean_up(self) -> None:
-        """See `ForecastWriter`."""
-        self._temporary_file.unlink(missing_ok=True)
-        self._zarr_writer.clean_up()
-
-    def parts(self, path: Path) -> Iterator[ForecastPart]:
-        """See `ForecastWriter`."""
-        if path.is_dir():
-            yield from self._zarr_writer.parts(path)
-        else:
-            yield ForecastPart(path, {}, self.jobs, self.bands(path))
+        with LIBRARY_LOCK, as_os_error():
+            if create:
+                create_file(
+                    self.temporary_file, self.form, self._settings, {}, levels_apart=True
+                ).close()
+            with (
+                open_arrays(self.partial) as stored,
+                netCDF4.Dataset(self.temporary_file, "a") as file,
+            ):
+                for variable in self.form.variables:
+                    where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
+                    file[variable.name][index] = read_field(stored[variable.name], index, where)
 
 
 def _file_slices(job: ForecastJob, rows: slice) -> dict[str, slice]:

@@ -15,7 +15,7 @@ from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
 from credit_dp.errors import UserError
 
-FORMATS = ("zarr", "netcdf", "netcdf_file")
+FORMATS = ("zarr", "netcdf", "netcdf_file", "grib")
 DIAGNOSTICS = {
     "z": "geopotential",
     "msl": "mean_sea_level_pressure",
@@ -44,6 +44,7 @@ class ForecastRequest:
         perturb_seed: seed of the perturbations, and of the model's noise.
         diagnostics: `NAME` or `[NAME,...]` of `DIAGNOSTICS`, which are written, too.
         pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
+        init_file: `PATH` or `[PATH,...]` of files with the initial states; "": the run's data.
     """
 
     checkpoint: str
@@ -57,6 +58,7 @@ class ForecastRequest:
     perturb_seed: int = 0
     diagnostics: str = ""
     pressure_levels: str = ""
+    init_file: str = ""
 
     def check(self, step_hours: int, noise: bool = False) -> None:
         """Check all values, and that lead times fit the model's step.

@@ -49,6 +49,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints, unit_of
 from credit_dp.forecast.check import WRITERS
 from credit_dp.forecast.format import ForecastFormat, settings_of
+from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
 from credit_dp.forecast.request import (
     ForecastConfig,
     ForecastJob,
@@ -146,6 +147,7 @@ class ForecastSetup:
         metadata: the checkpoint's metadata.
         like: gives device and dtype of the model's output.
         first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
+        states: reads the initial states from `init_file`; None: they are in the store.
     """
 
     config: ForecastConfig
@@ -156,6 +158,7 @@ class ForecastSetup:
     writer: ForecastWriter
     like: torch.Tensor
     first_gpu: int
+    states: StateReader | None
 
     @classmethod
     def prepare(
@@ -180,6 +183,8 @@ class ForecastSetup:
             statistics = statistics_of(metadata)
         # Forecasts need no climatology.
         prepared = TrainingData(store, statistics, Climatology([], []))
+        files = run_on_all_ranks(lambda: open_initial_files(request))
+        states = run_on_all_ranks(lambda: _state_reader(files, store, config))
         run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
         units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
         fields = run_on_all_ranks(
@@ -188,6 +193,8 @@ class ForecastSetup:
         units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
         form = ForecastFormat.of(store, fields.channels, units, request)
         settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
+        if files is not None:
+            settings["init_file"] = files.stamps
         writer = WRITERS[request.format](request.target, form, settings)
         run_on_all_ranks(writer.check)
         # Before `device` changes: a layout may put the model's output on another device.
@@ -203,6 +210,7 @@ class ForecastSetup:
             writer=writer,
             like=like,
             first_gpu=first_gpu,
+            states=states,
         )
 
     def build(self) -> tuple[EnsembleForecast, InitialStates, WrittenFields]:
@@ -221,7 +229,7 @@ class ForecastSetup:
             part.eval()  # no dropout or stochastic depth
         rows = manager.rows(store.grid[0])
         frames = config.model.frames
-        states = InitialStates(self.prepared, config.request, frames, rows, self.like)
+        states = InitialStates(self.prepared, config.request, frames, rows, self.like, self.states)
         tendency = states.normaliser.tendency_scale[: store.channels.num_states]
         valid = load_valid_mask(KEY, self.path, self.metadata)
         run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
@@ -412,15 +420,31 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
         UserError: the store can't be opened, or lacks a variable.
     """
     data = with_quickstart_store(config.data, report)
-    # A store takes its points without values from the first date of a split.
-    span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
-    data = replace(data, dates=DatesConfig(span, span, span))
+    if not config.request.init_file:
+        # A store takes its points without values from the first date of a split.
+        span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
+        data = replace(data, dates=DatesConfig(span, span, span))
     ranges = {
         name: ValueRange(*limits) for name, limits in metadata["data"].get("ranges", {}).items()
     }
     store = Store(open_source(data), data, ranges)
     check_units(store.source, data)
+    store.resolve_dates()
     return store
+
+
+def _state_reader(
+    files: InitialFiles | None, store: Store, config: ForecastConfig
+) -> StateReader | None:
+    """Return what reads the initial states from the files of `init_file`; None without.
+
+    Raises:
+        UserError: the files lack fields.
+    """
+    if files is None:
+        return None
+    offsets = frame_offsets(config.model.frames, store.config.step_hours)
+    return files.reader(store, (config.request.initial_times()[:, None] + offsets).ravel())
 
 
 def statistics_of(metadata: Metadata) -> Statistics:
@@ -498,6 +522,7 @@ class InitialStates:
         frames: number of input states of the model.
         rows: this rank's band.
         like: gives device and dtype of every tensor returned.
+        files: reads the states instead of the store.
     """
 
     def __init__(
@@ -507,8 +532,10 @@ class InitialStates:
         frames: int,
         rows: slice,
         like: Tensor,
+        files: StateReader | None = None,
     ) -> None:
         self.store = prepared.store
+        self._read_states = (files or self.store).read_states
         self.rows = rows
         self.times: Times = request.initial_times()
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
@@ -538,7 +565,7 @@ class InitialStates:
     def initial_state(self, job: ForecastJob) -> Tensor:
         """Return the input states of a forecast, `(1, frames * C, h, W)`, the newest last."""
         times = self.times[job.time] + self._frames
-        states = self.normaliser.normalise_state(self.store.read_states(times, self.rows))
+        states = self.normaliser.normalise_state(self._read_states(times, self.rows))
         if self._amplitude:
             noise = torch.from_numpy(self._perturbations.draw(self.times[job.time], job)).to(states)
             # The same noise on all input states: the tendency between them does not change.
@@ -574,7 +601,8 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
     """
     hours = store.config.step_hours
     times = request.initial_times()
-    _refuse_missing(store, times[:, None] + frame_offsets(frames, hours), "a state")
+    if not request.init_file:
+        _refuse_missing(store, times[:, None] + frame_offsets(frames, hours), "a state")
     # The last step's forcing is that at its beginning, so that the last valid time is not needed.
     if any(name not in COMPUTED_FORCINGS for name in store.channels.forcing):
         steps = request.lead_hours(hours)[-1] // hours

@@ -8,11 +8,16 @@ if bands are equal, or only the last one is lower).
 
 A chunk is one lead time of one forecast: all levels of one band. It is a file that is written
 atomically and has a checksum: the files that exist are the record of what has been written.
+
+`FileWriter` is the base class of formats that are one file: fields go to a zarr store first, which
+ranks can write in parallel and resume, and rank 0 copies them into the file at the end.
 """
 
 import json
 import os
+import shutil
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
@@ -28,7 +33,7 @@ from zarr.storage import LocalStore
 from credit_dp.data.rechunk.target import CODECS, AtomicFileStore
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.files import remove_temporaries
+from credit_dp.files import PARTIAL_SUFFIX, fsync_path, remove_temporaries, rename_durably
 from credit_dp.forecast.format import ForecastFormat, OutputVariable
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
@@ -37,6 +42,7 @@ from credit_dp.forecast.writer import (
     ForecastPart,
     ForecastWriter,
     MissingField,
+    disk_errors,
     global_attributes,
 )
 
@@ -174,6 +180,99 @@ class ZarrWriter(ForecastWriter):
         """Return the file names of bands of one field, which has all levels in one chunk."""
         leading = [*index, *([0] if variable.on_levels else [])]
         return [".".join(map(str, ["c", *leading, band, 0])) for band in bands]
+
+
+class FileWriter(ForecastWriter):
+    """Writes a single file, by way of a zarr store at `OUT.partial`."""
+
+    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
+        super().__init__(out, form, settings)
+        self._zarr_writer = ZarrWriter(out, form, settings)
+        self.temporary_file = out.with_name(f"{out.name}.file{PARTIAL_SUFFIX}")
+
+    @classmethod
+    @abstractmethod
+    def read_file_settings(cls, path: Path) -> Mapping[str, Any] | None:
+        """Return the settings in a file; None if it has none, or is not of this format."""
+
+    @abstractmethod
+    def copy_lead_time(self, job: ForecastJob, lead: int, create: bool) -> None:
+        """Copy one lead time from the store to the temporary file.
+
+        Args:
+            job, lead: which one.
+            create: whether to create the file first, also if it exists.
+
+        Raises:
+            OSError: the disk is full.
+            UserError: a field in the store is damaged.
+        """
+
+    @classmethod
+    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
+        """See `ForecastWriter`."""
+        return ZarrWriter.read_settings(path) if path.is_dir() else cls.read_file_settings(path)
+
+    def bands_to_write(self, bands: RowPartition) -> RowPartition:
+        """See `ForecastWriter`."""
+        return self._zarr_writer.bands_to_write(bands)
+
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+        """See `ForecastWriter`."""
+        self._zarr_writer.write(job, lead, rows, fields)
+
+    def close(self, job: ForecastJob) -> None:
+        """Do nothing: see `ZarrWriter`."""
+
+    @property
+    def piece_count(self) -> int:
+        """See `ForecastWriter`: one piece for each lead time of each forecast."""
+        return len(self.jobs) * len(self.form.hours)
+
+    def assemble_piece(self, piece: int) -> None:
+        """See `ForecastWriter`: copy one lead time. The first piece creates the file again."""
+        job = self.jobs[piece // len(self.form.hours)]
+        lead = piece % len(self.form.hours)
+        with disk_errors(self.out):
+            try:
+                self.copy_lead_time(job, lead, create=piece == 0)
+            except OSError:
+                # Frees space on a full disk. The store, which took the computing, stays.
+                self.temporary_file.unlink(missing_ok=True)
+                raise
+
+    def finish(self) -> None:
+        """See `ForecastWriter`."""
+        self.check_complete()
+        with disk_errors(self.out):
+            # The store is removed only after the file is on disk under its final name.
+            fsync_path(self.temporary_file)
+            rename_durably(self.temporary_file, self.out)
+            shutil.rmtree(self.partial)
+
+    def bands(self, path: Path) -> list[slice]:
+        """See `ForecastWriter`."""
+        return self._zarr_writer.bands(path) if path.is_dir() else [slice(0, self.form.height)]
+
+    def missing(self, path: Path) -> list[MissingField]:
+        """See `ForecastWriter`: a file with its final name is complete."""
+        return self._zarr_writer.missing(path) if path.is_dir() else []
+
+    def create(self, path: Path, bands: RowPartition) -> None:
+        """See `ForecastWriter`."""
+        self._zarr_writer.create(path, bands)
+
+    def clean_up(self) -> None:
+        """See `ForecastWriter`."""
+        self.temporary_file.unlink(missing_ok=True)
+        self._zarr_writer.clean_up()
+
+    def parts(self, path: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`."""
+        if path.is_dir():
+            yield from self._zarr_writer.parts(path)
+        else:
+            yield ForecastPart(path, {}, self.jobs, self.bands(path))
 
 
 def _create_unchunked(

@@ -58,6 +58,25 @@ def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
     shutil.rmtree(found)
 
 
+def test_it_goes_on_from_a_file(run, monkeypatch, tmp_path):
+    words = [f"checkpoint={run}", "lead=6h", "device=cpu", f"out={tmp_path}/g.grib"]
+    with xr.open_zarr(run.parent / f"{ROWS}x16.zarr", consolidated=False) as data:
+        state = data.sel(time="2000-01-04T12").drop_encoding()
+        state.to_netcdf(tmp_path / "state.nc")
+        state.drop_vars("temperature").to_netcdf(tmp_path / "less.nc")
+    less = refused(monkeypatch, *words, f"init_file={tmp_path}/less.nc")
+    assert "lacks at 2000-01-04T12:00 temperature on levels 500, 850, 1000. Add" in less
+    assert refused(monkeypatch, *words, "init_file=nowhere").startswith("init_file: ")
+    assert "state at" not in refused(monkeypatch, *words, "init=2000-01-04", "init_file=nowhere")
+    code, out, err = forecast_command(
+        monkeypatch, *words, f"init_file={tmp_path}/state.nc", "format=grib"
+    )
+    assert (code, err) == (0, "")
+    assert f"{tmp_path}/g.grib" in out
+    code, out, _ = forecast_command(monkeypatch, "check", tmp_path / "g.grib")
+    assert (code, out) == (0, f"{tmp_path}/g.grib: complete (1 initial times, 1 lead times)\n")
+
+
 def test_checks_of_what_is_no_forecast(run, tmp_path, monkeypatch):
     assert "there is no forecast" in refused(monkeypatch, "check", tmp_path / "f.zarr")
     assert "was not written by credit-dp forecast" in refused(monkeypatch, "check", run)

@@ -62,7 +62,7 @@ def test_lead_times():
         ({"lead": "240"}, "lead: needs hours or days, like 240h or 10d, got '240'"),
         ({"every": "5h"}, "every: needs a multiple of the model's step"),
         ({"every": "18h"}, "every: needs to divide lead=24h, got 18h"),
-        ({"format": "grib"}, "format: needs one of zarr, netcdf, netcdf_file, got 'grib'"),
+        ({"format": "grb"}, "format: needs one of zarr, netcdf, netcdf_file, grib, got 'grb'"),
         ({"members": -1}, "members: needs an integer of at least 0"),
         ({"members": 2}, "members: 2 forecasts from the same state would be the same"),
         ({"perturb": 0.1}, "perturb: needs members"),

@@ -1,0 +1,263 @@
+"""Write a forecast as one file of GRIB edition 2.
+
+The codes of variables are in `credit_dp.data.sources.grib`. A file has no room for the settings of
+a forecast: `credit-dp forecast check` compares its messages with each other.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.sources.grib import (
+    LIBRARY_LOCK,
+    MISSING_VALUE,
+    MODEL,
+    PRESSURE,
+    SINGLE,
+    GribCode,
+    GribFile,
+    Message,
+    code_of,
+    is_grib,
+    load_eccodes,
+)
+from credit_dp.data.units import find_conversion
+from credit_dp.errors import UserError
+from credit_dp.forecast.format import OutputVariable
+from credit_dp.forecast.netcdf import open_arrays, read_field
+from credit_dp.forecast.request import ForecastJob
+from credit_dp.forecast.writer import ForecastPart, MissingField
+from credit_dp.forecast.zarr import FileWriter
+from credit_dp.variable_names import long_name
+
+BITS_PER_VALUE: Final = 16
+MICRODEGREES = 10**6  # in a degree: the unit of grids in GRIB 2
+SAMPLE = "regular_ll_pl_grib2"  # ecCodes' message to start from
+
+
+@final
+class GribWriter(FileWriter):
+    """Writes a single file of GRIB edition 2, by way of a zarr store at `OUT.partial`.
+
+    A message is one field, packed with `BITS_PER_VALUE` bits between its smallest and its largest
+    value; NaN becomes a bitmap.
+    """
+
+    def check(self) -> None:
+        """See `FileWriter`; also that all variables have a code, and the grid can be written.
+
+        Raises:
+            UserError: names the variables, or the problem of the grid.
+        """
+        load_eccodes("format")
+        names = [
+            channel.name
+            for channel in self.form.channels
+            if code_of(channel.variable, channel.level) is None
+        ]
+        if names:
+            raise UserError(
+                f"format: GRIB has no code for {', '.join(names)} here. Use format=zarr or netcdf."
+            )
+        for channel in self.form.channels:
+            self._conversion(channel.variable, channel.level)
+        for axis, values in (("latitude", self.form.latitude), ("longitude", self.form.longitude)):
+            steps = np.diff(values)
+            if np.abs(steps - steps.mean()).max(initial=0) > 1e-3 * abs(steps.mean()):
+                raise UserError(
+                    f"format: GRIB needs a grid of equal steps, but those of {axis} are "
+                    f"{np.abs(steps).min():g} to {np.abs(steps).max():g} degrees. "
+                    "Use format=zarr or netcdf."
+                )
+        super().check()
+
+    @classmethod
+    def read_file_settings(cls, path: Path) -> Mapping[str, Any] | None:
+        """Return the format of a file, from the headers of its messages, with their names."""
+        try:
+            file = _open_written(path) if is_grib(path) else None
+        except (OSError, UserError):
+            return None
+        if file is None:
+            return None
+        messages = file.messages
+        fields = dict.fromkeys((x.name, None if x.kind == SINGLE else x.level) for x in messages)
+        members = max(message.member for message in messages) + 1
+        return {
+            "channels": [list(field) for field in fields],
+            "units": {},
+            "times": [str(time) for time in np.unique([x.initial for x in messages])],
+            "hours": sorted({message.hours for message in messages}),
+            "latitude": file.latitude.tolist(),
+            "longitude": file.longitude.tolist(),
+            "members": members if members > 1 else 0,
+        }
+
+    def missing(self, path: Path) -> list[MissingField]:
+        """See `ForecastWriter`: of a file, lead times with a message that can't be decoded."""
+        if path.is_dir():
+            return super().missing(path)
+        file = _open_written(path)
+        readable = {
+            (x.member, x.initial, x.hours, x.name, None if x.kind == SINGLE else x.level)
+            for x in file.messages
+            if _is_readable(file, x)
+        }
+        form = self.form
+        rows = slice(0, form.height)
+        missing = [
+            MissingField(job, lead, rows)
+            for job in self.jobs
+            for lead, hours in enumerate(form.hours)
+            if not all(
+                (job.member, form.times[job.time], hours, channel.variable, channel.level)
+                in readable
+                for channel in form.channels
+            )
+        ]
+        # Cut off within the first message of a lead time that no other message is about.
+        last = MissingField(self.jobs[-1], len(form.hours) - 1, rows)
+        return missing if missing or file.complete else [last]
+
+    def parts(self, path: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`; a file has no arrays: `missing` reads its messages."""
+        if path.is_dir():
+            yield from super().parts(path)
+
+    def copy_lead_time(self, job: ForecastJob, lead: int, create: bool) -> None:
+        """See `FileWriter`: append the messages of one lead time."""
+        eccodes = load_eccodes("format")
+        index = self.form.field_index(job.member, job.time, lead)
+        with (
+            open_arrays(self.partial) as stored,
+            self.temporary_file.open("wb" if create else "ab") as file,
+        ):
+            for variable in self.form.variables:
+                where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
+                values = read_field(stored[variable.name], index, where)
+                levels = self._levels(variable)
+                for level, field in zip(levels, values.reshape(len(levels), -1), strict=True):
+                    with LIBRARY_LOCK:
+                        file.write(self._encode(eccodes, variable.name, level, job, lead, field))
+
+    def _levels(self, variable: OutputVariable) -> list[int | None]:
+        return [channel.level for channel in self.form.channels[variable.channels]]
+
+    def _conversion(self, variable: str, level: int | None) -> tuple[float, float]:
+        """Return scale and offset from a variable's unit to that of its code.
+
+        Raises:
+            UserError: it has another unit.
+        """
+        code = self._code(variable, level)
+        unit = self.form.units.get(variable, "")
+        conversion = find_conversion(unit, code.unit)
+        if conversion is None:
+            raise UserError(
+                f"format: {variable} is in {unit}, which can't be converted to GRIB's {code.unit}. "
+                "Use format=zarr or netcdf."
+            )
+        return conversion
+
+    def _code(self, variable: str, level: int | None) -> GribCode:
+        code = code_of(variable, level)
+        if code is None:
+            raise ValueError(f"{variable} has no GRIB code")
+        return code
+
+    def _encode(
+        self,
+        eccodes: Any,
+        variable: str,
+        level: int | None,
+        job: ForecastJob,
+        lead: int,
+        field: NDArray[np.float32],
+    ) -> bytes:
+        """Return the message of one field, `(H * W,)`."""
+        scale, offset = self._conversion(variable, level)
+        values = field.astype(np.float64) * scale + offset
+        handle = eccodes.codes_grib_new_from_samples(SAMPLE)
+        try:
+            for name, value in self._header(variable, level, job, lead).items():
+                if value is None:
+                    eccodes.codes_set_missing(handle, name)
+                else:
+                    eccodes.codes_set(handle, name, value)
+            missing = np.isnan(values)
+            if missing.any():
+                eccodes.codes_set(handle, "bitmapPresent", 1)
+                eccodes.codes_set(handle, "missingValue", MISSING_VALUE)
+                values = np.where(missing, MISSING_VALUE, values)
+            eccodes.codes_set_values(handle, values)
+            message: bytes = eccodes.codes_get_message(handle)
+        finally:
+            eccodes.codes_release(handle)
+        return message
+
+    def _header(
+        self, variable: str, level: int | None, job: ForecastJob, lead: int
+    ) -> dict[str, Any]:
+        """Return the keys of a message, in the order in which they have to be set."""
+        code = self._code(variable, level)
+        _, level = long_name(variable, level)
+        kind = code.level_type or (MODEL if self.form.model_levels else PRESSURE)
+        time = self.form.times[job.time].astype("M8[h]").astype(object)
+        hours = self.form.hours[lead]
+        is_sum, is_member = variable in self.form.summed, self.form.members > 0
+        # Templates 4.0, 4.1, 4.8 and 4.11: a forecast, a member, and a sum over time of either.
+        template = (11 if is_member else 8) if is_sum else int(is_member)
+        member = {"number": job.member, "numberOfForecastsInEnsemble": self.form.members}
+        span = {"typeOfStatisticalProcessing": 1, "stepRange": f"{hours - self.form.span}-{hours}"}
+        return {
+            "tablesVersion": 32,
+            "centre": 255,  # missing: no weather service
+            "discipline": code.discipline,
+            "productDefinitionTemplateNumber": template,
+            "significanceOfReferenceTime": 1,  # start of the forecast
+            "productionStatusOfProcessedData": 2,  # research
+            "typeOfProcessedData": 4 if is_member else 1,  # perturbed forecast, forecast
+            "typeOfGeneratingProcess": 4 if is_member else 2,  # ensemble forecast, forecast
+            **({"typeOfEnsembleForecast": 3, **member} if is_member else {}),
+            "parameterCategory": code.category,
+            "parameterNumber": code.number,
+            "dataDate": time.year * 10000 + time.month * 100 + time.day,
+            "dataTime": time.hour * 100,
+            "stepUnits": "h",
+            **(span if is_sum else {"step": hours}),
+            "typeOfLevel": kind,
+            "level": code.level if code.level_type else level,
+            **_grid_keys(self.form.latitude, self.form.longitude),
+            "bitsPerValue": BITS_PER_VALUE,
+        }
+
+
+def _grid_keys(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the keys of a grid of equal steps, from north to south."""
+    keys: dict[str, Any] = {"Ni": len(longitude), "Nj": len(latitude)}
+    eastward = longitude[-1] > longitude[0]
+    keys |= {"iScansNegatively": int(not eastward), "jScansPositively": 0}
+    for axis, name, values in (("i", "longitude", longitude % 360), ("j", "latitude", latitude)):
+        for end, value in (("First", values[0]), ("Last", values[-1])):
+            keys[f"{name}Of{end}GridPoint"] = round(value * MICRODEGREES)
+        step = abs(latitude[1] - latitude[0]) if axis == "j" else 360 / len(longitude)
+        # A step that is no whole number of microdegrees is left out: readers divide the distance
+        # between the first and the last point.
+        exact = abs(step * MICRODEGREES - round(step * MICRODEGREES)) < 1e-3
+        keys[f"{axis}DirectionIncrement"] = round(step * MICRODEGREES) if exact else None
+    return keys
+
+
+def _open_written(path: Path) -> GribFile:
+    return GribFile.open(path, "path", sums=True, cut_off=True)
+
+
+def _is_readable(file: GribFile, message: Message) -> bool:
+    try:
+        file.read(message)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,473 @@
+"""Initial states from files of other sources: GRIB, netCDF or zarr, on any regular grid.
+
+`InitialFiles` finds each prognostic field of a run at the times that a forecast needs, under any of
+its names, converts its unit and regrids it conservatively. Everything else stays the run's: static
+fields and stored forcings are read from its data.
+
+Each rank decodes whole fields, one at a time, and keeps its rows: messages of GRIB can't be read in
+part, and a state is read once. So ranks need no collective here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, final
+
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+
+from credit_dp import checks
+from credit_dp.data.channels import Channel
+from credit_dp.data.rechunk.request import Regridder
+from credit_dp.data.sampling import frame_offsets
+from credit_dp.data.sources.address import is_remote
+from credit_dp.data.sources.base import check_coordinates
+from credit_dp.data.sources.grib import (
+    MODEL,
+    OTHER_NAMES,
+    PRESSURE,
+    SINGLE,
+    GribFile,
+    Message,
+    is_grib,
+)
+from credit_dp.data.sources.storage import version_stamp
+from credit_dp.data.sources.zarr import (
+    DatasetCounter,
+    GriddedSource,
+    open_netcdf,
+    open_zarr_dataset,
+)
+from credit_dp.data.store import Store, mask_and_find_missing
+from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
+from credit_dp.errors import UserError
+from credit_dp.forecast.request import ForecastRequest, Times, parse_list
+from credit_dp.variable_names import all_names_of, long_name
+
+KEY = "init_file"
+NETCDF_SIGNATURES = (b"CDF", b"\x89HDF")
+LEAD_DIMS = ("prediction_timedelta", "step", "lead_time")
+TIME_UNITS = {"hours": "h", "days": "D", "minutes": "m", "seconds": "s", "nanoseconds": "ns"}
+SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
+
+Field = NDArray[np.float32]
+
+
+class FoundField(NamedTuple):
+    """A field in a file: its unit as the file gives it, and how to read it, `(H, W)`."""
+
+    unit: str
+    read: Callable[[], Field]
+
+
+class StateFile(ABC):
+    """An open file with fields on one grid.
+
+    Attributes:
+        where: its path.
+        times: valid times of its fields, rising.
+        latitude, longitude: `(H,)`, falling, and `(W,)`, in degrees.
+    """
+
+    where: str
+    times: Times
+    latitude: NDArray[np.float64]
+    longitude: NDArray[np.float64]
+
+    @abstractmethod
+    def find(
+        self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
+    ) -> FoundField | None:
+        """Return a field under the first of its names that the file has; None if it has none.
+
+        Args:
+            names: of the variable, the best first.
+            level: in hPa, or the number of a model level; None without.
+            model_levels: whether it is the number of a model level.
+            time: valid time.
+
+        Raises:
+            UserError: the file has the field twice, or in a form that can't be read.
+        """
+
+    def regridder(self, store: Store) -> Regridder | None:
+        """Return what brings fields to the grid of a store; None if they are on it."""
+        pairs = ((self.latitude, store.latitude), (self.longitude, store.longitude))
+        if all(
+            len(own) == len(other)
+            and np.abs(own - other).max() < SAME_GRID * abs(other[1] - other[0])
+            for own, other in pairs
+        ):
+            return None
+        return Regridder(self.latitude, self.longitude, store.latitude, store.longitude)
+
+
+@final
+class GribStates(StateFile):
+    """The fields of a GRIB file at an instant; sums, means and extremes over time are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GribFile.open(path, KEY)
+        self.where = str(path)
+        self.times = np.unique(np.array([x.valid for x in self._file.messages], "M8[ns]"))
+        self.latitude, self.longitude = self._file.latitude, self._file.longitude
+        self._messages: dict[tuple[str, str, int, np.datetime64], list[Message]] = {}
+        for message in self._file.messages:
+            about = (message.kind, message.name, message.level, message.valid)
+            self._messages.setdefault(about, []).append(message)
+        _check_globe(self)
+
+    def find(
+        self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
+    ) -> FoundField | None:
+        """See `StateFile`."""
+        kind = SINGLE if level is None else MODEL if model_levels else PRESSURE
+        for name in names:
+            messages = self._messages.get((kind, name, level or 0, time), [])
+            if len(messages) > 1:
+                members = len({message.member for message in messages})
+                count = f"of {members} members" if members > 1 else "more than once"
+                raise UserError(
+                    f"{KEY}: {self.where} has {name} at {time.astype('M8[m]')} {count}. "
+                    "Select one, for example with `grib_copy -w`."
+                )
+            for message in messages:
+                return FoundField(message.unit, partial(self._file.read, message))
+        return None
+
+
+@final
+class GriddedStates(StateFile):
+    """The fields of a netCDF file or zarr store."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        dataset: xr.Dataset
+        counter: DatasetCounter
+        open_dataset = open_zarr_dataset if path.is_dir() else open_netcdf
+        dataset, counter = open_dataset(str(path))
+        dataset, self.times = _split_time(dataset, path)
+        self._source = GriddedSource(dataset, counter, str(path))
+        self.latitude, self.longitude = self._source.latitude, self._source.longitude
+
+    def find(
+        self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
+    ) -> FoundField | None:
+        """See `StateFile`."""
+        index = int(np.searchsorted(self.times, time))
+        if index == len(self.times) or self.times[index] != time:
+            return None
+        for name in names:
+            variable = self._source.variables.get(name)
+            # In a file of several times, a field without a time is a static one.
+            if variable is None or variable.has_time != bool(len(self._source.times)):
+                continue
+            on_level = (level,) if level is not None else ()
+            if bool(variable.levels) != bool(on_level) or not {*on_level} <= {*variable.levels}:
+                continue
+            if variable.levels and variable.model_levels != model_levels:
+                continue
+            if variable.problem:
+                raise UserError(f"{KEY}: {self.where}: {name} {variable.problem}. Change {KEY}.")
+            return FoundField(variable.units, partial(self._read, Channel(name, level), index))
+        return None
+
+    def _read(self, channel: Channel, index: int) -> Field:
+        field: Field = self._source.read([channel], slice(index, index + 1), slice(None))[0, 0]
+        return field
+
+
+@final
+class InitialFiles:
+    """The files of `init_file`, which give the input states of forecasts.
+
+    Args:
+        files: of which the first one that has a field gives it.
+        addresses: their absolute paths.
+    """
+
+    def __init__(self, files: Sequence[StateFile], addresses: Sequence[str]) -> None:
+        self._files = files
+        self.addresses = tuple(addresses)
+
+    @classmethod
+    def open(cls, text: str) -> "InitialFiles":
+        """Open `PATH` or `[PATH,...]`; fields are read later.
+
+        Raises:
+            UserError: names the file that can't be used.
+        """
+        paths = [checks.expand_home(KEY, entry).absolute() for entry in _check_paths(text)]
+        return cls([_open_file(path) for path in paths], [str(path) for path in paths])
+
+    @property
+    def stamps(self) -> list[str]:
+        """Return a text for each file that changes when it is rewritten."""
+        return [f"{where} {version_stamp(where)}" for where in self.addresses]
+
+    def initial_time(self, frames: int, step_hours: int) -> str:
+        """Return the time to start from, if the files have the input states of one forecast.
+
+        Raises:
+            UserError: they have fewer times than the model needs, or more.
+        """
+        times = np.unique(np.concatenate([file.times for file in self._files]))
+        needed = times[-1] + frame_offsets(frames, step_hours) if len(times) else times
+        if not len(times) or len(times) != frames or not np.array_equal(times, np.sort(needed)):
+            found = ", ".join(str(time.astype("M8[m]")) for time in times[:4])
+            several = f"s {step_hours}h apart" if frames > 1 else ""
+            raise UserError(
+                f"{KEY}: the model needs {frames} input state{several}, but "
+                f"{', '.join(self.addresses)} has those at {found or 'no time'}"
+                f"{', ...' if len(times) > 4 else ''}. Say which one to start from with "
+                f"init=TIME, or change {KEY}."
+            )
+        return str(times[-1].astype("M8[h]"))
+
+    def reader(self, store: Store, times: Times) -> "StateReader":
+        """Return what reads the prognostic fields of a run at some times; nothing is read yet.
+
+        Raises:
+            UserError: names all fields that are missing, or whose unit does not fit.
+        """
+        accumulated = [x for x in store.channels.variables if is_accumulated(x, store.config)]
+        if accumulated:
+            raise UserError(
+                f"{KEY}: {', '.join(accumulated)} of the input state is a sum over the step, "
+                "which files of one time don't have. Start from data.store."
+            )
+        fields: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
+        missing: dict[np.datetime64, list[Channel]] = {}
+        for time in np.unique(times):
+            for channel in store.channels.prognostic:
+                found = self._find(store, channel, time)
+                if found is None:
+                    missing.setdefault(time, []).append(channel)
+                else:
+                    fields[channel, time] = found
+        if missing:
+            where = ", ".join(self.addresses)
+            lacks = "; ".join(
+                f"at {time.astype('M8[m]')} {_describe_channels(channels)}"
+                for time, channels in missing.items()
+            )
+            raise UserError(f"{KEY}: {where} lacks {lacks}. Add a file that has it to {KEY}.")
+        conversions = {
+            (channel, time): _conversion(store, channel, file, field.unit)
+            for (channel, time), (file, field) in fields.items()
+        }
+        return StateReader(store, fields, conversions)
+
+    def _find(
+        self, store: Store, channel: Channel, time: np.datetime64
+    ) -> tuple[StateFile, FoundField] | None:
+        long, level = long_name(channel.variable, channel.level)
+        names = dict.fromkeys([channel.variable, *all_names_of(long), *OTHER_NAMES.get(long, ())])
+        model_levels = store.source.variables[channel.variable].model_levels
+        for file in self._files:
+            found = file.find(list(names), level, model_levels, time)
+            if found is not None:
+                return file, found
+        return None
+
+
+@final
+class StateReader:
+    """Reads input states from files: their units and grid become those of the run."""
+
+    def __init__(
+        self,
+        store: Store,
+        fields: Mapping[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]],
+        conversions: Mapping[tuple[Channel, np.datetime64], tuple[float, float]],
+    ) -> None:
+        self._store = store
+        self._fields = fields
+        self._conversions = conversions
+        files = {file.where: file for file, _ in fields.values()}
+        self._regridders = {where: file.regridder(store) for where, file in files.items()}
+
+    def read_states(self, times: Times, rows: slice) -> Field:
+        """Read the prognostic channels at several times, `(T, C, rows, W)`.
+
+        Raises:
+            UserError: a field can't be decoded, has missing values or values out of range.
+        """
+        channels = self._store.channels.prognostic
+        north, south, _ = rows.indices(self._store.grid[0])
+        shape = (len(times), len(channels), south - north, self._store.grid[1])
+        states = np.empty(shape, dtype=np.float32)
+        valid = self._store.valid_mask(rows)
+        for index, time in enumerate(times):
+            for number, channel in enumerate(channels):
+                states[index, number] = self._read_field(channel, time)[rows]
+                mask = None if valid is None else valid[number]
+                self._check(channel, time, states[index, number], mask, north)
+        return states
+
+    def _read_field(self, channel: Channel, time: np.datetime64) -> Field:
+        """Read one field on the run's grid, `(H, W)`."""
+        file, found = self._fields[channel, time]
+        scale, offset = self._conversions[channel, time]
+        field = found.read().astype(np.float64) * scale + offset
+        regridder = self._regridders[file.where]
+        # The whole globe, of which each rank takes its rows: so their values are the same bits.
+        return np.asarray(field if regridder is None else regridder(field), dtype=np.float32)
+
+    def _check(
+        self,
+        channel: Channel,
+        time: np.datetime64,
+        field: Field,
+        mask: NDArray[np.bool_] | None,
+        north: int,
+    ) -> None:
+        """Check values as those of a store are; points outside the mask become NaN.
+
+        Raises:
+            UserError: a value is missing or out of range.
+        """
+        where = f"{KEY}: {self._fields[channel, time][0].where}: {channel.name}"
+        date = str(time.astype("M8[m]"))
+        if mask_and_find_missing(field[None], mask) is not None:
+            missing = ~np.isfinite(field) if mask is None else ~np.isfinite(field) & mask
+            row, column = np.argwhere(missing)[0]
+            raise UserError(
+                f"{where} has no value at {date}, row {north + row}, column {column}, "
+                f"and {np.count_nonzero(missing)} such points in rows {north} to "
+                f"{north + len(field) - 1}. Fill them, or change {KEY}."
+            )
+        limits = self._store.limits
+        outlier = limits.farthest_outlier(channel, field)
+        if outlier is not None:
+            position = f"{date}, row {north + outlier[0]}, column {outlier[1]}"
+            text = limits.out_of_range_message(channel, field, outlier, position)
+            raise UserError(f"{KEY}: {self._fields[channel, time][0].where}: {text}")
+
+
+def open_initial_files(request: ForecastRequest) -> InitialFiles | None:
+    """Open the files of `init_file`; None without any.
+
+    Raises:
+        UserError: names the file that can't be used.
+    """
+    return InitialFiles.open(request.init_file) if request.init_file else None
+
+
+def _check_paths(text: str) -> list[str]:
+    """Return the paths in `PATH` or `[PATH,...]`.
+
+    Raises:
+        UserError: one is remote.
+    """
+    paths = parse_list(text)
+    remote = next((path for path in paths if is_remote(path)), None)
+    if remote is not None or not paths:
+        raise UserError(f"{KEY}: needs paths of local files, got {text!r}. Copy them first.")
+    checks.no_repeats(KEY, paths)
+    return paths
+
+
+def _open_file(path: Path) -> StateFile:
+    if not path.exists():
+        raise UserError(f"{KEY}: {path}: no such file. Change {KEY}.")
+    if path.is_file() and is_grib(path):
+        return GribStates(path)
+    if path.is_file():
+        with path.open("rb") as file:
+            if not file.read(4).startswith(NETCDF_SIGNATURES):
+                raise UserError(f"{KEY}: {path} is neither GRIB nor netCDF. Change {KEY}.")
+    try:
+        return GriddedStates(path)
+    except UserError as error:  # its advice is about the key of a run's data
+        raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
+
+
+def _check_globe(file: StateFile) -> None:
+    """Refuse a grid that is not global, as of other stores."""
+    grid = {"latitude": file.latitude, "longitude": file.longitude}
+    try:
+        check_coordinates(xr.Dataset(coords=grid), file.where, timed=False)
+    except UserError as error:
+        raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
+
+
+def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times]:
+    """Return a dataset with at most one dim in time, called `time`, and its valid times.
+
+    Files of one forecast have a dim of lead times, those of one field only scalar times.
+
+    Raises:
+        UserError: it has forecasts from several initial times, or no time at all.
+    """
+    lead = next((name for name in LEAD_DIMS if name in dataset.variables), None)
+    names = ["valid_time", "time", *([lead] if lead else [])]
+    dataset = dataset.squeeze([x for x in names if dataset.sizes.get(x) == 1])
+    dims = [name for name in names if name in dataset.dims]
+    if len(dims) > 1:
+        raise UserError(
+            f"{KEY}: {path} has forecasts from {dataset.sizes['time']} initial times. "
+            f"Select one, or change {KEY}."
+        )
+    start, valid = dataset.get("time"), dataset.get("valid_time")
+    if valid is None and start is not None:
+        valid = start if lead is None else start + _durations(dataset[lead], path)
+    if valid is None or not np.issubdtype(valid.dtype, np.datetime64):
+        raise UserError(
+            f"{KEY}: {path} has no time of the standard calendar. Give it the coordinate time, or "
+            f"change {KEY}."
+        )
+    times = np.atleast_1d(valid.values).astype("M8[ns]")
+    dataset = dataset.drop_vars([name for name in names if name in dataset.variables])
+    if not dims:
+        return dataset, times
+    if dims[0] != "time":
+        dataset = dataset.rename({dims[0]: "time"})
+    return dataset.assign_coords(time=("time", times)), times
+
+
+def _durations(lead: xr.DataArray, path: Path) -> xr.DataArray:
+    """Return lead times as timedelta64; they may be stored as numbers with a unit."""
+    if np.issubdtype(lead.dtype, np.timedelta64):
+        return lead
+    unit = str(lead.attrs.get("units", "")).split(" ")[0]
+    if unit not in TIME_UNITS:
+        raise UserError(
+            f"{KEY}: {path}: {lead.name} has the unit {unit!r}, not one of "
+            f"{', '.join(TIME_UNITS)}. Change {KEY}."
+        )
+    return lead.copy(data=lead.values.astype("int64").astype(f"m8[{TIME_UNITS[unit]}]"))
+
+
+def _conversion(store: Store, channel: Channel, file: StateFile, unit: str) -> tuple[float, float]:
+    """Return scale and offset from the unit of a file's field to that of the run's.
+
+    Raises:
+        UserError: there is no such conversion.
+    """
+    name = channel.variable
+    known = KNOWN_VARIABLES.get(long_name(name, channel.level)[0])
+    needed = known.unit if known is not None else store.units(name)
+    conversion = find_conversion(unit, needed)
+    if conversion is None:
+        raise UserError(
+            f"{KEY}: {file.where}: {channel.name} is in {canonical_unit(unit)}, which can't be "
+            f"converted to {needed}. Change {KEY}."
+        )
+    return conversion
+
+
+def _describe_channels(channels: Sequence[Channel]) -> str:
+    """Return `geopotential (50, 100 hPa), 2m_temperature`."""
+    levels: dict[str, list[str]] = {}
+    for channel in channels:
+        level = [] if channel.level is None else [str(channel.level)]
+        levels.setdefault(channel.variable, []).extend(level)
+    return ", ".join(
+        f"{name} on {'levels' if len(numbers) > 1 else 'level'} {', '.join(numbers)}"
+        if numbers
+        else name
+        for name, numbers in levels.items()
+    )

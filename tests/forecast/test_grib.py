@@ -1,0 +1,214 @@
+"""Forecasts as GRIB, read back by cfgrib and by ecCodes."""
+
+import eccodes
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.grib import CODES, OTHER_NAMES, GribFile
+from credit_dp.data.units import ACCUMULATED
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.errors import UserError
+from credit_dp.forecast import grib
+from credit_dp.forecast.check import check_forecast
+from credit_dp.forecast.format import ForecastFormat
+from credit_dp.forecast.grib import BITS_PER_VALUE, GribWriter
+from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
+from tests.forecast.runs import forecast, forecast_config
+
+# Ranks are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+COORDINATES = {"time": "time", "prediction_timedelta": "step", "latitude": "latitude"}
+GAPS = np.array([[True, False, False, False], [False] * 4, [False] * 4])
+
+
+def read(path, level_type):
+    """Read the variables on one type of level with cfgrib."""
+    backend = {"indexpath": "", "filter_by_keys": {"typeOfLevel": level_type}}
+    options = {"engine": "cfgrib", "backend_kwargs": backend, "decode_timedelta": True}
+    with xr.open_dataset(path, **options) as data:
+        return data.load()
+
+
+def assert_packed(found, wanted):
+    """Each field is within half a step of its packing, and of float32."""
+    axes = (-2, -1)
+    step = (wanted.max(axes) - wanted.min(axes)) / (2**BITS_PER_VALUE - 1)
+    bound = step + 1e-6 * np.abs(wanted).max(axes)
+    assert (np.abs(found - wanted).max(axes) <= bound).all()
+
+
+def a_format(**changes):
+    """A format of two variables on a small grid; `changes` replaces parts."""
+    parts = {
+        "channels": (Channel("temperature", 500), Channel("surface_pressure")),
+        "units": {},
+        "times": np.array(["2026-01-31T18"], "M8[ns]"),
+        "hours": (6, 12),
+        "latitude": np.array([60.0, 0.0, -60.0]),
+        "longitude": np.array([0.0, 90.0, 180.0, 270.0]),
+    }
+    return ForecastFormat(**(parts | changes))
+
+
+def write(form, path, fields=None):
+    """Write fields, `(C, H, W)`, at all times, through a store, and return the messages' keys."""
+    writer = GribWriter(path, form, {})
+    writer.check()
+    writer.partial.mkdir()
+    writer.create(writer.partial, RowPartition.balanced(form.height, 1))
+    shape = (len(form.channels), form.height, len(form.longitude))
+    fields = np.zeros(shape, np.float32) if fields is None else fields
+    for job in writer.jobs:
+        for lead in range(len(form.hours)):
+            parts = [
+                fields[v.channels] if v.on_levels else fields[v.channels.start]
+                for v in form.variables
+            ]
+            writer.write(job, lead, slice(0, form.height), parts)
+    for piece in range(writer.piece_count):
+        writer.assemble_piece(piece)
+    writer.finish()
+    return path
+
+
+def headers(path, *keys):
+    """Return the values of keys of each message."""
+    found = []
+    with path.open("rb") as file:
+        while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
+            found.append(tuple(eccodes.codes_get(handle, key) for key in keys))
+            eccodes.codes_release(handle)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_cfgrib_reads_what_a_store_would_have(config, whole, tmp_path, ranks):
+    out = forecast(forecast_config(config, tmp_path / "f.grib", format="grib"), ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["f.grib"]
+    upper, lower = read(out, "isobaricInhPa"), read(out, "heightAboveGround")
+    with xr.open_zarr(whole) as wanted:
+        upper = upper.sel(isobaricInhPa=wanted["level"].values)
+        for name, other in {**COORDINATES, "longitude": "longitude"}.items():
+            assert np.array_equal(upper[other].values, wanted[name].values)
+        assert_packed(upper["z"].values, wanted["geopotential"].values)
+        assert_packed(upper["t"].values, wanted["temperature"].values)
+        assert_packed(lower["t2m"].values, wanted["2m_temperature"].values)
+    assert upper["z"].attrs["GRIB_paramId"] == 129
+    assert lower["t2m"].attrs["units"] == "K"
+    assert check_forecast(str(out)).lines() == [f"{out}: complete (2 initial times, 4 lead times)"]
+
+
+def test_members_are_numbered(config, tmp_path):
+    keys = {"format": "grib", "members": 2, "perturb": 0.1, "lead": "6h", "init": "2000-01-04"}
+    out = forecast(forecast_config(config, tmp_path / "f.grib", **keys))
+    assert read(out, "heightAboveGround")["number"].values.tolist() == [0, 1]
+    keys = ("dataType", "number", "numberOfForecastsInEnsemble", "typeOfGeneratingProcess")
+    assert set(headers(out, *keys)) == {("pf", 0, 2, 4), ("pf", 1, 2, 4)}
+    assert check_forecast(str(out)).complete
+
+
+def test_headers(tmp_path):
+    rain = {"channels": (Channel("total_precipitation"),), "summed": ("total_precipitation",)}
+    path = write(a_format(**rain, span=6, units={"total_precipitation": "m"}), tmp_path / "f")
+    keys = ("edition", "shortName", "units", "stepRange", "stepType", "dataDate", "dataTime")
+    assert headers(path, *keys) == [
+        (2, "tp", "kg m**-2", f"{first}-{first + 6}", "accum", 20260131, 1800) for first in (0, 6)
+    ]
+    keys = ("typeOfLevel", "level", "step", "dataType", "bitsPerValue", "packingType", "centre")
+    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    path = write(a_format(hours=(6,)), tmp_path / "g", values)
+    assert headers(path, *keys) == [
+        ("isobaricInhPa", 500, 6, "fc", BITS_PER_VALUE, "grid_simple", "255"),
+        ("surface", 0, 6, "fc", BITS_PER_VALUE, "grid_simple", "255"),
+    ]
+    path = write(a_format(model_levels=True, hours=(6,)), tmp_path / "h")
+    assert headers(path, "typeOfLevel", "level")[0] == ("hybrid", 500)
+
+
+def test_units_become_those_of_the_code(tmp_path):
+    form = a_format(
+        channels=(Channel("snow_depth"), Channel("total_cloud_cover")),
+        units={"snow_depth": "m", "total_cloud_cover": "(0 - 1)"},
+        hours=(6,),
+    )
+    values = np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+    file = GribFile.open(write(form, tmp_path / "f", values), "path")
+    for message, scale, field in zip(file.messages, (1000, 100), values, strict=True):
+        assert_packed(file.read(message), scale * field)
+
+
+@pytest.mark.parametrize(
+    "longitude", [np.arange(4) * 90.0, np.arange(-2, 2) * 90.0, np.arange(7) * 360 / 7]
+)
+@pytest.mark.parametrize("rows", [3, 7])
+def test_the_grid_is_that_of_the_fields(tmp_path, longitude, rows):
+    latitude = np.linspace(90, -90, rows)
+    form = a_format(latitude=latitude, longitude=longitude, hours=(6,))
+    random = np.random.default_rng(0).normal(size=(2, rows, len(longitude))).astype("f4")
+    path = write(form, tmp_path / "f", random)
+    file = GribFile.open(path, "path")
+    np.testing.assert_allclose(file.latitude, latitude, atol=1e-6)
+    np.testing.assert_allclose((file.longitude - longitude) % 360 % 360, 0, atol=2e-6)
+    assert_packed(file.read(file.messages[0]), random[0])
+    data = read(path, "isobaricInhPa")
+    np.testing.assert_allclose(data["latitude"].values, latitude, atol=2e-6)
+    assert_packed(data["t"].values, random[0])
+
+
+def test_points_without_values_stay_so(tmp_path):
+    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    values[:, GAPS] = np.nan
+    path = write(a_format(hours=(6,)), tmp_path / "f", values)
+    file = GribFile.open(path, "path")
+    assert np.array_equal(np.isnan(file.read(file.messages[1])), GAPS)
+    assert np.array_equal(np.isnan(read(path, "isobaricInhPa")["t"].values), GAPS)
+
+
+def test_each_code_has_the_name_that_is_looked_for(tmp_path):
+    levels = {name: 500 if name in UPPER_AIR_NAMES.values() else None for name in CODES}
+    levels["wind_speed"] = 500
+    channels = tuple(Channel(name, level) for name, level in levels.items())
+    summed = tuple(name for name in CODES if name in ACCUMULATED)
+    form = a_format(channels=channels, hours=(6,), summed=summed, span=6)
+    messages = GribFile.open(write(form, tmp_path / "f"), "path", sums=True).messages
+    assert len(messages) == len(CODES)
+    for channel, message in zip(channels, messages, strict=True):
+        names = (*all_names_of(channel.variable), *OTHER_NAMES.get(channel.variable, ()))
+        assert message.name in names
+        assert (message.kind == "isobaricInhPa") == (channel.level is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"channels": (Channel("a"), Channel("temperature"))}, "no code for a, temperature here"),
+        ({"units": {"surface_pressure": "K"}}, "surface_pressure is in K, which can't be"),
+        ({"latitude": np.array([80.0, 1.0, -60.0])}, "latitude are 61 to 79 degrees"),
+    ],
+)
+def test_what_grib_has_no_form_for_is_refused(tmp_path, changes, line):
+    with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf"):
+        GribWriter(tmp_path / "f", a_format(**changes), {}).check()
+
+
+def test_a_file_that_is_cut_off_lacks_lead_times(tmp_path):
+    path = write(a_format(), tmp_path / "f")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) - 9])
+    assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +12h, rows 0 to 2"]
+    path.write_bytes(content[: len(content) // 2 + 30])
+    assert not check_forecast(str(path)).complete
+
+
+def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
+    settings = forecast_config(config, tmp_path / "f.grib", format="grib", lead="6h")
+    with monkeypatch.context() as patch:
+        patch.setattr(grib, "read_field", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forecast(settings)
+    assert not (tmp_path / "f.grib").exists()
+    assert check_forecast(str(forecast(settings))).complete
+    assert len(GribFile.open(tmp_path / "f.grib", "path").messages) == 2 * 7

@@ -35,8 +35,12 @@ class Sink(Protocol):
     def summarise(self, metrics: Mapping[str, float]) -> None:
         """Log the final metrics of a run."""
 
-    def close(self) -> None:
-        """Finish writing; nothing is logged after that."""
+    def close(self, failed: bool) -> None:
+        """Finish writing; nothing is logged after that.
+
+        Args:
+            failed: whether the run ends with an error, or was interrupted.
+        """
 
 
 INTERRUPT_TIMEOUT = 5.0  # seconds that an interrupted run waits for each tracker
@@ -68,7 +72,7 @@ class Tracker:
         for sink in self.sinks:
             if interrupted and isinstance(sink, BackgroundSink):
                 sink.timeout = min(sink.timeout, INTERRUPT_TIMEOUT)
-            sink.close()
+            sink.close(failed=error is not None)
 
 
 def open_tracker(
@@ -144,6 +148,7 @@ class BackgroundSink:
         self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
         self._disable_lock = threading.Lock()
         self._disabled = False
+        self._failed = False
         self.thread = threading.Thread(target=self._run_sink, args=(start,), name=name, daemon=True)
         self.thread.start()
 
@@ -157,8 +162,9 @@ class BackgroundSink:
         copied = dict(metrics)
         self._enqueue(lambda sink: sink.summarise(copied))
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Let the tracker finish, and wait for it until the timeout."""
+        self._failed = failed
         self._enqueue(None)  # tells the thread to close the tracker
         if self._disabled:
             return
@@ -183,11 +189,11 @@ class BackgroundSink:
         try:
             while (task := self._tasks.get()) is not None:
                 task(sink)
-            sink.close()
+            sink.close(self._failed)
         except Exception as error:  # noqa: BLE001 - as above
             self._disable(one_line_error(error))
             with contextlib.suppress(Exception):
-                sink.close()
+                sink.close(self._failed)
 
     def _disable(self, reason: str) -> None:
         """Disable the tracker with a warning, unless it is disabled already."""
@@ -257,7 +263,7 @@ class CsvLog:
     def summarise(self, metrics: Mapping[str, float]) -> None:
         """Do nothing: the final metrics have a file of their own."""
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Warn of missing rows; the file itself is closed after each row."""
         if self.lost_rows:
             logger.warning("%s: %s rows could not be written.", self.path, self.lost_rows)
@@ -359,9 +365,9 @@ class WandbLog:
         """Put the final metrics into the run's summary."""
         self.run.summary.update(dict(metrics))
 
-    def close(self) -> None:
-        """Flush and end the run."""
-        self.run.finish()
+    def close(self, failed: bool) -> None:
+        """Flush and end the run, as failed or finished."""
+        self.run.finish(exit_code=int(failed))
 
 
 def load_or_create_run_id(path: Path, step: int) -> str:
@@ -433,7 +439,7 @@ class TensorBoardLog:
         """Write the final metrics at the last step."""
         self.log(self.step, metrics)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Flush and close the file."""
         self.writer.close()
 
@@ -505,9 +511,9 @@ class MlflowLog:
         """Write the final metrics at the last step."""
         self.log(self.step, metrics)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self.client.set_terminated(self.run_id, "FINISHED")
+    def close(self, failed: bool) -> None:
+        """Mark the run as finished or failed."""
+        self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
 MLFLOW_BATCH = 100  # parameters that MLflow accepts at once; it accepts more metrics

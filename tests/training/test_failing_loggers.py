@@ -1,5 +1,6 @@
 """A tracker that fails, whenever and however, is one warning: training goes on."""
 
+import contextlib
 import sys
 import threading
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ import pytest
 from torch.utils import tensorboard
 
 from credit_dp.config import LoggerConfig
+from credit_dp.errors import UserError
+from credit_dp.training import loggers
 from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
 from tests.full_disk import full_disk
 from tests.training.log_messages import captured_warnings
@@ -40,8 +43,12 @@ class FailingWandb:
         self.do("init")
         summary = SimpleNamespace(update=lambda _: self.do("summary"))
         return SimpleNamespace(
-            log=lambda *_, **__: self.do("log"), summary=summary, finish=lambda: self.do("finish")
+            log=lambda *_, **__: self.do("log"), summary=summary, finish=self.finish
         )
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+        self.do("finish")
 
 
 def three_steps(config, folder):
@@ -127,7 +134,7 @@ class Hanging:
     def summarise(self, metrics):
         pass
 
-    def close(self):
+    def close(self, failed):
         pass
 
 
@@ -137,7 +144,7 @@ def test_one_that_hangs_is_not_waited_for():
         background = BackgroundSink("Slow", lambda: sink, queue_size=10, timeout=60.0)
         for step in range(100):
             background.log(step, {})
-        background.close()
+        background.close(failed=False)
         assert sink.steps == []
         sink.go.set()
         background.thread.join()  # one warning, although it raises as well
@@ -150,11 +157,31 @@ def test_the_end_waits_for_a_while_only():
     with captured_warnings() as warnings:
         background = BackgroundSink("Slow", lambda: sink, timeout=0.01)
         background.log(1, {})
-        background.close()
+        background.close(failed=False)
     assert warnings == [
         "Slow: disabled for the rest of the run (not done after 0.01 s). Training continues."
     ]
     sink.go.set()
+
+
+@pytest.mark.parametrize("error", [None, UserError("full"), KeyboardInterrupt()])
+def test_trackers_learn_that_a_run_has_failed(tmp_path, monkeypatch, error):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    wandb = FailingWandb("never")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = LoggerConfig(wandb="offline", trackers=["wandb", "mlflow"])
+    raised = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with raised, open_tracker(config, tmp_path / "metrics.csv", 0, {}, rank=0) as tracker:
+        tracker.log(1, {"loss": 1.0})
+        if error is not None:
+            raise error
+    for sink in tracker.sinks[1:]:
+        sink.thread.join()
+    client = loggers.import_mlflow()[0](tracking_uri=(tmp_path / "mlflow").as_uri())
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    assert run.info.status == ("FINISHED" if error is None else "FAILED")
+    assert wandb.exit_code == (error is not None)
 
 
 def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):

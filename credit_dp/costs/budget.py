@@ -40,6 +40,7 @@ from credit_dp.pipeline_parallel.stages import (
     stage_slices,
     state_bytes,
 )
+from credit_dp.training.build import check_parameter_patterns
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
@@ -84,7 +85,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     Members of a sample count as samples.
 
     Raises:
-        UserError: the grid or the variables are wrong.
+        UserError: the grid or the variables are wrong, or a pattern matches no parameter.
     """
     grid = expected_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
@@ -94,6 +95,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     except (NotImplementedError, RuntimeError):
         # Some models read values of tensors while they are built, which meta tensors don't have.
         model = build_model(config.model, fields, grid)
+    check_parameter_patterns(model, config)
     model = model.to(getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * config.trainer.members
     return model, (samples, fields.inputs, *grid)

@@ -111,6 +111,21 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
+def check_parameter_patterns(model: nn.Module, config: Config) -> None:
+    """Refuse patterns of the config that match no parameter of the complete model.
+
+    Raises:
+        UserError: names the key, the pattern and a similar parameter.
+    """
+    patterns = {"trainer.freeze": config.trainer.freeze}
+    if isinstance(config.optimizer, MuonConfig):
+        patterns["optimizer.adamw"] = config.optimizer.adamw
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for key, values in patterns.items():
+        for pattern in values:
+            match_names(key, pattern, names)
+
+
 def match_names(key: str, pattern: str, names: Collection[str]) -> list[str]:
     """Return the names of parameters that a pattern of a config key matches.
 
@@ -300,11 +315,8 @@ def build_network(
         check_model(model, fields.inputs, fields.outputs, store.grid)
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
+    check_parameter_patterns(model, config)
     freeze(model, config.trainer.freeze)
-    if isinstance(config.optimizer, MuonConfig):
-        names = [name for name, _ in model.named_parameters()]
-        for pattern in config.optimizer.adamw:
-            match_names("optimizer.adamw", pattern, names)
     mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch * config.trainer.members, fields.inputs, *store.grid)

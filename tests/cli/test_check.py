@@ -120,6 +120,11 @@ REFUSED = {
     "no statistics": (["data.statistics=/nope.json"], "/nope.json: no such file"),
     "no checkpoint": (["resume=tests"], "resume: tests holds no checkpoint of a run"),
     "no weights": (["init_from=/nope"], "init_from: needs the path of a checkpoint"),
+    "weights of no layer": (
+        ["optimizer=muon", "optimizer.adamw=[heads.*]"],
+        r"optimizer.adamw: .* 'heads.\*' matches none of \d+\. Did you mean head\.|Names are like",
+    ),
+    "nothing to freeze": (["trainer.freeze=[nothing.*]"], "trainer.freeze: .* Names are like stem"),
     "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
 }
 

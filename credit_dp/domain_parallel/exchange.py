@@ -273,9 +273,6 @@ class RowExchange:
         Shapes:
             `(..., length, W)` -> `(..., H_local, W)` for `dim=-2`.
         """
-        if torch.compiler.is_dynamo_compiling():
-            rows: Tensor = _return_gradients_operator(x, self.graph_name(), transport.name, dim)
-            return rows
         return _ReturnGradientsFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
     @constant_when_compiled
@@ -404,14 +401,7 @@ def _fetch_rows_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _return_gradients_operator(grad, *ctx.exchange), None, None, None
 
 
-def _return_gradients_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _fetch_rows_operator(grad, *ctx.exchange), None, None, None
-
-
 _fetch_rows_operator.register_autograd(_fetch_rows_gradient, setup_context=_keep_exchange)
-_return_gradients_operator.register_autograd(
-    _return_gradients_gradient, setup_context=_keep_exchange
-)
 keep_order(_fetch_rows_operator, _return_gradients_operator)
 
 

@@ -222,8 +222,9 @@ def _recomputing_context(call: str) -> ShardingContext | None:
 _context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
     "sharding contexts of the running models", default=()
 )
-# The same while torch's compiler traces, which knows lists but no context variables. Compiled code
-# leaves it empty, as every context that is entered is left again.
+# Those of compiled code: torch's compiler knows lists but no context variables. Compiled code
+# leaves the list empty, as it leaves every context that it enters. In between it may call functions
+# that run uncompiled: these find its context here.
 _traced_contexts: list[ShardingContext] = []
 # Weak, so that a model that is gone no longer counts.
 _live_contexts: WeakSet[ShardingContext] = WeakSet()
@@ -237,12 +238,21 @@ class ShardingContext:
         manager: the manager that the model was converted with.
         layers: the layers that do the work of its calls, by call and number of dimensions.
         is_planned: whether a plan has seen every call that there may be.
+        has_row_tensors: whether a parameter or buffer reads as this rank's rows.
+        is_recomputed: whether the model's own code lets backward compute layers again.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
         self.layers: dict[tuple[str, int], RowLayer] = {}
         self.is_planned = False
+        self.has_row_tensors = False
+        self.is_recomputed = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether anything in the model's code asks for its context."""
+        return self.has_row_tensors or bool(self.layers)
 
 
 def active_context() -> ShardingContext | None:
@@ -250,7 +260,7 @@ def active_context() -> ShardingContext | None:
     if torch.compiler.is_dynamo_compiling():
         # If there is none, hooks may have run uncompiled before this part of the model.
         return _traced_contexts[-1] if _traced_contexts else _untraced_context()
-    stack = _context_stack.get()
+    stack = _context_stack.get() or _traced_contexts
     return stack[-1] if stack else None
 
 
@@ -297,9 +307,7 @@ class _ContextHook:
 class _EnterContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_dynamo_compiling():
-            # Not where the plan has seen no call: torch can't compile a checkpointed function that
-            # changes a list.
-            if self.context.layers:
+            if self.context.is_read:
                 _traced_contexts.append(self.context)
             return
         _live_contexts.add(self.context)
@@ -310,7 +318,7 @@ class _EnterContext(_ContextHook):
 class _LeaveContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            if self.context.layers:
+            if self.context.is_read:
                 _traced_contexts.pop()
             return
         _context_stack.set(_context_stack.get()[:-1])

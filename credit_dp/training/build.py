@@ -46,6 +46,7 @@ from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
 from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.planning.plan import check_model
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
@@ -346,22 +347,26 @@ def build_network(
             "compile: this model computes through the global view, whose functions can't be "
             "compiled. It runs uncompiled."
         )
-    elif config.compile and manager.domain_parallel_size > 1 and _recomputes_blocks(config):
+    elif config.compile and _recomputes_itself(model, config):
+        # torch 2.13 fails at operators that keep their order in a compiled function that computes
+        # parts of itself again. A complete compiled step can be computed again: its operators
+        # receive what the transport has kept.
         logger.warning(
             "compile: a sharded model that recomputes blocks can't be compiled. It runs "
-            "uncompiled. To compile it set model.activation_checkpointing=false; "
-            "trainer.checkpoint_activations=step saves memory, too."
+            "uncompiled. To compile it set model.activation_checkpointing=false, or remove "
+            "torch.utils.checkpoint from its code; trainer.checkpoint_activations=step saves "
+            "memory, too."
         )
     elif config.compile:
         compile_model(model, like.device)
     return ModelParts((model,))
 
 
-def _recomputes_blocks(config: Config) -> bool:
-    # torch 2.13 fails at operators that keep their order in a compiled function that computes parts
-    # of itself again. A complete compiled step can be computed again: its operators receive what
-    # the transport has kept.
-    return bool(getattr(config.model, "activation_checkpointing", False))
+def _recomputes_itself(model: nn.Module, config: Config) -> bool:
+    """Return whether a sharded model's own code lets backward compute layers again."""
+    contexts = attached_contexts(model)  # none of a model that is not sharded
+    by_key = bool(getattr(config.model, "activation_checkpointing", False))
+    return bool(contexts) and (by_key or any(context.is_recomputed for context in contexts))
 
 
 def _build_stages(

@@ -31,7 +31,11 @@ from credit_dp.domain_parallel.planning.trace import (
     use_fake_tensors,
     user_line_of,
 )
-from credit_dp.domain_parallel.row_tensors import RowTensorSharder, forbid_tensor_replacement
+from credit_dp.domain_parallel.row_tensors import (
+    RowTensorSharder,
+    forbid_tensor_replacement,
+    row_shardings,
+)
 from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups, share_exchanges
 from credit_dp.errors import UserError
 
@@ -164,6 +168,8 @@ def plan_calls(
     share_exchanges(model, runs)
     for context in attached_contexts(model):
         context.is_planned = True
+        context.has_row_tensors = bool(row_shardings(model))
+        context.is_recomputed = planner.is_recomputed
     return planner
 
 

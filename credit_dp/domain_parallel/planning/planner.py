@@ -39,6 +39,7 @@ from credit_dp.domain_parallel.planning.trace import (
     Trace,
     TraceStep,
     current_autograd_function,
+    is_in_checkpoint,
 )
 from credit_dp.errors import UserError
 
@@ -151,6 +152,7 @@ class Planner:
         self.bands = bands
         self.layer_rows: dict[RowLayer, set[LayerRows]] = defaultdict(set)
         self.rowwise_layers: set[RowLayer] = set()
+        self.is_recomputed = False  # whether `torch.utils.checkpoint` calls any layer
         self.tied_heights: dict[int, int] = {}
         self.layer_calls: list[LayerCall] = []
         self.batch_sizes = (1, 1)  # the placeholder in the runs and the size to plan for
@@ -236,6 +238,7 @@ class Planner:
     def call_layer(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Return the output of a sharded layer in the current run: replaces its forward."""
         name = self.names.setdefault(layer, type(layer).__name__)
+        self.is_recomputed = self.is_recomputed or is_in_checkpoint()
         if self._rank is None:
             call = self._call_on_globe(layer, name, x, *others)
             self.layer_calls.append(call)

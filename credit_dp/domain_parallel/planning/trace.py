@@ -285,6 +285,17 @@ def user_line_of(error: BaseException) -> str:
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else "model"
 
 
+def is_in_checkpoint() -> bool:
+    """Return whether `torch.utils.checkpoint` calls the code that runs, to call it in backward."""
+    # Without gradients, as plans run, it only calls the function: no hook tells.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def current_autograd_function() -> type | None:
     """Return the `autograd.Function` of the user that runs now, if any."""
     frame: FrameType | None = sys._getframe(1)

@@ -73,7 +73,7 @@ class _Pool:
             self.processes.append(process)
 
     def run(
-        self, mesh: tuple[int, int], fn: Callable[..., Any], args: tuple[Any, ...]
+        self, mesh: tuple[int, int, int], fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((mesh, fn, args))
@@ -120,16 +120,23 @@ _POOLS: dict[int, _Pool] = {}
 
 
 def on_processes(
-    ranks: int, fn: Callable[..., Any], *args: Any, domain: int | None = None, pipeline: int = 1
+    ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    domain: int | None = None,
+    pipeline: int = 1,
+    ensemble: int = 1,
 ) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` live gloo processes.
 
-    `domain` of them share a globe, `pipeline` x `domain` a model.
+    `domain` of them share a globe, `pipeline` x `domain` a model, `ensemble` models the members of
+    a sample.
     """
     if ranks not in _POOLS:
         close_pools()
         _POOLS[ranks] = _Pool(ranks)
-    return _POOLS[ranks].run((domain or ranks // pipeline, pipeline), fn, args)
+    mesh = (domain or ranks // pipeline // ensemble, pipeline, ensemble)
+    return _POOLS[ranks].run(mesh, fn, args)
 
 
 @atexit.register
@@ -146,17 +153,20 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    managers: dict[tuple[int, int], DomainParallelManager] = {}
+    managers: dict[tuple[int, int, int], DomainParallelManager] = {}
     while True:
         try:
             mesh, fn, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            domain, pipeline = mesh
+            domain, pipeline, ensemble = mesh
             if mesh not in managers:
                 managers[mesh] = DomainParallelManager(
-                    ranks, domain, pipeline_parallel_size=pipeline
+                    ranks,
+                    domain,
+                    pipeline_parallel_size=pipeline,
+                    ensemble_parallel_size=ensemble,
                 )
             managers[mesh].bands = BandTable(domain)
             result = fn(managers[mesh], *args)

@@ -19,7 +19,7 @@ from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.placement import spans_nodes
+from credit_dp.distributed.placement import mesh_text, spans_nodes
 from credit_dp.errors import UnreachableError, UserError
 
 if TYPE_CHECKING:
@@ -437,8 +437,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             "The model can't be sharded on this mesh:",
             *(f"  {problem}" for problem in report.problems),
         ]
-    axes = {"pipeline": parallel.pipeline, "data": parallel.data or 1, "domain": parallel.domain}
-    mesh = " x ".join(f"{name} {ranks}" for name, ranks in axes.items())
+    mesh = mesh_text(parallel)
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters",
         f"mesh    {mesh}{'' if parallel.data else ' (parallel.data is not given)'}",
@@ -458,5 +457,8 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
 
 
 def sent_bytes_by_item(config: Config, sent: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes sent by item; rows are exchanged in each step of the longest rollout."""
-    return {**sent, "rows": config.trainer.longest_rollout * sent["rows"]}
+    """Return the bytes sent by item; some are exchanged in each step of the longest rollout."""
+    steps = config.trainer.longest_rollout
+    return {
+        item: steps * size if item in ("rows", "members") else size for item, size in sent.items()
+    }

@@ -212,8 +212,7 @@ def place_runs(
         UserError: the jobs have different meshes, or the mesh doesn't fit on the nodes.
     """
     meshes = {
-        (config.parallel.pipeline, config.parallel.data, config.parallel.domain)
-        for config in configs
+        (p.pipeline, p.data, p.ensemble, p.domain) for p in (config.parallel for config in configs)
     }
     if len(meshes) > 1:
         raise UserError(

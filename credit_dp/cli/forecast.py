@@ -152,6 +152,11 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
 
         outputs = [*config.data.prognostic, *config.data.diagnostic]
         check_written(outputs, config.data.static, names, levels)
+    if config.parallel.ensemble > 1:
+        raise UserError(
+            "parallel.ensemble: forecasts, members too, are spread over parallel.data ranks, got "
+            f"{config.parallel.ensemble}. Use parallel.data instead."
+        )
     target = request.target
     if checks.existing_path(str(target)) is not None:
         raise UserError(f"{target}: exists already. Change out.")

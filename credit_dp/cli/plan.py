@@ -17,6 +17,7 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config, microbatches_per_step
 from credit_dp.costs.machine import Machine, machine_names, read_machine
+from credit_dp.distributed.placement import mesh_text
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -191,10 +192,13 @@ def sent_table(budgets: Sequence["RankBudget"]) -> list[str]:
         )
         for budget in budgets
     ]
+    lines = format_table(("a rank sends", "pipeline", *columns, "all"), rows, left=1)
+    if "members" in columns:
+        lines.append("members: for the loss, between ranks that share the members of a sample")
     return [
         "",
-        *format_table(("a rank sends", "pipeline", *columns, "all"), rows, left=1),
-        "in a step; rows and states are counted, gradients and weights are estimated as rings",
+        *lines,
+        "in a step; gradients and weights are estimated as rings, all others are counted",
     ]
 
 
@@ -510,9 +514,8 @@ def _head(report: "PlanReport", config: Config) -> list[str]:
         f"input   {shape}, {config.trainer.dtype}",
         f"ranks   {report.ranks}",
     ]
-    axes = {"pipeline": parallel.pipeline, "data": parallel.data or 1, "domain": parallel.domain}
-    if axes["pipeline"] * axes["data"] > 1:
-        lines.append("mesh    " + " x ".join(f"{name} {ranks}" for name, ranks in axes.items()))
+    if parallel.pipeline * (parallel.data or 1) * parallel.ensemble > 1:
+        lines.append(f"mesh    {mesh_text(parallel)}")
     if microbatches > 1:
         lines.append(f"step    {microbatches} micro-batches, each with this input")
     return lines

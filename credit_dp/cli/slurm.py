@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from credit_dp.config import Config
-from credit_dp.distributed.placement import Placement
+from credit_dp.distributed.placement import Placement, mesh_text
 from credit_dp.distributed.slurm import parse_duration
 from credit_dp.plugins import PLUGINS_VARIABLE, plugin_files
 
@@ -109,7 +109,7 @@ def first_lines(script: BatchScript) -> str:
 #!/bin/bash
 # {script.command}
 # Each run has {placement.ranks} ranks, {distribution}:
-# pipeline {parallel.pipeline} x data {placement.data} x domain {parallel.domain}."""
+# {mesh_text(parallel, placement.data)}."""
 
 
 SITE_SETUP = """\

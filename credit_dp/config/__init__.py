@@ -90,14 +90,16 @@ class RunConfig:
 
 @dataclass
 class ParallelConfig:
-    """The mesh of pipeline x data x domain ranks, and how each of its axes works."""
+    """The mesh of pipeline x data x ensemble x domain ranks, and how each of its axes works."""
 
     domain: int = 1  # ranks that share one globe, each with a band of latitude rows
     # globes that are trained on at once; null: as many as the GPUs or the launcher's ranks allow
     data: int | None = None
     pipeline: int = 1  # ranks that share one model, each with some of its layers
+    # ranks that share the members of a sample; a divisor of trainer.members
+    ensemble: int = 1
     threads: int | None = None  # CPU threads of each rank; null: an equal share of the cores
-    # ddp: every rank holds all parameters | fsdp2: data and domain ranks hold shards of them
+    # ddp: every rank holds all parameters | fsdp2: data, ensemble and domain ranks hold shards
     data_mode: str = "ddp"
     # of fsdp2: float32 | bfloat16 | float16, in which parameters compute; null: trainer.dtype
     param_dtype: str | None = None
@@ -123,6 +125,7 @@ class ParallelConfig:
         checks.at_least("parallel.domain", self.domain, 1)
         checks.at_least("parallel.data", self.data, 1)
         checks.at_least("parallel.pipeline", self.pipeline, 1)
+        checks.at_least("parallel.ensemble", self.ensemble, 1)
         checks.at_least("parallel.threads", self.threads, 1)
         checks.at_least("parallel.microbatches", self.microbatches, 1)
         checks.at_least("parallel.check_replicas_every", self.check_replicas_every, 0)
@@ -288,6 +291,7 @@ class Config:
             self._check_diffusion()
         else:
             self._check_ensemble()
+        self._check_ensemble_ranks()
 
     def _check_diffusion(self) -> None:
         """Refuse what a denoiser can't be trained with."""
@@ -349,6 +353,25 @@ class Config:
                 "member. Change one of them."
             )
 
+    def _check_ensemble_ranks(self) -> None:
+        """Check that ranks of an ensemble have equally many members each."""
+        ranks, members, scored = (
+            self.parallel.ensemble,
+            self.trainer.members,
+            self.trainer.scored_members,
+        )
+        if members % ranks:
+            hint = " and loss=crps" if members == 1 else ""
+            raise UserError(
+                f"parallel.ensemble: {ranks} ranks need trainer.members to be a multiple of "
+                f"{ranks}{hint}, got {members}. Change one of them."
+            )
+        if scored % ranks:
+            raise UserError(
+                f"trainer.evaluate_members: the {ranks} ranks of parallel.ensemble need a multiple "
+                f"of {ranks}, got {scored}. Change one of them."
+            )
+
     def _check_late_check(self) -> None:
         if type(self.optimizer) is not AdamWConfig:  # Muon's config is one of its subclasses
             raise UserError(
@@ -396,6 +419,11 @@ def _has_variable(names: list[str], needed: str, step_hours: int) -> bool:
     """Whether a variable, or its sum over a step (`_6hr`), is in a list under any of its names."""
     wanted = {needed, f"{needed}_{step_hours}hr"}
     return any(possible_canonical_names(name) & wanted for name in names)
+
+
+def members_per_rank(config: Config) -> int:
+    """Return the members of each sample that a rank computes."""
+    return config.trainer.members // config.parallel.ensemble
 
 
 def microbatches_per_step(config: Config) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
-from credit_dp.config import Config, ParallelConfig, microbatches_per_step
+from credit_dp.config import Config, ParallelConfig, members_per_rank, microbatches_per_step
 from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
@@ -42,6 +42,7 @@ from credit_dp.pipeline_parallel.stages import (
 )
 from credit_dp.training.build import check_parameter_patterns
 from credit_dp.training.forward_backward import recomputed_modules
+from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 
@@ -82,7 +83,7 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the model, its parameters without data, and the input shape of 1/`parts` of the batch.
 
-    Members of a sample count as samples.
+    Members of a sample that a rank computes count as samples.
 
     Raises:
         UserError: the grid or the variables are wrong, or a pattern matches no parameter.
@@ -97,7 +98,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
         model = build_model(config.model, fields, grid)
     check_parameter_patterns(model, config)
     model = model.to(getattr(torch, config.trainer.dtype))
-    samples = config.data.batch_size // parts * config.trainer.members
+    samples = config.data.batch_size // parts * members_per_rank(config)
     return model, (samples, fields.inputs, *grid)
 
 
@@ -132,7 +133,7 @@ def replicated_budget(module: nn.Module, replicas: int, moments: int) -> Paramet
 
     Args:
         module: the model, or a stage of it.
-        replicas: ranks that hold it, over the data and the domain axis.
+        replicas: ranks that hold it, over the data, the ensemble and the domain axis.
         moments: values that the optimizer keeps for each parameter.
     """
     weights = sum(p.nbytes for p in module.parameters())
@@ -150,12 +151,12 @@ def sharded_budget(
     moments: int,
     gathers: int | None = None,
 ) -> ParameterBudget:
-    """Return the budget of a rank if data and domain ranks shard a module's parameters (fsdp2).
+    """Return the budget of a rank if replicas shard a module's parameters (fsdp2).
 
     Args:
         module: the converted model, or a stage of it.
         parallel: gives the dtypes.
-        replicas: ranks that hold the module, over the data and the domain axis.
+        replicas: ranks that hold the module, over the data, the ensemble and the domain axis.
         microbatches: micro-batches of a step.
         moments: values that the optimizer keeps for each parameter.
         gathers: times that a block is gathered in a step of a pipeline; None without a pipeline.
@@ -340,22 +341,45 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
         report: for one micro-batch.
     """
     microbatches = microbatches_per_step(config)
-    data = config.parallel.data or 1
+    replicas = (config.parallel.data or 1) * config.parallel.ensemble * report.ranks
     moments = moments_per_parameter(model, config)
     traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
-    budgets = {"ddp": replicated_budget(model, data * report.ranks, moments)}
+    budgets = {"ddp": replicated_budget(model, replicas, moments)}
     sharded = _converted_copy(model, report)
-    if _can_shard(sharded, data * report.ranks):
+    if _can_shard(sharded, replicas):
         budgets["fsdp2"] = sharded_budget(
-            sharded, config.parallel, data * report.ranks, microbatches, moments=moments
+            sharded, config.parallel, replicas, microbatches, moments=moments
         )
     saved = max(report.saved_bytes)
     recomputed = max(report.recomputed_bytes, default=0)
     rows = _max_bytes_sent(traffic)
+    samples, _, height, columns = report.input_shapes[0]
+    largest = [max(level.bands) for level in report.levels if level.rows == height]
+    points = max(largest, default=height) * columns
+    sent = {"rows": rows * microbatches, **_members_sent(samples, points, config)}
     return [
-        _rank_budget(mode, 0, budget, (saved, 0), (rows * microbatches, 0), recomputed)
+        _rank_budget(mode, 0, budget, (saved, 0), sent, recomputed)
         for mode, budget in budgets.items()
     ]
+
+
+def _members_sent(samples: int, points: int, config: Config) -> dict[str, int]:
+    """Return the bytes that the loss of an ensemble sends in a step, on the busiest rank.
+
+    Args:
+        samples: of a micro-batch, times the members that a rank computes.
+        points: of the largest band.
+    """
+    ranks = config.parallel.ensemble
+    if ranks == 1:
+        return {}
+    samples = samples // members_per_rank(config) * microbatches_per_step(config)
+    channels = expected_channels(config.data).num_outputs
+    values = max(
+        members_sent(samples, config.trainer.members, channels, points, rank, ranks)
+        for rank in range(ranks)
+    )
+    return {"members": values * getattr(torch, config.trainer.dtype).itemsize}
 
 
 def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[RankBudget]:
@@ -378,24 +402,23 @@ def _stage_budgets(
     """Return the budgets of one pipeline rank, which may hold several stages: ddp, then fsdp2."""
     parallel = config.parallel
     microbatches = microbatches_per_step(config)
-    data = parallel.data or 1
-    domain = plan.manager.domain_parallel_size
+    replicas = (parallel.data or 1) * parallel.ensemble * plan.manager.domain_parallel_size
     order = schedule_actions(
         parallel.schedule, rank, parallel.pipeline, microbatches, parallel.virtual_stages
     )
     moments = [moments_per_parameter(stage.module, config) for stage in stages]
     replicated = [
-        replicated_budget(stage.module, data * domain, per_parameter)
+        replicated_budget(stage.module, replicas, per_parameter)
         for stage, per_parameter in zip(stages, moments, strict=True)
     ]
     budgets = {"ddp": _sum_budgets(replicated)}
-    if all(_can_shard(stage.module, data * domain) for stage in stages):
+    if all(_can_shard(stage.module, replicas) for stage in stages):
         gathers = count_gathers(order)
         sharded = [
             sharded_budget(
                 stage.module,
                 parallel,
-                data * domain,
+                replicas,
                 microbatches,
                 moments=moments[index],
                 gathers=gathers[index],
@@ -410,7 +433,11 @@ def _stage_budgets(
     activations = peak_saved_bytes(order, [footprint.saved_bytes for footprint in footprints])
     held = activations, received * microbatches
     rows = sum(_max_bytes_sent(footprint.sent) for footprint in footprints)
-    sent = rows * microbatches, passed_on * microbatches
+    sent = {"rows": rows * microbatches, "states": passed_on * microbatches}
+    if any(stage.is_last for stage in stages):
+        rows, columns = expected_grid(config.data)
+        points = max(plan.manager.partition(rows).sizes) * columns
+        sent |= _members_sent(samples, points, config)
     return [_rank_budget(mode, rank, budget, held, sent) for mode, budget in budgets.items()]
 
 
@@ -434,10 +461,10 @@ def _rank_budget(
     rank: int,
     parameters: ParameterBudget,
     held: tuple[int, int],
-    sent: tuple[int, int],
+    sent: Mapping[str, int],
     recomputed: int = 0,
 ) -> RankBudget:
-    """Return a budget from its parts; `held` is (activations, states), `sent` is (rows, states)."""
+    """Return a budget from its parts; `held` is (activations, states), `sent` what is counted."""
     return RankBudget(
         mode,
         rank,
@@ -451,10 +478,11 @@ def _rank_budget(
             "states": held[1],
         },
         {
-            "rows": sent[0],
+            "rows": 0,
             "gradients": parameters.sent_gradients,
             "weights": parameters.sent_weights,
-            "states": sent[1],
+            "states": 0,
+            **sent,
         },
     )
 
@@ -588,7 +616,7 @@ def _check_up_to(config: Config, up_to: int) -> None:
     parallel = config.parallel
     if up_to < 1:
         raise UserError(f"--up-to: needs at least 1 rank, got {up_to}.")
-    for key in ("domain", "pipeline"):
+    for key in ("domain", "ensemble", "pipeline"):
         if getattr(parallel, key) > 1:
             raise UserError(
                 f"--up-to: chooses the meshes of data x domain ranks itself, got parallel.{key}="

@@ -38,6 +38,7 @@ def check_predictable(config: Config, machine: Machine) -> None:
     trainer = config.trainer
     supported = {
         "parallel.pipeline": (parallel.pipeline, 1),
+        "parallel.ensemble": (parallel.ensemble, 1),
         "parallel.data_mode": (parallel.data_mode, "ddp"),
         "parallel.layout": (dict(parallel.layout), {}),
         "trainer.rollout": (trainer.longest_rollout, 1),

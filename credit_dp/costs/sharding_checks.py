@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from credit_dp.channel_parallel import channel_slice, channels_per_rank
 from credit_dp.config import Config, UNetConfig
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.mesh import build_manager, rank_device
@@ -30,6 +31,7 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.verify import gradient_or_zeros
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
+from credit_dp.training.loss import trade_members
 
 PACKAGES = ("credit_dp", "torch", "numpy", "hydra-core", "omegaconf", "xarray", "zarr", "wandb")
 COLUMNS = 16  # of the random field
@@ -79,6 +81,8 @@ def run_checks(
     ]
     if manager.dp_world_size > 1:
         checks.append(run_check("data reduction", data_error, 0.0, manager, device))
+    if manager.ensemble_parallel_size > 1:
+        checks.append(run_check("members", members_error, 0.0, manager, device))
     if manager.pipeline_parallel_size > 1:
         checks.append(run_check("pipeline message", pipeline_error, 0.0, manager, device))
     if ranks.rank == 0:
@@ -147,6 +151,16 @@ def data_error(manager: DomainParallelManager, device: torch.device) -> float:
     torch.distributed.all_reduce(total, group=manager.data_parallel_group)
     size = manager.dp_world_size
     return abs(total.item() - size * (size - 1) / 2)
+
+
+def members_error(manager: DomainParallelManager, device: torch.device) -> float:
+    """Return the error of an exchange of members between the ranks that share them."""
+    field, ranks = random_globe(manager, device), manager.ensemble_parallel_size
+    own = (manager.ensemble_rank + 1) * field[:, None]
+    all_of_some_channels = trade_members(own, manager.ensemble_transport)
+    channels = channel_slice(channels_per_rank(CHANNELS, ranks), manager.ensemble_rank)
+    expected = torch.stack([(rank + 1) * field[:, channels] for rank in range(ranks)], dim=1)
+    return max_difference(all_of_some_channels, expected)
 
 
 def pipeline_error(manager: DomainParallelManager, device: torch.device) -> float:
@@ -218,9 +232,11 @@ def describe_environment(
     result["GPUs"] = str(torch.cuda.device_count())
     result["cores"] = str(os.cpu_count())
     result["ranks"] = str(ranks.world_size)
+    several = manager.ensemble_parallel_size > 1
     result["mesh"] = (
         f"pipeline {manager.pipeline_parallel_size} x data {manager.dp_world_size} x "
-        f"domain {manager.domain_world_size}"
+        + (f"ensemble {manager.ensemble_parallel_size} x " if several else "")
+        + f"domain {manager.domain_world_size}"
     )
     result["ranks per node"] = str(ranks.local_world_size)
     single_process = "none (one process)"

@@ -9,7 +9,7 @@ from credit_dp.distributed.launcher import Launcher, RankInfo, find_launcher, re
 from credit_dp.distributed.local import run_processes, start_fork_server
 from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
-from credit_dp.distributed.report import rank_name, report_crash, report_error
+from credit_dp.distributed.report import mesh_rank_name, report_crash, report_error
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
 from credit_dp.distributed.worker import run_rank
 from credit_dp.errors import UserError
@@ -84,7 +84,7 @@ def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
             code, line = 2, str(error)
             monitor.report_failure(lambda: report_error(line))
         except Exception:  # noqa: BLE001 - as above
-            name = rank_name(ranks.rank, config.parallel.data or 1, config.parallel.domain)
+            name = mesh_rank_name(ranks.rank, config.parallel)
             code, text = 1, f"{name} failed:\n{traceback.format_exc()}"
             monitor.report_failure(lambda: report_crash(text))
         if code:

@@ -25,7 +25,7 @@ from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.report import (
     RankOutcome,
-    rank_name,
+    mesh_rank_name,
     read_outcome,
     report_crash,
     report_error,
@@ -184,11 +184,6 @@ def report_failure(
     else:
         report_crash(f"{mesh_rank_name(first.rank, parallel)} failed:\n{first.text}")
     return first.code
-
-
-def mesh_rank_name(rank: int, parallel: ParallelConfig) -> str:
-    """Return the name of a rank with its coordinates on the mesh."""
-    return rank_name(rank, parallel.data or 1, parallel.domain)
 
 
 def death_message(name: str, code: int) -> str:

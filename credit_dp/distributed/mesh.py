@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed import RankInfo
-from credit_dp.distributed.placement import gpu_index, spread_warning
+from credit_dp.distributed.placement import (
+    gpu_index,
+    mesh_text,
+    ranks_per_model,
+    spread_warning,
+)
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,26 +25,29 @@ logger = logging.getLogger(__name__)
 
 
 def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelManager:
-    """Return the manager of the pipeline x data x domain mesh; collective.
+    """Return the manager of the pipeline x data x ensemble x domain mesh; collective.
 
     The domain axis is innermost, so that ranks of neighbouring bands share a node. The process
     group has to be initialised. Rank 0 warns of domain groups that span several nodes.
 
     Raises:
-        UserError: the number of ranks is not pipeline x data x domain.
+        UserError: the number of ranks is not pipeline x data x ensemble x domain.
     """
     from credit_dp.domain_parallel import DomainParallelManager
 
-    per_model = parallel.pipeline * parallel.domain
+    per_model = ranks_per_model(parallel)
     data = parallel.data or ranks.world_size // per_model
     if per_model * data != ranks.world_size:
         raise UserError(
-            f"parallel.domain: pipeline {parallel.pipeline} x data {data} x domain "
-            f"{parallel.domain} needs {per_model * data} ranks, but {ranks.world_size} are "
-            "running. Change parallel.pipeline, parallel.data or parallel.domain."
+            f"parallel.domain: {mesh_text(parallel, data)} needs {per_model * data} ranks, but "
+            f"{ranks.world_size} are running. Change parallel.pipeline, parallel.data or "
+            "parallel.domain."
         )
     manager = DomainParallelManager(
-        ranks.world_size, parallel.domain, pipeline_parallel_size=parallel.pipeline
+        ranks.world_size,
+        parallel.domain,
+        pipeline_parallel_size=parallel.pipeline,
+        ensemble_parallel_size=parallel.ensemble,
     )
     if ranks.on_several_nodes:
         line = spread_warning(nodes_of_ranks(ranks), parallel.domain)

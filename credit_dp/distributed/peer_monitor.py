@@ -32,7 +32,7 @@ from typing import final
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.process_groups import GROUP_TIMEOUT
-from credit_dp.distributed.report import rank_name, report_error, wait_for_first_rank
+from credit_dp.distributed.report import mesh_rank_name, report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.distributed.worker import RendezvousStore
 
@@ -190,7 +190,7 @@ class PeerMonitor:
     def death_message(self, ended: list[int]) -> str:
         """Return the error line for ranks that ended without reporting."""
         parallel = self.parallel
-        first = rank_name(ended[0], parallel.data or 1, parallel.domain)
+        first = mesh_rank_name(ended[0], parallel)
         others = f", and so did {len(ended) - 1} others" if len(ended) > 1 else ""
         return (
             f"{first} ended without a message (killed, or out of memory?){others}; "

@@ -65,7 +65,9 @@ def too_few_gpus_message(
             f"{local_ranks * gpus_per_rank} on this machine, but torch sees {gpus}. Name fewer "
             "GPUs in parallel.layout, or start fewer ranks."
         )
-    advice = "Lower parallel.domain, parallel.data or parallel.pipeline"
+    axes = ["domain", "data", *(["ensemble"] if parallel.ensemble > 1 else []), "pipeline"]
+    names = [f"parallel.{axis}" for axis in axes]
+    advice = f"Lower {', '.join(names[:-1])} or {names[-1]}"
     if launcher is not None:
         advice = (
             f"Let {launcher.name} start at most {gpus} ranks on a machine, or show each rank one "
@@ -95,10 +97,10 @@ def check_batch(config: Config, data: int) -> None:
 
 
 def check_fsdp(parallel: ParallelConfig, data: int) -> None:
-    """Refuse settings of FSDP2 on a mesh with a single data and domain rank."""
+    """Refuse settings of FSDP2 on a mesh with a single replica of the parameters."""
     keys = ("param_dtype", "reduce_dtype", "cpu_offload")
     key = next((key for key in keys if getattr(parallel, key)), None)
-    if key is not None and data * parallel.domain == 1:
+    if key is not None and data * parallel.ensemble * parallel.domain == 1:
         raise UserError(
             f"parallel.{key}: needs at least two data or domain ranks, got one. Raise "
             f"parallel.data or parallel.domain, or leave parallel.{key} out."
@@ -116,8 +118,26 @@ def gpu_index(parallel: ParallelConfig, ranks: RankInfo) -> int:
 
 
 def ranks_per_model(parallel: ParallelConfig) -> int:
-    """Return the ranks that share one copy of the model: pipeline x domain."""
-    return parallel.pipeline * parallel.domain
+    """Return the ranks that compute the same samples: pipeline x ensemble x domain."""
+    return parallel.pipeline * parallel.ensemble * parallel.domain
+
+
+def mesh_text(parallel: ParallelConfig, data: int | None = None) -> str:
+    """Return the sizes of the axes: `pipeline 1 x data 2 x domain 4`.
+
+    Args:
+        parallel: has the sizes; that of the ensemble axis is left out if it is 1.
+        data: size of the data axis; by default that of the config, or 1.
+    """
+    axes = {
+        "pipeline": parallel.pipeline,
+        "data": data or parallel.data or 1,
+        "ensemble": parallel.ensemble,
+        "domain": parallel.domain,
+    }
+    return " x ".join(
+        f"{name} {size}" for name, size in axes.items() if size > 1 or name != "ensemble"
+    )
 
 
 def data_ranks_on_gpus(parallel: ParallelConfig, gpus: int) -> int:
@@ -129,24 +149,26 @@ def data_ranks_of_launcher(parallel: ParallelConfig, launcher: Launcher) -> int:
     """Return the number of data ranks among the launcher's ranks, all of which have to be used.
 
     Raises:
-        UserError: the ranks are no multiple of pipeline x domain, or not as many as the mesh has.
+        UserError: the ranks are no multiple of pipeline x ensemble x domain, or not as many as the
+            mesh has.
     """
     world = launcher.ranks.world_size
     needed = ranks_per_model(parallel)
+    members = f"parallel.ensemble={parallel.ensemble} x " if parallel.ensemble > 1 else ""
     if world % needed:
         fewer, more = world // needed * needed, (world // needed + 1) * needed
         counts = f"{fewer} or {more}" if fewer else f"{more}"
         raise UserError(
             f"parallel.domain: {launcher.name} started {world} ranks, but parallel.pipeline="
-            f"{parallel.pipeline} x parallel.domain={parallel.domain} needs a multiple of "
-            f"{needed}. Start {counts} ranks, or choose parallel.pipeline x parallel.domain to "
-            f"divide {world}."
+            f"{parallel.pipeline} x {members}parallel.domain={parallel.domain} needs a multiple of "
+            f"{needed}. Start {counts} ranks, or choose parallel.pipeline x "
+            f"{'parallel.ensemble x ' if members else ''}parallel.domain to divide {world}."
         )
     data = world // needed
     if parallel.data not in (None, data):
         raise UserError(
             f"parallel.data: {launcher.name} started {world} ranks, but parallel.pipeline="
-            f"{parallel.pipeline} x parallel.data={parallel.data} x parallel.domain="
+            f"{parallel.pipeline} x parallel.data={parallel.data} x {members}parallel.domain="
             f"{parallel.domain} needs {needed * parallel.data}. Set parallel.data to null (then it "
             f"is {data}), or start {needed * parallel.data} ranks."
         )

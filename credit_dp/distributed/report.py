@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
 
+from credit_dp.config import ParallelConfig
 from credit_dp.files import write_text_atomic
 
 FIRST_RANK_SECONDS = 3.0  # by which other ranks report later than rank 0
@@ -86,13 +87,22 @@ def read_outcome(folder: Path, rank: int) -> RankOutcome | None:
     return RankOutcome(**json.loads(path.read_text())) if path.exists() else None
 
 
-def rank_name(rank: int, data: int, domain: int) -> str:
+def rank_name(rank: int, data: int, domain: int, ensemble: int = 1) -> str:
     """Return a rank with its mesh coordinates: `rank 5 (pipeline 1, data 0, domain 1)`.
 
     Args:
         rank: of the run.
         data: size of the mesh's data axis.
         domain: size of the mesh's domain axis.
+        ensemble: size of the mesh's ensemble axis, which is left out if it is 1.
     """
-    stage, rest = divmod(rank, data * domain)
-    return f"rank {rank} (pipeline {stage}, data {rest // domain}, domain {rest % domain})"
+    rest, band = divmod(rank, domain)
+    rest, share = divmod(rest, ensemble)
+    stage, replica = divmod(rest, data)
+    members = f", ensemble {share}" if ensemble > 1 else ""
+    return f"rank {rank} (pipeline {stage}, data {replica}{members}, domain {band})"
+
+
+def mesh_rank_name(rank: int, parallel: ParallelConfig) -> str:
+    """Return the name of a rank with its coordinates on the configured mesh."""
+    return rank_name(rank, parallel.data or 1, parallel.domain, parallel.ensemble)

@@ -23,10 +23,10 @@ from credit_dp.errors import UserError
 
 @final
 class DomainParallelManager:
-    """One rank's position in a mesh of `pipeline` x `data` x `domain` ranks.
+    """One rank's position in a mesh of `pipeline` x `data` x `ensemble` x `domain` ranks.
 
     The domain axis is innermost: ranks that share a globe have consecutive numbers, which is
-    usually on one node.
+    usually on one node. The ranks of an ensemble have the same samples, but other members of them.
 
     Args:
         world_size: number of all ranks. More than one needs `torch.distributed` to be initialised
@@ -37,15 +37,17 @@ class DomainParallelManager:
         transport: sends messages between the ranks of the domain; by default over the domain's
             process group.
         pipeline_parallel_size: number of ranks that share one model.
+        ensemble_parallel_size: number of ranks that share the members of a sample.
 
     Attributes:
-        mesh: torch's mesh with the axes `pipeline`, `data` and `domain`; None for one rank or with
-            a given `transport`.
+        mesh: torch's mesh with the axes `pipeline`, `data`, `domain` and, if ranks share members,
+            `ensemble` before `domain`; None for one rank or with a given `transport`.
+        ensemble_transport: sends messages between the ranks of an ensemble.
         bands: the partition of every global height.
 
     Raises:
-        UserError: the number of ranks is not a multiple of pipeline x domain, or not the number of
-            running ranks.
+        UserError: the number of ranks is not a multiple of pipeline x ensemble x domain, or not the
+            number of running ranks.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class DomainParallelManager:
         *,
         transport: Transport | None = None,
         pipeline_parallel_size: int = 1,
+        ensemble_parallel_size: int = 1,
     ) -> None:
         if domain_parallel_size < 1 or world_size % domain_parallel_size:
             raise UserError(
@@ -69,13 +72,23 @@ class DomainParallelManager:
                 f"{pipeline_parallel_size} x {domain_parallel_size} ranks. "
                 f"Their product has to divide {world_size}: change parallel.pipeline."
             )
+        per_model *= ensemble_parallel_size
+        if ensemble_parallel_size < 1 or world_size % per_model:
+            raise UserError(
+                f"parallel.ensemble: {world_size} ranks can't be split into ensembles of "
+                f"{ensemble_parallel_size} models of {pipeline_parallel_size} x "
+                f"{domain_parallel_size} ranks. Their product has to divide {world_size}: change "
+                "parallel.ensemble."
+            )
         self.world_size = world_size
         self.domain_parallel_size = domain_parallel_size
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.ensemble_parallel_size = ensemble_parallel_size
         self.data_parallel_size = world_size // per_model
         self.shard_dim = shard_dim
         self.domain_group: dist.ProcessGroup | None = None
         self.data_parallel_group: dist.ProcessGroup | None = None
+        self.ensemble_group: dist.ProcessGroup | None = None
         self.pipeline_group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None
         self.rank = 0
@@ -83,7 +96,8 @@ class DomainParallelManager:
             self.rank = transport.rank
         elif world_size > 1:
             self._join_mesh()
-        self.transport = transport or self._group_transport()
+        self.transport = transport or _group_transport(self.domain_group)
+        self.ensemble_transport = _group_transport(self.ensemble_group)
         self.bands = BandTable(domain_parallel_size)
 
     def _join_mesh(self) -> None:
@@ -97,24 +111,19 @@ class DomainParallelManager:
         axes = {
             "pipeline": self.pipeline_parallel_size,
             "data": self.data_parallel_size,
+            "ensemble": self.ensemble_parallel_size,
             "domain": self.domain_parallel_size,
         }
+        if self.ensemble_parallel_size == 1:
+            del axes["ensemble"]  # no group without use
         ranks = torch.arange(self.world_size).view(*axes.values())
         self.mesh = new_mesh(ranks, tuple(axes), urgent="domain")
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
+        if self.ensemble_parallel_size > 1:
+            self.ensemble_group = self.mesh.get_group("ensemble")
         self.domain_group = self.mesh.get_group("domain")
         use_batch_scheduling_for_gloo()
-
-    def _group_transport(self) -> Transport:
-        if self.domain_group is None or self.domain_parallel_size == 1:
-            return SingleRankTransport()
-        transport = GroupTransport(self.domain_group)
-        # If the first operation of an nccl group is a batch of point-to-point messages, all its
-        # ranks have to take part in it. Not every rank has rows to send: start with a collective.
-        first = torch.zeros(1, device=message_device(self.domain_group))
-        dist.all_reduce(first, group=self.domain_group)
-        return transport
 
     @property
     def domain_rank(self) -> int:
@@ -129,7 +138,8 @@ class DomainParallelManager:
     @property
     def dp_rank(self) -> int:
         """Return the index of this rank's share of the samples."""
-        return self.rank // self.domain_parallel_size % self.data_parallel_size
+        per_sample = self.domain_parallel_size * self.ensemble_parallel_size
+        return self.rank // per_sample % self.data_parallel_size
 
     @property
     def dp_world_size(self) -> int:
@@ -137,9 +147,24 @@ class DomainParallelManager:
         return self.data_parallel_size
 
     @property
+    def ensemble_rank(self) -> int:
+        """Return the index of this rank's share of the members of a sample."""
+        return self.rank // self.domain_parallel_size % self.ensemble_parallel_size
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Return the number of ranks whose losses add up to that of their samples."""
+        return self.ensemble_parallel_size * self.domain_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks with the same parameters: those of a pipeline stage."""
+        return self.world_size // self.pipeline_parallel_size
+
+    @property
     def pipeline_rank(self) -> int:
         """Return the index of this rank's pipeline stage, 0 for the one that takes the input."""
-        return self.rank // (self.domain_parallel_size * self.data_parallel_size)
+        return self.rank // self.replicas
 
     @property
     def is_first_domain_rank(self) -> bool:
@@ -180,17 +205,35 @@ class DomainParallelManager:
     def __getstate__(self) -> dict[str, Any]:
         # Process groups can't be pickled: a copy in another process knows its position in the mesh
         # but can't exchange anything.
-        transport = self.transport
-        if not isinstance(transport, SingleRankTransport):
-            transport = DetachedTransport(self.domain_rank, self.domain_parallel_size)
+        transports = {
+            name: transport
+            if isinstance(transport, SingleRankTransport)
+            else DetachedTransport(transport.rank, transport.size)
+            for name, transport in (
+                ("transport", self.transport),
+                ("ensemble_transport", self.ensemble_transport),
+            )
+        }
         return {
             **self.__dict__,
             "domain_group": None,
             "data_parallel_group": None,
+            "ensemble_group": None,
             "pipeline_group": None,
             "mesh": None,
-            "transport": transport,
+            **transports,
         }
+
+
+def _group_transport(group: dist.ProcessGroup | None) -> Transport:
+    """Return the transport of an axis; collective of its ranks."""
+    if group is None or dist.get_world_size(group) == 1:
+        return SingleRankTransport()
+    transport = GroupTransport(group)
+    # If the first operation of an nccl group is a batch of point-to-point messages, all its ranks
+    # have to take part in it. Not every rank has something to send: start with a collective.
+    dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
+    return transport
 
 
 _default_manager: DomainParallelManager | None = None

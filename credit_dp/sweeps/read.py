@@ -111,7 +111,8 @@ class Job:
         """Return the number of ranks of each axis; None if not known yet."""
         if not self.config:
             return None
-        return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in AXES}
+        axes = (*AXES, "ensemble")
+        return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in axes}
 
     def value(self, key: str) -> str:
         """Return the override of a key; for an interpolation, its value in the config."""

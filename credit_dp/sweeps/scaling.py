@@ -7,6 +7,7 @@ Each run becomes a `StepTiming`; runs that differ only in the ranks of one axis 
 import csv
 import io
 import json
+import math
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ class StepTiming:
 
     Attributes:
         mesh: ranks of the axes pipeline, data and domain.
+        ensemble: ranks that share the members of a sample; alike in all runs of a series.
         grid: rows and columns as text; None: the grid of the store.
         batch: global batch size.
         steps: number of logged steps in the medians.
@@ -61,6 +63,7 @@ class StepTiming:
 
     job: Job
     mesh: tuple[int, int, int]
+    ensemble: int
     grid: str | None
     batch: int
     steps: int
@@ -72,8 +75,7 @@ class StepTiming:
     @property
     def ranks(self) -> int:
         """Return the number of ranks of the mesh."""
-        pipeline, data, domain = self.mesh
-        return pipeline * data * domain
+        return math.prod(self.mesh) * self.ensemble
 
     @property
     def samples_per_second(self) -> float:
@@ -147,6 +149,7 @@ def timing_of(job: Job) -> StepTiming | None:
     return StepTiming(
         job=job,
         mesh=(mesh["pipeline"], mesh["data"], mesh["domain"]),
+        ensemble=mesh["ensemble"],
         grid=str(grid) if grid else None,
         batch=batch,
         steps=len(seconds),

@@ -103,9 +103,15 @@ def sort_key(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None
 
 
 def mesh_text(job: Job) -> str | None:
-    """Return pipeline x data x domain ranks, such as 1x2x4; None if not known yet."""
+    """Return pipeline x data x domain ranks, such as 1x2x4; None if not known yet.
+
+    Ranks that share members come before those of the domain, if there are several: 1x2x2x4.
+    """
     mesh = job.mesh
-    return None if mesh is None else "x".join(str(mesh[axis]) for axis in AXES)
+    if mesh is None:
+        return None
+    axes = AXES if mesh["ensemble"] == 1 else ("pipeline", "data", "ensemble", "domain")
+    return "x".join(str(mesh[axis]) for axis in axes)
 
 
 def swept_values(jobs: Sequence[Job], key: str) -> list[str]:

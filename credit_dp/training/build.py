@@ -39,6 +39,7 @@ from credit_dp.config import (
     OwnLossConfig,
     OwnModelConfig,
     ParallelConfig,
+    members_per_rank,
     microbatches_per_step,
 )
 from credit_dp.data.loader import BatchSelection, Loader, Normaliser
@@ -83,7 +84,7 @@ from credit_dp.training.optim import (
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from credit_dp.training.shared_reading import build_chunk_exchange
 from credit_dp.training.state import named_parameters, trainable_saved_parameters
-from credit_dp.training.trainer import LossNames, Trainer
+from credit_dp.training.trainer import LossNames, Trainer, own_members
 
 if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -249,7 +250,7 @@ class ModelParts:
                 n_microbatches,
                 manager,
                 group,
-                config.trainer.members,
+                members_per_rank(config),
             )
         model = self.parts[0]
         # Inside DDP, whose forward would otherwise run once more in the backward pass.
@@ -262,9 +263,9 @@ class ModelParts:
             forecast_step.with_model(model),
             loss,
             n_microbatches,
-            manager.domain_world_size,
+            manager.ranks_per_sample,
             config.parallel.sums_whole_gradients,
-            config.trainer.members,
+            members_per_rank(config),
         )
 
 
@@ -320,7 +321,7 @@ def build_network(
     freeze(model, config.trainer.freeze)
     mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
-    shape = (batch * config.trainer.members, fields.inputs, *store.grid)
+    shape = (batch * members_per_rank(config), fields.inputs, *store.grid)
     if parallel.pipeline > 1:
         # Imported here: torch's pipeline schedules import its compiler, which takes a second.
         from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -392,7 +393,7 @@ def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
     """Tell the view of a part, if it has one, what `ForwardBackward` multiplies the loss by."""
     view = attached_view(part)
     if view is not None:
-        view.loss_factor = manager.domain_world_size
+        view.loss_factor = manager.ranks_per_sample
 
 
 def _move_and_shard(
@@ -470,7 +471,7 @@ def build_training(
 ) -> Training:
     """Build a training run for this rank; collective, as process groups are created.
 
-    Ranks differ in their rows, pipeline stages and samples only.
+    Ranks differ in their rows, pipeline stages, samples and members only.
 
     Raises:
         UserError: the config does not fit the data, the grid or the mesh.
@@ -543,8 +544,10 @@ def build_training(
         denoising,
     )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
-    members = range(config.trainer.scored_members)
-    ensemble = EnsembleForecast(forecast_step, model.draw_noise, members, config.seed)
+    members = own_members(config.trainer.scored_members, manager)
+    ensemble = EnsembleForecast(
+        forecast_step, model.draw_noise, members, config.seed, manager.ensemble_transport
+    )
     return Training(trainer, loader, forecast_step, ensemble, like, rows)
 
 

@@ -20,13 +20,12 @@ from credit_dp.config.training import TrainerConfig
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
-from credit_dp.distributed.report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
 from credit_dp.training.preemption import agreed_signal, signal_marks
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.replicas import local_tensor, replica_name
 from credit_dp.training.state import TrainingState
 
 NOT_REPRODUCED = (
@@ -113,7 +112,7 @@ class NonFiniteHooks:
         self.calls += 1
         if self.finding is None and not all(map(all_finite, iter_tensors(output))):
             manager = self.manager
-            rank = rank_name(manager.rank, manager.dp_world_size, manager.domain_world_size)
+            rank = replica_name(manager.rank, manager)
             message = f"The first non-finite output comes from {name}, on {rank}"
             self.finding = NonFiniteFinding((self.micro, stage, self.calls, manager.rank), message)
 

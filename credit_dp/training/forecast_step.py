@@ -4,7 +4,7 @@ Everything acts on the rank's band of rows: the globe is never gathered between 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.physics.fixers import Fixers
 from credit_dp.random_streams import hour_key
 
@@ -149,14 +150,16 @@ class EnsembleForecast:
     Attributes:
         step: the forecast step.
         draw: draws the noise of the coming step of all samples; None: the model has none.
-        members: their numbers.
+        members: the numbers of those that this rank computes.
         seed: of the noise.
+        ensemble: connects the ranks that compute the other members; each gets all of them.
     """
 
     step: ForecastStep
     draw: Callable[[NoiseKeys], None] | None = None
     members: Sequence[int] = (0,)
     seed: int = 0
+    ensemble: Transport = field(default_factory=SingleRankTransport)
 
     def rollout(
         self,
@@ -167,6 +170,8 @@ class EnsembleForecast:
     ) -> Iterator[Tensor]:
         """Yield the members after one step, two steps and so on, one for each forcing.
 
+        Ranks that share the members call it together; gradients do not go back to the others.
+
         Args:
             times: initial times, `(B,)`.
             state: of these times; all arguments are those of `ForecastStep.rollout`.
@@ -174,7 +179,7 @@ class EnsembleForecast:
             static: for each sample.
 
         Shapes:
-            each of the results is `(B, M, C + D, h, W)`.
+            each of the results is `(B, M, C + D, h, W)`, with the members of all ranks.
         """
         hours = [hour_key(time) for time in times]
 
@@ -187,4 +192,5 @@ class EnsembleForecast:
         repeated = (repeat_members(forcing, count) for forcing in forcings)
         state, static = repeat_members(state, count), repeat_members(static, count)
         for fields in self.step.rollout(state, repeated, static, begin):
-            yield split_members(fields, count)
+            of_ranks = self.ensemble.all_gather(split_members(fields, count))
+            yield of_ranks.transpose(0, 1).flatten(1, 2)

@@ -65,10 +65,9 @@ def new_stage_group(manager: DomainParallelManager) -> dist.ProcessGroup | None:
 
     A collective of all ranks.
     """
-    size = manager.dp_world_size * manager.domain_world_size
-    if size == 1:
+    if manager.replicas == 1:
         return None
-    return new_group_of(torch.arange(manager.world_size).view(-1, size).tolist())
+    return new_group_of(torch.arange(manager.world_size).view(-1, manager.replicas).tolist())
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -91,8 +90,8 @@ def clip_gradients(
 ) -> Tensor:
     """Scale all gradients down to a global norm of `limit`, and return the norm before.
 
-    Gradients are those of the whole globe and batch already: alike on all ranks of the domain and
-    data axes, or a share of them with fsdp2; other ranks of the pipeline have other parameters.
+    Gradients are those of the whole globe and batch already: alike on all replicas, or a share of
+    them with fsdp2; other ranks of the pipeline have other parameters.
     The norm is the same on every rank. Collective over the pipeline group, and with fsdp2 over the
     ranks that share the parameters.
     """
@@ -161,16 +160,17 @@ PrepareForward = Callable[[nn.Module, int, int], None]
 class ForwardBackward(ABC):
     """Computes the gradients of the global batch, as one process would have them, into `.grad`.
 
-    A rank has the loss of its own rows only; therefore gradients are summed over the domain axis
-    and averaged over the data axis. DDP and FSDP2 average over both: the loss that they see is
-    multiplied by the number of bands.
+    A rank has the loss of its own rows only, of an ensemble also of some channels only; therefore
+    gradients are summed over the domain and the ensemble axis and averaged over the data axis. DDP
+    and FSDP2 average over all of them: the loss that they see is multiplied by the number of ranks
+    that share a sample.
 
     Args:
         loss: loss of a forecast step.
         n_microbatches: how many micro-batches a batch is cut into.
-        domain_size: how many bands a globe is cut into.
-        members: forecasts of each sample. The model sees them as more samples, so that all that
-            works for samples works for them; only the loss takes them together.
+        ranks_per_sample: how many ranks share a sample, each with a part of its loss.
+        members: forecasts of each sample on this rank. The model sees them as more samples, so that
+            all that works for samples works for them; only the loss takes them together.
 
     Attributes:
         channel_losses: this rank's share of the last batch's loss by forecast step and channel,
@@ -178,11 +178,11 @@ class ForwardBackward(ABC):
     """
 
     def __init__(
-        self, loss: WeightedLoss, n_microbatches: int, domain_size: int, members: int = 1
+        self, loss: WeightedLoss, n_microbatches: int, ranks_per_sample: int, members: int = 1
     ) -> None:
         self.loss = loss
         self.n_microbatches = n_microbatches
-        self.domain_size = domain_size
+        self.ranks_per_sample = ranks_per_sample
         self.members = members
         self.channel_losses = self.zero_losses()
 
@@ -217,10 +217,10 @@ class ModelForwardBackward(ForwardBackward):
         forecast: calls it.
         loss: loss of a forecast step.
         n_microbatches: how many micro-batches a batch is cut into.
-        domain_size: how many bands a globe is cut into.
+        ranks_per_sample: how many ranks share a sample, each with a part of its loss.
         sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
             them.
-        members: forecasts of each sample.
+        members: forecasts of each sample on this rank.
     """
 
     def __init__(
@@ -229,11 +229,11 @@ class ModelForwardBackward(ForwardBackward):
         forecast: ForecastStep,
         loss: WeightedLoss,
         n_microbatches: int,
-        domain_size: int,
+        ranks_per_sample: int,
         sum_whole_gradients: bool = True,
         members: int = 1,
     ) -> None:
-        super().__init__(loss, n_microbatches, domain_size, members)
+        super().__init__(loss, n_microbatches, ranks_per_sample, members)
         self.model = model
         self.forecast = forecast
         self.sum_whole_gradients = sum_whole_gradients
@@ -254,7 +254,7 @@ class ModelForwardBackward(ForwardBackward):
                 with profile_region(FORWARD):
                     losses = self._compute_losses(part, begin) / self.n_microbatches
                 with profile_region(BACKWARD):
-                    torch.autograd.backward(losses.mean(0).sum() * self.domain_size)
+                    torch.autograd.backward(losses.mean(0).sum() * self.ranks_per_sample)
             self.channel_losses += losses.detach()
         self._check_all_parameters_used()
         return self.channel_losses.mean(0).sum()
@@ -309,7 +309,7 @@ class PipelineForwardBackward(ForwardBackward):
         forecast: turns the model's output into fields.
         group: ranks over which gradients are averaged after the last micro-batch; None where FSDP2
             does that, or where this rank is alone with its stages.
-        members: forecasts of each sample.
+        members: forecasts of each sample on this rank.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class PipelineForwardBackward(ForwardBackward):
         group: dist.ProcessGroup | None,
         members: int = 1,
     ) -> None:
-        super().__init__(loss, n_microbatches, manager.domain_world_size, members)
+        super().__init__(loss, n_microbatches, manager.ranks_per_sample, members)
         self.pipeline = pipeline
         self.forecast = forecast
         self.group = group
@@ -346,7 +346,7 @@ class PipelineForwardBackward(ForwardBackward):
             forecast = self.forecast.fields_from_output(output, state)
             losses = self.loss.by_channel(forecast, target) / self.n_microbatches
             self.channel_losses += losses.detach()
-            return losses.sum() * self.domain_size
+            return losses.sum() * self.ranks_per_sample
 
         def begin(part: int, micro: int) -> None:
             prepare(self.pipeline.stage_modules[part], micro, 1)
@@ -355,7 +355,7 @@ class PipelineForwardBackward(ForwardBackward):
         if self.group is not None:
             parameters = (p for part in self.pipeline.stage_modules for p in part.parameters())
             average_gradients(parameters, self.group)
-        return total / self.domain_size
+        return total / self.ranks_per_sample
 
     def bubble_message(self) -> str:
         """Return the mean share of waiting over the pipeline, beside that of equal stages."""

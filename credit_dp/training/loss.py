@@ -4,7 +4,8 @@
 forecast, or its members, and the truth at that point: one of this package, or one of a plug-in,
 which is tried before training. Optionally adds a spectral error of each row, with the same weights,
 and errors of whole fields (`field_errors`). Every rank computes the part of its band; the parts add
-up to the loss of the globe.
+up to the loss of the globe. Ranks that share the members of a sample exchange them
+(`trade_members`): each scores all members of some channels.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from credit_dp.channel_parallel import channel_slice, channels_per_rank, rows_to_channels
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.channels import Channel, Channels, suggest_names
 from credit_dp.data.grid import row_weights
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.plugins import report_plugin_errors
@@ -34,7 +37,8 @@ class WeightedLoss:
 
     Shapes:
         forecast `(B * M, C, h, W)` and target `(B, C, h, W)`, both normalised -> scalar. The M
-        members of a sample are neighbours; M is 1 unless the error is that of ensembles.
+        members of a sample that this rank has are neighbours; M is 1 unless the error is that of
+        ensembles.
 
     Args:
         config: the kind of error; its weights are already part of `rows` and `channels`.
@@ -45,6 +49,8 @@ class WeightedLoss:
         points: the points with values, if not all have values.
         kinds: name of each channel's error, if not all have that of the config.
         field_errors: errors of whole fields, with their weights.
+        ensemble: connects the ranks that have the other members of the same samples. Then the part
+            of the loss is that of this rank's channels, too; all of these ranks call it together.
     """
 
     def __init__(
@@ -57,45 +63,55 @@ class WeightedLoss:
         points: ValidPoints | None = None,
         kinds: Sequence[str] = (),
         field_errors: Sequence[FieldError] = (),
+        ensemble: Transport | None = None,
     ) -> None:
         self.spectrum = config.spectrum
         self.kinds = kinds
         self.field_errors = field_errors
         self.scale = scale
         self.points = points
+        self.ensemble = ensemble or SingleRankTransport()
+        shares = channels_per_rank(len(scale), self.ensemble.size)
+        self.own_channels = channel_slice(shares, self.ensemble.rank)
         self.pointwise = self._pointwise(config)
         self.weight = rows[:, None] * channels[:, None, None] / height
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
-        """Return the weighted error of this rank's rows, divided by that of the globe and batch."""
+        """Return this rank's part of the weighted error of the globe and batch."""
         return self.by_channel(forecast, target).sum()
 
     def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Return the part of the loss that each channel adds, `(C,)`, its spectrum included."""
-        batch, _, _, width = target.shape
+        batch, channels, _, width = target.shape
+        own = self.own_channels
         error = self.pointwise(forecast, target)
-        total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
+        total = (error * self.weight[own]).sum((0, 2, 3)) / (batch * width)
+        if self.ensemble.size > 1:  # other ranks score the other channels
+            total = functional.pad(total, (own.start, channels - own.stop))
         if not self.spectrum and not self.field_errors:
             return total
-        # Each member should have the truth's spectrum, which their mean has not.
+        # Each member should have the truth's spectrum, which their mean has not: no rank needs the
+        # members of others.
         members = len(forecast) // batch
         forecast, truth = self.scaled(forecast), self.scaled(target).repeat_interleave(members, 0)
         if self.spectrum:
             error = spectrum_error(forecast, truth)
             error = (error * self.weight[..., 0]).sum((0, 2)) / (batch * members)
+            error = error / self.ensemble.size
             total = total + self.spectrum * error
         for field_error in self.field_errors:
-            total = total + field_error(forecast, truth)
+            total = total + field_error(forecast, truth) / self.ensemble.size
         return total
 
     def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return the error at each point, 0 where there are no values."""
+        """Return the error at each point of this rank's channels, 0 where there are no values."""
         if isinstance(config, StandardLossConfig) and config.name == "crps":
             alpha = config.alpha
 
             def ensemble_error(forecast: Tensor, target: Tensor) -> Tensor:
                 members = forecast.view(len(target), -1, *target.shape[1:])
-                return almost_fair_crps(self.scaled(members - target[:, None]), alpha)
+                errors = self.scaled(members - target[:, None])
+                return almost_fair_crps(trade_members(errors, self.ensemble), alpha)
 
             return ensemble_error
         if isinstance(config, StandardLossConfig):
@@ -139,7 +155,7 @@ def build_loss(
         scale: `(C, 1, 1)`, standard deviation of normalised changes over one step, 1 for
             diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
         points: the points with values, if not all have values.
-        manager: knows the ranks that have the other rows; None: there are none.
+        manager: knows the ranks that have the other rows, or other members; None: there are none.
 
     Raises:
         UserError: on all ranks, if `loss.variable_weight` or `loss.variable_error` names no output
@@ -158,6 +174,7 @@ def build_loss(
         by_channel = by_channel * (len(latitude) * points.columns / valid_weight).to(scale)
     if not config.tendency:
         scale = torch.ones_like(scale)
+    manager = manager or DomainParallelManager(1, 1)
     return WeightedLoss(
         config,
         band_weights.to(scale),
@@ -166,9 +183,8 @@ def build_loss(
         len(latitude),
         points,
         channel_errors(config, channels.output_channels),
-        build_field_errors(
-            config, latitude, weights, by_channel, manager or DomainParallelManager(1, 1), points
-        ),
+        build_field_errors(config, latitude, weights, by_channel, manager, points),
+        manager.ensemble_transport,
     )
 
 
@@ -320,6 +336,43 @@ def almost_fair_crps(errors: Tensor, alpha: float) -> Tensor:
         first, second = errors[:, j], errors[:, k]
         total = total + first.abs() + second.abs() - shrink * (first - second).abs()
     return total / (members * (members - 1))
+
+
+def trade_members(x: Tensor, ensemble: Transport) -> Tensor:
+    """Exchange some members of all channels for all members of this rank's channels.
+
+    Differentiable: gradients go back the same way. Called by all ranks of an ensemble together.
+    Each sends every other one a message, unless that one has no channel. The score of a point needs
+    all members there, so that fewer values can't be sent; a gather of all members on all ranks
+    sends as many to two ranks, and more to three and more.
+
+    Shapes:
+        `(B, M_own, C, h, W)` -> `(B, M, C_own, h, W)`, members in the order of the ranks.
+    """
+    if ensemble.size == 1:
+        return x
+    rows, columns = x.shape[-2:]
+    by_channel = x.flatten(-2).transpose(1, 2)  # members where a transpose has rows
+    members = rows_to_channels(by_channel, [x.shape[1]] * ensemble.size, ensemble)
+    return members.transpose(1, 2).reshape(len(x), -1, members.shape[1], rows, columns)
+
+
+def members_sent(
+    samples: int, members: int, channels: int, points: int, rank: int, ranks: int
+) -> int:
+    """Return how many values a rank sends in `trade_members`, there and back.
+
+    Args:
+        samples: of this rank.
+        members: of each sample, on all ranks together.
+        channels: of a field.
+        points: of this rank's band.
+        rank: of the ensemble.
+        ranks: of the ensemble.
+    """
+    own = channels_per_rank(channels, ranks)[rank]
+    there, back = (channels - own) * members // ranks, own * (members - members // ranks)
+    return samples * points * (there + back)
 
 
 def build_difference_error(

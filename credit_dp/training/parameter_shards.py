@@ -1,4 +1,4 @@
-"""Shards parameters with FSDP2 over ranks that hold the same stage: data and domain ranks.
+"""Shards parameters with FSDP2 over ranks that hold the same stage: all of its replicas.
 
 `shard_parameters` is called on the converted model. Each block of a segmented model is one FSDP
 unit, which is gathered while it computes; the rest of the model is another one.
@@ -113,21 +113,21 @@ def _check_tied(part: nn.Module, blocks: list[str]) -> None:
 
 
 def fsdp_mesh(manager: DomainParallelManager) -> DeviceMesh | None:
-    """Return the data and domain ranks of this pipeline rank, or None if that is a single rank.
+    """Return the replicas of this pipeline rank's stages, or None if that is a single rank.
 
-    All of them have the same parameters, whichever rows and samples they have. They are one axis,
-    over which torch shards, or two: torch replicates over the first and shards over the second, of
-    consecutive ranks. Collective of all ranks, as process groups are created.
+    All of them have the same parameters, whichever rows, samples and members they have. They are
+    one axis, over which torch shards, or two: torch replicates over the first and shards over the
+    second, of consecutive ranks. Collective of all ranks, as process groups are created.
     """
-    replicas = manager.dp_world_size * manager.domain_world_size
+    replicas = manager.replicas
     if manager.mesh is None or replicas == 1:
         return None
     shards = shards_of(replicas)
-    # Ranks of the manager's mesh are ordered (pipeline, data, domain).
+    # Ranks of the manager's mesh are ordered (pipeline, data, ensemble, domain).
     ranks = manager.mesh.mesh.view(-1, replicas // shards, shards)
     if shards < replicas:
         return new_mesh(ranks, ("pipeline", "copies", "shards"))["copies", "shards"]
-    if manager.domain_parallel_size == 1:
+    if manager.dp_world_size == replicas:
         return manager.mesh["data"]
     if len(ranks) == 1:  # all ranks of the run, whose group is there already
         return new_mesh(ranks[0, 0], ("shards",))

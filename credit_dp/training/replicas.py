@@ -40,9 +40,9 @@ def check_replicas(
 ) -> None:
     """Check that parameters are the same, bit by bit, on all ranks that should share them.
 
-    Replicated parameters are compared over the domain and the data axis. The shards of a `DTensor`
-    are not compared, nor, with more than 64 ranks, its copies. Collective of all ranks: each sends
-    16 bytes for each parameter and axis, and 24 more.
+    Replicated parameters are compared over the domain, the ensemble and the data axis. The shards
+    of a `DTensor` are not compared, nor, with more than 64 ranks, its copies. Collective of all
+    ranks: each sends 16 bytes for each parameter and axis, and 24 more.
 
     Args:
         parameters: of this rank's pipeline stages, by name.
@@ -118,7 +118,7 @@ def check_same_parameters(
     """
     lines = [f"{n} {tuple(parameters[n].shape)} {parameters[n].dtype}" for n in names]
     table = all_gather_ints([len(names), zlib.crc32("\n".join(lines).encode())])
-    per_stage = manager.dp_world_size * manager.domain_world_size
+    per_stage = manager.replicas
     for start in range(0, manager.world_size, per_stage):
         for rank in range(start + 1, start + per_stage):
             if table[rank] != table[start]:
@@ -138,12 +138,14 @@ def first_difference(
 
     Args:
         sums: checksum of each parameter.
-        replicated: whether each parameter is equal on all ranks of both axes.
+        replicated: whether each parameter is equal on all ranks of these axes.
         manager: this rank's position in the mesh.
     """
-    over_domain = differing_entries(sums, manager.domain_group)
-    over_data = differing_entries(sums, manager.data_parallel_group)
-    indices = ((over_domain | over_data) & replicated.to(sums.device)).nonzero()
+    differing = differing_entries(sums, manager.domain_group)
+    if manager.ensemble_parallel_size > 1:
+        differing |= differing_entries(sums, manager.ensemble_group)
+    differing |= differing_entries(sums, manager.data_parallel_group)
+    indices = (differing & replicated.to(sums.device)).nonzero()
     return int(indices[0]) if len(indices) else None
 
 
@@ -214,7 +216,7 @@ def reference_and_differing_ranks(
 
 def replica_groups(table: list[list[int]], manager: DomainParallelManager) -> Iterable[list[int]]:
     """Yield the groups of ranks that should have the same bits of the parameter in the table."""
-    per_stage = manager.dp_world_size * manager.domain_world_size
+    per_stage = manager.replicas
     for start in range(0, manager.world_size, per_stage):
         if table[start][0] == REPLICATED:
             yield list(range(start, start + per_stage))
@@ -228,7 +230,9 @@ def all_gather_ints(values: list[int]) -> list[list[int]]:
 
 def replica_name(rank: int, manager: DomainParallelManager) -> str:
     """Return the name of a rank with its coordinates in the mesh."""
-    return rank_name(rank, manager.dp_world_size, manager.domain_world_size)
+    return rank_name(
+        rank, manager.dp_world_size, manager.domain_world_size, manager.ensemble_parallel_size
+    )
 
 
 def step_phrase(step: int) -> str:

@@ -23,7 +23,7 @@ from credit_dp.data.store import Store
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import run_on_rank_0
 from credit_dp.distributed.mesh import build_manager, rank_device
-from credit_dp.distributed.report import rank_name
+from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
@@ -123,7 +123,7 @@ def explain_out_of_memory(config: Config, ranks: RankInfo) -> Iterator[None]:
 
 def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
     """Return the line: which rank, how much memory was in use, and which keys to change."""
-    rank = rank_name(ranks.rank, config.parallel.data or 1, config.parallel.domain)
+    rank = mesh_rank_name(ranks.rank, config.parallel)
     used = error.partition(". ")[0]
     if torch.cuda.is_available():
         total = torch.cuda.mem_get_info()[1]

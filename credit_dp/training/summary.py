@@ -12,7 +12,7 @@ from typing import final
 from rich.filesize import decimal
 from torch import Tensor
 
-from credit_dp.config import Config, microbatches_per_step
+from credit_dp.config import Config, members_per_rank, microbatches_per_step
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
@@ -22,6 +22,7 @@ from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import whole_call_lines
 from credit_dp.training.build import Training
+from credit_dp.training.loss import members_sent
 from credit_dp.training.replicas import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class RunEstimate:
         memory: bytes of this rank at once, by item.
         messages: number of messages with rows that this rank sends in a step.
         sent_bytes: of these messages.
+        members_bytes: of members that this rank sends for the loss in a step, there and back.
         reduced_bytes: of gradients that this rank adds up with other ranks in a step.
         checkpoint_bytes: of one checkpoint, of all ranks together.
     """
@@ -43,6 +45,7 @@ class RunEstimate:
     memory: dict[str, int]
     messages: int
     sent_bytes: int
+    members_bytes: int
     reduced_bytes: int
     checkpoint_bytes: int
 
@@ -70,8 +73,7 @@ def estimate_run(
     checkpoint_bytes = sum(p.nbytes for p in state.parameters.values())
     checkpoint_bytes += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
     if manager.pipeline_parallel_size > 1:
-        ranks_per_stage = manager.domain_world_size * manager.dp_world_size
-        checkpoint_bytes = sum(all_gather_object(checkpoint_bytes)) // ranks_per_stage
+        checkpoint_bytes = sum(all_gather_object(checkpoint_bytes)) // manager.replicas
     step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None
     messages = sent_bytes = 0
     if step is not None:
@@ -83,8 +85,27 @@ def estimate_run(
         totals = [t[manager.domain_rank] for t in (*step.forward.values(), *step.backward.values())]
         messages = passes * sum(total.messages for total in totals)
         sent_bytes = passes * sum(total.bytes for total in totals)
-    reduced_bytes = trained_bytes if manager.domain_world_size * manager.dp_world_size > 1 else 0
-    return RunEstimate(memory, messages, sent_bytes, reduced_bytes, checkpoint_bytes)
+    reduced_bytes = trained_bytes if manager.replicas > 1 else 0
+    traded = members_bytes(config, prepared, training, manager)
+    return RunEstimate(memory, messages, sent_bytes, traded, reduced_bytes, checkpoint_bytes)
+
+
+def members_bytes(
+    config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
+) -> int:
+    """Return the bytes that this rank sends for the loss to ranks with other members, in a step."""
+    if manager.pipeline_rank < manager.pipeline_parallel_size - 1:
+        return 0  # the last stage has the loss
+    rows, store = training.rows, prepared.store
+    values = members_sent(
+        config.data.batch_size // manager.dp_world_size,
+        config.trainer.members,
+        store.channels.num_outputs,
+        (rows.stop - rows.start) * store.grid[1],
+        manager.ensemble_rank,
+        manager.ensemble_parallel_size,
+    )
+    return values * config.trainer.longest_rollout * training.like.element_size()
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -102,7 +123,7 @@ def dry_run_step(
         return None
     store = prepared.store
     samples = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
-    samples *= config.trainer.members
+    samples *= members_per_rank(config)
     inputs = store.channels.fields(config.model.frames, config.model.denoises).inputs
     (model,) = training.trainer.state.parts
     try:
@@ -169,6 +190,7 @@ def mesh_line(manager: DomainParallelManager, rows: int) -> str:
     axes = {
         "pipeline": manager.pipeline_parallel_size,
         "data": manager.data_parallel_size,
+        "ensemble": manager.ensemble_parallel_size,
         "domain": manager.domain_parallel_size,
     }
     mesh = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
@@ -199,6 +221,8 @@ def batch_line(config: Config, manager: DomainParallelManager) -> str:
     microbatches = f", in {n_microbatches} micro-batches" if n_microbatches > 1 else ""
     members = config.trainer.members
     each = f", {members} members of each" if members > 1 else ""
+    if manager.ensemble_parallel_size > 1:
+        each += f", {members_per_rank(config)} of them on each ensemble rank"
     return f"{batch} samples{on_each_rank}{each}{microbatches}"
 
 
@@ -224,10 +248,12 @@ def steps_per_epoch(config: Config, training: Training) -> int:
 
 
 def sent_line(estimate: RunEstimate) -> str:
-    """Return the rows and gradients that rank 0 sends in a step; empty for a single rank."""
+    """Return what rank 0 sends in a step: rows, members, gradients; empty for a single rank."""
     parts = []
     if estimate.messages:
         parts.append(f"{decimal(estimate.sent_bytes)} of rows in {estimate.messages} messages")
+    if estimate.members_bytes:
+        parts.append(f"{decimal(estimate.members_bytes)} of members")
     if estimate.reduced_bytes:
         parts.append(f"{decimal(estimate.reduced_bytes)} of gradients reduced")
     return f"{', '.join(parts)}, by each rank in a step" if parts else ""

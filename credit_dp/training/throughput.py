@@ -1,4 +1,4 @@
-"""Measures training steps: time, memory, and the bytes and messages sent between bands."""
+"""Measures training steps: time, memory, and the bytes and messages sent between ranks."""
 
 import resource
 import sys
@@ -55,18 +55,19 @@ class ThroughputMeter:
 
         `seconds`: of a step, on the slowest rank. `wait_seconds`: for data, on the rank that waited
         longest. `samples_per_second`: of the global batch. `sent_bytes`, `sent_messages`: rows and
-        tokens sent between the bands of all globes, as `credit-dp plan` counts them; reductions and
-        messages between replicas or stages are not included. `peak_memory_bytes`: since the process
+        tokens sent between the bands of all globes, and members between ranks that share them, as
+        `credit-dp plan` counts them; reductions and messages between replicas or stages are not
+        included. `peak_memory_bytes`: since the process
         started, on the rank with the most.
         """
-        traffic = self.manager.transport.traffic
+        sent_bytes, sent_messages = self._sent()
         steps = max(self._steps, 1)
         own = (
             self._waited / steps,
             self.clock() - self._start,
             peak_memory(self._device),
-            traffic.bytes - self._bytes,
-            traffic.messages - self._messages,
+            sent_bytes - self._bytes,
+            sent_messages - self._messages,
         )
         found = self._gather(torch.tensor(own, dtype=torch.float64))
         waited, seconds, memory = found[:, :3].amax(0).tolist()
@@ -82,10 +83,15 @@ class ThroughputMeter:
         }
 
     def _reset(self) -> None:
-        traffic = self.manager.transport.traffic
         self._start = self.clock()
         self._steps, self._samples, self._waited = 0, 0, 0.0
-        self._bytes, self._messages = traffic.bytes, traffic.messages
+        self._bytes, self._messages = self._sent()
+
+    def _sent(self) -> tuple[int, int]:
+        """Return the bytes and messages that this rank has sent so far."""
+        manager = self.manager
+        traffic = [manager.transport.traffic, manager.ensemble_transport.traffic]
+        return sum(t.bytes for t in traffic), sum(t.messages for t in traffic)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return the numbers of all ranks: `(ranks, numbers)`."""

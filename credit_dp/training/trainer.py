@@ -78,6 +78,12 @@ class StepRecord:
         return {**{name: x for name, x in named.items() if x is not None}, **self.extra}
 
 
+def own_members(members: int, manager: DomainParallelManager) -> range:
+    """Return the numbers of the members that this rank computes, of `members` of each sample."""
+    count = members // manager.ensemble_parallel_size
+    return range(manager.ensemble_rank * count, (manager.ensemble_rank + 1) * count)
+
+
 @final
 class Trainer:
     """Takes optimizer steps on batches of the rank's own rows.
@@ -148,8 +154,9 @@ class Trainer:
         # 1. Seed, forward and backward: `.grad` holds the gradient of the global batch.
         share = self.compute_gradients(batch)
 
-        # 2. Clip. The norm is the same on every rank: gradients are summed over bands and averaged
-        #    over the data axis; stages and FSDP shards add up their squares (all-reduce).
+        # 2. Clip. The norm is the same on every rank: gradients are summed over bands and members
+        #    and averaged over the data axis; stages and FSDP shards add up their squares
+        #    (all-reduce).
         parameters = state.trainable_parameters.values()
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
@@ -195,31 +202,32 @@ class Trainer:
             begin: called before each forward pass of a part of the model, too.
         """
         state, manager = self.state, self.manager
-        # Stages draw different numbers, too; the first band of the first stage draws those of a
-        # run on one process.
-        model_rank = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
+        # Stages draw different numbers, too; the first band of the first stage, with the first
+        # members, draws those of a run on one process.
+        stage_and_members = (
+            manager.pipeline_rank * manager.ensemble_parallel_size + manager.ensemble_rank
+        )
+        model_rank = stage_and_members * manager.domain_parallel_size + manager.domain_rank
         seed_step(state.seed, state.step, manager.dp_rank, model_rank)
         state.optimizer.zero_grad(set_to_none=True)
         samples = self.sample_indices(batch)
-        members, denoising = self.config.members, self.denoising
+        members, denoising = own_members(self.config.members, manager), self.denoising
         if denoising is not None:
             batch = denoising(batch, state.step, [i for of_micro in samples for i in of_micro])
 
         def prepare(part: nn.Module, micro: int, forecast_step: int) -> None:
             # Per sample and member, not per rank: all bands drop the same branches, and have the
             # same noise.
-            of_micro = samples[micro]
-            rows = range(of_micro.start * members, of_micro.stop * members)
-            draw_stochastic_depths(part, state.seed, state.step, rows)
+            rows = [(sample, member) for sample in samples[micro] for member in members]
+            numbers = [sample * self.config.members + member for sample, member in rows]
+            draw_stochastic_depths(part, state.seed, state.step, numbers)
             keys = [
-                (state.seed, state.step, sample, forecast_step, member)
-                for sample in of_micro
-                for member in range(members)
+                (state.seed, state.step, sample, forecast_step, member) for sample, member in rows
             ]
             if denoising is None:
                 draw_noise(part, keys)
             else:
-                set_level(part, denoising.levels(state.step, of_micro))
+                set_level(part, denoising.levels(state.step, samples[micro]))
             if begin is not None:
                 begin(part, micro, forecast_step)
 
@@ -265,6 +273,7 @@ class Trainer:
         Of the pipeline's ranks only those of the last stage have a share that is not zero.
         """
         total = sum_over_ranks(share, self.manager)
+        total = self.manager.ensemble_transport.all_reduce(total)
         if self.manager.pipeline_parallel_size > 1:
             dist.all_reduce(total, group=self.manager.pipeline_group)
         return total

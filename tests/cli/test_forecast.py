@@ -230,6 +230,9 @@ def test_members_of_an_ensemble_need_no_perturbation(run, tmp_path, monkeypatch)
     # The loss of other runs is left out; members are refused without theirs.
     assert (config.request.members, config.loss.name, config.trainer.members) == (4, "crps", 3)
     assert "Set perturb, too" in refused(monkeypatch, f"checkpoint={run}", *words)
+    # They are spread like forecasts of several times, so that the members of a mesh would repeat.
+    words = [f"checkpoint={ensemble}", *words, "parallel.ensemble=3"]
+    assert "Use parallel.data instead" in refused(monkeypatch, *words)
 
 
 @pytest.mark.slow

@@ -129,11 +129,17 @@ def test_two_ranks_agree_with_the_known_answers() -> None:
 def test_all_axes_of_a_mesh_agree_with_the_known_answers() -> None:
     lines = on_processes(4, axes, domain=1, pipeline=2)
     assert lines == [(0.0, 0.0)] * 4
+    errors = on_processes(4, members_error, domain=2, ensemble=2)
+    assert errors == [0.0] * 4
 
 
 def axes(manager: DomainParallelManager) -> tuple[float, float]:
     cpu = torch.device("cpu")
     return sharding_checks.data_error(manager, cpu), sharding_checks.pipeline_error(manager, cpu)
+
+
+def members_error(manager: DomainParallelManager) -> float:
+    return sharding_checks.members_error(manager, torch.device("cpu"))
 
 
 def test_a_wrong_answer_fails(

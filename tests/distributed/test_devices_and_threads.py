@@ -14,6 +14,7 @@ from credit_dp.config import ParallelConfig
 from credit_dp.config.training import TrainerConfig
 from credit_dp.distributed import RankInfo, placement, worker
 from credit_dp.distributed.launcher import Launcher
+from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.worker import set_precision
 from credit_dp.errors import UserError
 from credit_dp.training.summary import gpu_precision
@@ -94,6 +95,28 @@ def test_what_does_not_fit(
     config.device = device
     with pytest.raises(UserError, match=line):
         placement.resolve_ranks(config, launcher)
+
+
+def test_ranks_that_share_members_count() -> None:
+    config = small_config("", 2)
+    config.device, config.parallel.ensemble = "cpu", 3
+    config.trainer.members, config.loss.name, config.model.noise = 3, "crps", 4
+    assert placement.resolve_ranks(config, None).parallel.data == 1
+    assert placement.ranks_per_model(config.parallel) == 6
+    assert placement.resolve_ranks(config, under(12)).parallel.data == 2
+    line = (
+        r"x parallel\.ensemble=3 x parallel\.domain=2 needs a multiple of 6\. Start 6 or 12 ranks"
+    )
+    with pytest.raises(UserError, match=line):
+        placement.resolve_ranks(config, under(8))
+    assert (
+        mesh_rank_name(10, config.parallel) == "rank 10 (pipeline 1, data 0, ensemble 2, domain 0)"
+    )
+    config.parallel.data = 2
+    assert (
+        mesh_rank_name(10, config.parallel) == "rank 10 (pipeline 0, data 1, ensemble 2, domain 0)"
+    )
+    assert placement.mesh_text(config.parallel) == "pipeline 1 x data 2 x ensemble 3 x domain 2"
 
 
 @pytest.mark.parametrize(

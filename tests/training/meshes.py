@@ -43,14 +43,16 @@ class Mesh(NamedTuple):
     domain: int
     mode: str = "ddp"
     schedule: str = "1f1b"
+    ensemble: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.pipeline * self.data * self.domain
+        return self.pipeline * self.data * self.ensemble * self.domain
 
     def __str__(self) -> str:
         schedule = f"-{self.schedule}" if self.pipeline > 1 else ""
-        return f"{self.pipeline}x{self.data}x{self.domain}-{self.mode}{schedule}"
+        members = f"x{self.ensemble}" if self.ensemble > 1 else ""
+        return f"{self.pipeline}x{self.data}{members}x{self.domain}-{self.mode}{schedule}"
 
 
 ONE = Mesh(1, 1, 1)
@@ -64,6 +66,7 @@ def on_mesh(config: Config, mesh: Mesh) -> Config:
         domain=mesh.domain,
         data_mode=mesh.mode,
         schedule=mesh.schedule,
+        ensemble=mesh.ensemble,
     )
     return replace(config, parallel=parallel)
 
@@ -73,7 +76,8 @@ def run_on_mesh(mesh: Mesh, fn: Any, config: Config, *args: Any) -> Trajectory:
     config = on_mesh(config, mesh)
     if mesh.ranks == 1:
         return fn(alone(), config, *args)
-    found = on_processes(mesh.ranks, fn, config, *args, domain=mesh.domain, pipeline=mesh.pipeline)
+    axes = {"domain": mesh.domain, "pipeline": mesh.pipeline, "ensemble": mesh.ensemble}
+    found = on_processes(mesh.ranks, fn, config, *args, **axes)
     weights: Weights = {}
     for numbers, part in found:
         assert numbers == found[0][0]

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, StandardLossConfig
-from credit_dp.costs.budget import model_and_shape
+from credit_dp.costs.budget import model_and_shape, plan_step
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
@@ -18,9 +18,9 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.training.build import Training
-from credit_dp.training.loss import almost_fair_crps, channel_weights
+from credit_dp.training.loss import almost_fair_crps, channel_weights, members_sent
 from credit_dp.training.monitoring import Validation
-from credit_dp.training.summary import batch_line
+from credit_dp.training.summary import batch_line, members_bytes
 from tests.ranks import on_processes
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
@@ -43,7 +43,7 @@ from tests.training.runs import (
     tiny_unet,
 )
 
-ROWS, MEMBERS, NOISE = 13, 3, 5  # rows: no multiple of 2 or 3
+ROWS, MEMBERS, NOISE = 13, 4, 5  # rows: no multiple of 2 or 3
 CRPS = StandardLossConfig(name="crps", alpha=0.9, level_weight=True, spectrum=0.1)
 MODELS = {
     "unet": tiny_unet(noise=NOISE),
@@ -61,7 +61,7 @@ def store(tmp_path_factory):
 
 def of_members(config: Config, model: str = "unet", **trainer: Any) -> Config:
     """Return a run of ensembles of this model."""
-    keys = {"steps": 5, "members": MEMBERS, **trainer}
+    keys = {"steps": 10, "members": MEMBERS, **trainer}
     trainer_config = replace(config.trainer, **keys)
     return replace(config, model=MODELS[model], loss=CRPS, trainer=trainer_config)
 
@@ -200,7 +200,7 @@ def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def reference(store):
-    """Five steps of each model on one process, and their trajectory."""
+    """Ten steps of each model on one process, and their trajectory."""
     made: dict[str, Any] = {}
 
     def get(model: str) -> Any:
@@ -215,8 +215,16 @@ def reference(store):
     return get
 
 
-FAST = [("unet", Mesh(1, 1, 2))]
-SLOW = [  # each model, each mode, and 2, 3 and 4 bands
+FAST = [("unet", Mesh(1, 1, 2)), ("unet", Mesh(1, 1, 1, ensemble=2))]
+SLOW = [  # each model, each mode, and 2, 3 and 4 bands; members on 2 and 4 ranks
+    ("unet", Mesh(1, 1, 1, ensemble=4)),
+    ("unet", Mesh(1, 1, 2, ensemble=2)),
+    ("unet", Mesh(1, 2, 1, "fsdp2", ensemble=2)),
+    ("depthwise", Mesh(1, 2, 1, ensemble=2)),
+    ("depth", Mesh(1, 1, 2, "fsdp2", ensemble=2)),
+    ("crossformer", Mesh(1, 1, 1, "fsdp2", ensemble=2)),
+    ("pangu", Mesh(2, 1, 1, ensemble=2)),
+    ("pangu", Mesh(2, 1, 1, "fsdp2", ensemble=2)),
     ("unet", Mesh(1, 2, 1)),
     ("unet", Mesh(1, 1, 4)),
     ("depthwise", Mesh(1, 1, 3)),
@@ -259,6 +267,55 @@ def test_resuming_changes_no_bit(store, tmp_path):
     again_numbers, again = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
     assert again_numbers == numbers[HALF_WAY:]
     assert all(np.array_equal(again[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_numbers_of_ranks_for_its_members(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"), steps=4)
+    shared = Mesh(1, 1, 1, ensemble=2)
+    wanted = run_on_mesh(shared, train_from_start, config, tmp_path)
+    numbers, trained = run_on_mesh(shared, train_from_checkpoint, config, tmp_path)
+    assert numbers == wanted[0][HALF_WAY:]
+    assert all(np.array_equal(trained[name], weight) for name, weight in wanted[1].items())
+    for mesh in (ONE, Mesh(1, 1, 1, "fsdp2", ensemble=4)):
+        found = run_on_mesh(mesh, train_from_checkpoint, config, tmp_path)
+        assert_same_trajectory(found, (wanted[0][HALF_WAY:], wanted[1]))
+
+
+def exchange_of_first_batch(manager: DomainParallelManager, config: Config) -> tuple[int, int]:
+    """Return the messages and bytes with members that this rank sends for the first batch."""
+    training = built(config, manager)
+    traffic = manager.ensemble_transport.traffic
+    before = traffic.messages, traffic.bytes
+    training.trainer.state.train()
+    with training.loader:
+        training.trainer.compute_gradients(next(training.loader))
+    estimated = members_bytes(config, prepare_training_data(config.data), training, manager)
+    assert traffic.bytes - before[1] == estimated
+    return traffic.messages - before[0], traffic.bytes - before[1]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_send_each_others_channels_once_there_and_back(store, tmp_path, ranks):
+    steps, samples = 2, 4
+    config = make_config(store, tmp_path / "run")
+    config = of_members(config, accumulate=2, rollout={0: steps})
+    channels = prepare_training_data(config.data).store.channels.num_outputs
+    rows, columns = prepare_training_data(config.data).store.grid
+    config = on_mesh(config, Mesh(1, 1, 1, ensemble=ranks))
+    found = on_processes(ranks, exchange_of_first_batch, config, domain=1, ensemble=ranks)
+    passes = steps * 2  # two micro-batches
+    share = [len(part) for part in np.array_split(range(channels), ranks)]
+    for rank, (messages, size) in enumerate(found):
+        own = MEMBERS // ranks
+        values = own * (channels - share[rank]) + (MEMBERS - own) * share[rank]
+        assert messages == 2 * passes * (ranks - 1)
+        assert size == 8 * steps * samples * rows * columns * values
+        sent = members_sent(samples, MEMBERS, channels, rows * columns, rank, ranks)
+        assert size == 8 * steps * sent
+    # Of all members of all points each rank had its own before.
+    everything = 8 * steps * samples * rows * columns * channels * MEMBERS
+    assert sum(size for _, size in found) == 2 * everything * (ranks - 1) // ranks
 
 
 def output(training: Training, batch: Any) -> torch.Tensor:
@@ -316,7 +373,10 @@ def test_ensembles_have_their_scores(store, tmp_path):
     ratio = validation["validation_spread_skill"]
     assert 0 < ratio < 1
     assert 0 < validation["validation_crps"] < validation["validation_rmse"]
-    for found in on_processes(2, scores, on_mesh(config, Mesh(1, 1, 2)), domain=2):
+    bands = on_processes(2, scores, on_mesh(config, Mesh(1, 1, 2)), domain=2)
+    members = Mesh(1, 1, 1, ensemble=2)
+    shares = on_processes(2, scores, on_mesh(config, members), domain=1, ensemble=2)
+    for found in (*bands, *shares):
         assert found[0] == pytest.approx(validation, rel=1e-10)
         for name, values in final.items():
             assert np.array(found[1][name]) == pytest.approx(np.array(values), rel=1e-10, abs=1e-12)
@@ -349,6 +409,20 @@ def test_forecasts_without_noise_have_no_members(store, tmp_path):
     assert (len(training.ensemble.members), training.trainer.forward_backward.members) == (4, 3)
 
 
+def test_ranks_of_an_ensemble_divide_its_members(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"))
+    line = r"^parallel\.ensemble: 3 ranks need trainer\.members to be a multiple of 3, got 4\. Ch"
+    with pytest.raises(UserError, match=line):
+        on_mesh(config, Mesh(1, 1, 1, ensemble=3))
+    plain = make_config(store, tmp_path / "run")
+    with pytest.raises(UserError, match=r"a multiple of 2 and loss=crps, got 1\."):
+        on_mesh(plain, Mesh(1, 1, 1, ensemble=2))
+    with pytest.raises(
+        UserError, match=r"^trainer\.evaluate_members: the 2 ranks of .* got 3\. Ch"
+    ):
+        on_mesh(of_members(config, evaluate_members=3), Mesh(1, 1, 1, ensemble=2))
+
+
 def test_blocks_with_draws_are_not_compiled_and_recomputed(store, tmp_path):
     config = make_config(store, tmp_path / "run")
     assert replace(of_members(config, "unet"), compile=True).compile
@@ -358,13 +432,29 @@ def test_blocks_with_draws_are_not_compiled_and_recomputed(store, tmp_path):
 
 def test_a_run_says_how_many_members_it_has(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
-    assert batch_line(config, alone()) == "4 samples, 3 members of each"
+    assert batch_line(config, alone()) == "4 samples, 4 members of each"
 
 
 def test_a_plan_counts_members_as_samples(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
     config = replace(config, data=replace(config.data, grid="33x16"))
     assert model_and_shape(config, 2)[1][0] == 2 * MEMBERS
+
+
+def test_a_plan_knows_the_ranks_that_share_members(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"), accumulate=2)
+    config = replace(config, data=replace(config.data, grid=f"{ROWS}x16"))
+    (alone_budget,) = plan_step(config).budgets
+    config = on_mesh(config, Mesh(1, 1, 1, ensemble=2))
+    plan = plan_step(config)
+    budget, sharded = plan.budgets
+    assert plan.report.input_shapes[0][0] == 2 * MEMBERS // 2
+    assert budget.held["activations"] < 0.6 * alone_budget.held["activations"]
+    assert budget.sent["gradients"] == budget.held["gradients"]  # a ring of two ranks
+    assert sharded.held["weights"] < 0.6 * budget.held["weights"]
+    channels = prepare_training_data(config.data).store.channels.num_outputs
+    assert budget.sent["members"] == 8 * members_sent(4, MEMBERS, channels, ROWS * 16, 0, 2)
+    assert "members" not in alone_budget.sent
 
 
 @pytest.mark.parametrize(

@@ -403,10 +403,10 @@ def test_forecasts_without_noise_have_no_members(store, tmp_path):
     config = make_config(store, tmp_path / "run")
     with pytest.raises(UserError, match=r"^trainer\.evaluate_members: 3 forecasts of model=unet "):
         replace(config, trainer=replace(config.trainer, evaluate_members=3))
-    config = of_members(config, evaluate_members=4)
+    config = of_members(config, evaluate_members=6)
     training = built(config, alone())
     training.loader.close()
-    assert (len(training.ensemble.members), training.trainer.forward_backward.members) == (4, 3)
+    assert (len(training.ensemble.members), training.trainer.forward_backward.members) == (6, 4)
 
 
 def test_ranks_of_an_ensemble_divide_its_members(store, tmp_path):

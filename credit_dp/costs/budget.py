@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -26,6 +27,7 @@ from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models import build_model
+from credit_dp.models.initial_weights import build_on_meta
 from credit_dp.pipeline_parallel.pipeline import (
     count_gathers,
     peak_saved_bytes,
@@ -90,12 +92,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     """
     grid = expected_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
-    try:
-        with torch.device("meta"):
-            model = build_model(config.model, fields, grid)
-    except (NotImplementedError, RuntimeError):
-        # Some models read values of tensors while they are built, which meta tensors don't have.
-        model = build_model(config.model, fields, grid)
+    model = build_on_meta(partial(build_model, config.model, fields, grid))
     check_parameter_patterns(model, config)
     model = model.to(getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * members_per_rank(config)

@@ -2,10 +2,12 @@
 
 `build_training` is the entry. The model goes through `build_model_parts`, in this order:
 
-1. Build the complete model on every rank from the same seed, and freeze parameters.
+1. Build the complete model on every rank from the same seed, and freeze parameters. If FSDP2 is to
+   shard the parameters, they stay without data for now.
 2. Convert its layers to work on this rank's band of rows (`shard_model`); with a pipeline, also cut
    it into stages.
-3. Move it to the device, and shard its parameters with FSDP2 if the config says so.
+3. Move it to the device, and shard its parameters with FSDP2 if the config says so. Each rank then
+   computes its shards of the initial weights.
 4. Checkpoint the activations of its blocks, enable autocast and compile.
 
 DDP and checkpointing of whole steps wrap the model only where gradients are computed
@@ -19,7 +21,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -56,6 +58,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
 from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
+from credit_dp.models.initial_weights import InitialWeights, build_without_weights
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
@@ -81,7 +84,7 @@ from credit_dp.training.optim import (
     learning_rate_factors,
     state_layout,
 )
-from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
+from credit_dp.training.parameter_shards import fill_shards, fsdp_mesh, shard_parameters
 from credit_dp.training.shared_reading import build_chunk_exchange
 from credit_dp.training.state import named_parameters, trainable_saved_parameters
 from credit_dp.training.trainer import LossNames, Trainer, own_members
@@ -309,17 +312,18 @@ def build_network(
     """
     store = prepared.store
     parallel = config.parallel
+    mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
+    fields = store.channels.fields(config.model.frames, config.model.denoises)
+    build = partial(build_model, config.model, fields, store.grid)
     # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
-    fields = store.channels.fields(config.model.frames, config.model.denoises)
-    model = build_model(config.model, fields, store.grid)
+    model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
     check_parameter_patterns(model, config)
     freeze(model, config.trainer.freeze)
-    mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch * members_per_rank(config), fields.inputs, *store.grid)
     if parallel.pipeline > 1:
@@ -329,7 +333,7 @@ def build_network(
         model = model.to(like.dtype)
         stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
-            _move_and_shard(stage.module, mesh, parallel, like)
+            _move_and_shard(stage.module, mesh, parallel, like, weights)
             _enable_configured_autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
@@ -338,7 +342,7 @@ def build_network(
         model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
     )
     _set_loss_factor(model, manager)
-    _move_and_shard(model, mesh, parallel, like)
+    _move_and_shard(model, mesh, parallel, like, weights)
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
@@ -396,14 +400,40 @@ def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
         view.loss_factor = manager.ranks_per_sample
 
 
+def _build_for_shards(
+    build: Callable[[], nn.Module], seed: int
+) -> tuple[nn.Module, InitialWeights | None]:
+    """Build a model of which a rank is going to hold shards, as far as possible without weights."""
+    try:
+        return build_without_weights(build)
+    except Exception as error:  # noqa: BLE001 - of code that is carried out again
+        torch.manual_seed(seed)
+        model = build()
+        logger.warning(
+            "parallel.data_mode: each rank builds the complete model before it keeps its shards, "
+            "as initial weights can't be computed one by one (%s)",
+            " ".join(str(error).split()),
+        )
+        return model, None
+
+
 def _move_and_shard(
-    part: nn.Module, mesh: DeviceMesh | None, parallel: ParallelConfig, like: Tensor
+    part: nn.Module,
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig,
+    like: Tensor,
+    weights: InitialWeights | None,
 ) -> None:
-    """Move a part to its device, and shard its parameters over the `mesh`, if there is one."""
+    """Move a part to its device, and shard its parameters over the `mesh`, if there is one.
+
+    Parameters on the meta device get shards of these weights.
+    """
     if mesh is None or not parallel.cpu_offload:  # offloaded parameters stay in the host's memory
-        part.to(like.device)
+        part._apply(lambda x: x if x.is_meta else x.to(like.device))  # type: ignore[no-untyped-call]
     if mesh is not None:
         shard_parameters(part, mesh, parallel, like.dtype)
+    if weights is not None:
+        fill_shards(part, weights, torch.device("cpu") if parallel.cpu_offload else like.device)
 
 
 def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Shards parameters with FSDP2 over ranks that hold the same stage: all of its replicas.
 
-`shard_parameters` is called on the converted model. Each block of a segmented model is one FSDP
-unit, which is gathered while it computes; the rest of the model is another one.
+`shard_parameters` is called on the converted model, whose parameters may be on the meta device.
+Each block of a segmented model is one FSDP unit, which is gathered while it computes; the rest of
+the model is another one. `fill_shards` then gives the shards their initial values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
+from credit_dp.models.initial_weights import InitialWeights
 from credit_dp.models.segments import SegmentedModel
 
 # Torch's FSDP modules take a second to import: only runs with fsdp2 import them.
@@ -84,6 +86,29 @@ def shard_parameters(
     for block in fsdp_blocks(part):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(part, mesh=mesh, mp_policy=root_policy, offload_policy=offload)
+
+
+@torch.no_grad()
+def fill_shards(part: nn.Module, weights: InitialWeights, device: torch.device) -> None:
+    """Give the shards on the meta device their memory and initial values, in place.
+
+    One parameter at a time is held complete, in the host's memory.
+
+    Args:
+        part: see `shard_parameters`, after which this is called.
+        weights: of the complete model.
+        device: of the shards.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    part._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # type: ignore[no-untyped-call]
+    for name, parameter in part.named_parameters():
+        if name in weights and is_dtensor(parameter):
+            shape, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            own = (slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+            parameter.to_local().copy_(weights.value(name)[*own])
 
 
 def fsdp_blocks(part: nn.Module) -> list[nn.Module]:

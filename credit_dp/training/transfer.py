@@ -10,6 +10,7 @@ of each tensor that depend on the channels, `match_tensor` compares them with th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -29,6 +30,7 @@ from credit_dp.distributed.collectives import (
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
+from credit_dp.models.initial_weights import build_on_meta
 from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint import (
     check_model_shapes,
@@ -283,13 +285,9 @@ def fields_with_one_more(fields: Fields) -> list[tuple[Fields, Mapping[str, int]
 def state_dict_shapes(
     config: ModelConfig, fields: Fields, grid: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's saved tensors, without allocating them if possible."""
+    """Return the shapes of a model's saved tensors, without allocating them."""
     with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                model: nn.Module = build_model(config, fields, grid)
-        except (NotImplementedError, RuntimeError):  # it needs values of tensors while it is built
-            model = build_model(config, fields, grid)
+        model = build_on_meta(partial(build_model, config, fields, grid))
     saved: dict[str, Any] = model.state_dict()
     return {name: tuple(x.shape) for name, x in saved.items() if isinstance(x, torch.Tensor)}
 

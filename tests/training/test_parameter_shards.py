@@ -1,6 +1,6 @@
 """FSDP2: the size of its shards, its precision, and the models that it refuses."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +8,47 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from credit_dp.config import Config, ParallelConfig
+from credit_dp.config import Config, OwnModelConfig, ParallelConfig, UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
 from credit_dp.models.segments import Segment, SegmentedModel
+from credit_dp.training import build
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters, shards_of
 from credit_dp.training.replicas import check_replicas
+from tests.data import stores
 from tests.ranks import RankError, on_processes
 from tests.training.meshes import (
     CLIP,
+    MODELS,
     ONE,
     Mesh,
+    Trajectory,
     assert_same_trajectory,
+    full_arrays,
     record_trajectory,
     run_on_mesh,
     train_from_checkpoint,
     train_from_start,
 )
-from tests.training.runs import built, make_config, make_store, tiny_unet, train_on
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_unet,
+    train_on,
+)
 
 FSDP = Mesh(1, 2, 1, "fsdp2")
+LONG = ["2000-01-01", "2000-01-17"]  # has samples for 64 ranks
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +280,133 @@ def shard_tied(manager: DomainParallelManager) -> None:
 def test_parameters_of_several_blocks_are_refused():
     with pytest.raises(RankError, match=r"can't shard second\.weight, which first has too"):
         on_processes(2, shard_tied, domain=1)
+
+
+@dataclass
+class CuriousConfig(OwnModelConfig):
+    """A model whose constructor reads weights, and draws by what it has read."""
+
+    name: str = "curious"
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
+        first, last = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Conv2d(8, out_channels, 1)
+        nn.init.orthogonal_(first.weight)
+        nn.init.trunc_normal_(last.weight, std=0.5, a=-0.5, b=0.5)  # which draws until all fit
+        if first.weight.max() > last.weight.max():
+            last.bias = nn.Parameter(0.1 * torch.randn(out_channels))
+        with torch.no_grad():
+            first.bias.copy_(torch.from_numpy(first.weight.detach().numpy().mean((1, 2, 3))))
+            first.weight[3:].mul_(first.bias.norm())
+        return nn.Sequential(
+            first, nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1)), last
+        )
+
+
+def initial_weights(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Return the weights before the first step, and a number for the state of the random ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("credit_dp.models.initial_weights.KEPT_BYTES", 0)
+        training = built(config, manager)
+    state = training.trainer.state
+    # Frozen or not, each is a parameter on this device, of which the optimizer updates the shards.
+    assert all(not p.is_meta for p in state.parameters.values())
+    return [(float(torch.get_rng_state().double().sum()), 0.0)], full_arrays(state.parameters)
+
+
+MODELS_TO_START = {
+    **{name: MODELS[name] for name in ("unet", "pangu", "crossformer")},
+    "spectral norm": tiny_crossformer(spectral_norm=True),
+    "plug-in": CuriousConfig(),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("pangu", Mesh(1, 1, 2, "fsdp2")),
+        ("plug-in", Mesh(1, 1, 2, "fsdp2")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("unet", Mesh(1, 2, 1, "fsdp2")),
+                ("crossformer", Mesh(1, 1, 3, "fsdp2")),
+                ("spectral norm", Mesh(1, 1, 2, "fsdp2")),
+                ("unet", Mesh(2, 1, 2, "fsdp2")),
+                ("plug-in", Mesh(1, 2, 2, "fsdp2")),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_shards_start_with_the_bits_of_one_process(tmp_path, config, model, mesh):
+    config = replace(config, model=MODELS_TO_START[model])
+    if model != "unet":
+        config = replace(config, data=replace(config.data, store=str(make_store(tmp_path, 33))))
+    numbers, weights = run_on_mesh(mesh, initial_weights, config)
+    wanted_numbers, wanted = initial_weights(alone(), replace(config, parallel=ParallelConfig()))
+    assert numbers == wanted_numbers
+    assert weights.keys() == wanted.keys()
+    for name, weight in weights.items():
+        assert np.array_equal(weight, wanted[name]), name
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu:
+                self._storages[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+        # Not by their sizes when they were made: released memory counts no longer.
+        self._storages = {k: ref for k, ref in self._storages.items() if not ref.expired()}
+        held = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self._storages.values())
+        self.largest = max(self.largest, sum(s.nbytes() for s in held if s is not None))
+        return result
+
+
+def held_while_built(config: Config, mode: str) -> tuple[int, list[int]]:
+    """Return the bytes held at once while the first of 64 ranks starts, and its parameters'."""
+    parallel = ParallelConfig(data=64, data_mode=mode)
+    data = replace(config.data, batch_size=64, dates=replace(config.data.dates, train=LONG))
+    init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("credit_dp.models.initial_weights.KEPT_BYTES", 0)
+            with HeldBytes() as held:
+                training = built(
+                    replace(config, data=data, parallel=parallel), DomainParallelManager(64, 1)
+                )
+        return held.largest, [p.nbytes for p in training.trainer.state.parameters.values()]
+    finally:
+        destroy_process_group()
+
+
+def test_a_rank_starts_without_holding_the_model(tmp_path):
+    path = stores.write(stores.dataset(17, 8, 80), tmp_path / "store.zarr", chunks={"time": 20})
+    model = UNetConfig(channels=[32, 64, 128], blocks=2, groups=4)
+    config = make_config(path, tmp_path, model, dtype="float32")
+    held, sizes = held_while_built(config, "fsdp2")
+    # Its shards, one parameter that is drawn and the one before it, and what is small.
+    assert held < sum(sizes) / 64 + 2.5 * max(sizes) < 0.4 * sum(sizes)
+    assert held_while_built(config, "ddp")[0] > sum(sizes)
+
+
+def test_a_model_that_cannot_be_recorded_is_built_as_usual(monkeypatch, caplog):
+    def fail(build: Any) -> Any:
+        build()  # draws
+        raise RuntimeError("no such operation")
+
+    monkeypatch.setattr(build, "build_without_weights", fail)
+    torch.manual_seed(4)
+    wanted = nn.Linear(3, 3)
+    model, weights = build._build_for_shards(lambda: nn.Linear(3, 3), 4)
+    assert weights is None
+    assert torch.equal(model.weight, wanted.weight)
+    assert "each rank builds the complete model" in caplog.text
+    assert "(no such operation)" in caplog.text

@@ -262,6 +262,17 @@ class RowExchange:
             return x
         return _RowExchangeFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
+    def start(
+        self, x: Tensor, transport: Transport, dim: int = -2
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Return the rows of `apply`, and a function that waits for them; called by all ranks.
+
+        Until it has returned, the rows are not filled.
+        """
+        waits: list[Callable[[], None]] = []
+        rows: Tensor = _RowExchangeFunction.apply(x, self, transport, dim, waits)  # type: ignore[no-untyped-call]
+        return rows, waits[0]
+
     def add_to_owners(self, x: Tensor, transport: Transport, dim: int = -2) -> Tensor:
         """Return this rank's band of rows that all ranks have parts of; the adjoint of `apply`.
 
@@ -326,19 +337,34 @@ class _RowExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, exchange: RowExchange, transport: Transport, dim: int
+        ctx: Any,
+        x: Tensor,
+        exchange: RowExchange,
+        transport: Transport,
+        dim: int,
+        waits: list[Callable[[], None]] | None = None,
     ) -> Tensor:
         ctx.exchange = exchange
         ctx.transport = transport
         ctx.dim = dim
-        return start_fetching(x, exchange, transport, dim)()
+        rows, wait = _start_rows(x, exchange, transport, dim)
+        if waits is None:
+            wait()
+        else:
+            waits.append(wait)
+            ctx.set_materialize_grads(False)  # their only reader may return them by itself
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         arguments = (grad, ctx.exchange, ctx.transport, ctx.dim)
-        if torch.is_grad_enabled():  # a gradient of the gradient will be taken
-            return _ReturnGradientsFunction.apply(*arguments), None, None, None  # type: ignore[no-untyped-call]
-        return return_gradients(*arguments), None, None, None
+        if grad is None:
+            grad_x = None
+        elif torch.is_grad_enabled():  # a gradient of the gradient will be taken
+            grad_x = _ReturnGradientsFunction.apply(*arguments)  # type: ignore[no-untyped-call]
+        else:
+            grad_x = return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim)
+        return grad_x, None, None, None, None
 
 
 class _ReturnGradientsFunction(torch.autograd.Function):
@@ -413,6 +439,19 @@ def start_fetching(
     Whatever is computed before that function is called overlaps with the messages. Not
     differentiable: see `start_returning_gradients`.
     """
+    rows, wait = _start_rows(x, exchange, transport, dim)
+
+    def finish() -> Tensor:
+        wait()
+        return rows
+
+    return finish
+
+
+def _start_rows(
+    x: Tensor, exchange: RowExchange, transport: Transport, dim: int
+) -> tuple[Tensor, Callable[[], None]]:
+    """Do what `start_fetching` does; return the rows, and a function that waits for them."""
     received = {message.peer: _empty_rows(x, dim, message.length) for message in exchange.receives}
     send = [(message.peer, _pack_rows(x, exchange, message, dim)) for message in exchange.sends]
     transport.announce_exchange(exchange, row_bytes(x, dim), backward=False)
@@ -423,13 +462,12 @@ def start_fetching(
         result.narrow(dim, start, length).zero_()
     _copy_rows_from(result, x, exchange, exchange.rank, dim)
 
-    def finish() -> Tensor:
+    def finish() -> None:
         wait()
         for peer, rows in received.items():
             _copy_rows_from(result, rows, exchange, peer, dim)
-        return result
 
-    return finish
+    return result, finish
 
 
 def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, dim: int) -> Tensor:

@@ -4,7 +4,8 @@ Several convolutions may read one tensor, as the branches of a block do. With a 
 exchange (`shared_exchange.py`). In the global view nobody knows which functions will read a tensor:
 there the first convolution leaves the rows that it has fetched in the tensor's `KnownRows`, and the
 next one fetches only what is missing. So each row crosses once, and so does its gradient: autograd
-adds up what all readers return to the exchange that fetched it.
+adds up what all readers return to the exchange that fetched it. That exchange keeps no tensor for
+backward: readers may be in the graphs of several losses, each with a backward pass of its own.
 
 All ranks compute what all ranks have and miss, from the same numbers: so they decide alike whether
 there is an exchange.
@@ -12,7 +13,7 @@ there is an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, final
@@ -55,13 +56,17 @@ class Assembly:
         parts += [x.narrow(dim, 0, 0) for i, x in enumerate(sources) if i not in used]
         return torch.cat(parts, dim)
 
-    def gradients(self, grad: Tensor, sources: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """Return the gradients of the sources: the adjoint of `join`."""
-        totals = [torch.zeros_like(x) for x in sources]
+    def gradients(self, grad: Tensor, lengths: Sequence[int], dim: int) -> list[Tensor]:
+        """Return the gradients of the known rows, of which the band is no part.
+
+        The adjoint of `join`; `lengths` are the numbers of rows of each source but the band.
+        """
+        totals = [empty_rows_like(grad, dim, length).zero_() for length in lengths]
         first = 0
         for source, start, length in self.segments:
-            if source >= 0:
-                totals[source].narrow(dim, start, length).add_(grad.narrow(dim, first, length))
+            if source > 0:
+                total = totals[source - 1].narrow(dim, start, length)
+                total.add_(grad.narrow(dim, first, length))
             first += length
         return totals
 
@@ -120,6 +125,37 @@ def _as_ranges(rows: list[int]) -> tuple[RowRange, ...]:
 
 
 @final
+@dataclass
+class _Readers:
+    """The convolutions that have read the known rows of a field so far."""
+
+    number: int = 0
+
+
+class FoundRows(NamedTuple):
+    """Where the rows that a convolution wants are.
+
+    Attributes:
+        assembly: how they are put together from the band and `rows`.
+        rows: all rows that are known, with their history; the last ones may be on their way.
+        wait: waits for these.
+        is_first: whether this convolution has fetched all its rows, as the first of a field.
+        readers: of these rows, later ones too.
+    """
+
+    assembly: Assembly
+    rows: list[Tensor]
+    wait: Callable[[], None]
+    is_first: bool
+    readers: _Readers
+
+    @property
+    def has_one_reader(self) -> bool:
+        """Whether no other convolution has read rows of the field so far; the same on all ranks."""
+        return self.is_first and self.readers.number == 1
+
+
+@final
 class KnownRows:
     """Rows of other bands that this rank has of one tensor, as convolutions have fetched them.
 
@@ -132,6 +168,7 @@ class KnownRows:
         self._state = self._current_state()
         self._exchanges: list[RowExchange] = []
         self._rows: list[Tensor] = []
+        self._readers = _Readers()
 
     def is_valid(self, dtype: torch.dtype) -> bool:
         """Return whether the rows are still those of the tensor, in at least this precision."""
@@ -155,18 +192,27 @@ class KnownRows:
         return bool(self._rows)
 
     def add(self, exchange: RowExchange, rows: Tensor) -> None:
-        """Add the rows that were fetched in an exchange."""
+        """Add the rows that a convolution has fetched in an exchange."""
         self._exchanges.append(exchange)
         self._rows.append(rows)
+        self._readers.number += 1
 
-    def find(
-        self, wanted: RowExchange, x: Tensor, transport: Transport, dim: int
-    ) -> tuple[Assembly, list[Tensor]]:
-        """Return where wanted rows are among the band and all known rows; fetches missing ones.
+    def find(self, wanted: RowExchange, x: Tensor, transport: Transport, dim: int) -> FoundRows:
+        """Return where wanted rows are among the band and all known rows; starts to fetch others.
 
         A collective if a rank misses any. `x` is the band in the precision of the layer.
         """
+        is_first = not self
         exchange, assembly = _find_rows(wanted, tuple(self._exchanges))
-        if exchange is not None:
-            self.add(exchange, exchange.apply(x, transport, dim))
-        return assembly, [x, *(rows.to(x.dtype) for rows in self._rows)]
+        if exchange is None:
+            self._readers.number += 1
+            wait = do_nothing
+        else:
+            rows, wait = exchange.start(x, transport, dim)
+            self.add(exchange, rows)
+        known = [rows.to(x.dtype) for rows in self._rows]
+        return FoundRows(assembly, known, wait, is_first, self._readers)
+
+
+def do_nothing() -> None:
+    """Wait for nothing."""

@@ -3,8 +3,8 @@
 `checkpoint_modules` makes modules of a model keep only their inputs, and what their layers received
 from other ranks: halos, rows of windows, sums of norms. In the backward pass torch calls the
 forward once more. It finds these messages in the order in which they came, so that computing again
-sends nothing. Backward itself sends what it does anyway: gradients, and the rows of halos wider
-than a band once more. `repeated_blocks` chooses the modules of any model.
+sends nothing. Backward itself sends gradients only. `repeated_blocks` chooses the modules of any
+model.
 
 A plan computes nothing twice: within `count_recomputation` a `RecomputationCounter` counts what the
 modules keep and what they would compute again.

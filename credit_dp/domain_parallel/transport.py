@@ -262,6 +262,11 @@ class ReceivedMessages:
 _kept_messages: ContextVar[ReceivedMessages | None] = ContextVar("kept messages", default=None)
 
 
+def keeps_messages() -> bool:
+    """Return whether what is received now is kept for backward anyway; the same on all ranks."""
+    return _kept_messages.get() is not None
+
+
 def _own_copy(x: Tensor) -> Tensor:
     """Return a tensor that keeps no larger one alive."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()

@@ -20,7 +20,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training.forward_backward import recomputed_modules
 from tests.domain_parallel.models import RowGroupAttention
-from tests.ranks import on_processes
+from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, tiny_crossformer, tiny_pangu, tiny_unet
 
 ROWS = 24
@@ -130,6 +130,20 @@ def test_blocks_of_another_model_share_exchanges_when_computed_again():
     model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
     assert sum(on_processes(3, compare, model, x, ["blocks.0", "blocks.1"]))
+
+
+def keep_wide_halos(manager, model, x):
+    wanted, sent, _ = gradients(manager, model, x, [])
+    found, sent_again, _ = gradients(manager, model, x, ["0"])
+    assert all(map(torch.equal, found, wanted))
+    assert sent_again[0] == sent[0]
+    # Otherwise backward sends the rows of the forward once more.
+    assert sent_again[1]["bytes"] == sent[1]["bytes"] - sent[0]["bytes"]
+
+
+def test_halos_wider_than_a_band_are_kept_with_what_blocks_receive():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=9, dilation=9)).double()
+    on_threads(3, keep_wide_halos, model, torch.randn(1, 3, ROWS, 8, dtype=torch.float64))
 
 
 def test_other_messages_than_in_the_forward_are_refused():

@@ -194,8 +194,9 @@ class _RowConv(ConvLayer):
             rows = self.fetch(x, bands)
             known.add(exchange, rows)
             return rows
-        assembly, sources = known.find(exchange, x, transport, self.row_dim)
-        return assembly.join(sources, x, self.row_dim)
+        found = known.find(exchange, x, transport, self.row_dim)
+        found.wait()
+        return found.assembly.join((x, *found.rows), x, self.row_dim)
 
     def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows, in terms that torch's compiler can follow."""

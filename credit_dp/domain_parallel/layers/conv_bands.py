@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,9 +27,14 @@ from credit_dp.domain_parallel.exchange import (
     start_fetching,
     start_returning_gradients,
 )
-from credit_dp.domain_parallel.known_rows import Assembly, KnownRows
+from credit_dp.domain_parallel.known_rows import FoundRows, KnownRows, do_nothing
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
-from credit_dp.domain_parallel.transport import Transport, keep_order, transport_named
+from credit_dp.domain_parallel.transport import (
+    Transport,
+    keep_order,
+    keeps_messages,
+    transport_named,
+)
 
 # Keys: the number of spatial dimensions.
 CONV_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -263,13 +267,10 @@ def convolve_band(
     """
     x, weight, bias = batched_operands(padded, weight, bias)
     if known is None:
-        y = _BandConv.apply(x, weight, bias, settings, halo, False, None)  # type: ignore[no-untyped-call]
-    elif not known:
-        y, rows = _BandConv.apply(x, weight, bias, settings, halo, True, None)  # type: ignore[no-untyped-call]
-        known.add(halo.exchange, rows)
+        y = _BandConv.apply(x, weight, bias, settings, halo, None)  # type: ignore[no-untyped-call]
     else:
-        assembly, (_, *others) = known.find(halo.exchange, x, halo.transport, halo.dim)
-        y = _BandConv.apply(x, weight, bias, settings, halo, False, assembly, *others)  # type: ignore[no-untyped-call]
+        found = known.find(halo.exchange, x, halo.transport, halo.dim)
+        y = _BandConv.apply(x, weight, bias, settings, halo, found, *found.rows)  # type: ignore[no-untyped-call]
     return y[0] if padded.ndim < x.ndim else y  # type: ignore[no-any-return]
 
 
@@ -290,9 +291,8 @@ def batched_operands(
 class _BandConv(torch.autograd.Function):
     """Convolution of a band that is padded with zeros, plus the contribution of its halo.
 
-    The rows of the halo are fetched, and returned if `returns_rows`, or put together from rows that
-    earlier calls have returned (`assembly` of the band and `known`). Saves the same number of
-    tensors on every rank: activation checkpointing compares the numbers.
+    The rows of the halo are fetched, or put together from those that are known (`found`). Saves the
+    same number of tensors on every rank: activation checkpointing compares the numbers.
     """
 
     @staticmethod
@@ -303,57 +303,54 @@ class _BandConv(torch.autograd.Function):
         bias: Tensor | None,
         settings: ConvSettings,
         halo: Halo,
-        returns_rows: bool,
-        assembly: Assembly | None,
+        found: FoundRows | None,
         *known: Tensor,
-    ) -> Any:
-        if assembly is None:
+    ) -> Tensor:
+        if found is None:
             finish = halo.fetch(padded)
         else:
-            finish = partial(assembly.join, (padded, *known), padded, halo.dim)
+
+            def finish() -> Tensor:
+                found.wait()
+                return found.assembly.join((padded, *known), padded, halo.dim)
+
         y, rows = _convolve_with_halo(padded, weight, bias, settings, halo, finish)
-        if assembly is None and not halo.is_wide:
+        if found is None:
             known = (rows,)
-        ctx.save_for_backward(padded, weight, *known)
+        # What a checkpointed module receives is kept anyway.
+        is_fetched = found is None or found.is_first
+        ctx.keeps_rows = not (is_fetched and halo.is_wide) or keeps_messages()
+        ctx.save_for_backward(padded, weight, *(known if ctx.keeps_rows else ()))
         ctx.settings = settings
         ctx.halo = halo
-        ctx.assembly = assembly
-        if not returns_rows:
-            return y
-        ctx.set_materialize_grads(False)  # maybe nobody reads the rows
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(rows)
-        return y, rows
+        ctx.lengths = [] if found is None else [x.shape[halo.dim] for x in found.rows]
+        # Without its tensors, which are saved or not needed.
+        ctx.found = None if found is None else found._replace(rows=[], wait=do_nothing)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor | None, grad_of_rows: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
-        settings, halo, assembly = ctx.settings, ctx.halo, ctx.assembly
-        if assembly is None:
+        settings, halo, found = ctx.settings, ctx.halo, ctx.found
+        if found is None or not ctx.keeps_rows:
             rows = kept[0] if kept else None
         else:
-            rows = assembly.join((padded, *kept), padded, halo.dim)
+            rows = found.assembly.join((padded, *kept), padded, halo.dim)
         needs_grad = tuple(ctx.needs_input_grad[:3])
-        if grad is None:  # nobody has used the convolution, only its rows
-            grad = torch.zeros_like(settings.convolve(padded, weight))
-        grads_of_known: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 7)
+        grads_of_known: list[Tensor | None] = [None] * len(ctx.lengths)
 
         def return_gradients(halo_grad: Tensor) -> Callable[[Tensor], None]:
-            if grad_of_rows is not None:
-                halo_grad = halo_grad + grad_of_rows
-            if assembly is None:
+            if found is None or found.has_one_reader:
                 return halo.return_gradients(halo_grad)  # type: ignore[no-any-return]
-            # Those who have fetched the rows return their gradients.
-            _, *grads_of_known[:] = assembly.gradients(halo_grad, (padded, *kept), halo.dim)
+            # The exchange that has fetched the rows returns the gradients of all readers.
+            grads_of_known[:] = found.assembly.gradients(halo_grad, ctx.lengths, halo.dim)
             return lambda _: None
 
         grads = _band_gradients(
             grad, padded, weight, rows, needs_grad, settings, halo, return_gradients
         )
-        return *grads, *(None,) * 4, *grads_of_known
+        return *grads, *(None,) * 3, *grads_of_known
 
 
 def _edges_with_rows(

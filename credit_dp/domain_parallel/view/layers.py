@@ -112,11 +112,9 @@ def _known_rows(x: GlobalTensor) -> KnownRows | None:
     - A checkpointed block must find what it found the first time when it is computed again. Then
       its arguments are new tensors, though two may have been one, or one that its code knows from
       elsewhere. So a block shares the rows of fields only that it has computed itself.
-    - Of a leaf several convolutions are several graphs, each with its own backward pass, which
-      would free what the first one keeps for the others.
     """
     is_from_here = x.hooks is saved_tensors_hooks()
-    if x.local.is_inference() or not is_from_here or (x.local.is_leaf and x.local.requires_grad):
+    if x.local.is_inference() or not is_from_here:
         return None
     device = x.device.type
     is_cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64

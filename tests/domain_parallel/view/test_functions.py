@@ -1011,27 +1011,40 @@ def test_convolutions_share_no_rows_that_may_be_others(function, ranks):
     check(function, (2, CHANNELS, 13, COLUMNS), ranks)
 
 
-def _gradient_of_two_passes(manager, model, x):
+def _gradients_of_heads(manager, model, x, order):
+    """Return the gradient of the input, and which weights have one, after a pass for each head."""
     model = copy.deepcopy(model)
     if manager is not None:
         attach_view(model, manager, [tuple(x.shape)])
         x = shard_tensor(x, manager=manager)
     x = x.clone().requires_grad_()
-    for y in model(x):
-        y.square().sum().backward()
-    return x.grad
+    outputs = model(x)
+    for i in order:
+        outputs[i].square().sum().backward()
+    return x.grad, [head.weight.grad is not None for head in model]
 
 
 class Heads(nn.ModuleList):
+    """Convolutions of one field, which is the input or made without keeping anything."""
+
+    def __init__(self, of_input):
+        super().__init__(nn.Conv2d(2, 2, n, padding=n // 2) for n in (3, 5, 1, 3))
+        self.of_input = of_input
+
     def forward(self, x):
+        x = x if self.of_input else x + 1
         return [head(x) for head in self]
 
 
-def test_convolutions_of_the_input_have_backward_passes_of_their_own():
-    model = Heads(nn.Conv2d(2, 2, n, padding=n // 2) for n in (3, 5)).double()
+@pytest.mark.parametrize("order", [(0, 1), (1, 3, 0), (3,)])
+@pytest.mark.parametrize("of_input", [True, False])
+def test_convolutions_of_one_field_have_backward_passes_of_their_own(of_input, order):
+    model = Heads(of_input).double()
     x = torch.randn(1, 2, 12, COLUMNS, dtype=torch.float64)
-    found = torch.cat(on_threads(3, _gradient_of_two_passes, model, x), -2)
-    assert_close(found, _gradient_of_two_passes(None, model, x), "input gradient")
+    found, have_grads = zip(*on_threads(3, _gradients_of_heads, model, x, order), strict=True)
+    expected, expected_grads = _gradients_of_heads(None, model, x, order)
+    assert_close(torch.cat(found, -2), expected, "input gradient")
+    assert list(have_grads) == [expected_grads] * 3
 
 
 def _assign_to_a_smaller_mask(manager):

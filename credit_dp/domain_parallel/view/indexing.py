@@ -226,7 +226,7 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if source.rows is None:
         result = GlobalTensor(local, None, x.view_)
     else:
-        dim = _indexed_dim(local_items, source.rows.dim, source.ndim)
+        dim, _ = _indexed_dim(local_items, source.rows.dim, source.ndim)
         result = GlobalTensor(local, source.rows.at(dim), x.view_)
     result.has_order = source.has_order
     if is_view and source is not x and shares_storage(result, source):
@@ -319,11 +319,12 @@ def _position_of_dim(items: Sequence[Any], dim: int) -> int:
     return positions[dim]
 
 
-def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> int:
-    """Return where a dimension that is indexed by `:` is in the result."""
+def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> tuple[int, int]:
+    """Return where a dimension that is indexed by `:` is in the result, and the latter's `ndim`."""
     indices = [item for item in items if isinstance(item, Tensor)]
     if not indices:
-        return sum(not isinstance(item, int) for item in items[: _position_of_dim(items, dim)])
+        kept = [not isinstance(item, int) for item in items]
+        return sum(kept[: _position_of_dim(items, dim)]), sum(kept)
     # It is read off a small tensor, in which only this dimension has a size that no index has.
     mark = 2 + max((size for i in indices for size in i.shape), default=0)
     sizes = [mark if d == dim else 1 for d in range(ndim)]
@@ -335,12 +336,13 @@ def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> int:
             probe_items.append(0)
         else:
             probe_items.append(None if item is None else slice(None))
-    return list(torch.empty(1).expand(sizes)[tuple(probe_items)].shape).index(mark)
+    shape = list(torch.empty(1).expand(sizes)[tuple(probe_items)].shape)
+    return shape.index(mark), len(shape)
 
 
 @rule_for("__setitem__")
 def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Assign to integers and slices: each rank assigns the rows of its band, maybe none."""
+    """Assign to integers, slices and indices: each rank assigns rows of its band, maybe none."""
     x, index, value = args
     layout, view = layout_of(x), x.view_
     if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(value, Tensor):
@@ -353,28 +355,48 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     items = _index_of_each_dim(index, x.ndim)
     position = _position_of_dim(items, layout.dim)
     item = items[position]
-    if any(isinstance(other, Tensor) for other in items):
-        raise NoRuleError
-    rows = range(layout.size)[item]
-    if isinstance(rows, int):
-        rows = range(rows, rows + 1)
+    order: list[int] = []
     # Where the rows are in the band, with a dimension for them in any case, and in the value.
-    if layout.outer == 1:
-        items[position] = _own_part(rows, layout.partition, view.rank)
-        layout = layout._replace(partition=_counts_before(rows, layout.partition))
-    elif not _is_all(item, layout.size):
-        raise NoRuleError
+    if isinstance(item, Tensor):
+        if layout.outer != 1 or not _is_only_index(item, items):
+            raise NoRuleError
+        indices = indices_of(item, layout.size)
+        # One that occurs several times keeps the last value, as it does on one process.
+        order = sorted(range(len(indices)), key=indices.__getitem__)
+        partition = _counts_of(indices, layout.partition)
+        first = layout.partition.bounds[view.rank]
+        own = [indices[i] - first for i in order[partition.rows(view.rank)]]
+        items[position] = torch.tensor(own, dtype=torch.long, device=x.device)
+        layout = layout._replace(partition=partition)
+    else:
+        rows = range(layout.size)[item]
+        if isinstance(rows, int):
+            # Indices on both sides of an integer are neighbours, but not those of a slice.
+            if sum(isinstance(other, Tensor) for other in items) > 1:
+                raise NoRuleError
+            rows = range(rows, rows + 1)
+        if layout.outer == 1:
+            items[position] = _own_part(rows, layout.partition, view.rank)
+            layout = layout._replace(partition=_counts_before(rows, layout.partition))
+        elif not _is_all(item, layout.size):
+            raise NoRuleError
     check_in_place(x, "__setitem__")
     if isinstance(value, Tensor):
-        dims_after = sum(not isinstance(other, int) for other in items[position + 1 :])
+        sliced = [*items[:position], slice(None), *items[position + 1 :]]
+        dim, ndim = _indexed_dim(tuple(map(local_of, sliced)), layout_of(x).dim, x.ndim)
+        dims_after = ndim - 1 - dim
         if isinstance(item, int) and value.ndim >= dims_after:
             value = value.unsqueeze(value.ndim - dims_after)
-        value = _rows_of_value(value, value.ndim - dims_after - 1, layout, view)
-    x.local[tuple(items)] = value
+        value = _rows_of_value(value, value.ndim - dims_after - 1, layout, view, order)
+    x.local[tuple(map(local_of, items))] = value
 
 
-def _rows_of_value(value: Tensor, dim: int, layout: Layout, view: GlobalView) -> Tensor:
+def _rows_of_value(
+    value: Tensor, dim: int, layout: Layout, view: GlobalView, order: Sequence[int]
+) -> Tensor:
     """Return this rank's rows of a value that is assigned to the rows of `layout`; a collective.
+
+    `order` has which row of the value each of them gets; empty if they are in their order.
 
     Raises:
         NoRuleError: it has not as many rows in its dimension `dim`.
@@ -384,7 +406,20 @@ def _rows_of_value(value: Tensor, dim: int, layout: Layout, view: GlobalView) ->
         return everywhere
     if value.shape[dim] != layout.size:
         raise NoRuleError
-    return with_layout(value, layout.at(dim), view)
+    result = layout.at(dim)
+    if not order:
+        return with_layout(value, result, view)
+    if isinstance(value, GlobalTensor) and value.rows is not None:
+        if value.rows.dim != dim or value.rows.outer != 1:
+            raise NoRuleError
+        return rearrange_rows(value, order, result).local
+    reordered = value.index_select(dim, torch.tensor(order, device=value.device))
+    return with_layout(reordered, result, view)
+
+
+def _counts_of(indices: Sequence[int], partition: RowPartition) -> RowPartition:
+    """Return how sorted rows lie in bands, of which some may have none of them."""
+    return RowPartition(tuple(sum(i < bound for i in indices) for bound in partition.bounds))
 
 
 def _counts_before(rows: range, partition: RowPartition) -> RowPartition:

@@ -825,6 +825,29 @@ def write_in_place(model, x):
     return y, view * 2
 
 
+def assign_to_indices(model, x):
+    """Assign values with and without rows to rows and channels that indices name."""
+    y = x * 1
+    few = few_rows(x)
+    y[:, :, few] = x[:, :, 1:3] * 2
+    y[:, 1, few] = model.rows[:2]
+    y[0, :, few.tolist(), 2:] = model.rows[0, 2:]
+    y[..., row_index(x), :] = x.sin()  # the last value of each row
+    y[:, :, -few] = 0.5
+    y[:, torch.tensor([3, 0])] = x[:, :2] * 3
+    y[:, torch.tensor([4, 1]), 1:3] = x[:, :2, 2:4]
+    y[:, torch.tensor([6, 7]), :, torch.tensor([0, 5])] = x[:, 3, :, :2].permute(2, 0, 1)
+    y[:, [5]] = model.rows[: x.shape[2]]
+    y[:, [2, 7], -1] = x[:, :2, 0]
+    return y
+
+
+def assign_on_both_sides_of_a_row(model, x):
+    y = x * 1
+    y[:, [2, 7], 1, [0, 5]] = x[:, :2, 0, 0] * 2
+    return y
+
+
 def unpooled(x, size, **settings):
     spatial = x.ndim - 2
     pool, unpool = (getattr(F, f"{name}{spatial}d") for name in ("max_pool", "max_unpool"))
@@ -866,6 +889,7 @@ WRITES = {
         x.index_fill(-1, torch.tensor([3, 0]), 1.5),
     ),
     "in place": write_in_place,
+    "assignment to indices": assign_to_indices,
     "cdist": lambda m, x: (
         torch.cdist(tokens(x), m.matrix),
         torch.cdist(m.matrix, tokens(x)),
@@ -1045,6 +1069,40 @@ def test_convolutions_of_one_field_have_backward_passes_of_their_own(of_input, o
     expected, expected_grads = _gradients_of_heads(None, model, x, order)
     assert_close(torch.cat(found, -2), expected, "input gradient")
     assert list(have_grads) == [expected_grads] * 3
+
+
+def test_assignment_to_indices_on_both_sides_of_a_row_runs_whole():
+    shape = (2, CHANNELS, HEIGHTS[3], COLUMNS)
+    check(assign_on_both_sides_of_a_row, shape, 3, whole={"__setitem__"})
+
+
+def scatter_by_fewer_dimensions(model, x):
+    return x.scatter_add(2, torch.zeros(3, dtype=torch.long), x)
+
+
+def add_with_a_tensor_for_a_factor(model, x):
+    return x.index_add(2, few_rows(x), x[:, :, :2], alpha=torch.tensor(2.0))
+
+
+def _raises_as_torch(manager, function, x):
+    model = Model(function).double()
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        model(x)
+    attach_view(model, manager, [tuple(x.shape)])
+    with pytest.raises(expected.type) as found:
+        model(shard_tensor(x, manager=manager))
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("function", [scatter_by_fewer_dimensions])
+def test_wrong_indices_raise_the_error_of_torch(function):
+    x = torch.randn(2, CHANNELS, HEIGHTS[3], COLUMNS, dtype=torch.float64)
+    on_threads(3, _raises_as_torch, function, x)
+
+
+def test_factors_that_are_tensors_run_whole():
+    shape = (2, CHANNELS, HEIGHTS[3], COLUMNS)
+    check(add_with_a_tensor_for_a_factor, shape, 3, whole={"index_add"})
 
 
 def _assign_to_a_smaller_mask(manager):

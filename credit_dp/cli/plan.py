@@ -173,6 +173,8 @@ def held_table(budgets: Sequence["RankBudget"]) -> list[str]:
         lines.append("gathered: weights of other ranks, while a block of segments computes")
     if "states" in columns:
         lines.append("states: receive buffers for states between stages and their gradients")
+    if "fixers" in columns:
+        lines.append("fixers: the fields that they got; fixers again: what backward recomputes")
     return [
         *lines,
         "activations: an estimate, without temporary memory of operations",

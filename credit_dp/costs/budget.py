@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from credit_dp.config import Config, ParallelConfig, members_per_rank, microbatches_per_step
 from credit_dp.data.setup import expected_channels, expected_grid
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.store import Store
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
@@ -28,6 +31,8 @@ from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models import build_model
 from credit_dp.models.initial_weights import build_on_meta
+from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
+from credit_dp.physics.fixers import FixerMemory, count_fixer_memory, has_budgets
 from credit_dp.pipeline_parallel.pipeline import (
     count_gathers,
     peak_saved_bytes,
@@ -246,12 +251,14 @@ class PipelinePlan:
     Attributes:
         manager: of that rank, without communication.
         bubble: share of a step in which a rank waits, if all stages cost the same.
+        input_shape: of the model, on the globe.
     """
 
     stages: tuple[Stage, ...]
     cuts: tuple[Cut, ...]
     manager: DomainParallelManager
     bubble: float
+    input_shape: tuple[int, ...]
 
 
 def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> PipelinePlan:
@@ -291,7 +298,7 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
         for stage, cut, cost_share in zip(stages, slices, cost_shares, strict=True)
     ]
     bubble = theoretical_bubble(parallel.pipeline, microbatches, stages_per_rank)
-    return PipelinePlan(tuple(stages), tuple(cuts), manager, bubble)
+    return PipelinePlan(tuple(stages), tuple(cuts), manager, bubble, tuple(shape))
 
 
 def dry_run_manager(domain: int) -> DomainParallelManager:
@@ -350,12 +357,13 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
     saved = max(report.saved_bytes)
     recomputed = max(report.recomputed_bytes, default=0)
     rows = _max_bytes_sent(traffic)
+    fixers = fixer_memory(config, report.input_shapes[0], report.ranks)
     samples, _, height, columns = report.input_shapes[0]
     largest = [max(level.bands) for level in report.levels if level.rows == height]
     points = max(largest, default=height) * columns
     sent = {"rows": rows * microbatches, **_members_sent(samples, points, config)}
     return [
-        _rank_budget(mode, 0, budget, (saved, 0), sent, recomputed)
+        _rank_budget(mode, 0, budget, (saved, 0), sent, recomputed, fixers)
         for mode, budget in budgets.items()
     ]
 
@@ -377,6 +385,45 @@ def _members_sent(samples: int, points: int, config: Config) -> dict[str, int]:
         for rank in range(ranks)
     )
     return {"members": values * getattr(torch, config.trainer.dtype).itemsize}
+
+
+def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemory:
+    """Return what the fixers of one forecast step need on the rank with most rows.
+
+    Args:
+        config: of the run.
+        shape: of the model's input on the globe, `(B, C, H, W)`.
+        domain: ranks that share the globe.
+
+    Raises:
+        UserError: the data lack what a fixer needs.
+    """
+    if not config.model.fixers:
+        return FixerMemory()
+    channels = expected_channels(config.data)
+    hybrid: Hybrid = {}
+    if has_budgets(config.model):  # not of the quickstart, which has no water
+        hybrid = hybrid_of(Store.open(replace(config.data, grid=None)))
+    samples, _, height, columns = shape
+    rows = -(-height // domain)
+    ones, zeros = np.ones(channels.num_outputs), np.zeros(channels.num_outputs)
+    none = np.empty(0)
+    statistics = Statistics(zeros, ones, ones, none, none, none, none, zeros, ones)
+    physical = PhysicalChannels(
+        channels.output_channels,
+        config.data.variables,
+        statistics,
+        hybrid,
+        torch.zeros(rows, columns),
+    )
+    return count_fixer_memory(
+        config.model,
+        physical,
+        config.data.step_hours,
+        (samples, rows, columns),
+        channels.num_states,
+        getattr(torch, config.trainer.dtype),
+    )
 
 
 def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[RankBudget]:
@@ -429,13 +476,21 @@ def _stage_budgets(
     # for the micro-batches in flight.
     activations = peak_saved_bytes(order, [footprint.saved_bytes for footprint in footprints])
     held = activations, received * microbatches
+    fixers = FixerMemory()
+    if stages[-1].is_last:  # which computes the loss
+        fixers = fixer_memory(config, (samples, *plan.input_shape[1:]), domain)
+        kept = [fixers.kept if stage.is_last else 0 for stage in stages]
+        fixers = fixers._replace(kept=peak_saved_bytes(order, kept))
     rows = sum(_max_bytes_sent(footprint.sent) for footprint in footprints)
     sent = {"rows": rows * microbatches, "states": passed_on * microbatches}
     if any(stage.is_last for stage in stages):
         rows, columns = expected_grid(config.data)
         points = max(plan.manager.partition(rows).sizes) * columns
         sent |= _members_sent(samples, points, config)
-    return [_rank_budget(mode, rank, budget, held, sent) for mode, budget in budgets.items()]
+    return [
+        _rank_budget(mode, rank, budget, held, sent, fixers=fixers)
+        for mode, budget in budgets.items()
+    ]
 
 
 def _state_traffic(stages: Sequence[Stage], samples: int) -> tuple[int, int]:
@@ -460,6 +515,7 @@ def _rank_budget(
     held: tuple[int, int],
     sent: Mapping[str, int],
     recomputed: int = 0,
+    fixers: FixerMemory = FixerMemory(),  # noqa: B008 - a tuple
 ) -> RankBudget:
     """Return a budget from its parts; `held` is (activations, states), `sent` what is counted."""
     return RankBudget(
@@ -472,6 +528,8 @@ def _rank_budget(
             "gathered": parameters.gathered,
             "activations": held[0],
             "recomputed": recomputed,
+            "fixers": fixers.kept,
+            "fixers again": fixers.recomputed,
             "states": held[1],
         },
         {
@@ -629,15 +687,16 @@ def _check_up_to(config: Config, up_to: int) -> None:
 def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
     """Return the bytes that a rank holds in training, by item.
 
-    A rollout keeps the activations of all its steps, but computes them again one at a time; in
-    bfloat16 they take half, and a copy of the weights is added.
+    A rollout keeps the activations of all its steps, and the fields of fixers, but computes them
+    again one at a time; in bfloat16 activations take half, and a copy of the weights is added.
 
     Args:
         held: the items of one forecast step in full precision.
         config: of the run.
     """
     trainer = config.trainer
-    memory = {**held, "activations": trainer.longest_rollout * held["activations"]}
+    kept = ("activations", "fixers")
+    memory = {**held, **{item: trainer.longest_rollout * held[item] for item in kept}}
     if trainer.autocast is not None:
         for item in memory.keys() & {"activations", "recomputed"}:
             memory[item] //= 2

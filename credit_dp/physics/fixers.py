@@ -7,15 +7,17 @@ energy (`energy`). `model.fixers` lists them in the order in which they act; eac
 before it have left. They act in training, in which the gradient goes through them, in forecasts and
 in exported models, on normalised fields of one band of rows.
 
-Budgets are computed in float64. What bands share are means over the globe: one all-reduce for each
-fixer and step, of a few numbers for each sample; its adjoint is another one.
+Budgets are computed in float64, which takes much more memory than the fields: backward computes
+the fixers of a step again from the fields that they got. What bands share are means over the
+globe: one all-reduce for each fixer and step, of a few numbers for each sample; its adjoint is
+another one.
 
 Sources: Schreck et al. 2024 (arXiv:2411.07814) for water and energy; Watt-Meyer et al. 2023
 (arXiv:2310.02074) for dry air; Trenberth 1991 for the budgets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 import numpy as np
 import torch
@@ -30,7 +32,13 @@ from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY, WATER, is_accumulated, is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
-from credit_dp.domain_parallel.transport import Transport
+from credit_dp.domain_parallel.recomputation import (
+    RecomputationCounter,
+    SavedTensors,
+    checkpoint_modules,
+    count_recomputation,
+)
+from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import (
     CONDENSATES,
@@ -264,6 +272,7 @@ class Fixers(nn.Module):
     def __init__(self, fixers: Sequence[Fixer]) -> None:
         super().__init__()
         self.fixers = nn.ModuleList(fixers)
+        checkpoint_modules(self, [""])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the fixers; their numbers stay in float64 if a model that has them is cast.
@@ -291,6 +300,54 @@ class Fixers(nn.Module):
         for fixer in self.fixers:
             fields = fixer(fields, last)
         return fields
+
+
+class FixerMemory(NamedTuple):
+    """Bytes that the fixers of one forecast step need for backward.
+
+    Attributes:
+        kept: the fields that they got, and the means that they received.
+        recomputed: what they save when backward computes them again, one step at a time.
+    """
+
+    kept: int = 0
+    recomputed: int = 0
+
+
+def count_fixer_memory(
+    config: ModelConfig,
+    channels: PhysicalChannels,
+    step_hours: int,
+    shape: tuple[int, int, int],
+    states: int,
+    dtype: torch.dtype,
+) -> FixerMemory:
+    """Return what the fixers of a config need for backward, from tensors without data.
+
+    Args:
+        config: of the model.
+        channels: finds variables; its statistics don't matter.
+        step_hours: the model's step.
+        shape: samples, rows and columns of the band.
+        states: number of channels of a state.
+        dtype: of the fields.
+    """
+    samples, rows, columns = shape
+    # As a rank that has no others: a mean that it receives is of the same size.
+    latitude = np.linspace(90.0, -90.0, rows + 1)
+    mean = GlobalMean(latitude, slice(0, rows), columns, SingleRankTransport())
+    fixers = build_fixers(config, channels, mean, step_hours)
+    if fixers is None:
+        return FixerMemory()
+    fields, last = (
+        torch.empty((samples, count, rows, columns), dtype=dtype, device="meta")
+        for count in (len(channels.channels), states)
+    )
+    kept = SavedTensors([last])  # the state, which is held anyway
+    counter = RecomputationCounter(kept.add, [last, *(b for b in fixers.to("meta").buffers())])
+    with count_recomputation(counter):
+        fixers(fields.requires_grad_(), last)
+    return FixerMemory(kept.bytes + counter.received, counter.recomputed)
 
 
 def fixers_of_run(

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from credit_dp.config import UNetConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.recomputation import SavedTensors
+from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
-from credit_dp.physics.fixers import Fixers, build_fixers
+from credit_dp.physics.fixers import Fixers, build_fixers, count_fixer_memory
 from credit_dp.training.forecast_step import ForecastStep
 from tests.physics import atmospheres as air
 from tests.ranks import on_threads
@@ -255,6 +257,37 @@ def test_bands_equal_the_globe(ranks, kind):
         found = torch.cat([part[index] for part in parts], dim=2)
         channels = whole.abs().amax((0, 2, 3), keepdim=True).clamp(min=1e-3 * whole.abs().max())
         assert ((found - whole) / channels).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", air.KINDS)
+def test_backward_computes_fixers_again(kind):
+    fixers = built(kind, ALL)
+    fields, last = air.fields(kind, 1).float().requires_grad_(), air.fields(kind, 1, 1).float()
+    last = last[:, : air.states()]
+    config = UNetConfig(fixers=list(ALL))
+    shape = (1, air.ROWS, air.COLUMNS)
+    memory = count_fixer_memory(config, air.physical(kind), 6, shape, air.states(), torch.float32)
+    means = 8 * (1 + 2 + 2)  # dry air, water and energy; of one sample, in float64
+    assert memory.kept == fields.nbytes + means
+    saved = SavedTensors([fields, last, *fixers.buffers()])
+    fixers.eval()  # keeps everything
+    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
+        fixers(fields, last)
+    assert memory.recomputed == saved.bytes > 3 * fields.nbytes
+
+
+def test_computing_fixers_again_sends_nothing(monkeypatch):
+    sums = []
+    reduce = SingleRankTransport._all_gather
+
+    def counted(transport, x):
+        sums.append(x.numel())
+        return reduce(transport, x)
+
+    monkeypatch.setattr(SingleRankTransport, "_all_gather", counted)
+    last = air.fields("model", 1, 1)[:, : air.states()]
+    gradients(built("model", ALL), air.fields("model", 1), last, air.fields("model", 1, 2))
+    assert sorted(sums) == [1, 1, 2, 2, 2, 2]  # forward, and its adjoint
 
 
 @pytest.mark.parametrize("kind", air.KINDS)

@@ -14,6 +14,7 @@ from credit_dp.cli.check import inspect_data
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, VariableConfig
 from credit_dp.config.data import ROLES
+from credit_dp.costs.budget import plan_step, training_memory
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.zarr import hybrid_coefficients
@@ -66,6 +67,29 @@ def test_training_is_the_same_on_every_mesh(folder, kind, mesh, rollout):
     without = replace(config, model=tiny_unet())
     other = run_on_mesh(ONE, train_from_start, without, None)
     assert other[0] != wanted[0]
+
+
+@pytest.mark.parametrize("kind", ["pressure", pytest.param("model", marks=pytest.mark.slow)])
+def test_plans_count_the_memory_of_fixers(folder, kind):
+    config = air.atmosphere_config(folder, kind, ALL, steps=2, dtype="float32", rollout={0: 3})
+    config = replace(config, parallel=replace(config.parallel, domain=3))
+    (held,) = (budget.held for budget in plan_step(config).budgets if budget.mode == "ddp")
+    rows = -(-air.ROWS // 3)
+    fields = 4 * config.data.batch_size * len(air.channels(kind)) * rows * air.COLUMNS
+    assert fields < held["fixers"] < 1.05 * fields
+    assert held["fixers again"] > 3 * fields
+    memory = training_memory(held, config)
+    assert memory["fixers"] == 3 * held["fixers"]
+    assert memory["fixers again"] == held["fixers again"]
+    one_step = replace(config.trainer, rollout={0: 1})
+    parallel = replace(config.parallel, pipeline=2, schedule="gpipe")
+    cut = replace(config, parallel=parallel, trainer=one_step)
+    first, last = (b.held for b in plan_step(cut).budgets if b.mode == "ddp")
+    assert first["fixers"] == 0
+    assert last["fixers"] == pytest.approx(held["fixers"], rel=0.01)  # in four micro-batches
+    without = replace(config, model=tiny_unet())
+    assert "fixers" in held
+    assert plan_step(without).budgets[0].held["fixers"] == 0
 
 
 @pytest.mark.slow

@@ -478,7 +478,9 @@ def _stage_budgets(
     held = activations, received * microbatches
     fixers = FixerMemory()
     if stages[-1].is_last:  # which computes the loss
-        fixers = fixer_memory(config, (samples, *plan.input_shape[1:]), domain)
+        fixers = fixer_memory(
+            config, (samples, *plan.input_shape[1:]), plan.manager.domain_parallel_size
+        )
         kept = [fixers.kept if stage.is_last else 0 for stage in stages]
         fixers = fixers._replace(kept=peak_saved_bytes(order, kept))
     rows = sum(_max_bytes_sent(footprint.sent) for footprint in footprints)

@@ -163,29 +163,22 @@ def sharded_budget(
         moments: values that the optimizer keeps for each parameter.
         gathers: times that a block is gathered in a step of a pipeline; None without a pipeline.
     """
-    blocks = [list(block.parameters()) for block in fsdp_blocks(module)]
-    in_blocks = {id(p) for block in blocks for p in block}
-    rest = [p for p in module.parameters() if id(p) not in in_blocks]
-    parameters = [*(p for block in blocks for p in block), *rest]
+    parameters = list(module.parameters())
     trainable = list(_trainable(parameters))
-    compute_dtype = parallel.param_dtype
-    reduce_dtype = parallel.reduce_dtype or parallel.param_dtype
-    # Without a pipeline FSDP gathers a block for forward and again for backward. Parameters outside
-    # blocks belong to the root, which stays gathered from forward to backward.
-    block_gathers = 2 * microbatches if gathers is None else gathers
-    rest_gathers = microbatches if gathers is None else 1
     shards = shards_of(replicas)
-    # FSDP pads dimension 0, so that every rank reduces a shard of the largest size.
-    reduced_bytes = shards * _shard_bytes(trainable, shards, reduce_dtype)
-    block_bytes = [shards * _shard_bytes(block, shards, compute_dtype) for block in blocks]
-    rest_bytes = shards * _shard_bytes(rest, shards, compute_dtype)
-    gathered_bytes = block_gathers * sum(block_bytes) + rest_gathers * rest_bytes
+    units = fsdp_units(module, parallel, replicas)
+    *blocks, rest = units
+    reduced_bytes = sum(unit.reduced for unit in units)
+    if gathers is None:
+        gathered_bytes = microbatches * sum(unit.gathers * unit.gathered for unit in units)
+    else:
+        gathered_bytes = gathers * sum(block.gathered for block in blocks) + rest.gathered
     # Reduce-scatter over the ranks of one copy, then an all-reduce of the shard over the copies.
     sent_to_reduce = (shards - 1) * reduced_bytes // shards + ring_all_reduce_bytes(
         reduced_bytes // shards, replicas // shards
     )
     gradients = _shard_bytes(trainable, shards)
-    gathered = rest_bytes + max(block_bytes, default=0)
+    gathered = rest.gathered + max((block.gathered for block in blocks), default=0)
     if gathers is None and not parallel.sums_whole_gradients:
         sent_to_reduce *= microbatches
     elif microbatches > 1 or gathers is not None:
@@ -193,7 +186,7 @@ def sharded_budget(
         gradients = max(reduced_bytes, gradients)
     if gathers is not None:
         # After a backward a stage stays gathered until its next forward.
-        gathered = rest_bytes + sum(block_bytes)
+        gathered = rest.gathered + sum(block.gathered for block in blocks)
     return ParameterBudget(
         weights=_shard_bytes(parameters, shards),
         gradients=gradients,
@@ -202,6 +195,48 @@ def sharded_budget(
         sent_gradients=sent_to_reduce,
         sent_weights=(shards - 1) * gathered_bytes // shards,
     )
+
+
+@final
+class FsdpUnit(NamedTuple):
+    """Parameters that FSDP gathers and reduces together.
+
+    Attributes:
+        gathered: bytes of the parameters, padded to equal shards.
+        reduced: bytes of the gradients, likewise.
+        gathers: times that they are gathered in forward and backward.
+    """
+
+    gathered: int
+    reduced: int
+    gathers: int
+
+
+def fsdp_units(module: nn.Module, parallel: ParallelConfig, replicas: int) -> list[FsdpUnit]:
+    """Return the blocks of a model that are units of FSDP, and at last the rest, maybe empty.
+
+    Args:
+        module: see `sharded_budget`.
+        parallel: likewise.
+        replicas: likewise.
+    """
+    shards = shards_of(replicas)
+    blocks = [list(block.parameters()) for block in fsdp_blocks(module)]
+    in_blocks = {id(p) for block in blocks for p in block}
+    rest = [p for p in module.parameters() if id(p) not in in_blocks]
+    compute_dtype = parallel.param_dtype
+    reduce_dtype = parallel.reduce_dtype or parallel.param_dtype
+    return [
+        # FSDP pads dimension 0, so that every rank has a shard of the largest size.
+        FsdpUnit(
+            shards * _shard_bytes(parameters, shards, compute_dtype),
+            shards * _shard_bytes(list(_trainable(parameters)), shards, reduce_dtype),
+            # Blocks are gathered for forward and again for backward. Parameters outside of blocks
+            # belong to the root, which stays gathered from forward to backward.
+            gathers=1 if parameters is rest else 2,
+        )
+        for parameters in (*blocks, rest)
+    ]
 
 
 def ring_all_reduce_bytes(size: int, ranks: int) -> int:

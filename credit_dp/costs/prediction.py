@@ -1,7 +1,7 @@
 """Predicts the seconds of a training step on a machine, for meshes of data x domain ranks.
 
 A roofline for each operation of the slowest rank, plus latency and bandwidth for each message and
-collective, plus the all-reduce of gradients. The host's time to start all of it is a lower bound.
+collective, plus what ddp or fsdp2 sends. The host's time to start all of it is a lower bound.
 Where the host runs ahead of the device, messages and gradients travel while it computes.
 """
 
@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from credit_dp.config import Config, TrainerConfig
-from credit_dp.costs.budget import ParameterBudget, domain_sizes, model_and_shape, replicated_budget
+from credit_dp.costs.budget import (
+    FsdpUnit,
+    ParameterBudget,
+    domain_sizes,
+    fsdp_units,
+    model_and_shape,
+    replicated_budget,
+    ring_all_reduce_bytes,
+    sharded_budget,
+)
 from credit_dp.costs.machine import Link, Machine
 from credit_dp.domain_parallel.costs.work import (
     OperationCost,
@@ -26,6 +35,7 @@ from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.optim import moments_per_parameter
+from credit_dp.training.parameter_shards import shards_of
 
 
 def check_predictable(config: Config, machine: Machine) -> None:
@@ -36,10 +46,11 @@ def check_predictable(config: Config, machine: Machine) -> None:
     """
     parallel = config.parallel
     trainer = config.trainer
-    supported = {
+    supported: dict[str, tuple[Any, Any]] = {
         "parallel.pipeline": (parallel.pipeline, 1),
         "parallel.ensemble": (parallel.ensemble, 1),
-        "parallel.data_mode": (parallel.data_mode, "ddp"),
+        "parallel.param_dtype": (parallel.param_dtype or "null", "null"),
+        "parallel.cpu_offload": (parallel.cpu_offload, False),
         "parallel.layout": (dict(parallel.layout), {}),
         "trainer.rollout": (trainer.longest_rollout, 1),
         "compile": (config.compile, False),
@@ -82,7 +93,8 @@ class StepTime:
     Attributes:
         compute: on the slowest rank, or to start all that it computes if that takes longer.
         exchange: of rows and sums, without what overlaps with computing.
-        reduction: of gradients, without what overlaps with the backward pass, and of the check.
+        reduction: of gradients, without what overlaps with the backward pass, and of the check;
+            with fsdp2 also to gather weights, without what overlaps with forward and backward.
         starting: what the host needs to start operations, views and messages; part of `compute`.
         update: of the weights; part of `compute`.
     """
@@ -211,6 +223,41 @@ def reduction_seconds(gradients: int, ranks: int, machine: Machine, backward: fl
     return buckets * bucket - hidden + check
 
 
+def sharded_seconds(
+    units: Sequence[FsdpUnit], replicas: int, machine: Machine, busy: float = 0.0
+) -> float:
+    """Return the seconds to gather weights and to reduce gradients (fsdp2), and to check the step.
+
+    Args:
+        units: blocks, and at last the parameters outside of them.
+        replicas: ranks over which the parameters are sharded, maybe in several copies.
+        machine: if its host runs ahead, blocks are gathered and reduced while others compute. What
+            is outside of blocks is gathered before and reduced after everything else.
+        busy: seconds of forward and backward.
+    """
+    shards = shards_of(replicas)
+    copies = replicas // shards
+    # The ranks that have the same shard of different copies lie as far apart as all ranks do.
+    link = machine.link(between=replicas > machine.ranks_per_node)
+
+    def seconds(unit: FsdpUnit) -> float:
+        own = (shards - 1) / shards
+        gather = collective_seconds(own * unit.gathered, shards, machine) if unit.gathered else 0.0
+        if not unit.reduced:
+            return unit.gathers * gather
+        reduce = collective_seconds(own * unit.reduced, shards, machine)
+        if copies > 1:
+            size = ring_all_reduce_bytes(unit.reduced // shards, copies)
+            reduce += math.ceil(math.log2(copies)) * link.latency + link.seconds(size)
+        return unit.gathers * gather + reduce
+
+    *blocks, rest = units
+    in_blocks = sum(map(seconds, blocks))
+    hidden = min(busy, in_blocks) if machine.runs_ahead else 0.0
+    check = collective_seconds(CHECK_BYTES, replicas, machine)
+    return in_blocks - hidden + seconds(rest) + check
+
+
 def _node(rank: int, machine: Machine) -> int:
     return rank // machine.ranks_per_node
 
@@ -277,6 +324,7 @@ class Predictor:
         self.dtype = product_dtype(config.trainer, machine)
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (config.trainer.members, *field)
+        self._parallel = config.parallel
         self._moments = moments_per_parameter(self.model, config)
         self._whole_ops = config.parallel.whole_ops
         self._recomputed = recomputed_modules(self.model, config)
@@ -297,19 +345,24 @@ class Predictor:
         return Prediction(
             data=data,
             domain=domain,
-            held_bytes=self.held_bytes(domain),
+            held_bytes=self.held_bytes(domain, data),
             time=time,
             efficiency=self._single_rank_seconds / (domain * time.step),
         )
 
-    def held_bytes(self, domain: int) -> int:
-        """Return the bytes on the fullest rank of a domain; all data ranks hold as much."""
-        budget = self._budget(domain)
+    def held_bytes(self, domain: int, data: int = 1) -> int:
+        """Return the bytes on the fullest rank of a mesh; with ddp `data` does not matter."""
+        budget = self._budget(data * domain)
         saved = self._step_work(domain).saved_bytes
-        return budget.weights + budget.gradients + budget.moments + saved
+        return budget.weights + budget.gradients + budget.moments + budget.gathered + saved
 
     def _budget(self, ranks: int) -> ParameterBudget:
+        if self._is_sharded(ranks):
+            return sharded_budget(self.model, self._parallel, ranks, 1, moments=self._moments)
         return replicated_budget(self.model, ranks, self._moments)
+
+    def _is_sharded(self, ranks: int) -> bool:
+        return self._parallel.data_mode == "fsdp2" and ranks > 1
 
     def _step_work(self, domain: int) -> StepWork:
         if domain not in self._work:
@@ -321,28 +374,33 @@ class Predictor:
     def _time(self, data: int, domain: int) -> StepTime:
         work = self._step_work(domain)
         machine = self.machine
+        ranks = data * domain
+        is_sharded = self._is_sharded(ranks)
+        units = fsdp_units(self.model, self._parallel, ranks) if is_sharded else []
         messages = work.overlaps.total() + work.collectives.total()
+        messages += sum(unit.gathers + 1 for unit in units)
         busy = [busy_seconds(o, machine, self.dtype) for o in work.operations]
         starting = [
             starting_seconds(o.total() + self._updated, views, messages, machine)
             for o, views in zip(work.operations, work.views, strict=True)
         ]
+        # A rank updates its shards.
+        update = self._update / shards_of(ranks) if is_sharded else self._update
         compute = max(
-            compute_seconds(b + self._update, s, machine)
-            for b, s in zip(busy, starting, strict=True)
+            compute_seconds(b + update, s, machine) for b, s in zip(busy, starting, strict=True)
         )
+        if is_sharded:
+            reduction = sharded_seconds(units, ranks, machine, max(busy))
+        else:  # each rank has all gradients (ddp): they are reduced over data and domain ranks
+            gradients = self._budget(1).gradients
+            backward = BACKWARD_SHARE * max(busy)
+            reduction = reduction_seconds(gradients, ranks, machine, backward)
         return StepTime(
             compute=compute,
             exchange=exchange_seconds(work, machine, data, self.dtype),
-            # Each rank has all gradients (ddp): they are reduced over data and domain ranks.
-            reduction=reduction_seconds(
-                self._budget(1).gradients,
-                data * domain,
-                machine,
-                BACKWARD_SHARE * max(busy),
-            ),
+            reduction=reduction,
             starting=max(starting),
-            update=self._update,
+            update=update,
         )
 
 
@@ -367,7 +425,7 @@ def predict_meshes(config: Config, machine: Machine, up_to: int) -> Predictions:
         meshes = {(parallel.data, domain) for domain in domains}
     else:
         memory = machine.memory_gib * 2**30
-        fitting = (domain for domain in domains if predictor.held_bytes(domain) <= memory)
+        fitting = (d for d in domains if predictor.held_bytes(d, up_to // d) <= memory)
         smallest = next(fitting, domains[-1])
         meshes = {(data, smallest) for data in domain_sizes(up_to // smallest, powers=64)}
         if parallel.domain == 1:  # the default: no domain is configured

@@ -14,6 +14,7 @@ import yaml
 from torch import nn
 
 from credit_dp.config import TrainerConfig
+from credit_dp.costs.budget import FsdpUnit
 from credit_dp.costs.machine import (
     MACHINES_FOLDER,
     Link,
@@ -29,6 +30,7 @@ from credit_dp.costs.prediction import (
     product_dtype,
     reduction_seconds,
     ring_link,
+    sharded_seconds,
     starting_seconds,
 )
 from credit_dp.domain_parallel.costs.report import plan_report
@@ -99,6 +101,26 @@ def test_a_convolution_computes_while_rows_travel() -> None:
     # Forward of the first one; the second one waits. Backward of the second one returns rows.
     assert sorted(flops > 0 for flops in computing) == [False, False, True]
     assert Counter(messages for messages, _ in work.overlaps.elements()) == work.exchanges
+
+
+class Readers(nn.Module):
+    """Two convolutions that share an exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 5, padding=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(x) + self.wide(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 3, 2, 1), Readers()])
+def test_rows_that_stay_are_copied_while_others_travel(layer: nn.Module) -> None:
+    work = step_work(nn.Sequential(nn.Conv2d(3, 3, 1), layer), (1, 3, 16, 16), 2)
+    band = 3 * 8 * 16 * 4
+    meanwhile = [sum(cost.bytes * n for cost, n in costs) for _, costs in work.overlaps.elements()]
+    assert len(meanwhile) == 2  # forward and backward
+    assert all(size >= 2 * band for size in meanwhile)  # read and written
 
 
 def test_products_of_float32_take_tf32_where_there_is_one() -> None:
@@ -224,6 +246,48 @@ def test_meshes_and_efficiencies(monkeypatch: pytest.MonkeyPatch, file: Path) ->
     assert strong["efficiency"] == near(alone["step"] / 2 / strong["step"])
     assert strong["step"] == near(strong["compute"] + strong["exchange"] + strong["reduction"])
     assert strong["held_bytes"] < alone["held_bytes"] == weak["held_bytes"]
+
+
+def test_shards_are_gathered_and_reduced_by_block() -> None:
+    mb = 1_000_000
+    block, rest = FsdpUnit(8 * mb, 4 * mb, 2), FsdpUnit(4 * mb, 4 * mb, 1)
+    # Rings of four ranks at 1 GB/s, each with two latencies of 1 ms: three quarters are sent.
+    check = 0.002 + 40e-9
+    in_blocks = 2 * (0.002 + 0.006) + (0.002 + 0.003)
+    outside = (0.002 + 0.003) + (0.002 + 0.003)
+    assert sharded_seconds([block, rest], 4, MACHINE, 1.0) == near(in_blocks + outside + check)
+    # Where a GPU computes, blocks travel meanwhile; the rest comes before and after.
+    assert sharded_seconds([block, rest], 4, AHEAD, 1.0) == near(outside + check)
+    assert sharded_seconds([block, rest], 4, AHEAD, 0.005) == near(
+        in_blocks - 0.005 + outside + check
+    )
+    nothing = FsdpUnit(0, 0, 1)
+    assert sharded_seconds([block, nothing], 4, AHEAD, 1.0) == near(check)
+    # 128 ranks hold two copies of 64 shards: half a shard goes to the other copy, and comes back.
+    alone = sharded_seconds([nothing, block], 64, MACHINE)
+    more = sharded_seconds([nothing, block], 128, MACHINE) - alone
+    link = MACHINE.link(between=True)
+    assert more == near(
+        link.latency
+        + link.seconds(4 * mb // 64)
+        + MACHINE.link(between=True).latency  # of the check, by one rank more in its logarithm
+    )
+
+
+def test_shards_hold_less_and_update_less(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    keys = (*SMALL, "--machine", str(file), "--up-to", "4", "parallel.data=4", "--json")
+
+    def predicted(mode: str) -> dict[str, Any]:
+        code, out, _ = plan(monkeypatch, *keys, f"parallel.data_mode={mode}")
+        assert code == 0
+        mesh: dict[str, Any] = json.loads(out)["meshes"][0]
+        return mesh
+
+    ddp, fsdp2 = predicted("ddp"), predicted("fsdp2")
+    assert fsdp2["held_bytes"] < ddp["held_bytes"]
+    assert fsdp2["update"] == near(ddp["update"] / 4)
+    assert fsdp2["reduction"] > ddp["reduction"]
+    assert fsdp2["exchange"] == ddp["exchange"]
 
 
 FASTER = {
@@ -362,7 +426,14 @@ ARGUMENTS = {
     "no ranks": (["--machine", "h100", "--up-to", "0"], "--up-to: needs at least 1 rank"),
     "too few": (["--machine", "h100", "--up-to", "2", "parallel.domain=4"], "at least the 4 ranks"),
     "a pipeline": (["--machine", "h100", "parallel.pipeline=2"], "parallel.pipeline=1 only, got 2"),
-    "shares": (["--machine", "h100", "parallel.data_mode=fsdp2"], "parallel.data_mode=ddp only"),
+    "offloaded shares": (
+        ["--machine", "h100", "parallel.data_mode=fsdp2", "parallel.cpu_offload=true"],
+        "parallel.cpu_offload=False only, got True",
+    ),
+    "cast shares": (
+        ["--machine", "h100", "parallel.data_mode=fsdp2", "parallel.param_dtype=bfloat16"],
+        "parallel.param_dtype=null only, got bfloat16",
+    ),
     "a rollout": (["--machine", "h100", "trainer.rollout={0: 2}"], "trainer.rollout=1 only, got 2"),
 }
 

@@ -310,9 +310,9 @@ class Config:
         loss = self.loss
         if loss.name != "mse" or getattr(loss, "variable_error", {}):
             raise UserError(
-                "loss: model=diffusion needs loss=mse for all variables, because denoising is a "
-                f"mean, got {loss.name}{' with loss.variable_error' if loss.name == 'mse' else ''}."
-                " Change loss or model."
+                "loss: model=diffusion needs loss=mse for all variables, as denoisers are means, "
+                f"got {loss.name}{' with loss.variable_error' if loss.name == 'mse' else ''}. "
+                "Change loss or model."
             )
         for key in ("spectrum", "sphere_spectrum", "gradient"):
             if getattr(loss, key):

@@ -484,9 +484,10 @@ def build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> UNe
     if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
         logger.warning(
             "model=%s with %d channels is meant for small grids, but this one has %d rows; "
-            "model=unet_base is meant for 721x1440",
+            "model=%s_base is meant for 721x1440",
             config.name,
             config.channels[0],
             rows,
+            config.name,
         )
     return UNet(config, fields.inputs, fields.outputs)

@@ -221,13 +221,14 @@ class Trainer:
             rows = [(sample, member) for sample in samples[micro] for member in members]
             numbers = [sample * self.config.members + member for sample, member in rows]
             draw_stochastic_depths(part, state.seed, state.step, numbers)
-            keys = [
-                (state.seed, state.step, sample, forecast_step, member) for sample, member in rows
-            ]
-            if denoising is None:
-                draw_noise(part, keys)
-            else:
+            if denoising is not None:
                 set_level(part, denoising.levels(state.step, samples[micro]))
+            else:
+                keys = [
+                    (state.seed, state.step, sample, forecast_step, member)
+                    for sample, member in rows
+                ]
+                draw_noise(part, keys)
             if begin is not None:
                 begin(part, micro, forecast_step)
 

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import numpy as np
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
+from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
@@ -24,6 +26,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model
+from credit_dp.models.blocks import draw_noise, has_noise, keep_draws
 from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
 from credit_dp.plugins import find_plugins, first_line, registration_hint
@@ -127,7 +130,6 @@ class Forecaster(nn.Module):
         fixers: correct the fields after each step, if the run has any.
         diffusion: how a diffusion model is sampled, as its config has it; None: it is no such
             model. Set another one with `dataclasses.replace`.
-        seed, member: of the noise of a diffusion model, which forecasts a sample; they may be set.
     """
 
     tendency_scale: Tensor
@@ -153,7 +155,6 @@ class Forecaster(nn.Module):
         self._register_normalisation(trained)
         self.fixers = _build_fixers(trained)
         self.diffusion = diffusion
-        self.seed = self.member = 0
 
     def _register_normalisation(self, trained: TrainedModel) -> None:
         """Create the normalisers, and buffers in the model's dtype."""
@@ -195,6 +196,9 @@ class Forecaster(nn.Module):
         times: Times,
         steps: int,
         forcing: Callable[[np.ndarray], Tensor] | None = None,
+        *,
+        member: int | None = None,
+        seed: int = 0,
     ) -> Iterator[Tensor]:
         """Yield the fields after each of several steps.
 
@@ -205,56 +209,86 @@ class Forecaster(nn.Module):
             fields, times: see the class.
             steps: number of steps.
             forcing: returns `self.forcing` at times `(B,)`; needed if the model has any.
+            member, seed: see `forward`.
 
         Raises:
             UserError: as in `forward`.
         """
-        start = valid_times = _to_datetime64(times)
-        for step in range(1, steps + 1):
+        valid_times = _to_datetime64(times)
+        for number in range(1, steps + 1):
             external = None if forcing is None else forcing(valid_times)
-            output = self._forecast(fields, valid_times, external, start, step)
+            output = self(fields, valid_times, external, member=member, seed=seed, number=number)
             yield output
             # Append the new state, drop the oldest.
             fields = torch.cat([fields, output[:, : self.states]], dim=1)[:, self.states :]
             valid_times = valid_times + self.step
 
-    def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
-        """Return the fields one `step` after `times`; for several steps see `rollout`.
-
-        Raises:
-            UserError: a shape or a type is invalid.
-        """
-        dates = _to_datetime64(times)
-        return self._forecast(fields, dates, forcing, dates, 1)
-
-    def _forecast(
+    def forward(
         self,
         fields: Tensor,
-        dates: np.ndarray,
-        forcing: Tensor | None,
-        start: np.ndarray,
-        step: int,
+        times: Times,
+        forcing: Tensor | None = None,
+        *,
+        member: int | None = None,
+        seed: int = 0,
+        number: int = 1,
     ) -> Tensor:
-        """Return the fields one step after `dates`, which is step number `step` from `start`."""
+        """Return the fields one `step` after `times`; for several steps see `rollout`.
+
+        Args:
+            fields, times, forcing: see the class.
+            member: of an ensemble: the noise is that of `credit-dp forecast` for this member, from
+                0, with `perturb_seed=seed`; None: no noise, or member 0 of a diffusion model.
+            seed: of the noise.
+            number: of this step in its forecast, from 1, on which the noise depends.
+
+        Raises:
+            UserError: a shape or a type is invalid, or the model has no noise.
+        """
+        dates = _to_datetime64(times)
         external = self._checked_forcing(fields, dates, forcing)
         shape = (len(dates), self.frames, self.states, *self.metadata.grid)
         states = self._output_normaliser.normalise(
             fields.reshape(shape), self.static, self.valid
         ).flatten(1, 2)
         residual = self.metadata.residual
-        model: Model = self.model
+        static = self.static.expand(len(states), -1, -1, -1)
+        with self._noise(dates - (number - 1) * self.step, (seed, member, number)) as model:
+            step = ForecastStep(model, self.tendency_scale, residual, fixers=self.fixers)
+            output = step(states, self._normalised_forcing(dates, external), static)
+        return self._output_normaliser.denormalise(output, self.valid)
+
+    @contextmanager
+    def _noise(
+        self, initial_times: np.ndarray, stream: tuple[int, int | None, int]
+    ) -> Iterator[Model]:
+        """Give the model the noise of seed, member and step inside the context, where it is called.
+
+        Raises:
+            UserError: it has none, or seed, member or step are no numbers of a random stream.
+        """
+        seed, member, number = stream
+        if member is None and self.diffusion is None:
+            yield self.model
+            return
+        member = member or 0
+        for name, value, least in (("seed", seed, 0), ("member", member, 0), ("number", number, 1)):
+            checks.at_least(name, value, least)
+        keys = [(seed, hour_key(time), member, number) for time in initial_times]
         if self.diffusion is not None:
             points = None if self.valid is None else ValidPoints(self.valid)
             rows, outputs = slice(0, self.metadata.grid[0]), len(self.variables)
-            model = sampler = Sampler(
-                self.diffusion, self.model, [self.model], outputs, rows, points
+            sampler = Sampler(self.diffusion, self.model, [self.model], outputs, rows, points)
+            sampler.keys = keys
+            yield sampler
+            return
+        if not has_noise(self.model):
+            raise UserError(
+                "member: this model has no noise, so that all members are alike. Leave member out."
             )
-            # As `credit-dp forecast` has it.
-            sampler.keys = [(self.seed, hour_key(time), self.member, step) for time in start]
-        forecast = ForecastStep(model, self.tendency_scale, residual, fixers=self.fixers)
-        static = self.static.expand(len(states), -1, -1, -1)
-        output = forecast(states, self._normalised_forcing(dates, external), static)
-        return self._output_normaliser.denormalise(output, self.valid)
+        with keep_draws(self.model)():  # afterwards it has none again
+            draw_noise(self.model, keys)
+            yield self.model
 
     def _normalised_forcing(self, times: np.ndarray, external: Tensor) -> Tensor:
         """Return normalised forcings in the model's order, `(B, F, H, W)`."""

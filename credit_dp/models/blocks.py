@@ -155,6 +155,11 @@ def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float
         layer.draws = noise
 
 
+def has_noise(model: nn.Module) -> bool:
+    """Whether a model, or a stage of a pipeline, has layers whose noise `draw_noise` draws."""
+    return any(isinstance(layer, NoiseModulation) for layer in _layers_with_draws(model))
+
+
 def number_stochastic_depths(model: nn.Module) -> None:
     """Number the layers of the full model, so that each pipeline stage draws as the model does."""
     for number, layer in enumerate(_stochastic_depths(model)):

@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 
 import credit_dp
 from credit_dp.cli.export import checkpoint
-from credit_dp.config import Config, ModelConfig, OwnModelConfig
+from credit_dp.config import Config, ModelConfig, OwnModelConfig, StandardLossConfig
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
+from credit_dp.models.blocks import NoiseModulation
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build import Training
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
@@ -197,6 +198,52 @@ def test_a_rollout_feeds_back_what_goes_in_again(raining):
         assert torch.equal(two, model(states, times + model.step))
         states = torch.cat([one[:, :4], two[:, :4]], dim=1)
         assert torch.equal(three, model(states, times + 2 * model.step))
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory):
+    """The folder of a run of an ensemble, its config and what it trained."""
+    folder = tmp_path_factory.mktemp("members")
+    config = make_config(make_store(folder, 12), folder / "run", steps=2)
+    trainer = replace(config.trainer, members=2)
+    model, loss = tiny_unet(noise=3), StandardLossConfig(name="crps")
+    config = replace(config, trainer=trainer, model=model, loss=loss)
+    training = trained(config)
+    for layer in training.trainer.state.parts[0].modules():
+        if isinstance(layer, NoiseModulation):
+            layer.draws = None  # those of the last step of training
+    return folder / "run", config, training
+
+
+def test_members_have_the_noise_of_forecasts(members, run, file):
+    folder, config, training = members
+    given, _ = forecast(config, training, 2)
+    fields, times, _ = given
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, slice(None), training.like)
+    place = prepared.store.channels.forcing.index(SOLAR)
+
+    def solar(at: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(prepared.store.read_forcing(at, slice(None)))[:, [place]]
+
+    rollout = replace(training.ensemble, members=(4, 1), seed=9).rollout
+    with torch.no_grad():
+        forcings = [dates.forcing(times), dates.forcing(times + dates.step)]
+        steps = rollout(times, dates.initial_states(times), forcings, dates.static(2))
+        wanted = [dates.normaliser.denormalise(x.flatten(0, 1)).view_as(x) for x in steps]
+        model = credit_dp.load(exported(folder))
+        quiet = model(*given)
+        for index, member in enumerate((4, 1)):
+            found = list(model.rollout(fields, times, 2, solar, member=member, seed=9))
+            for one, both in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, both[:, index], rtol=1e-12, atol=0)
+            assert not torch.equal(found[0], quiet)
+        assert torch.equal(model(*given), quiet)
+    with pytest.raises(UserError, match=r"^member: needs an integer of at least 0, got -1"):
+        model(*given, member=-1)
+    given, _ = forecast(run[1], run[2], 2)
+    with pytest.raises(UserError, match=r"^member: this model has no noise, so that all members"):
+        credit_dp.load(file)(*given, member=0)
 
 
 def test_a_rollout_asks_for_its_forcings(run, file):

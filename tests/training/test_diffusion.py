@@ -434,7 +434,7 @@ def test_a_loaded_model_samples_what_the_run_does(store, tmp_path):
     save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
     training.trainer.state.train(False)
     model = credit_dp.load(str(folder))
-    model.seed, model.member = config.seed, 2
+    stream = {"seed": config.seed, "member": 2}
     ready = prepare_training_data(config.data)
     times = np.array(["2000-01-02T06", "2000-01-03T00"], "M8[ns]")
     later = times[:, None] + np.timedelta64(6, "h") * np.arange(3)
@@ -446,10 +446,13 @@ def test_a_loaded_model_samples_what_the_run_does(store, tmp_path):
     given = iter([forcing[:, [solar]] for forcing in external])
     normaliser = model._output_normaliser
     with torch.no_grad():
-        found = [*model.rollout(fields, times, 2, lambda _: next(given))]
-        assert torch.equal(model(fields, times, external[0][:, [solar]]), found[0])
-        model.member = 0
-        assert not torch.equal(model(fields, times, external[0][:, [solar]]), found[0])
+        found = [*model.rollout(fields, times, 2, lambda _: next(given), **stream)]
+        assert torch.equal(model(fields, times, external[0][:, [solar]], **stream), found[0])
+        first = model(fields, times, external[0][:, [solar]], seed=config.seed)
+        assert torch.equal(
+            model(fields, times, external[0][:, [solar]], seed=config.seed, member=0), first
+        )
+        assert not torch.equal(first, found[0])
     state = normaliser.normalise(fields, model.static)
     forcings = [training_forcing(ready, later[:, i]) for i in (0, 1)]
     static = model.static.expand(2, -1, -1, -1)
@@ -462,7 +465,7 @@ def test_a_loaded_model_samples_what_the_run_does(store, tmp_path):
     few = replace(model.diffusion, sampling_steps=1)
     model.diffusion = few
     with torch.no_grad():
-        assert not torch.equal(model(fields, times, external[0][:, [solar]]), found[0])
+        assert not torch.equal(model(fields, times, external[0][:, [solar]], **stream), found[0])
 
 
 def training_forcing(ready: Any, times: Any) -> torch.Tensor:

@@ -126,26 +126,40 @@ FLUX = {
 # The daemons of an mpirun: one task on each node but the one where it was started.
 DAEMON = {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n2"}
 IN_SLURM = {**DAEMON, "SLURM_JOB_NODELIST": "n[1-2]"}
-MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items() if "OMPI" in name}
+OMPI_ONLY = {name: value for name, value in OPEN_MPI.items() if "OMPI" in name}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OMPI_ONLY.items()}
+JSRUN = {
+    name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, value in OMPI_ONLY.items()
+}
+# With `srun --gpus-per-task=1` each task sees its GPU as number 0.
+ONE_GPU = {"SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_GPUS": "3", "ROCR_VISIBLE_DEVICES": "0"}
 SITES = {
     "Perlmutter": (
         {**STEP, **CRAY_PALS, **CRAY_PMI, "SLURM_STEP_NODELIST": "nid[001000-001001]"},
         ("srun", "nid001000"),
     ),
     "Frontier": (
-        {**STEP, "SLURM_STEP_NODELIST": "frontier[00013,00027]"},
+        {**STEP, **ONE_GPU, "SLURM_STEP_NODELIST": "frontier[00013,00027]"},
         ("srun", "frontier00013"),
     ),
     "LUMI": (
-        {**STEP, **CRAY_PALS, **CRAY_PMI, "SLURM_STEP_NODELIST": "nid[005002,007001]"},
+        {**STEP, **ONE_GPU, **CRAY_PALS, **CRAY_PMI, "SLURM_STEP_NODELIST": "nid[005002,007001]"},
         ("srun", "nid005002"),
     ),
     "JUWELS": (
         {**STEP, "PMI_RANK": "7", "PMI_SIZE": "8", "SLURM_STEP_NODELIST": "jwb[0033-0034]"},
         ("srun", "jwb0033"),
     ),
+    "srun with PMIx": (
+        {**STEP, "PMIX_RANK": "7", "PMIX_NAMESPACE": "slurm.pmix.7.0", "SLURM_STEP_NODELIST": "a1"},
+        ("srun", "a1"),
+    ),
     "two brackets": ({**STEP, "SLURM_STEP_NODELIST": "c1-[1-2]n[3-4]"}, ("srun", "c1-1n3")),
-    "Derecho, Polaris": ({**PALS, **CRAY_PMI}, ("mpiexec", "node1")),
+    "Derecho, Polaris, Aurora": ({**PALS, **CRAY_PMI}, ("mpiexec", "node1")),
+    "Polaris, in an array": (
+        {**PALS, **CRAY_PMI, "PBS_JOBID": "12[3].server", "PBS_ARRAY_INDEX": "3"},
+        ("mpiexec", "node1"),
+    ),
     "Aurora, with PMIx": ({**PALS, "PMIX_RANK": "7", "WORLD_SIZE": "8"}, ("mpiexec", "node1")),
     "Open MPI under PBS": ({**OPEN_MPI, **PBS}, ("mpirun", "node1")),
     "Open MPI under SLURM": ({**IN_SLURM, **OPEN_MPI}, ("mpirun", "n1")),
@@ -156,6 +170,11 @@ SITES = {
     "MPICH under PBS": ({**HYDRA, **PBS}, ("mpiexec", "node1")),
     "MPICH under SLURM": ({**IN_SLURM, **HYDRA, "SLURM_STEP_NUM_TASKS": "2"}, ("mpiexec", "n1")),
     "MVAPICH": ({**MVAPICH, "MASTER_ADDR": "node1"}, ("mpiexec", "node1")),
+    "Intel MPI under PBS": ({**HYDRA, **PBS, "I_MPI_HYDRA_BOOTSTRAP": "pbs"}, ("mpiexec", "node1")),
+    "jsrun": (
+        {**JSRUN, "PMIX_RANK": "7", "MASTER_ADDR": "node1"},
+        ("jsrun", "node1"),
+    ),
     "Flux": ({**FLUX, **CRAY_PALS, "MASTER_ADDR": "node1"}, ("flux run", "node1")),
     "Flux that jsrun started": (
         {**FLUX, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "node1"},

@@ -25,11 +25,12 @@ FILE = re.compile(r"# (\w+\.(?:py|ya?ml))\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many
-# On these pages only the length is changed: two are about a store, one about experiments.
+# On these pages only the length is changed: three are about a store, one about experiments.
 OWN_STORE = "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"
 SHORT = {
     "your-era5.md": OWN_STORE,
     "physics.md": OWN_STORE,
+    "sites.md": OWN_STORE,
     "import.md": "trainer.evaluate_stride_hours=2000 trainer.validate_every=0 logger=csv",
 }
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.

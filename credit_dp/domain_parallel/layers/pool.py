@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, StencilLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -240,6 +241,38 @@ def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int
 
 
 @final
+class _MaxPool(torch.autograd.Function):
+    """Max pooling in two or three dimensions that keeps the indices only.
+
+    torch's own keeps its input, too, though backward uses nothing but the shape. The fetched rows
+    are a copy of the band, which is kept besides where other layers need it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, ndim: int, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        pool = getattr(nn.functional, f"max_pool{ndim}d")
+        maxima, indices = pool(rows, *settings, return_indices=True)
+        ctx.save_for_backward(indices)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        ctx.ndim, ctx.settings = ndim, settings
+        ctx.rows_like = rows.shape, memory_format_of(rows)
+        return maxima, indices
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
+        (indices,) = ctx.saved_tensors
+        shape, memory_format = ctx.rows_like
+        rows = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
+        backward = getattr(torch.ops.aten, f"max_pool{ctx.ndim}d_with_indices_backward")
+        return backward(grad, rows, *ctx.settings, indices), None, None
+
+
+@final
 class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     """An `nn.MaxPool*d` on one band of rows, equal to that layer on the whole globe.
 
@@ -258,18 +291,21 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
         rows = self.fetch_with_fill(x, bands, -torch.inf)
-        pooled = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")(
-            rows,
+        settings = (
             self.setting("kernel_size"),
             self.setting("stride"),
             self.setting_without_rows("padding"),
             self.setting("dilation"),
             self.ceil_mode,
-            return_indices=self.return_indices,
         )
+        # A compiler chooses by itself what to keep.
+        if self._spatial_ndim == 1 or torch.compiler.is_dynamo_compiling():
+            function = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")
+            maxima, indices = function(rows, *settings, return_indices=True)
+        else:
+            maxima, indices = _MaxPool.apply(rows, self._spatial_ndim, settings)  # type: ignore[no-untyped-call]
         if not self.return_indices:
-            return pooled  # type: ignore[no-any-return]
-        maxima, indices = pooled
+            return maxima  # type: ignore[no-any-return]
         height = bands.input.height
         first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
         # A filled row holds the maximum only if all rows of the globe are -inf; clamping then gives

@@ -10,7 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
-from credit_dp.domain_parallel.layers import DomainParallelAvgPool, DomainParallelPowerPool
+from credit_dp.domain_parallel.layers import (
+    DomainParallelAvgPool,
+    DomainParallelMaxPool,
+    DomainParallelPowerPool,
+)
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
@@ -193,6 +197,32 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("planned", [True, False])
 def test_recomputation_repeats_the_same_exchanges_on_every_rank(planned):
     on_threads(4, assert_same_as_whole_globe, _Checkpointed, (), (2, 2, 13, 6), 1e-12, 0.0, planned)
+
+
+def _kept(manager, dimensions):
+    """Return the dtypes that a max pool saves, whose gradient has the gradient of torch's."""
+    generator = torch.Generator().manual_seed(0)
+    kind = {2: nn.MaxPool2d, 3: nn.MaxPool3d}[dimensions]
+    pool = DomainParallelMaxPool(kind(3, 2, 1), manager=manager)
+    x = torch.randn((2, 4, *[8] * dimensions), dtype=torch.float64, generator=generator)
+    if dimensions == 2:
+        x = x.to(memory_format=torch.channels_last)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        y = pool(band)
+    of_band, of_globe = (
+        torch.autograd.grad(grad.square().sum() + z.pow(3).sum(), inputs)[0]
+        for z, inputs in ((y, band), (pool.wrapped(x.requires_grad_()), x))
+        for grad in torch.autograd.grad(z.square().sum(), inputs, create_graph=True)
+    )
+    torch.testing.assert_close(of_band, shard_tensor(of_globe, manager=manager))
+    return [z.dtype for z in kept]
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_max_pools_keep_no_copy_of_their_input(dimensions):
+    assert on_threads(2, _kept, dimensions) == [[torch.int64]] * 2
 
 
 def test_infinite_power_is_refused():

@@ -347,31 +347,36 @@ def build_network(
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
     _enable_configured_autocast(model, config, like)
-    if config.compile and attached_view(model) is not None:
-        logger.warning(
-            "compile: this model computes through the global view, whose functions can't be "
-            "compiled. It runs uncompiled."
-        )
-    elif config.compile and _recomputes_itself(model, config):
-        # torch 2.13 fails at operators that keep their order in a compiled function that computes
-        # parts of itself again. A complete compiled step can be computed again: its operators
-        # receive what the transport has kept.
-        logger.warning(
-            "compile: a sharded model that recomputes blocks can't be compiled. It runs "
-            "uncompiled. To compile it set model.activation_checkpointing=false, or remove "
-            "torch.utils.checkpoint from its code; trainer.checkpoint_activations=step saves "
-            "memory, too."
-        )
-    elif config.compile:
-        compile_model(model, like.device)
+    if config.compile:
+        obstacle = _obstacle_to_compilation(model, config)
+        if not obstacle:
+            compile_model(model, like.device)
+        elif manager.rank == 0:
+            logger.warning("compile: %s", obstacle)
     return ModelParts((model,))
 
 
-def _recomputes_itself(model: nn.Module, config: Config) -> bool:
-    """Return whether a sharded model's own code lets backward compute layers again."""
+def _obstacle_to_compilation(model: nn.Module, config: Config) -> str:
+    """Return why a model runs uncompiled, the same on all ranks; empty if nothing stands against.
+
+    torch 2.13 fails at operators that keep their order in a compiled function that computes parts
+    of itself again. A complete compiled step can be computed again: its operators receive what the
+    transport has kept.
+    """
+    if attached_view(model) is not None:
+        return (
+            "this model computes through the global view, whose functions can't be compiled. It "
+            "runs uncompiled."
+        )
     contexts = attached_contexts(model)  # none of a model that is not sharded
     by_key = bool(getattr(config.model, "activation_checkpointing", False))
-    return bool(contexts) and (by_key or any(context.is_recomputed for context in contexts))
+    if contexts and (by_key or any(context.is_recomputed for context in contexts)):
+        return (
+            "a sharded model that recomputes blocks can't be compiled. It runs uncompiled. To "
+            "compile it set model.activation_checkpointing=false, or remove torch.utils.checkpoint "
+            "from its code; trainer.checkpoint_activations=step saves memory, too."
+        )
+    return ""
 
 
 def _build_stages(

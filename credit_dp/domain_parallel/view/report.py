@@ -162,7 +162,10 @@ def view_model(
     try:
         trial = plan_view(model, manager, shapes, limit, inputs)
     except NoFakeKernelError as error:
-        logger.warning("domain parallel: not planned, as an operator has no fake kernel: %s", error)
+        if manager.rank == 0:
+            logger.warning(
+                "domain parallel: not planned, as an operator has no fake kernel: %s", error
+            )
         trial = None
     except UserError as error:
         # The model fails unsharded, too: its own error is the one to show.
@@ -175,7 +178,7 @@ def view_model(
     calls = trial.whole_calls if trial else ()
     for call in calls:
         logger.info("domain parallel: %s", whole_call_line(call))
-    if calls:
+    if calls and manager.rank == 0:
         logger.warning(
             "domain parallel: %d functions run whole on every rank; the largest: %s",
             len(calls),

@@ -57,7 +57,9 @@ class ReductionLayer(RowLayer):
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to reduce in: at least float32, as in torch."""
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    # Not by `promote_types`, which is an operation to a plan.
+    is_narrow = x.is_floating_point() and x.dtype != torch.float64
+    return torch.float32 if is_narrow else x.dtype
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:

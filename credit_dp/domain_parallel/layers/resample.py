@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowRange
@@ -93,7 +93,7 @@ class InterpolationTable:
 @_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
 @torch.inference_mode(False)  # the table is cached and may be used in training later
 @torch.no_grad()
-@unset_fake_temporarily()  # a trial run has tensors without data, but the table is read off values
+@_disable_current_modes()  # a trial run has tensors without data: the table is read off values
 def interpolation_table_of(
     operator: Operator, height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:

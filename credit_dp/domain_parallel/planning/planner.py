@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
 from credit_dp.domain_parallel.planning.audit import (
@@ -40,6 +39,8 @@ from credit_dp.domain_parallel.planning.trace import (
     TraceStep,
     current_autograd_function,
     is_in_checkpoint,
+    map_tensors,
+    tensor_leaves,
 )
 from credit_dp.errors import UserError
 
@@ -250,7 +251,7 @@ class Planner:
             else:
                 outputs = self._band_outputs(call, call.dim, x, self._rank)
         if call.dim is not None:
-            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            leaves = tensor_leaves(outputs)
             settings = {
                 "input_layouts": call.input_layouts,
                 "output_layouts": call.output_layouts,
@@ -276,9 +277,7 @@ class Planner:
             )
         with self._trace.paused():
             # Views: a layer that returns its input gets a new number in the trace, as on a band.
-            outputs = tree_map_only(
-                Tensor, lambda t: t.view_as(t), layer.global_forward(x, *others)
-            )
+            outputs = map_tensors(lambda t: t.view_as(t), layer.global_forward(x, *others))
         dim = rows.dim - x.ndim
         in_height = x.shape[rows.dim]
         if rows.outer > 1:
@@ -289,7 +288,7 @@ class Planner:
         # Tokens `H * W` in one dimension: a band must hold the tokens of complete rows.
         if rows.inner > 1:
             self.tied_heights[in_height] = rows.height
-        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        leaves = tensor_leaves(outputs)
         output_layouts = tuple(self._output_layout(layer, rows, dim, leaf) for leaf in leaves)
         self.layer_rows[layer].add(
             LayerRows(dim, in_height, leaves[0].shape[dim] if output_layouts[0] else in_height)
@@ -347,7 +346,7 @@ class Planner:
             return x.new_empty(shape, dtype=output.dtype)
 
         with self._trace.paused():
-            return tree_map_only(Tensor, band, call.outputs)
+            return map_tensors(band, call.outputs)
 
     def band_of_parameter(self, parameter: Tensor, rows: RowLayout, path: str) -> Tensor:
         """Return this run's band of a parameter or buffer with a row for each row of the globe."""
@@ -410,10 +409,7 @@ class Planner:
 
     def _end_excluded_call(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._trace.resume()
-        input_tensors, output_tensors = (
-            [x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, outputs)
-        )
-        self._trace.record_boundary(input_tensors, output_tensors, label=id(module))
+        self._trace.record_boundary(tensor_leaves(args), tensor_leaves(outputs), label=id(module))
 
     def heights(self) -> set[int]:
         """Return the global heights of all inputs and outputs of layers."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_impls import _like_tensor_constructors, op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.errors import UserError
 
@@ -329,6 +330,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with (
             fake,
+            _pause_collection(),
             no_autocast,
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
@@ -345,6 +347,22 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+
+
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Free what is in reference cycles afterwards.
+
+    A run makes many small objects, of which few are left. A collection for them walks over all
+    objects of the process, which takes longer than the run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -377,7 +395,7 @@ def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     spec = _TensorSpec(tuple(tensor.shape), tensor.stride(), 0, tensor.dtype, device, True)
-    fake = spec.create(mode)
+    fake = FakeTensor(mode, spec.create(), device)
     if isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = True  # so it is an instance of `nn.Parameter`
@@ -417,6 +435,8 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Restore the model to the snapshot."""
         for container, before in self._saved:
+            if not container and not before:
+                continue  # most are dictionaries of hooks, without any
             # Past methods of subclasses, which may forbid changes, as configurations do.
             if isinstance(container, list):
                 list.__setitem__(container, slice(None), before)
@@ -427,6 +447,9 @@ class ModelSnapshot:
                 # An ordered dictionary keeps its order beside what it has as a dictionary.
                 base = OrderedDict if isinstance(container, OrderedDict) else dict
                 base.clear(container)
+                if base is dict:
+                    dict.update(container, before)
+                    continue
                 for key, value in before.items():
                     base.__setitem__(container, key, value)
 
@@ -465,6 +488,7 @@ def copy_model(model: Model) -> Model:
 TORCH_NAMESPACES = ("aten", "prims")
 # Except this one: its view may reach beyond the operand.
 UNBOUNDED_VIEW = torch.ops.aten.as_strided.default
+META = torch.device("meta")
 
 
 @final
@@ -485,6 +509,7 @@ class ShapeMemo:
         self._results: dict[Hashable, _CachedResult | None] = {}
         self._changes: set[Hashable] = set()
         self._properties: dict[Any, _Properties] = {}
+        self._attributes_of_fakes: dict[Hashable, dict[str, Any]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation."""
@@ -495,6 +520,8 @@ class ShapeMemo:
             properties = self._properties[signature] = _properties_of(*signature)
         if not (properties.is_pure or properties.changes_first):
             return func(*args, **kwargs)
+        if self.mode is not None and type(first) is not FakeTensor and not _is_fake_mode_active():
+            return func(*args, **kwargs)  # values are computed in the middle of a trial run
         try:
             key = (
                 func,
@@ -509,7 +536,7 @@ class ShapeMemo:
             # It has no data to change. Autograd counts versions of tensors before it gets here.
             if key in self._changes:
                 return first
-            if properties.runs_on_meta and _run_on_meta(func, args, kwargs) is not None:
+            if properties.runs_on_meta and self._run_on_meta(func, args, kwargs) is not None:
                 self._changes.add(key)
                 return first
             result = func(*args, **kwargs)
@@ -517,7 +544,7 @@ class ShapeMemo:
                 self._changes.add(key)
             return result
         if cached is None:
-            result = _run_on_meta(func, args, kwargs) if properties.runs_on_meta else None
+            result = self._run_on_meta(func, args, kwargs) if properties.runs_on_meta else None
             if result is None:
                 result = func(*args, **kwargs)
             if key not in self._results:
@@ -526,8 +553,69 @@ class ShapeMemo:
                 self.mode = next(modes, self.mode)
             return result
         storage = first.untyped_storage() if cached.is_view else None
-        tensors = [one and one.create(self.mode, storage) for one in cached.outputs]
+        tensors = [spec and self._create(spec, storage) for spec in cached.outputs]
         return tensors[0] if cached.container is None else cached.container(tensors)
+
+    def _create(self, spec: _TensorSpec, storage: torch.UntypedStorage | None) -> Tensor:
+        """Return a new tensor, or a view of a storage."""
+        data = spec.create(storage)
+        return self._fake(self.mode, data, spec.device) if spec.is_fake else data
+
+    def _fake(self, mode: FakeTensorMode | None, data: Tensor, device: torch.device) -> Tensor:
+        """Return the fake tensor of a tensor on the meta device.
+
+        All that the constructor of `FakeTensor` computes is the same for all tensors of a mode and
+        a device: it does so once, and the others get what it has found.
+        """
+        attributes = self._attributes_of_fakes.get((mode, device))
+        if attributes is None:
+            fake = FakeTensor(mode, data, device)
+            self._attributes_of_fakes[mode, device] = dict(fake.__dict__)
+            return fake
+        fake = Tensor._make_subclass(
+            FakeTensor, data, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(attributes)
+        return fake
+
+    def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on fake tensors of one device by its meta kernel; None if that can't be.
+
+        A fake tensor finds the kernel, the device and the strides of a result in Python, and takes
+        an operation apart that has no kernel of its own: milliseconds instead of microseconds.
+        """
+        operands: list[Any] = [*tensors_in(args), *tensors_in(kwargs.values())]
+        if not all(type(x) is FakeTensor and _is_describable(x) for x in operands):
+            return None
+        fits = FITS_META_KERNEL.get(func)
+        if fits is not None and not all(map(fits, operands)):
+            return None
+        mode = operands[0].fake_mode if operands else self.mode
+        devices = {x.fake_device for x in operands}
+        if kwargs.get("device") is not None:
+            devices.add(kwargs["device"])
+            kwargs = {**kwargs, "device": META}
+        elif not operands:
+            devices.add(torch.device("cpu"))
+            kwargs = {**kwargs, "device": META}
+        if mode is None or len(devices) != 1 or META in devices:
+            return None
+        with torch._C._DisableTorchDispatch():
+            try:
+                args = tuple(map(_on_meta, args))
+                if func is torch.ops.aten.convolution.default:
+                    torch._C._select_conv_backend(*args)  # checks sizes; the kernel does not
+                result = func(*args, **{k: _on_meta(x) for k, x in kwargs.items()})
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+                return None  # with fake operands it works, or fails with a better message
+            container = type(result) if isinstance(result, tuple | list) else None
+            leaves = [result] if container is None else result
+            if not all(x is None or (isinstance(x, Tensor) and _is_describable(x)) for x in leaves):
+                return None
+        device = devices.pop()
+        fakes = [x if x is None else self._fake(mode, x, device) for x in leaves]
+        return fakes[0] if container is None else container(fakes)
 
 
 class _Properties(NamedTuple):
@@ -561,39 +649,13 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
         and torch.Tag.inplace_view not in func.tags  # its strides change
     )
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    is_special = func in op_implementations_dict and not is_view
     runs_on_meta = (
         (is_pure or changes_first)
-        and not any(x.name == "device" for x in schema.arguments)
         and not depends_on_data.intersection(func.tags)
-        and (is_view or func not in op_implementations_dict)
+        and (not is_special or func in _like_tensor_constructors or func in FITS_META_KERNEL)
     )
     return _Properties(is_pure, changes_first, runs_on_meta)
-
-
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on fake tensors of one device by its meta kernel; None if that can't be.
-
-    A fake tensor finds the kernel, the device and the strides of a result in Python, and takes an
-    operation apart that has no kernel of its own: milliseconds instead of microseconds.
-    """
-    operands: list[Any] = [*tensors_in(args), *tensors_in(kwargs.values())]
-    if not all(type(x) is FakeTensor and _is_describable(x) for x in operands):
-        return None
-    devices = {x.fake_device for x in operands}
-    if len(devices) != 1:
-        return None
-    with torch._C._DisableTorchDispatch():
-        try:
-            result = func(*map(_on_meta, args), **{k: _on_meta(x) for k, x in kwargs.items()})
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
-            return None  # with fake operands it works, or fails with a better message
-        container = type(result) if isinstance(result, tuple | list) else None
-        leaves = [result] if container is None else result
-        if not all(x is None or (isinstance(x, Tensor) and _is_describable(x)) for x in leaves):
-            return None
-    mode, device = operands[0].fake_mode, devices.pop()
-    fakes = [x if x is None else FakeTensor(mode, x, device) for x in leaves]
-    return fakes[0] if container is None else container(fakes)
 
 
 def _on_meta(value: Any) -> Any:
@@ -606,6 +668,29 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_on_meta, value))
     return value
+
+
+def _is_fake_mode_active() -> bool:
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+def _is_channels_first(x: Tensor) -> bool:
+    """Return whether torch surely does not take the memory of a tensor for `channels_last`."""
+    # In that format the last dimension has at least the entries of the channels in between.
+    return x.ndim < 3 or x.stride(-1) < x.stride(1) * x.shape[1]
+
+
+# Operations whose kernel for the meta device gives the results of fake tensors only for some
+# operands. The memory format of a convolution's result is that of the device's kernel, which is
+# `channels_last` only if that of an operand is. Statistics of a layer norm in half precision have
+# another dtype on CPUs.
+FITS_META_KERNEL: dict[Any, Callable[[Tensor], bool]] = {
+    torch.ops.aten.convolution.default: _is_channels_first,
+    torch.ops.aten.convolution_backward.default: _is_channels_first,
+    torch.ops.aten.native_layer_norm.default: lambda x: x.dtype in (torch.float32, torch.float64),
+    torch.ops.aten._unsafe_view.default: lambda x: True,
+}
 
 
 class _UncacheableError(Exception):
@@ -622,19 +707,13 @@ class _TensorSpec(NamedTuple):
     device: torch.device
     is_fake: bool
 
-    def create(
-        self, mode: FakeTensorMode | None, storage: torch.UntypedStorage | None = None
-    ) -> Tensor:
-        """Return a new tensor, or a view of `storage`; a fake one belongs to the mode."""
-        if not self.is_fake:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+    def create(self, storage: torch.UntypedStorage | None = None) -> Tensor:
+        """Return a new tensor on the meta device, or a view of `storage`."""
         with torch._C._DisableTorchDispatch():
             if storage is None:
-                data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            else:
-                data = torch.empty(0, dtype=self.dtype, device="meta")
-                data.set_(storage, self.offset, self.shape, self.stride)
-        return FakeTensor(mode, data, self.device)
+                return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+            data = torch.empty(0, dtype=self.dtype, device=META)
+            return data.set_(storage, self.offset, self.shape, self.stride)
 
 
 class _CachedResult(NamedTuple):
@@ -650,7 +729,14 @@ class _CachedResult(NamedTuple):
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
     """Return the tensors in any nested arguments or outputs."""
+    if isinstance(tree, Tensor):  # as most are; torch's trees take longer than the layer
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return any nested outputs with a function's result in place of each tensor."""
+    return function(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, function, tree)
 
 
 def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -752,7 +838,4 @@ def _is_describable(x: Any) -> bool:
 def _fills_storage(x: Tensor) -> bool:
     """Return whether this tensor covers its storage."""
     size: int = x.untyped_storage().nbytes()
-    return (
-        x.storage_offset() == 0
-        and size == _spec_of(x).create(_mode_of(x)).untyped_storage().nbytes()
-    )
+    return x.storage_offset() == 0 and size == _spec_of(x).create().untyped_storage().nbytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -136,12 +136,18 @@ def _layer(
     return layers[key]
 
 
+@cache
+def _without_values(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a torch layer that does not draw its parameters, which takes longer than a call."""
+    return type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
+
+
 def _make_layer(
     view: GlobalView, dim: int, ndim: int, kind: type[nn.Module], settings: dict[str, Any]
 ) -> RowLayer | UserError | None:
-    # A trial run's modes would see its parameters drawn.
     with _disable_current_modes(), torch.device("meta"):
-        module = kind(**settings)
+        module = _without_values(kind)(**settings)  # type: ignore[arg-type]
+        module.__class__ = kind
     try:
         layer = LAYER_RULES[kind](module)
         if not isinstance(layer, RowLayer):

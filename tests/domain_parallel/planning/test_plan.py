@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
+from credit_dp.costs.budget import dry_run_manager
 from credit_dp.domain_parallel import (
     DomainParallelConv2d,
     HaloExchange,
@@ -48,6 +50,16 @@ def _alone_of_two(manager):
     _changes_nothing(
         DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2, timeout=1.0), 0))
     )
+
+
+def test_no_collection_runs_while_a_model_is_planned():
+    was_enabled = []
+    model = small_cnn()
+    model.register_forward_hook(lambda *_: was_enabled.append(gc.isenabled()))
+    _planned(dry_run_manager(2), model, (1, 2, 10, 6))
+    assert gc.isenabled()
+    assert was_enabled
+    assert not any(was_enabled)
 
 
 class _Flips(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.planning.trace import ShapeMemo
@@ -113,8 +113,44 @@ OPERATIONS: list[tuple[torch._ops.OpOverload, tuple[object, ...]]] = [
     (aten.index_select.default, (X, 1, INDEX)),
     (aten.slice.Tensor, (X, 2, 1, 5, 2)),
     (aten.split.Tensor, (X, 4, 3)),
+    (aten.native_layer_norm.default, (X.transpose(1, 2), [6], None, None, 1e-5)),
+    (aten.native_layer_norm.default, (X.bfloat16(), [6], None, None, 1e-5)),
+    (aten._to_copy.default, (X,)),
+    (aten.new_zeros.default, (X, [3, 4])),
+    (aten.zeros_like.default, (X.transpose(1, 2),)),
+    (aten.zeros.default, ([3, 4],)),
     (aten.nonzero.default, (INDEX,)),  # depends on data: fake tensors refuse it
     (aten.add.Tensor, (X, X[..., :5])),  # has no result
+]
+
+
+CHANNELS_LAST = X.to(memory_format=torch.channels_last)
+KERNEL = torch.randn(5, 4, 3, 3)
+# With a kernel that is a view, of one entry, and of one channel, of which strides say less.
+CONVOLUTIONS = [
+    (x, kernel, groups)
+    for x in (X, CHANNELS_LAST, X[..., :1, :1], X.transpose(2, 3), X[..., ::2])
+    for kernel, groups in (
+        (KERNEL[:, :, :1, :1], 1),
+        (KERNEL[..., :1, :].to(memory_format=torch.channels_last)[..., :1], 1),
+        (KERNEL[:4, :1, :1, :1], 4),
+        (KERNEL[:4, :1, 1:2, 1:2].contiguous(), 4),
+    )
+]
+OPERATIONS += [
+    (aten.convolution.default, (x, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups))
+    for x, kernel, groups in CONVOLUTIONS
+]
+OPERATIONS += [  # no results: too few channels, and a bias that does not fit
+    (aten.convolution.default, (X, KERNEL, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1)),
+    (aten.convolution.default, (X, KERNEL, WEIGHT, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+]
+OPERATIONS += [
+    (aten.convolution.default, (X[0], KERNEL[:, :, 0], None, [1], [1], [1], False, [0], 1)),
+    (
+        aten.convolution_backward.default,
+        (X[:, :1], X, KERNEL[:1], [1], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3),
+    ),
 ]
 
 
@@ -208,3 +244,22 @@ def test_another_run_gets_tensors_of_its_own_mode() -> None:
         assert (result.fake_mode, result.shape) == (mode, x.shape)
         assert (result + x).fake_mode is mode  # modes can't be mixed
     assert counted.runs == 1
+
+
+def test_fakes_are_as_their_constructor_makes_them() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    with mode:
+        x = torch.empty(3, 4)
+        for _ in range(3):  # the first, one by the kernel of the meta device, one from the memo
+            result, expected = memo.run(aten.relu.default, (x,), {}), aten.relu.default(x)
+            assert vars(result) == vars(expected)
+            assert torch._C._dispatch_keys(result) == torch._C._dispatch_keys(expected)
+
+
+def test_values_are_computed_while_new_tensors_are_not_fake() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    memo.mode = mode
+    with mode:
+        assert isinstance(memo.run(aten.ones.default, ([2],), {}), FakeTensor)
+        with unset_fake_temporarily():
+            assert memo.run(aten.ones.default, ([2],), {}).tolist() == [1, 1]

@@ -276,8 +276,11 @@ class Planner:
                 name, None, 0, shapes, layer.global_forward(x, *others), input_layouts, (), layer
             )
         with self._trace.paused():
-            # Views: a layer that returns its input gets a new number in the trace, as on a band.
-            outputs = map_tensors(lambda t: t.view_as(t), layer.global_forward(x, *others))
+            # A layer that returns its input gets a new number in the trace, as on a band.
+            outputs = map_tensors(
+                lambda t: t.view_as(t) if any(t is y for y in (x, *others)) else t,
+                layer.global_forward(x, *others),
+            )
         dim = rows.dim - x.ndim
         in_height = x.shape[rows.dim]
         if rows.outer > 1:

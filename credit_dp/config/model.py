@@ -226,7 +226,7 @@ class DiffusionConfig(UNetConfig):
     # how much closer to each other small noise levels are than large ones; 1: all equally far
     rho: float = 7.0
     # noise levels of a forecast step; each calls the network twice, the last one once
-    sampling_steps: int = 10
+    sampling_steps: int = 20
     s_churn: float = 0.0  # noise that is added again while sampling; 0: none
     s_tmin: float = 0.0  # smallest noise level at which it is added
     s_tmax: float | None = None  # largest noise level at which it is added; null: any

@@ -154,6 +154,19 @@ def test_the_sampler_is_of_second_order():
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
 
 
+# The table in docs/diffusion.md.
+@pytest.mark.parametrize(
+    ("steps", "sigma_max", "ratio"),
+    [(4, 80, 2.61), (4, 3, 1.41), (10, 80, 1.20), (10, 20, 1.11), (20, 80, 1.04), (20, 3, 1.0)],
+)
+def test_few_steps_make_samples_too_different(steps, sigma_max, ratio):
+    config = DiffusionConfig(sampling_steps=steps, sigma_max=float(sigma_max))
+    draw = start_and_churn(5000)
+    found = integrate(config, normal_denoiser(0.3), draw)
+    # The flow is linear: the ratio is that of the output to the start.
+    assert float(found.std() / draw(0).std()) / 0.3 == pytest.approx(ratio, abs=0.02)
+
+
 def test_few_steps_of_the_sampler_are_the_steps_of_the_algorithm():
     config = DiffusionConfig(sigma_min=0.5, sigma_max=2.0, rho=1.0, sampling_steps=2)
     draw, denoise = start_and_churn(5), normal_denoiser(1.0)

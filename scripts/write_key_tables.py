@@ -17,7 +17,14 @@ from typing import Any
 import omegaconf
 
 from credit_dp.cli.overrides import as_yaml, key_comments, type_of_key
-from credit_dp.config import AdamWConfig, Config, LionConfig, MuonConfig, StandardLossConfig
+from credit_dp.config import (
+    AdamWConfig,
+    Config,
+    LionConfig,
+    MuonConfig,
+    SoapConfig,
+    StandardLossConfig,
+)
 from credit_dp.config.model import MODELS, BlocksConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -30,7 +37,11 @@ CLASSES: dict[str, tuple[type, ...]] = {
     "optimizer": (AdamWConfig,),
 }
 # Of choices whose class is not that of the group, `GROUP=NAME.KEY` selects a key.
-OTHER_CHOICES: dict[str, type] = {"optimizer=lion": LionConfig, "optimizer=muon": MuonConfig}
+OTHER_CHOICES: dict[str, type] = {
+    "optimizer=lion": LionConfig,
+    "optimizer=muon": MuonConfig,
+    "optimizer=soap": SoapConfig,
+}
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ from credit_dp.config.training import (
     OwnLossConfig,
     OwnOptimizerConfig,
     OwnScheduleConfig,
+    SoapConfig,
     StandardLossConfig,
     TrainerConfig,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "ParallelConfig",
     "QuickstartConfig",
     "RunConfig",
+    "SoapConfig",
     "StandardLossConfig",
     "TrainerConfig",
     "UNetConfig",
@@ -373,7 +375,7 @@ class Config:
             )
 
     def _check_late_check(self) -> None:
-        if type(self.optimizer) is not AdamWConfig:  # Muon's config is one of its subclasses
+        if type(self.optimizer) is not AdamWConfig:  # Muon's and SOAP's are subclasses
             raise UserError(
                 "trainer.check_finite: late needs optimizer=adamw, whose update the device can "
                 f"leave out by itself, got {self.optimizer.name}. Change one of them."

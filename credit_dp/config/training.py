@@ -324,6 +324,27 @@ class MuonConfig(AdamWConfig):
         checks.number_in("optimizer.momentum", self.momentum, 0, 0.999999)
 
 
+@dataclass
+class SoapConfig(AdamWConfig):
+    """SOAP for weights of layers (Vyas et al. 2024), AdamW for all other parameters."""
+
+    name: str = "soap"  # soap
+    # decay of the averages of gradients, and of their squares and products
+    betas: tuple[float, float] = (0.95, 0.95)
+    every: int = 10  # steps between two refreshes of the bases
+    largest: int = 1024  # longest side of a matrix that is rotated
+    # patterns of weights that AdamW updates, too, e.g. ["stem.*", "head.*"]
+    adamw: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        checks.one_of("optimizer.name", self.name, ("soap",))
+        check_betas(self.betas)
+        checks.above_zero("optimizer.eps", self.eps)
+        checks.at_least("optimizer.every", self.every, 1)
+        checks.at_least("optimizer.largest", self.largest, 0)
+
+
 def check_betas(betas: Sequence[float]) -> None:
     """Refuse `optimizer.betas` that are not two decays."""
     if len(betas) != 2:

@@ -50,7 +50,7 @@ from credit_dp.pipeline_parallel.stages import (
 from credit_dp.training.build import check_parameter_patterns
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
-from credit_dp.training.optim import moments_per_parameter
+from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 
 
@@ -389,6 +389,8 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
         budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, replicas, microbatches, moments=moments
         )
+    whole = whole_state_bytes(model, config.optimizer)
+    budgets = {mode: replace(b, moments=b.moments + whole) for mode, b in budgets.items()}
     saved = max(report.saved_bytes)
     recomputed = max(report.recomputed_bytes, default=0)
     rows = _max_bytes_sent(traffic)
@@ -505,6 +507,8 @@ def _stage_budgets(
             for index, stage in enumerate(stages)
         ]
         budgets["fsdp2"] = _sum_budgets(sharded)
+    whole = sum(whole_state_bytes(stage.module, config.optimizer) for stage in stages)
+    budgets = {mode: replace(b, moments=b.moments + whole) for mode, b in budgets.items()}
     footprints = [measure_stage(stage, plan.manager, samples) for stage in stages]
     received, passed_on = _state_traffic(stages, samples)
     # torch's pipeline stages have a receive buffer for each micro-batch; activations are only kept

@@ -34,7 +34,7 @@ from credit_dp.domain_parallel.costs.work import (
 from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import recomputed_modules
-from credit_dp.training.optim import moments_per_parameter
+from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
 from credit_dp.training.parameter_shards import shards_of
 
 
@@ -326,6 +326,7 @@ class Predictor:
         self.shape = (config.trainer.members, *field)
         self._parallel = config.parallel
         self._moments = moments_per_parameter(self.model, config)
+        self._whole = whole_state_bytes(self.model, config.optimizer)
         self._whole_ops = config.parallel.whole_ops
         self._recomputed = recomputed_modules(self.model, config)
         self._work: dict[int, StepWork] = {}
@@ -354,7 +355,8 @@ class Predictor:
         """Return the bytes on the fullest rank of a mesh; with ddp `data` does not matter."""
         budget = self._budget(data * domain)
         saved = self._step_work(domain).saved_bytes
-        return budget.weights + budget.gradients + budget.moments + budget.gathered + saved
+        held = budget.weights + budget.gradients + budget.moments + budget.gathered
+        return held + self._whole + saved
 
     def _budget(self, ranks: int) -> ParameterBudget:
         if self._is_sharded(ranks):

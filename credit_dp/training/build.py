@@ -41,6 +41,7 @@ from credit_dp.config import (
     OwnLossConfig,
     OwnModelConfig,
     ParallelConfig,
+    SoapConfig,
     members_per_rank,
     microbatches_per_step,
 )
@@ -123,7 +124,7 @@ def check_parameter_patterns(model: nn.Module, config: Config) -> None:
         UserError: names the key, the pattern and a similar parameter.
     """
     patterns = {"trainer.freeze": config.trainer.freeze}
-    if isinstance(config.optimizer, MuonConfig):
+    if isinstance(config.optimizer, MuonConfig | SoapConfig):
         patterns["optimizer.adamw"] = config.optimizer.adamw
     names = dict(model.named_parameters(remove_duplicate=False))
     for key, values in patterns.items():

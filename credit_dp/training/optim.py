@@ -27,13 +27,14 @@ from credit_dp.config import (
     OwnOptimizerConfig,
     OwnScheduleConfig,
     ParallelConfig,
+    SoapConfig,
 )
 from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed
-from credit_dp.training.optimizers import Lion, Muon
+from credit_dp.training.optimizers import SIDES, Lion, Muon, Soap, matrix_shape
 from credit_dp.training.own_optimizer import (
     ADAMW,
     StateLayout,
@@ -45,6 +46,9 @@ from credit_dp.training.replicas import local_tensor
 LION = StateLayout({}, moments=1)
 # Of matrices; the few other parameters have AdamW's two moments.
 MUON = StateLayout({"step": torch.zeros(())}, moments=1)
+SOAP = StateLayout(
+    {"step": torch.zeros(())}, moments=2, whole=frozenset(key for keys in SIDES for key in keys)
+)
 FUSED_DEVICES = {"cuda"}  # on which one kernel updates the weights
 SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
 # Endings of the names of parameters without weight decay: biases, and tables of position biases and
@@ -81,6 +85,9 @@ def build_optimizer(
     if isinstance(config, MuonConfig):
         groups = split_matrices(groups, parameters, config)
         return Muon(groups, config.momentum, config.nesterov, betas, config.eps)
+    if isinstance(config, SoapConfig):
+        groups = split_matrices(groups, parameters, config)
+        return Soap(groups, betas, config.eps, config.every, config.largest)
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
     for name, parameter in learning.items() if can_leave_out else ():
         if not parameter.is_floating_point():
@@ -133,13 +140,13 @@ def state_layout(
     """
     if isinstance(config, LionConfig):
         return LION
-    if isinstance(config, MuonConfig):
+    if isinstance(config, MuonConfig | SoapConfig):
         if parallel.data_mode == "fsdp2" and parallel.cpu_offload:
             raise UserError(
-                "optimizer=muon: needs whole matrices, which can't be gathered from the host's "
-                "memory. Set parallel.cpu_offload=false, or choose optimizer=adamw."
+                f"optimizer={config.name}: needs whole matrices, which can't be gathered from the "
+                "host's memory. Set parallel.cpu_offload=false, or choose optimizer=adamw."
             )
-        return MUON
+        return MUON if isinstance(config, MuonConfig) else SOAP
     if not isinstance(config, OwnOptimizerConfig):
         if can_fuse(parameters.values()):  # the kernel reads the counter of steps on the device
             device = next(p.device for p in parameters.values() if p.requires_grad)
@@ -156,6 +163,21 @@ def moments_per_parameter(part: nn.Module, config: Config) -> int:
     """
     parameters = dict(part.named_parameters())
     return state_layout(parameters, config.optimizer, config.parallel).moments
+
+
+def whole_state_bytes(part: nn.Module, config: OptimizerConfig) -> int:
+    """Return the bytes of what the optimizer keeps whole on all ranks: the bases of `Soap`."""
+    if not isinstance(config, SoapConfig):
+        return 0
+    parameters = dict(part.named_parameters())
+    groups = split_matrices(parameter_groups(parameters, config), parameters, config)
+    matrices = [p for group in groups if group["matrices"] for p in group["params"]]
+    return sum(
+        2 * size**2 * p.element_size()
+        for p in matrices
+        for size in matrix_shape(p)
+        if size <= config.largest
+    )
 
 
 def parameter_groups(
@@ -223,9 +245,14 @@ def learning_rate_factors(parts: Sequence[nn.Module], config: OptimizerConfig) -
 
 
 def split_matrices(
-    groups: Sequence[dict[str, Any]], parameters: Mapping[str, nn.Parameter], config: MuonConfig
+    groups: Sequence[dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    config: MuonConfig | SoapConfig,
 ) -> list[dict[str, Any]]:
-    """Return the groups of `Muon`: weights that decay are matrices, except those of AdamW."""
+    """Return the groups of a `MatrixOptimizer`.
+
+    Weights that decay are matrices, except those of AdamW.
+    """
     matrices = {
         id(p)
         for name, p in parameters.items()

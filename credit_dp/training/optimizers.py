@@ -1,11 +1,13 @@
 """The optimizers of this package that torch does not have in the form that sharding needs.
 
-`Lion` updates each entry on its own, so it works on any part of a parameter. `Muon` needs whole
-matrices: where FSDP2 shards parameters, all of their ranks gather one matrix after the other,
-compute the same update, and keep their shards of it. Both keep only tensors of the parameter's
-shape and numbers, so that their state is saved and resumed as AdamW's is.
+`Lion` updates each entry on its own, so it works on any part of a parameter. `Muon` and `Soap` need
+whole matrices: where FSDP2 shards parameters, all of their ranks gather one matrix after the other,
+compute the same update, and keep their shards of it. State is saved and resumed as AdamW's is:
+tensors of the parameter's shape, and numbers; `Soap` also has square matrices, which all ranks have
+whole.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -97,42 +99,34 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     return x.mT if flipped else x
 
 
-@final
-class Muon(Optimizer):
-    """Orthogonalises the averaged gradient of each weight; other parameters are AdamW's.
+ADAMW_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
-    A weight of more than two dimensions is the matrix of its first dimension and all others. The
-    update has the size of AdamW's, so that both have one learning rate.
+
+class MatrixOptimizer(Optimizer):
+    """Base of optimizers that update weights as matrices; other parameters are AdamW's.
+
+    A weight of more than two dimensions is the matrix of its first dimension and all others.
 
     Args:
         groups: parameter groups with `params`, `lr` and `weight_decay`, and `matrices`: whether
-            their parameters are orthogonalised.
-        momentum: decay of the average of gradients of matrices.
-        nesterov: whether the update looks ahead by one gradient.
+            their parameters are updated as matrices.
         betas, eps: of AdamW.
-
-    Source: Jordan et al. 2024; the size of updates: Liu et al. 2025, "Muon is Scalable for LLM
-    Training", eq. 4.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        momentum: float,
-        nesterov: bool,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._momentum, self._nesterov, self._eps = momentum, nesterov, eps
-        self._betas = betas
+    def __init__(self, groups: Groups, betas: tuple[float, float], eps: float) -> None:
+        self._betas, self._eps = betas, eps
         super().__init__(groups, {})
 
     def state_keys(self, parameter: Tensor) -> frozenset[str]:
         """Return the names of the tensors that are kept of a parameter."""
         for group in self.param_groups:
             if group["matrices"] and any(p is parameter for p in group["params"]):
-                return frozenset({"momentum_buffer"})
-        return frozenset({"step", "exp_avg", "exp_avg_sq"})
+                return self.matrix_keys(parameter)
+        return ADAMW_KEYS
+
+    @abstractmethod
+    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
+        """Return the names of the tensors that are kept of a matrix."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -144,33 +138,17 @@ class Muon(Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["matrices"]:
                 for parameter in parameters:
-                    self._update_matrix(
+                    self.update_matrix(
                         parameter, parameter.grad, group["lr"], group["weight_decay"]
                     )
             elif parameters:
                 self._update_vectors(parameters, group["lr"], group["weight_decay"])
 
-    def _update_matrix(
+    @abstractmethod
+    def update_matrix(
         self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
     ) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        average = state["momentum_buffer"]
-        average.lerp_(gradient, 1 - self._momentum)
-        update = gradient.lerp(average, self._momentum) if self._nesterov else average
-        whole = update.full_tensor() if is_dtensor(update) else update
-        rows = whole.flatten(1)
-        size = UPDATE_SIZE * max(rows.shape) ** 0.5
-        step = orthogonalised(rows).view_as(whole)
-        if is_dtensor(parameter):
-            from torch.distributed.tensor import distribute_tensor
-
-            # All ranks have the same update: each takes its shard, and none sends anything.
-            mesh, placements = parameter.device_mesh, parameter.placements
-            step = distribute_tensor(step, mesh, placements, src_data_rank=None)
-        value = local_tensor(parameter)
-        value.mul_(1 - lr * weight_decay).add_(local_tensor(step), alpha=-lr * size)
+        """Update one matrix; collective with FSDP2."""
 
     def _update_vectors(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
         for parameter in parameters:
@@ -196,3 +174,188 @@ class Muon(Optimizer):
             eps=self._eps,
             maximize=False,
         )
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    """Return all of a tensor that FSDP2 may have sharded; collective."""
+    whole: Tensor = x.full_tensor() if is_dtensor(x) else x
+    return whole
+
+
+def own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that all ranks have, as the parameter is sharded."""
+    if not is_dtensor(parameter):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # All ranks have the same tensor: each takes its shard, and none sends anything.
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return local_tensor(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
+@final
+class Muon(MatrixOptimizer):
+    """Orthogonalises the averaged gradient of each weight.
+
+    The update has the size of AdamW's, so that both have one learning rate.
+
+    Args:
+        groups, betas, eps: see `MatrixOptimizer`.
+        momentum: decay of the average of gradients of matrices.
+        nesterov: whether the update looks ahead by one gradient.
+
+    Source: Jordan et al. 2024; the size of updates: Liu et al. 2025, "Muon is Scalable for LLM
+    Training", eq. 4.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        momentum: float,
+        nesterov: bool,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._momentum, self._nesterov = momentum, nesterov
+        super().__init__(groups, betas, eps)
+
+    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
+        """See `MatrixOptimizer`."""
+        return frozenset({"momentum_buffer"})
+
+    def update_matrix(
+        self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
+    ) -> None:
+        """See `MatrixOptimizer`."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"]
+        average.lerp_(gradient, 1 - self._momentum)
+        update = gradient.lerp(average, self._momentum) if self._nesterov else average
+        whole = whole_tensor(update)
+        rows = whole.flatten(1)
+        size = UPDATE_SIZE * max(rows.shape) ** 0.5
+        step = own_shard(orthogonalised(rows).view_as(whole), parameter)
+        value = local_tensor(parameter)
+        value.mul_(1 - lr * weight_decay).add_(step, alpha=-lr * size)
+
+
+# Keys of the state of a side of a matrix: the average of products of gradients, and its basis.
+SIDES = (("left", "left_basis"), ("right", "right_basis"))
+FIRST_ITERATIONS = 10  # of the power iteration from the unit matrix
+SHIFT = 1e-2  # of eigenvalues in the power iteration, in mean eigenvalues
+
+
+@final
+class Soap(MatrixOptimizer):
+    """Adam in the basis of Shampoo: the eigenvectors of averaged products of gradients.
+
+    A matrix G is rotated to Q_l^T G Q_r, where Q_l has the eigenvectors of the average of G G^T and
+    Q_r those of G^T G. Adam updates it there, and the update is rotated back. The bases are
+    computed from the first gradient, which updates nothing else, and then refreshed.
+
+    A gradient of low rank leaves eigenvalues of zero, whose eigenvectors would be those of
+    rounding, different on each mesh. Therefore eigenvalues are shifted up, and the first bases come
+    from the power iteration, too, not from an eigendecomposition: directions that no gradient tells
+    apart stay as they are.
+
+    Args:
+        groups, betas, eps: see `MatrixOptimizer`; betas are those of matrices, too, and the second
+            one also that of the averaged products.
+        every: steps between two refreshes of the bases.
+        largest: a side of a matrix that is longer is not rotated.
+
+    Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
+    (arXiv:2409.11321), algorithms 3 and 4.
+    """
+
+    def __init__(
+        self, groups: Groups, betas: tuple[float, float], eps: float, every: int, largest: int
+    ) -> None:
+        self._every, self._largest = every, largest
+        super().__init__(groups, betas, eps)
+
+    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
+        """See `MatrixOptimizer`."""
+        sides = zip(SIDES, matrix_shape(parameter), strict=True)
+        return ADAMW_KEYS.union(*(keys for keys, size in sides if size <= self._largest))
+
+    def update_matrix(
+        self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
+    ) -> None:
+        """See `MatrixOptimizer`; three gathers with FSDP2."""
+        state = self.state[parameter]
+        rows = whole_tensor(gradient).flatten(1)
+        if not state:
+            state.update(
+                step=torch.zeros(()),
+                exp_avg=torch.zeros_like(parameter),
+                exp_avg_sq=torch.zeros_like(parameter),
+            )
+            self._add_products(state, rows)
+            for product, basis in SIDES:
+                if product in state:
+                    state[basis] = first_basis(state[product])
+            return
+        state["step"] += 1
+        steps = int(state["step"])
+        first, second = self._betas
+        rotated = rotate(rows, state).view(parameter.shape)
+        average, squares = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        average.lerp_(local_tensor(gradient), 1 - first)
+        squares.lerp_(own_shard(rotated, parameter).square(), 1 - second)
+        # The average is kept unrotated, so that it stays what it is when the bases change.
+        towards = rotate(whole_tensor(state["exp_avg"]).flatten(1), state)
+        root = (whole_tensor(state["exp_avg_sq"]).flatten(1) / (1 - second**steps)).sqrt_()
+        update = rotate(towards / (1 - first**steps) / root.add_(self._eps), state, back=True)
+        value = local_tensor(parameter)
+        value.mul_(1 - lr * weight_decay)
+        value.add_(own_shard(update.view(parameter.shape), parameter), alpha=-lr)
+        self._add_products(state, rows)
+        if steps % self._every == 0:
+            for product, basis in SIDES:
+                if product in state:
+                    state[basis] = next_basis(state[product], state[basis])
+
+    def _add_products(self, state: dict[str, Tensor], rows: Tensor) -> None:
+        """Add a gradient to the averages of products, of the sides that are rotated."""
+        for (product, _), side in zip(SIDES, (rows, rows.mT), strict=True):
+            if len(side) <= self._largest:
+                if product not in state:
+                    state[product] = rows.new_zeros(len(side), len(side))
+                state[product].lerp_(side @ side.mT, 1 - self._betas[1])
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Return the shape of a weight's matrix: its first dimension, and all others."""
+    return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
+
+
+def rotate(rows: Tensor, state: dict[str, Tensor], back: bool = False) -> Tensor:
+    """Rotate a matrix to the bases of its sides, or back from them.
+
+    Shapes:
+        `(m, n)` -> `(m, n)`.
+    """
+    left, right = (state.get(basis) for _, basis in SIDES)
+    if left is not None:
+        rows = (left if back else left.mT) @ rows
+    if right is not None:
+        rows = rows @ (right.mT if back else right)
+    return rows
+
+
+def first_basis(product: Tensor) -> Tensor:
+    """Return approximate eigenvectors of a symmetric matrix as columns, the largest ones first."""
+    basis = torch.eye(len(product), dtype=product.dtype, device=product.device)
+    for _ in range(FIRST_ITERATIONS):
+        basis = next_basis(product, basis)
+    return basis
+
+
+def next_basis(product: Tensor, basis: Tensor) -> Tensor:
+    """Return better eigenvectors by one step of a power iteration (algorithm 4), shifted."""
+    shift = SHIFT * product.diagonal().mean()
+    refreshed: Tensor = torch.linalg.qr(product @ basis + shift * basis).Q
+    return refreshed

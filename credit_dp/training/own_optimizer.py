@@ -40,11 +40,13 @@ class StateLayout:
         scalars: an example of each single number (for instance a step counter), by key.
         moments: the number of tensors with the parameter's shape.
         keys: the sets of keys that a parameter may have; None: any.
+        whole: keys of tensors of another shape, which all ranks have whole.
     """
 
     scalars: Mapping[str, Tensor]
     moments: int
     keys: frozenset[frozenset[str]] | None = None
+    whole: frozenset[str] = frozenset()
 
 
 ADAMW = StateLayout({"step": torch.zeros(())}, moments=2)

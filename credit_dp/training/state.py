@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.optim import WeightAverage, restore_schedule
-from credit_dp.training.optimizers import Muon
+from credit_dp.training.optimizers import MatrixOptimizer
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.parameter_shards import is_fsdp_module
 from credit_dp.training.shards import Shape
@@ -208,7 +208,9 @@ class TrainingState:
                 saved_keys[name].append(key)
         for name, keys in saved_keys.items():
             possible = self.layout.keys
-            if isinstance(self.optimizer, Muon):  # it keeps others of matrices than of biases
+            if isinstance(
+                self.optimizer, MatrixOptimizer
+            ):  # keeps others of matrices than of biases
                 possible = frozenset({self.optimizer.state_keys(parameters[name])})
             if possible is not None and {*keys} not in possible:
                 raise UserError(
@@ -218,8 +220,12 @@ class TrainingState:
                     "init_from."
                 )
             for key in keys:
+                scalar = self.layout.scalars.get(key)
+                if key in self.layout.whole:
+                    shape = saved[f"{OPTIMIZER_PREFIX}{name}.{key}"]
+                    scalar = torch.empty(shape, dtype=parameters[name].dtype, device="meta")
                 self.optimizer.state[parameters[name]][key] = allocate_moment(
-                    parameters[name], self.layout.scalars.get(key)
+                    parameters[name], scalar
                 )
         tensors = self.tensors().items()
         optional = (AVERAGE_PREFIX, OPTIMIZER_PREFIX)
@@ -294,7 +300,7 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
 
 
 def allocate_moment(parameter: nn.Parameter, scalar: Tensor | None) -> Tensor:
-    """Return zeros like a parameter, or like a `scalar` that the optimizer keeps of it."""
+    """Return zeros like a parameter, or like `scalar`, another tensor that is kept of it whole."""
     if scalar is None:
         return torch.zeros_like(parameter, requires_grad=False)
     # A counter that the optimizer keeps on the CPU belongs there whatever the parameter's device.

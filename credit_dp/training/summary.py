@@ -23,6 +23,7 @@ from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import whole_call_lines
 from credit_dp.training.build import Training
 from credit_dp.training.loss import members_sent
+from credit_dp.training.optim import whole_state_bytes
 from credit_dp.training.replicas import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -62,16 +63,18 @@ def estimate_run(
     trained = state.trainable_parameters.values()
     averages = 1 if state.average is not None else 0
     trained_bytes = local_bytes(trained)
+    whole_bytes = sum(whole_state_bytes(part, config.optimizer) for part in state.parts)
     memory = {
         "weights": local_bytes(state.parameters.values()),
         "gradients": trained_bytes,
-        "moments": state.layout.moments * trained_bytes,
+        "moments": state.layout.moments * trained_bytes + whole_bytes,
         "averages": averages * trained_bytes,
     }
     # `nbytes` of a DTensor is that of the unsharded tensor: each rank counts the parameters of its
     # pipeline stages in full.
     checkpoint_bytes = sum(p.nbytes for p in state.parameters.values())
     checkpoint_bytes += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
+    checkpoint_bytes += whole_bytes
     if manager.pipeline_parallel_size > 1:
         checkpoint_bytes = sum(all_gather_object(checkpoint_bytes)) // manager.replicas
     step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None

@@ -79,6 +79,7 @@ DEFAULTS = {
     "optimizer=adamw": ("schema", set()),
     "optimizer=lion": ("schema_lion", set()),
     "optimizer=muon": ("schema_muon", set()),
+    "optimizer=soap": ("schema_soap", set()),
     "logger=wandb": ("schema", set()),
 }
 

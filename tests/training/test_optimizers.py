@@ -1,4 +1,4 @@
-"""Lion, Muon and the learning rates of layers: definitions, meshes and checkpoints."""
+"""Lion, Muon, SOAP and the learning rates of layers: definitions, meshes and checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import Config, LionConfig, MuonConfig, OptimizerConfig, ParallelConfig
+from credit_dp.config import (
+    Config,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SoapConfig,
+)
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
 from credit_dp.training.optim import (
@@ -18,6 +25,7 @@ from credit_dp.training.optim import (
     has_weight_decay,
     learning_rate_factors,
     state_layout,
+    whole_state_bytes,
 )
 from tests.training.meshes import (
     ONE,
@@ -126,6 +134,75 @@ def test_muon_is_its_definition(nesterov: bool, of_adamw: list[str]) -> None:
     assert_equal(trained(config), by_definition(update))
 
 
+@pytest.mark.parametrize("largest", [0, 5, 100])
+def test_soap_is_its_definition(largest: int) -> None:
+    """With bases refreshed in each second step, of the sides up to a length."""
+
+    def refreshed(product: np.ndarray, basis: np.ndarray) -> np.ndarray:
+        shift = 1e-2 * np.trace(product) / len(product)
+        return np.linalg.qr((product + shift * np.eye(len(product))) @ basis)[0]
+
+    def update(
+        name: str, value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, Any]
+    ) -> np.ndarray:
+        if not name.endswith("weight") or value.ndim == 1:
+            memory["m"] = 0.8 * memory.get("m", 0) + 0.2 * gradient
+            memory["v"] = 0.7 * memory.get("v", 0) + 0.3 * gradient**2
+            m, v = memory["m"] / (1 - 0.8 ** (step + 1)), memory["v"] / (1 - 0.7 ** (step + 1))
+            return np.asarray(value - LR * m / (np.sqrt(v) + 1e-8))
+        g = gradient.reshape(len(value), -1)
+        products = [g @ g.T, g.T @ g]
+        rotated_sides = [side for side in (0, 1) if g.shape[side] <= largest]
+        bases = memory.setdefault("q", [np.eye(size) for size in g.shape])
+        known = memory.setdefault("p", [np.zeros((size, size)) for size in g.shape])
+        if step:
+            left, right = bases
+            memory["m"] = 0.8 * memory.get("m", 0) + 0.2 * g
+            memory["v"] = 0.7 * memory.get("v", 0) + 0.3 * (left.T @ g @ right) ** 2
+            m = left.T @ (memory["m"] / (1 - 0.8**step)) @ right
+            taken = left @ (m / (np.sqrt(memory["v"] / (1 - 0.7**step)) + 1e-8)) @ right.T
+            value = value * (1 - LR * DECAY) - LR * taken.reshape(value.shape)
+        for side in rotated_sides:
+            known[side] = 0.7 * known[side] + 0.3 * products[side]
+            for _ in range(10 if step == 0 else 1 - step % 2):
+                bases[side] = refreshed(known[side], bases[side])
+        return np.asarray(value)
+
+    config = SoapConfig(
+        lr=LR, weight_decay=DECAY, betas=(0.8, 0.7), every=2, largest=largest, warmup_steps=0
+    )
+    assert_equal(trained(config), by_definition(update))
+
+
+def test_plans_count_the_bases_of_soap() -> None:
+    layers = model()
+    parameters = dict(layers.named_parameters())
+    config = SoapConfig(largest=7, adamw=["3.*"])
+    optimizer = build_optimizer(parameters, config)
+    for name, gradient in gradients(0, parameters).items():
+        parameters[name].grad = torch.from_numpy(gradient)
+    optimizer.step()
+    layout = state_layout(parameters, config, ParallelConfig())
+    states = optimizer.state.values()
+    held = sum(state[key].nbytes for state in states for key in state if key in layout.whole)
+    assert whole_state_bytes(layers, config) == held == 8 * 2 * (5**2 + 7**2 + 4**2)
+    assert whole_state_bytes(layers, MuonConfig()) == 0
+
+
+def test_soap_keeps_bases_orthogonal() -> None:
+    """Also of gradients of low rank, and of none."""
+    weight = nn.Parameter(torch.ones(6, 9, dtype=torch.float64))
+    optimizer = build_optimizer({"weight": weight}, SoapConfig(lr=0.1, every=1))
+    for step in range(STEPS):
+        column = torch.randn(6, 1, dtype=torch.float64)
+        weight.grad = column @ torch.ones(1, 9, dtype=torch.float64) * (step % 3 > 0)
+        optimizer.step()
+        for key in ("left_basis", "right_basis"):
+            basis = optimizer.state[weight][key]
+            torch.testing.assert_close(basis @ basis.mT, torch.eye(len(basis)).double())
+    assert weight.isfinite().all()
+
+
 def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     """Of matrices, which torch's takes only."""
     torch.manual_seed(1)
@@ -149,13 +226,13 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved
 
 
-@pytest.mark.parametrize("config", [LionConfig(lr=LR), MuonConfig(lr=LR)])
+@pytest.mark.parametrize("config", [LionConfig(lr=LR), MuonConfig(lr=LR), SoapConfig(lr=LR)])
 def test_complex_weights_are_two_real_ones(config: OptimizerConfig) -> None:
-    """Neither has a sign or a matrix of its own for them: Muon leaves them to AdamW."""
+    """None has a sign or a matrix of its own for them: Muon and SOAP leave them to AdamW."""
     torch.manual_seed(2)
     whole = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
     parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
-    other = replace(config, adamw=["*"]) if isinstance(config, MuonConfig) else config
+    other = replace(config, adamw=["*"]) if isinstance(config, MuonConfig | SoapConfig) else config
     ours, theirs = build_optimizer({"w": whole}, config), build_optimizer({"w": parts}, other)
     for _ in range(STEPS):
         whole.grad = torch.randn(3, 4, dtype=torch.complex128)
@@ -170,6 +247,7 @@ def test_complex_weights_are_two_real_ones(config: OptimizerConfig) -> None:
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": LionConfig(lr=1e-3, warmup_steps=3, layer_decay=0.8),
     "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),
+    "soap": SoapConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, every=2, largest=100),
 }
 # FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank.
 MESHES = [
@@ -179,6 +257,7 @@ MESHES = [
     ("muon", Mesh(1, 1, 4)),
     ("muon", Mesh(2, 1, 2, "fsdp2")),
     ("muon", Mesh(2, 2, 1, "ddp")),
+    ("soap", Mesh(2, 1, 2, "fsdp2")),
 ]
 
 
@@ -281,6 +360,9 @@ def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
             ),
             "optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
         ),
+        (lambda: SoapConfig(every=0), "optimizer.every: "),
+        (lambda: SoapConfig(largest=-1), "optimizer.largest: "),
+        (lambda: SoapConfig(betas=(0.9, 1.0)), "optimizer.betas: "),
     ],
 )
 def test_wrong_keys_are_refused_in_one_line(build: Callable[[], object], message: str) -> None:

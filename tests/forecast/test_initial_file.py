@@ -204,6 +204,24 @@ def test_fields_come_from_several_files(data, store, tmp_path):
     assert files.initial_time(1, 6) == "2000-01-04T00"
 
 
+def test_fields_that_share_a_message_are_found(data, store, tmp_path):
+    """As NCEP writes winds."""
+    single = write_grib(tmp_path / "a.grib", data.sel(time=TIME))
+    together = eccodes.codes_grib_multi_new()
+    with single.open("rb") as file:
+        first = 0
+        while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
+            # From section 4 on, all but the first field have their own.
+            eccodes.codes_grib_multi_append(handle, first, together)
+            eccodes.codes_release(handle)
+            first = 4
+    path = tmp_path / "b.grib"
+    with path.open("wb") as file:
+        eccodes.codes_grib_multi_write(together, file)
+    eccodes.codes_grib_multi_release(together)
+    assert np.array_equal(states(path, store), states(single, store))
+
+
 def test_what_is_missing_is_named_in_one_line(data, store, tmp_path):
     state = data.sel(time=TIME)
     path = write_grib(

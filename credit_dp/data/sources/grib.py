@@ -10,9 +10,11 @@ names that ecCodes gives to NCEP's messages.
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Final, NamedTuple, final
@@ -198,7 +200,8 @@ class Message(NamedTuple):
         hours: lead time.
         valid: the time of the field.
         unit: of the values.
-        offset, size: in the file, in bytes.
+        offset: in the file, in bytes.
+        part: its number among fields that share a message, as NCEP writes winds; otherwise 0.
     """
 
     kind: str
@@ -210,7 +213,7 @@ class Message(NamedTuple):
     valid: np.datetime64
     unit: str
     offset: int
-    size: int
+    part: int = 0
 
 
 @final
@@ -254,14 +257,17 @@ class GribFile:
         types = ("instant", "accum") if sums else ("instant",)
         try:
             with LIBRARY_LOCK, path.open("rb") as file:
+                offset, part = -1, 0
                 for handle in _handles(eccodes, file):
+                    last, offset = offset, int(eccodes.codes_get_message_offset(handle))
+                    part = part + 1 if offset == last else 0
                     grid = grid or _read_grid(eccodes, handle, path, key)
                     if eccodes.codes_get(handle, "md5GridSection") != grid.checksum:
                         raise UserError(
                             f"{key}: {path} has messages on more than one grid. Split it, for "
                             f"example with `grib_copy`, or change {key}."
                         )
-                    message = _read_header(eccodes, handle)
+                    message = _read_header(eccodes, handle, offset, part)
                     if message is not None and eccodes.codes_get(handle, "stepType") in types:
                         messages.append(message)
         except eccodes.CodesInternalError as error:
@@ -285,19 +291,17 @@ class GribFile:
         """
         eccodes = load_eccodes(self.key)
         try:
-            with self.path.open("rb") as file:
+            # Without a buffer, because the C library reads on where the system's file is.
+            with LIBRARY_LOCK, self.path.open("rb", buffering=0) as file:
                 file.seek(message.offset)
-                content = file.read(message.size)
-            with LIBRARY_LOCK:
-                handle = eccodes.codes_new_from_message(content)
-                try:
+                handles = _handles(eccodes, file, headers_only=False)
+                with closing(handles):
+                    handle = next(islice(handles, message.part, None))
                     eccodes.codes_set(handle, "missingValue", MISSING_VALUE)
                     values = eccodes.codes_get_values(handle)
                     order = _point_order(eccodes, handle)
-                finally:
-                    eccodes.codes_release(handle)
             field = _in_rows(values, (len(self.latitude), len(self.longitude)), order)
-        except (eccodes.CodesInternalError, OSError, ValueError) as error:
+        except (eccodes.CodesInternalError, OSError, ValueError, StopIteration) as error:
             raise UserError(
                 f"{self.key}: {self.path}: {message.name} at {message.valid.astype('M8[m]')} can't "
                 f"be decoded ({error}). Fetch the file again."
@@ -311,13 +315,19 @@ def is_grib(path: Path) -> bool:
         return b"GRIB" in file.read(128)
 
 
-def _handles(eccodes: Any, file: BinaryIO) -> Iterator[int]:
-    """Yield a handle of each message of a file, without its data, and release it."""
-    while (handle := eccodes.codes_grib_new_from_file(file, headers_only=True)) is not None:
-        try:
-            yield handle
-        finally:
-            eccodes.codes_release(handle)
+def _handles(eccodes: Any, file: BinaryIO, headers_only: bool = True) -> Generator[int]:
+    """Yield a handle of each field of a file, also of those in one message, and release it."""
+    eccodes.codes_grib_multi_support_on()
+    try:
+        while (handle := eccodes.codes_grib_new_from_file(file, headers_only)) is not None:
+            try:
+                yield handle
+            finally:
+                eccodes.codes_release(handle)
+    finally:
+        # The library remembers an unfinished message by the file, whose address is used again.
+        eccodes.codes_grib_multi_support_reset_file(file)
+        eccodes.codes_grib_multi_support_off()
 
 
 class _Grid(NamedTuple):
@@ -372,8 +382,8 @@ def _in_rows(
     return field[:: -1 if order.northward else 1, :: -1 if order.westward else 1]
 
 
-def _read_header(eccodes: Any, handle: int) -> Message | None:
-    """Return the header of a message; None if it is on levels that no variable is on."""
+def _read_header(eccodes: Any, handle: int, offset: int, part: int) -> Message | None:
+    """Return the header of a field; None if it is on levels that no variable is on."""
     level_type: str = eccodes.codes_get(handle, "typeOfLevel")
     level: float = eccodes.codes_get_double(handle, "level")
     kind = level_type
@@ -397,8 +407,8 @@ def _read_header(eccodes: Any, handle: int) -> Message | None:
         hours=eccodes.codes_get_long(handle, "endStep"),
         valid=_read_time(eccodes, handle, "validity"),
         unit=eccodes.codes_get(handle, "units"),
-        offset=int(eccodes.codes_get_message_offset(handle)),
-        size=int(eccodes.codes_get_message_size(handle)),
+        offset=offset,
+        part=part,
     )
 
 

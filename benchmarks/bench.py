@@ -61,7 +61,7 @@ def main() -> None:
     """Measure the chosen parts, and print and write their figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(parts(1)))
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     for name, measure in parts(arguments.rounds).items():
         if name in (arguments.only or parts(1)):

@@ -1,9 +1,9 @@
 """Measure how fast a rank gets its data: `python benchmarks/loader.py`.
 
 Reads a prepared store from the system's cache. First it compares the throughput of one rank with
-one thread with other ways to read the same numbers; the fastest round counts. Then it compares the
-check of limits with a search for missing values only, and measures the share of time that training
-of the tiny U-Net waits for data.
+one thread with other ways to read the same numbers; the fastest round counts. Then it measures the
+bytes per second of one rank with two threads, compares the check of limits with a search for
+missing values only, and measures the share of time that training of the tiny U-Net waits for data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import zarr
-from pinned import on_pinned_ranks
+from pinned import Contestants, Mesh, on_pinned_ranks, team
 from side_by_side import Row
 from table import show
 
@@ -45,6 +45,7 @@ TIMES = 4
 CHANNELS = 20
 ROUNDS = 20
 LIMIT_ROUNDS = 60
+THREADS, BATCHES, THREAD_ROUNDS = 2, 6, 5
 STEPS, FIRST = 20, 3  # the first steps use batches that were read ahead before them
 PREFETCH = 2
 MIB = 2**20
@@ -102,6 +103,19 @@ def speeds(
         ways = raw_ways(Path(str(config.store)), (samples + 1, CHANNELS, *grid), rows)
         ways["loader"] = lambda _: next(loader)
         return fastest(ways, samples)
+
+
+def two_threads(manager: DomainParallelManager, config: DataConfig) -> Contestants:
+    """Return a function that takes batches from two reading threads, which have read ahead."""
+    ready = prepare_training_data(replace(config, workers=THREADS))
+    sequence = SampleSequence(TIMES - 1, 1)
+    loader = Loader(ready, "train", slice(None), sequence, prefetch=PREFETCH)
+
+    def take() -> None:
+        for _ in range(BATCHES):
+            next(loader)
+
+    return {"take": take}
 
 
 def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
@@ -195,6 +209,7 @@ def rows(codec: str = "none") -> list[Row]:
             prepare_training_data(configs[grid])
         for grid, config in configs.items():
             made += [throughput_row(grid, config, domain) for domain in DOMAINS]
+            made.append(threads_row(grid, config))
             (cost,) = on_pinned_ranks(limits_cost, config, grid, ranks=1)
             what = f"loader's throughput with limits of values, {grid[0]}x{grid[1]}"
             made.append(
@@ -222,6 +237,16 @@ def throughput_row(grid: tuple[int, int], config: DataConfig, domain: int) -> Ro
         at_least=True,
         note=f"{band / found['loader']:.0f} MiB/s; {found['zarr'] / found['loader']:.2f} x zarr's",
     )
+
+
+def threads_row(grid: tuple[int, int], config: DataConfig) -> Row:
+    """Return the bytes per second of one rank with two reading threads, on two cores."""
+    with team(two_threads, config, mesh=Mesh(1, 1, threads=THREADS)) as rank:
+        found = sorted(rank.seconds("take") for _ in range(THREAD_ROUNDS))
+    gigabytes = BATCHES * 2 * CHANNELS * grid[0] * grid[1] * 4 / 1e9
+    what = f"loader with {THREADS} threads on {THREADS} cores, {grid[0]}x{grid[1]}"
+    speeds = gigabytes / found[0], gigabytes / found[len(found) // 2]
+    return Row(what, "", speeds[0], 2.0, speeds[1], at_least=True, unit="GB/s")
 
 
 if __name__ == "__main__":

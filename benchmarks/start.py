@@ -16,7 +16,7 @@ from table import show
 from credit_dp.cli.compose import Composer
 from credit_dp.data.setup import prepare_training_data
 
-ROUNDS = 5
+ROUNDS = 3
 POLL = 0.02
 
 

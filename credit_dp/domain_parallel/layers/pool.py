@@ -249,22 +249,16 @@ class _MaxPool(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, ndim: int, settings: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, ndim: int, settings: tuple[Any, ...]) -> Tensor:
         pool = getattr(nn.functional, f"max_pool{ndim}d")
         maxima, indices = pool(rows, *settings, return_indices=True)
         ctx.save_for_backward(indices)
-        ctx.mark_non_differentiable(indices)
-        ctx.set_materialize_grads(False)
         ctx.ndim, ctx.settings = ndim, settings
         ctx.rows_like = rows.shape, memory_format_of(rows)
-        return maxima, indices
+        return maxima  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, None, None]:
-        if grad is None:
-            return None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
         shape, memory_format = ctx.rows_like
         rows = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
@@ -299,13 +293,15 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
             self.ceil_mode,
         )
         # A compiler chooses by itself what to keep.
-        if self._spatial_ndim == 1 or torch.compiler.is_dynamo_compiling():
-            function = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")
-            maxima, indices = function(rows, *settings, return_indices=True)
-        else:
-            maxima, indices = _MaxPool.apply(rows, self._spatial_ndim, settings)  # type: ignore[no-untyped-call]
+        if self._spatial_ndim > 1 and not (
+            self.return_indices or torch.compiler.is_dynamo_compiling()
+        ):
+            return _MaxPool.apply(rows, self._spatial_ndim, settings)  # type: ignore[no-any-return, no-untyped-call]
+        function = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")
+        pooled = function(rows, *settings, return_indices=self.return_indices)
         if not self.return_indices:
-            return maxima  # type: ignore[no-any-return]
+            return pooled  # type: ignore[no-any-return]
+        maxima, indices = pooled
         height = bands.input.height
         first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
         # A filled row holds the maximum only if all rows of the globe are -inf; clamping then gives

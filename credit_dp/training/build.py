@@ -85,7 +85,12 @@ from credit_dp.training.optim import (
     learning_rate_factors,
     state_layout,
 )
-from credit_dp.training.parameter_shards import fill_shards, fsdp_mesh, shard_parameters
+from credit_dp.training.parameter_shards import (
+    fill_shards,
+    fsdp_mesh,
+    is_fsdp_module,
+    shard_parameters,
+)
 from credit_dp.training.shared_reading import build_chunk_exchange
 from credit_dp.training.state import named_parameters, trainable_saved_parameters
 from credit_dp.training.trainer import LossNames, Trainer, own_members
@@ -157,6 +162,9 @@ def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
 def compile_model(model: nn.Module, device: torch.device) -> None:
     """Compile a model at its first call, in place; names of parameters stay.
 
+    With FSDP2 its blocks are compiled instead, without the hooks around them, which gather and free
+    parameters and would cut the model's graph.
+
     Args:
         model: converted, and sharded if it is to be.
         device: on which it computes.
@@ -172,7 +180,17 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 f"compile: needs a C++ compiler on the CPU, but {name} is not found. Install one, "
                 "name it in the environment variable CXX, or set compile=false."
             )
-    model.compile()
+    units = [module for module in model.modules() if is_fsdp_module(module)]
+    if not units:
+        model.compile()
+        return
+    # The model itself is a unit, too: the first one, and the only one without blocks.
+    blocks: list[Any] = units[1:] or units
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+    # Blocks of a class share code, of which torch compiles 8 versions and runs others uncompiled.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, len(blocks))
 
 
 def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:

@@ -1,8 +1,12 @@
 """Compiled models train like uncompiled ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+import torch._dynamo
+from torch.distributed.fsdp import FSDPModule
 
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
@@ -17,7 +21,15 @@ from tests.training.meshes import (
     record_trajectory,
     run_on_mesh,
 )
-from tests.training.runs import alone, built, make_config, make_store, tiny_unet
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_pangu,
+    tiny_unet,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +42,13 @@ def config(tmp_path_factory) -> Config:
 
 def compiled(manager: DomainParallelManager, config: Config) -> Trajectory:
     training = built(config, manager)
-    assert training.trainer.state.parts[0]._compiled_call_impl is not None
+    model = training.trainer.state.parts[0]
+    blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    if isinstance(model, FSDPModule):
+        assert len(blocks) == 2
+        assert all(hasattr(block.forward, "_torchdynamo_orig_callable") for block in blocks)
+    else:
+        assert model._compiled_call_impl is not None
     return record_trajectory(training)
 
 
@@ -52,6 +70,30 @@ def new_ranks():
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 1, 2, "fsdp2")], ids=str)
 def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
+
+
+def in_whole_graphs(manager: DomainParallelManager, config: Config) -> None:
+    """Train two steps; a graph that is cut, or a block that is not compiled, is an error."""
+    compile_whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compile_whole)
+        patch.setattr(torch._dynamo.config, "recompile_limit", 8)
+        record_trajectory(built(config, manager))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+@pytest.mark.parametrize("model", ["unet", "crossformer", "pangu"])
+def test_blocks_of_shards_are_whole_graphs(config, tmp_path, model):
+    many = {
+        "unet": replace(tiny_unet(), channels=[8], blocks=10),
+        "crossformer": tiny_crossformer(),
+        "pangu": tiny_pangu(),
+    }
+    config = replace(config, model=many[model])
+    if model != "unet":
+        config = replace(config, data=replace(config.data, store=str(make_store(tmp_path, 33))))
+    on_processes(2, in_whole_graphs, on_mesh(config, Mesh(1, 1, 2, "fsdp2")))
 
 
 def compiled_and_recomputed(manager: DomainParallelManager, config: Config) -> Trajectory:

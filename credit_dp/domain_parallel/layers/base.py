@@ -106,8 +106,9 @@ class Bands(NamedTuple):
     output: RowPartition
 
 
-# Numbers of plans in this process.
-_plan_numbers = count()
+# Numbers of plans in this process, as texts: torch's compiler takes an integer that differs between
+# layers for a variable.
+_plan_numbers = map(str, count())
 
 
 class _WrappedTypeMixin:
@@ -320,7 +321,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         return Bands(input_partition, output_partition)
 
     @constant_when_compiled
-    def prepare_compilation(self, plan_number: int) -> None:
+    def prepare_compilation(self, plan_number: str) -> None:
         """Collect what compiled code needs of the plan, for all planned heights.
 
         torch's compiler calls this before it looks at any of it. It compiles again if `plan_number`

@@ -28,6 +28,7 @@ NEEDS = {
     "data=anemoi": ["data.store=/x.zarr"],
     "data=prepared": ["data.store=/x.zarr"],
     "experiment=finetune": ["init_from=/run"],
+    "experiment=ensemble": ["init_from=/run"],
     "loss=crps": ["trainer.members=2", "model.noise=8"],
 }
 

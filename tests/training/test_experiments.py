@@ -68,7 +68,13 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "more"), [("debug", []), ("overfit_one_batch", []), ("finetune", ["init_from=/run"])]
+    ("name", "more"),
+    [
+        ("debug", []),
+        ("overfit_one_batch", []),
+        ("finetune", ["init_from=/run"]),
+        ("ensemble", ["init_from=/run"]),
+    ],
 )
 def test_it_trains(tmp_path, name, more):
     config = config_of(tmp_path, f"experiment={name}", *more)

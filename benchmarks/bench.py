@@ -47,6 +47,7 @@ def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
         "exchange_cost": partial(exchange_cost.rows, rounds),
         "stack": partial(stack.rows, rounds),
         "training_step": partial(training_step.rows, rounds),
+        "compiled": lambda: list(training_step.compiled_rows(rounds)),
         "small_layers": partial(small_layers.rows, rounds),
         "traffic": traffic.rows,
         "memory": memory.rows,

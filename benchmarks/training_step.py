@@ -40,6 +40,7 @@ ALONE = Mesh(1, 1)
 CPU = torch.device("cpu")
 WARM_UP = 20  # batches
 GRID, TIMES = (64, 128), 16
+COMPILED = "unet_tiny"  # larger ones compile for minutes
 
 
 def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
@@ -148,6 +149,31 @@ def sharded_rows(rounds: int) -> Iterator[Row]:
             )
 
 
+def compiled_rows(rounds: int) -> Iterator[Row]:
+    """Compare compiled training steps with the same steps uncompiled, on one rank and on two."""
+    configs = {
+        kind: configured([f"model={COMPILED}", f"compile={kind}"]) for kind in ("false", "true")
+    }
+    prepare_training_data(configs["true"].data)
+    for mesh in (ALONE, TWO):
+        with team(whole_steps, configs, mesh=mesh) as ranks:
+            for _ in range(2):  # in the first steps torch still compiles
+                ranks.seconds("true")
+            kinds = ("false", "true", "false")
+            entries = [Entry(f"{kind} {at}", ranks, kind) for at, kind in enumerate(kinds)]
+            first, compiled, second = times(entries, rounds).values()
+        against = ratio(compiled, first, second)
+        yield Row(
+            f"training step with compile=true, {COMPILED} at 32x64, domain {mesh.domain}",
+            "the same step uncompiled",
+            against.best,
+            None,
+            against.typical,
+            against.spread,
+            note=f"{1e3 * min(compiled):.0f} ms",
+        )
+
+
 def framework_rows(rounds: int) -> list[Row]:
     """Compare whole steps with the model's part of them, and one rank with a plain loop."""
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +213,7 @@ def framework_rows_on(mesh: Mesh, config: Config, rounds: int) -> Iterator[Row]:
 
 
 def rows(rounds: int) -> list[Row]:
-    """Return all figures of this file."""
+    """Return all figures of this file but those of `compiled_rows`, which compiles for a minute."""
     return [*sharded_rows(rounds), *framework_rows(rounds)]
 
 

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 KEPT_BYTES = 2**28  # of parameters, besides the one that was used last
 
 _aten = torch.ops.aten
+TORCH_NAMESPACES = ("aten", "prims")
 # They need no earlier value of their first operand.
 OVERWRITING = {
     _aten.copy_.default,
@@ -179,7 +180,7 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     try:
         with torch.device("meta"):
             return build()
-    except (NotImplementedError, RuntimeError):
+    except Exception:  # noqa: BLE001 - of code that is carried out again
         # Some constructors read values of tensors, which meta tensors don't have.
         return build_without_weights(build)[0]
 
@@ -268,7 +269,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for x in operands:
                 self._load(records[_key(x)], compute=any(x is operand for operand in read))
             before = [records[_key(x)].last for x in read]
-            if any(isinstance(x, Tensor) and not _has_storage(x) for x in tree_leaves(args)):
+            # Operators of others may draw random numbers without saying so.
+            if func.namespace not in TORCH_NAMESPACES or not all(
+                _is_describable(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+            ):
                 before.append(None)
             # Before the operation: some change sizes of their operands.
             views = tree_map_only(Tensor, _view, (args, kwargs))
@@ -308,8 +312,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count += 1
         for record in new:
             record.last = operation
-        for record in changed:
+        for x, record in zip(written, changed, strict=True):
             record.last = None if record.last is None else operation
+            record.nbytes = x.untyped_storage().nbytes()  # `out=` and `resize_` change it
 
     def _record_of(self, storage: UntypedStorage) -> _Record:
         """Return the record of a storage; values of one from elsewhere can't be computed."""
@@ -335,8 +340,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in keys:
             record = self._records[key]
             if key in self._parameters and record.last is not None:
-                if key not in self._kept:
-                    self._kept_bytes += record.nbytes
+                self._kept_bytes += record.nbytes - self._kept.get(key, 0)
                 self._kept[key] = record.nbytes
                 self._kept.move_to_end(key)
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
@@ -441,8 +445,14 @@ def _key(tensor: Tensor) -> int:
     return key
 
 
+def _is_describable(tensor: Tensor) -> bool:
+    """Whether a `_View` is all that an operation needs to know of a tensor."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and _has_storage(tensor)
+    return is_plain and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _view(tensor: Tensor) -> _View | None:
-    if not _has_storage(tensor):
+    if not _is_describable(tensor):
         return None  # such an operation can't be carried out again
     storage = tensor.untyped_storage()
     size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())

@@ -81,7 +81,31 @@ class Sine(nn.Module):
         self.layers[1].weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("build", [Drawn, Copied, Read, Sine])
+# An operator that draws numbers without the tag that says so.
+LIBRARY = torch.library.Library("initial_weights_test", "DEF")
+LIBRARY.define("draw_like(Tensor x) -> Tensor")
+LIBRARY.impl("draw_like", torch.randn_like, "CPU")
+
+
+class Unusual(nn.Module):
+    """Of conjugates, which are views in torch, of a custom operator, and of a tensor that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        x = torch.randn(4, 4, dtype=torch.complex64)
+        self.product = nn.Parameter(x.conj().T @ x)
+        self.conjugate = nn.Parameter(x.conj().clone())
+        self.imaginary = nn.Parameter(x.conj().imag.clone())  # a negative view
+        self.custom = nn.Parameter(torch.ops.initial_weights_test.draw_like(torch.ones(3)))
+        self.grown = nn.Parameter(torch.empty(0))
+        torch.randn(3, 4, out=self.grown.data)
+        self.last = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.grown.mul_(2)
+        self.after = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("build", [Drawn, Copied, Read, Sine, Unusual])
 def test_the_weights_are_those_of_the_usual_model(build: Callable[[], nn.Module]):
     torch.manual_seed(5)
     usual = build()
@@ -117,3 +141,6 @@ def test_a_parameter_that_is_held_elsewhere_has_values_there():
 def test_a_model_that_reads_weights_is_built_on_meta():
     assert all(parameter.is_meta for parameter in build_on_meta(Read).parameters())
     assert all(parameter.is_meta for parameter in build_on_meta(Sine).parameters())
+    # Torch has a TypeError for this one.
+    numbers = build_on_meta(lambda: nn.Linear(int(nn.Linear(2, 3).weight.detach().numpy().size), 1))
+    assert numbers.weight.is_meta

@@ -464,8 +464,9 @@ def _start_rows(
 
     def finish() -> None:
         wait()
-        for peer, rows in received.items():
-            _copy_rows_from(result, rows, exchange, peer, dim)
+        with torch.no_grad():  # they are rows of the exchange, not a change of its result
+            for peer, rows in received.items():
+                _copy_rows_from(result, rows, exchange, peer, dim)
 
     return result, finish
 

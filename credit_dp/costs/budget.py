@@ -736,8 +736,9 @@ def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
         config: of the run.
     """
     trainer = config.trainer
-    kept = ("activations", "fixers")
-    memory = {**held, **{item: trainer.longest_rollout * held[item] for item in kept}}
+    memory = dict(held)
+    for item in memory.keys() & {"activations", "fixers"}:
+        memory[item] *= trainer.longest_rollout
     if trainer.autocast is not None:
         for item in memory.keys() & {"activations", "recomputed"}:
             memory[item] //= 2

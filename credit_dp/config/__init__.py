@@ -309,6 +309,11 @@ class Config:
                 f"{self.trainer.members}. Set trainer.members=1, and trainer.evaluate_members for "
                 "several forecasts in the scores."
             )
+        if self.parallel.ensemble > 1:
+            raise UserError(
+                "parallel.ensemble: spreads members, of which model=diffusion trains a single one, "
+                f"got {self.parallel.ensemble}. Use parallel.data or parallel.domain instead."
+            )
         loss = self.loss
         if loss.name != "mse" or getattr(loss, "variable_error", {}):
             raise UserError(

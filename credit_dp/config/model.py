@@ -58,6 +58,9 @@ BUDGETS: Mapping[str, BudgetNeeds] = {
         ("geopotential_at_surface",),
     ),
 }
+# Ratio of the largest to the smallest noise level of a diffusion model: `level_embedding` repeats
+# itself after a period, which is longer than this.
+MAX_LEVEL_RATIO = 1e6
 # Keys of a diffusion model that forecasts may change.
 SAMPLER_KEYS = (
     *("sigma_min", "sigma_max", "rho", "sampling_steps"),
@@ -247,10 +250,20 @@ class DiffusionConfig(UNetConfig):
                 f"{self.sigma_max:g}"
             )
         checks.number_in("model.sigma_max", self.sigma_max, 0)
+        if self.sigma_max > MAX_LEVEL_RATIO * self.sigma_min:
+            raise UserError(
+                f"model.sigma_max: needs at most {MAX_LEVEL_RATIO:.0e} times model.sigma_min "
+                f"({self.sigma_min:g}), as the network can't tell noise levels apart that are "
+                f"further from each other, got {self.sigma_max:g}"
+            )
         checks.number_in("model.rho", self.rho, 1)
         checks.at_least("model.sampling_steps", self.sampling_steps, 1)
         for key in ("s_churn", "s_tmin", "s_tmax"):
             checks.number_in(f"model.{key}", getattr(self, key), 0)
+        if self.s_tmax is not None and self.s_tmax < self.s_tmin:
+            raise UserError(
+                f"model.s_tmax: needs at least model.s_tmin ({self.s_tmin:g}), got {self.s_tmax:g}"
+            )
 
 
 @dataclass

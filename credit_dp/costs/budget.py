@@ -398,30 +398,31 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
     samples, _, height, columns = report.input_shapes[0]
     largest = [max(level.bands) for level in report.levels if level.rows == height]
     points = max(largest, default=height) * columns
-    sent = {"rows": rows * microbatches, **_members_sent(samples, points, config)}
+    sent = {"rows": rows * microbatches, "members": _members_sent(samples, points, config)}
     return [
         _rank_budget(mode, 0, budget, (saved, 0), sent, recomputed, fixers)
         for mode, budget in budgets.items()
     ]
 
 
-def _members_sent(samples: int, points: int, config: Config) -> dict[str, int]:
+def _members_sent(samples: int, points: int, config: Config) -> int:
     """Return the bytes that the loss of an ensemble sends in a step, on the busiest rank.
+
+    None are sent by ranks that have all members.
 
     Args:
         samples: of a micro-batch, times the members that a rank computes.
         points: of the largest band.
     """
     ranks = config.parallel.ensemble
-    if ranks == 1:
-        return {}
     samples = samples // members_per_rank(config) * microbatches_per_step(config)
     channels = expected_channels(config.data).num_outputs
     values = max(
         members_sent(samples, config.trainer.members, channels, points, rank, ranks)
         for rank in range(ranks)
     )
-    return {"members": values * getattr(torch, config.trainer.dtype).itemsize}
+    itemsize: int = getattr(torch, config.trainer.dtype).itemsize
+    return values * itemsize
 
 
 def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemory:
@@ -527,7 +528,7 @@ def _stage_budgets(
     if any(stage.is_last for stage in stages):
         rows, columns = expected_grid(config.data)
         points = max(plan.manager.partition(rows).sizes) * columns
-        sent |= _members_sent(samples, points, config)
+        sent["members"] = _members_sent(samples, points, config)
     return [
         _rank_budget(mode, rank, budget, held, sent, fixers=fixers)
         for mode, budget in budgets.items()
@@ -578,6 +579,7 @@ def _rank_budget(
             "gradients": parameters.sent_gradients,
             "weights": parameters.sent_weights,
             "states": 0,
+            "members": 0,
             **sent,
         },
     )

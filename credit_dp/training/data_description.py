@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.config import ModelConfig, VariableConfig
+from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
@@ -36,6 +36,7 @@ SCALING_TOLERANCE = 0.01
 DEFAULT_DESCRIPTION: DataDescription = {
     "model.frames": 1,
     "model.residual": True,
+    "model.sigma_data": 1.0,  # models of another kind do not have it either
     "data.diagnostic": [],
     "data.variables": {},
 }
@@ -64,6 +65,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "data.grid": f"{rows}x{columns}",
         "model.frames": model.frames,
         "model.residual": model.residual,
+        **({"model.sigma_data": model.sigma_data} if isinstance(model, DiffusionConfig) else {}),
         "statistics": {name: values.tolist() for name, values in statistics.items()},
         "ranges": dict(store.limits.sampled_ranges),
         "model": describe_model(model),
@@ -119,8 +121,8 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
 
     Raises:
         UserError: channels, settings of variables, step, grid, normalisation, `model.frames`,
-            `model.residual`, `model.fixers`, `model.bounds` or a key of `LEGACY_DEFAULTS` differ;
-            naming the first that does.
+            `model.residual`, `model.sigma_data`, `model.fixers`, `model.bounds` or a key of
+            `LEGACY_DEFAULTS` differ; naming the first that does.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
     for key, value in current.items():

@@ -351,10 +351,12 @@ def trade_members(x: Tensor, ensemble: Transport) -> Tensor:
     """
     if ensemble.size == 1:
         return x
-    rows, columns = x.shape[-2:]
     by_channel = x.flatten(-2).transpose(1, 2)  # members where a transpose has rows
     members = rows_to_channels(by_channel, [x.shape[1]] * ensemble.size, ensemble)
-    return members.transpose(1, 2).reshape(len(x), -1, members.shape[1], rows, columns)
+    # No -1 among the sizes: a rank without channels has no entries to find it from.
+    return members.transpose(1, 2).reshape(
+        len(x), members.shape[2], members.shape[1], *x.shape[-2:]
+    )
 
 
 def members_sent(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.config import Config, DataConfig
+from credit_dp.config import Config, DataConfig, DiffusionConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
@@ -82,6 +82,14 @@ def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
         load_checkpoint(path, state)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_diffusion_model_resumes_with_its_own_scale(config):
+    data = prepare_training_data(config.data)
+    saved, own = (describe_data(data, DiffusionConfig(sigma_data=x)) for x in (0.5, 1.0))
+    with pytest.raises(UserError, match=r"with model\.sigma_data=0\.5, the config has 1\.0"):
+        check_data(saved, own)
+    check_data(describe_data(data, config.model), own)  # shapes tell another kind of model
 
 
 def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(config):

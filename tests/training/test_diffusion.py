@@ -549,13 +549,16 @@ def test_fixers_correct_samples_not_targets(store, tmp_path):
         ({"loss": {"variable_error": {"t": "mae"}}}, r"^loss: .* with loss\.variable_error\."),
         ({"loss": {"spectrum": 0.1}}, r"^loss\.spectrum: .* Set loss\.spectrum=0"),
         ({"loss": {"gradient": 0.1}}, r"^loss\.gradient: "),
+        ({"parallel": {"ensemble": 2}}, r"^parallel\.ensemble: .* Use parallel\.data"),
     ],
 )
 def test_what_a_denoiser_can_not_learn_is_refused(store, tmp_path, changes, line):
     config = of_diffusion(make_config(store, tmp_path / "run"))
     trainer = replace(config.trainer, **changes.get("trainer", {}))
+    loss = StandardLossConfig(**changes.get("loss", {}))
+    parallel = replace(config.parallel, **changes.get("parallel", {}))
     with pytest.raises(UserError, match=line) as error:
-        replace(config, trainer=trainer, loss=StandardLossConfig(**changes.get("loss", {})))
+        replace(config, trainer=trainer, loss=loss, parallel=parallel)
     assert "\n" not in str(error.value)
 
 
@@ -567,9 +570,11 @@ def test_what_a_denoiser_can_not_learn_is_refused(store, tmp_path, changes, line
         ({"sigma_min": 0.0}, r"^model\.sigma_min: needs a number above 0"),
         ({"sigma_max": 0.01}, r"^model\.sigma_max: needs more than model\.sigma_min \(0\.02\)"),
         ({"sigma_max": math.inf}, r"^model\.sigma_max: "),
+        ({"sigma_min": 1e-5}, r"^model\.sigma_max: needs at most 1e\+06 times .* got 80"),
         ({"rho": 0.5}, r"^model\.rho: needs a number of at least 1"),
         ({"sampling_steps": 0}, r"^model\.sampling_steps: "),
         ({"s_churn": -1.0}, r"^model\.s_churn: "),
+        ({"s_tmin": 2.0, "s_tmax": 1.0}, r"^model\.s_tmax: needs at least model\.s_tmin "),
         ({"name": "unet"}, r"^model\.name: "),
     ],
 )

@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from credit_dp.cli.plan import sent_table
 from credit_dp.config import Config, StandardLossConfig
 from credit_dp.costs.budget import model_and_shape, plan_step
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.thread_ranks import run_on_threads
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.training.build import Training
-from credit_dp.training.loss import almost_fair_crps, channel_weights, members_sent
+from credit_dp.training.loss import almost_fair_crps, channel_weights, members_sent, trade_members
 from credit_dp.training.monitoring import Validation
 from credit_dp.training.summary import batch_line, members_bytes
 from tests.ranks import on_processes
@@ -318,6 +320,23 @@ def test_ranks_send_each_others_channels_once_there_and_back(store, tmp_path, ra
     assert sum(size for _, size in found) == 2 * everything * (ranks - 1) // ranks
 
 
+def test_a_rank_without_channels_sends_its_members():
+    globe = torch.randn(2, 3, 1, 4, 5, generator=torch.Generator().manual_seed(1))  # one channel
+
+    def trade(manager: DomainParallelManager) -> tuple[torch.Tensor, torch.Tensor]:
+        own = globe[:, manager.rank, None].clone().requires_grad_()
+        members = trade_members(own, manager.transport)
+        members.square().sum().backward()
+        assert own.grad is not None
+        return members.detach(), own.grad
+
+    found = run_on_threads(3, trade)
+    assert torch.equal(found[0][0], globe)
+    assert [tuple(members.shape) for members, _ in found[1:]] == 2 * [(2, 3, 0, 4, 5)]
+    for rank, (_, grad) in enumerate(found):
+        assert torch.equal(grad, 2 * globe[:, rank, None])
+
+
 def output(training: Training, batch: Any) -> torch.Tensor:
     with torch.no_grad():
         return training.forecast_step(batch.state, batch.forcing, batch.static)
@@ -454,7 +473,22 @@ def test_a_plan_knows_the_ranks_that_share_members(store, tmp_path):
     assert sharded.held["weights"] < 0.6 * budget.held["weights"]
     channels = prepare_training_data(config.data).store.channels.num_outputs
     assert budget.sent["members"] == 8 * members_sent(4, MEMBERS, channels, ROWS * 16, 0, 2)
-    assert "members" not in alone_budget.sent
+    assert not alone_budget.sent["members"]
+
+
+def test_a_plan_of_a_pipeline_shows_what_its_last_stage_sends_for_the_loss(store, tmp_path):
+    config = of_members(make_config(store, tmp_path / "run"))
+    config = replace(config, data=replace(config.data, grid=f"{ROWS}x16"))
+    first, last = (
+        budget
+        for budget in plan_step(on_mesh(config, Mesh(2, 1, 1, ensemble=2))).budgets
+        if budget.mode == "ddp"
+    )
+    channels = prepare_training_data(config.data).store.channels.num_outputs
+    sent = 8 * members_sent(4, MEMBERS, channels, ROWS * 16, 0, 2)
+    assert (first.sent["members"], last.sent["members"]) == (0, sent)
+    heading = next(line for line in sent_table([first, last]) if "a rank sends" in line)
+    assert "members" in heading.split()
 
 
 @pytest.mark.parametrize(

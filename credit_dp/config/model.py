@@ -225,7 +225,8 @@ class DiffusionConfig(UNetConfig):
     # standard deviation of what is denoised; 1 in units of the tendency's standard deviation
     sigma_data: float = 1.0
     sigma_min: float = 0.02  # smallest noise level, in units of what is denoised
-    sigma_max: float = 80.0  # largest noise level, from which sampling starts
+    # largest noise level, from which sampling starts; at most 1e6 times the smallest
+    sigma_max: float = 80.0
     # how much closer to each other small noise levels are than large ones; 1: all equally far
     rho: float = 7.0
     # noise levels of a forecast step; each calls the network twice, the last one once

@@ -145,7 +145,7 @@ def test_the_sampler_is_of_second_order():
     std, errors = 0.8, []
     draw = start_and_churn(50)
     for steps in (32, 64, 128):
-        config = DiffusionConfig(sigma_min=1e-5, sigma_max=20.0, sampling_steps=steps)
+        config = DiffusionConfig(sigma_min=4e-5, sigma_max=20.0, sampling_steps=steps)
         found = integrate(config, normal_denoiser(std), draw)
         wanted = 20 * draw(0) * std / math.sqrt(20**2 + std**2)
         errors.append(float((found / wanted - 1).abs().max()))

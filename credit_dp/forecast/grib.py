@@ -43,7 +43,7 @@ class GribWriter(FileWriter):
     """Writes a single file of GRIB edition 2, by way of a zarr store at `OUT.partial`.
 
     A message is one field, packed with `BITS_PER_VALUE` bits between its smallest and its largest
-    value; NaN becomes a bitmap.
+    value; what is not finite becomes a bitmap.
     """
 
     def check(self) -> None:
@@ -187,7 +187,8 @@ class GribWriter(FileWriter):
                     eccodes.codes_set_missing(handle, name)
                 else:
                     eccodes.codes_set(handle, name, value)
-            missing = np.isnan(values)
+            # Infinite ones, too: GRIB can't hold what single precision can't.
+            missing = ~(np.abs(values) <= np.finfo(np.float32).max)
             if missing.any():
                 eccodes.codes_set(handle, "bitmapPresent", 1)
                 eccodes.codes_set(handle, "missingValue", MISSING_VALUE)

@@ -382,7 +382,8 @@ def _open_file(path: Path) -> StateFile:
     try:
         return GriddedStates(path)
     except UserError as error:  # its advice is about the key of a run's data
-        raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
+        text = str(error).removeprefix(f"{KEY}: ").replace("data.store", KEY)
+        raise UserError(f"{KEY}: {text}") from error
 
 
 def _check_globe(file: StateFile) -> None:

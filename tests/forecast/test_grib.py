@@ -165,6 +165,9 @@ def test_points_without_values_stay_so(tmp_path):
     file = GribFile.open(path, "path")
     assert np.array_equal(np.isnan(file.read(file.messages[1])), GAPS)
     assert np.array_equal(np.isnan(read(path, "isobaricInhPa")["t"].values), GAPS)
+    values[0, 2, 1] = -np.inf  # as of an unstable forecast
+    file = GribFile.open(write(a_format(hours=(6,)), tmp_path / "g", values), "path")
+    assert np.argwhere(np.isnan(file.read(file.messages[0])) & ~GAPS).tolist() == [[2, 1]]
 
 
 def test_each_code_has_the_name_that_is_looked_for(tmp_path):

@@ -262,9 +262,14 @@ def corrupt(path, data, how):
         return xr.Dataset.to_netcdf(
             state.assign(temperature=state["temperature"].assign_attrs(units="m")), path
         )
+    if how == "timeless":
+        return state.drop_vars("time").to_netcdf(path)
     write_grib(path, state)
     if how == "cut":
         path.write_bytes(path.read_bytes()[:-20])
+    elif how == "date":  # section 1 has the month in octet 15, and section 0 has 16 octets
+        content = path.read_bytes()
+        path.write_bytes(content[:30] + b"\xff" + content[31:])
     elif how == "twice":
         write_grib(path, state, {"2m_temperature": ECMWF["2m_temperature"]})
     elif how == "grids":
@@ -275,6 +280,8 @@ def corrupt(path, data, how):
 FAULTS = {
     "absent": r"no such file. Change init_file",
     "empty": r"is neither GRIB nor netCDF. Change init_file",
+    "date": r"is cut off or damaged after 0 messages .*Fetch it again, or change init_file",
+    "timeless": r"has no time of the standard calendar. Give it the coordinate time",
     "cut": r"is cut off or damaged after 6 messages .*Fetch it again, or change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
     "reduced": r"has a reduced Gaussian grid \(reduced_gg\). Request it on a regular grid",
@@ -294,7 +301,7 @@ def test_a_fault_of_a_file_is_one_line(data, store, tmp_path, how):
         corrupt(path, data, how)
     with pytest.raises(UserError, match=FAULTS[how]) as caught:
         states(path, store)
-    assert str(caught.value).startswith("init_file: ")
+    assert str(caught.value).startswith(f"init_file: {path}")
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 

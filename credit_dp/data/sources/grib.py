@@ -270,7 +270,7 @@ class GribFile:
                     message = _read_header(eccodes, handle, offset, part)
                     if message is not None and eccodes.codes_get(handle, "stepType") in types:
                         messages.append(message)
-        except eccodes.CodesInternalError as error:
+        except (eccodes.CodesInternalError, ValueError) as error:  # ValueError: no such date
             if not (cut_off and messages):
                 raise UserError(
                     f"{key}: {path} is cut off or damaged after {len(messages)} messages "

@@ -320,6 +320,9 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     The value of the context is their mode.
     """
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # Not replaced by fake tensors: an operation in place on nothing else, as `n += 1`, is carried
+    # out. Others stay untouched, as autograd may have saved some.
+    plain = [(x, x._version, x.detach().clone()) for x in plain_tensors(model)]
     no_autocast = torch.autocast(dtype_and_device(model)[1].type, enabled=False)
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
@@ -347,6 +350,20 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+            for x, version, value in plain:
+                if x._version != version:
+                    x.copy_(value)
+
+
+def plain_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that modules have as attributes, or in lists and dictionaries of these."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for x in value.values() if isinstance(value, dict) else [value]:
+                found |= {id(y): y for y in tensors_in([x]) if type(y) is Tensor}
+    known = {id(x) for x in model.buffers()}
+    return [x for key, x in found.items() if key not in known and not x.is_inference()]
 
 
 @contextmanager
@@ -684,12 +701,16 @@ def _is_channels_first(x: Tensor) -> bool:
 # Operations whose kernel for the meta device gives the results of fake tensors only for some
 # operands. The memory format of a convolution's result is that of the device's kernel, which is
 # `channels_last` only if that of an operand is. Statistics of a layer norm in half precision have
-# another dtype on CPUs.
+# another dtype on CPUs. Some that move entries forget `channels_last`, or return a view.
 FITS_META_KERNEL: dict[Any, Callable[[Tensor], bool]] = {
     torch.ops.aten.convolution.default: _is_channels_first,
     torch.ops.aten.convolution_backward.default: _is_channels_first,
     torch.ops.aten.native_layer_norm.default: lambda x: x.dtype in (torch.float32, torch.float64),
     torch.ops.aten._unsafe_view.default: lambda x: True,
+    torch.ops.aten.reflection_pad2d.default: _is_channels_first,
+    torch.ops.aten.replication_pad2d.default: _is_channels_first,
+    torch.ops.aten.pixel_shuffle.default: _is_channels_first,
+    torch.ops.aten.channel_shuffle.default: lambda x: False,
 }
 
 

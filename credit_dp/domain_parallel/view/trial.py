@@ -164,7 +164,7 @@ class _Expression:
     """How a tensor was computed from values that are known.
 
     Attributes:
-        buffers: the storages of the buffers that it depends on, by address.
+        buffers: the storages of the model's tensors that it depends on, by address.
     """
 
     def __init__(self, buffers: frozenset[int], function: Callable[..., Any], *operands: Any):
@@ -220,6 +220,10 @@ class _KnownValues:
         def find(operand: Any) -> Any:
             if isinstance(operand, FakeTensor):
                 found.append(self._by_tensor[id(operand)][1])
+                return found[-1]
+            if isinstance(operand, Tensor):  # with values, as an attribute of the model
+                source = frozenset([operand.untyped_storage()._cdata])
+                found.append(_Expression(source, operand.cpu))
                 return found[-1]
             if isinstance(operand, list | tuple):
                 return type(operand)(map(find, operand))

@@ -141,6 +141,12 @@ OPERATIONS += [
     (aten.convolution.default, (x, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups))
     for x, kernel, groups in CONVOLUTIONS
 ]
+OPERATIONS += [
+    (aten.reflection_pad2d.default, (CHANNELS_LAST, [1, 1, 1, 1])),
+    (aten.replication_pad2d.default, (CHANNELS_LAST, [1, 1, 1, 1])),
+    (aten.pixel_shuffle.default, (CHANNELS_LAST, 2)),
+    (aten.channel_shuffle.default, (X[:, 1:3], 2)),
+]
 OPERATIONS += [  # no results: too few channels, and a bias that does not fit
     (aten.convolution.default, (X, KERNEL, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1)),
     (aten.convolution.default, (X, KERNEL, WEIGHT, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)),

@@ -548,6 +548,34 @@ def test_values_that_change_from_step_to_step_may_not_decide(change):
         _convert(_Decides(change))
 
 
+class _Counts(nn.Module):
+    """Counts its calls in tensors that are not registered."""
+
+    def __init__(self, decide=False):
+        super().__init__()
+        self.decide = decide
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.count = torch.zeros(())
+        self.by_name = {"list": [torch.ones(2)]}
+
+    def forward(self, x):
+        self.count += 1
+        self.by_name["list"][0].mul_(2)
+        if self.decide and self.count.item() > 1:
+            x = self.conv(x)
+        return self.conv(x) * self.count + self.by_name["list"][0].sum()
+
+
+def test_a_plan_changes_no_tensor_of_the_model():
+    model = _Counts()
+    _convert(model)
+    assert model.count == 0
+    assert torch.equal(model.by_name["list"][0], torch.ones(2))
+    _check(_Counts, (2, 3, 13, 8), 2)
+    with pytest.raises(UserError, match="depend on data"):
+        _convert(_Counts(decide=True))
+
+
 def test_libraries_find_that_fields_are_computed_by_torch():
     """As opt_einsum does: by the first part of the name of a type's module."""
 

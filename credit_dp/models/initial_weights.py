@@ -10,7 +10,8 @@ out, and recorded as an `_Operation` with the state of the random numbers before
 
 Same operations on the same random numbers give the same bits: the weights are those of a model that
 is built as usual, and so is the state of the random numbers afterwards. Buffers are never released,
-nor are parameters that come from elsewhere: from numpy, from a file, or from Python's lists.
+nor are parameters that come from elsewhere: from numpy, from a file, or from Python's lists. As
+soon as a constructor starts a thread, nothing more is released.
 
 Source: deferred initialisation as in torchdistX (2022), but carried out at once, so that code may
 read values of tensors.
@@ -18,6 +19,7 @@ read values of tensors.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -162,7 +164,7 @@ def build_without_weights(build: Callable[[], nn.Module]) -> tuple[nn.Module, In
         lambda module, name, parameter: recorder.add_parameter(parameter)
     )
     try:
-        with _MemoryAccess(recorder), recorder:
+        with _keep_all_for_threads(recorder), _MemoryAccess(recorder), recorder:
             model = build()
     finally:
         hook.remove()
@@ -216,6 +218,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: OrderedDict[int, int] = OrderedDict()
         self._kept_bytes = 0
         self._parameters: set[int] = set()
+        self._keeps_all = False
         self._count = 0
 
     @classmethod
@@ -245,6 +248,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute the values of all tensors that are still there."""
         for record in self._records.values():
             self._load(record)
+
+    def keep_all(self) -> None:
+        """Release nothing from now on."""
+        self._keeps_all = True
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            self.load_all()
 
     def give_access(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is going to be used directly."""
@@ -343,7 +352,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept_bytes += record.nbytes - self._kept.get(key, 0)
                 self._kept[key] = record.nbytes
                 self._kept.move_to_end(key)
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1 and not self._keeps_all:
             key, nbytes = self._kept.popitem(last=False)
             self._kept_bytes -= nbytes
             record = self._records[key]
@@ -352,6 +361,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is not None and record.last is not None:
                 storage.resize_(0)
                 record.is_released = True
+
+
+@contextmanager
+def _keep_all_for_threads(recorder: _Recorder) -> Iterator[None]:
+    """Keep all memory as soon as this thread starts another one: modes of torch don't reach it."""
+    start, builder = threading.Thread.start, threading.current_thread()
+
+    def start_thread(thread: threading.Thread) -> None:
+        if threading.current_thread() is builder:
+            recorder.keep_all()
+        start(thread)
+
+    threading.Thread.start = start_thread  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 @final

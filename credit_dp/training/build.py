@@ -128,13 +128,14 @@ def check_parameter_patterns(model: nn.Module, config: Config) -> None:
     Raises:
         UserError: names the key, the pattern and a similar parameter.
     """
-    patterns = {"trainer.freeze": config.trainer.freeze}
-    if isinstance(config.optimizer, MuonConfig | SoapConfig):
-        patterns["optimizer.adamw"] = config.optimizer.adamw
     names = dict(model.named_parameters(remove_duplicate=False))
-    for key, values in patterns.items():
-        for pattern in values:
-            match_names(key, pattern, names)
+    for pattern in config.trainer.freeze:
+        match_names("trainer.freeze", pattern, names)
+    if isinstance(config.optimizer, MuonConfig | SoapConfig):
+        # The optimizer knows a shared parameter under the first of its names only.
+        first_names = dict(model.named_parameters())
+        for pattern in config.optimizer.adamw:
+            match_names("optimizer.adamw", pattern, first_names)
 
 
 def match_names(key: str, pattern: str, names: Collection[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Initial weights that are computed one by one: the bits of a model that is built as usual."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,7 +106,18 @@ class Unusual(nn.Module):
         self.after = nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize("build", [Drawn, Copied, Read, Sine, Unusual])
+class Threaded(nn.Module):
+    """Whose weights are written to by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(nn.init.constant_, self.first.weight, 3.0).result()
+        self.last = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("build", [Drawn, Copied, Read, Sine, Unusual, Threaded])
 def test_the_weights_are_those_of_the_usual_model(build: Callable[[], nn.Module]):
     torch.manual_seed(5)
     usual = build()

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from credit_dp.config import MuonConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.build import freeze
+from credit_dp.training.build import check_parameter_patterns, freeze
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.training.meshes import (
     HALF_WAY,
@@ -56,6 +57,16 @@ def test_what_a_pattern_matches_stays():
 def test_patterns_that_match_nothing_or_everything_are_refused(patterns, pattern):
     with pytest.raises(UserError, match=pattern):
         freeze(model(), patterns)
+
+
+def test_the_optimizer_knows_shared_parameters_by_their_first_name(config):
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    trainer = replace(config.trainer, freeze=["1.weight"])
+    both = replace(config, trainer=trainer, optimizer=MuonConfig(adamw=["0.weight"]))
+    check_parameter_patterns(tied, both)
+    with pytest.raises(UserError, match=r"optimizer.adamw: .*'1.weight' matches none of 3"):
+        check_parameter_patterns(tied, replace(both, optimizer=MuonConfig(adamw=["1.weight"])))
 
 
 @pytest.fixture(scope="module")

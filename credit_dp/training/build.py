@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from credit_dp import checks
@@ -120,6 +121,24 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             f"trainer.freeze: leaves no parameter to train, it matches all {len(parameters)}. "
             "Remove patterns from trainer.freeze."
         )
+
+
+def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
+    """Refuse parameters and buffers without values: their shards would be what memory held before.
+
+    Args:
+        model: as it was built.
+        weights: of its parameters that are on the meta device for now; None without any.
+
+    Raises:
+        UserError: names the first one.
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x) or (x.is_meta and (weights is None or name not in weights)):
+            raise UserError(
+                f"model: {name} has no values: it is of a lazy layer, or on the meta device. Give "
+                "it its size and its values where the model is built."
+            )
 
 
 def check_parameter_patterns(model: nn.Module, config: Config) -> None:
@@ -338,6 +357,7 @@ def build_network(
     # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
     model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
+    check_has_values(model, weights)
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.

@@ -1,5 +1,6 @@
 """FSDP2: the size of its shards, its precision, and the models that it refuses."""
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.config import Config, OwnModelConfig, ParallelConfig, UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.errors import UserError
 from credit_dp.models.segments import Segment, SegmentedModel
 from credit_dp.training import build
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters, shards_of
@@ -395,6 +397,18 @@ def test_a_rank_starts_without_holding_the_model(tmp_path):
     # Its shards, one parameter that is drawn and the one before it, and what is small.
     assert held < sum(sizes) / 64 + 2.5 * max(sizes) < 0.4 * sum(sizes)
     assert held_while_built(config, "ddp")[0] > sum(sizes)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("last", [nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)])
+def test_parameters_without_values_are_refused(last, mode):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), copy.deepcopy(last))
+
+    built = (model(), None) if mode == "ddp" else build._build_for_shards(model, 4)
+    with pytest.raises(UserError, match=r"^model: 1.weight has no values: .* Give it its size"):
+        build.check_has_values(*built)
+    build.check_has_values(*build._build_for_shards(lambda: nn.Linear(2, 2), 4))
 
 
 def test_a_model_that_cannot_be_recorded_is_built_as_usual(monkeypatch, caplog):

@@ -242,13 +242,15 @@ class PeriodicUpsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the finer field."""
-        # One row beyond each pole, and its two finer rows cut off again.
-        return self.refine(pad_poles(x, 1, self.poles))[..., 2:-2, :]
+        # One more row or column on each side, and the two finer ones of each cut off again. Slices
+        # would have gaps in memory, and gradients that lose the memory format.
+        finer = self.refine(pad_columns(pad_poles(x, 1, self.poles), 1))
+        return F.pad(finer, (-2, -2, -2, -2))
 
     @staticmethod
     def refine(x: Tensor) -> Tensor:
-        """Return the finer rows; the first two and the last two lack a neighbour and are wrong."""
-        return F.interpolate(pad_columns(x, 1), scale_factor=2, mode="bilinear")[..., 2:-2]
+        """Return twice the rows and columns; the outer two on each side lack a neighbour."""
+        return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
 @final

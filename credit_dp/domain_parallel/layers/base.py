@@ -396,6 +396,20 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             return getattr(self.__dict__["wrapped"], name)
 
 
+def pad_rows(x: Tensor, dim: int, north: int, south: int, value: float = 0.0) -> Tensor:
+    """Return `x` with rows of `value` at both ends, or without rows where a number is negative.
+
+    In contrast to `narrow`, a crop has no gaps between its samples, and it and the gradient of `x`
+    have the memory format of `x`: autograd makes that of a view contiguous.
+
+    Shapes:
+        `(..., H, W)` -> `(..., north + H + south, W)` for `dim=-2`; `dim` is negative.
+    """
+    if not north and not south:
+        return x
+    return F.pad(x, (*(0, 0) * (-dim - 1), north, south), value=value)
+
+
 class StencilLayer(RowLayer):
     """A layer whose output row depends on an interval of input rows: a stencil.
 
@@ -473,6 +487,4 @@ class ConstantFillLayer(StencilLayer):
         north = max(0, min(stop, 0) - first)
         south = max(0, stop - max(first, height))
         rows = self.fetch(x, bands)
-        if not north and not south:
-            return rows
-        return F.pad(rows, (*[0, 0] * (-self.dim - 1), north, south), value=value)
+        return pad_rows(rows, self.dim, north, south, value)

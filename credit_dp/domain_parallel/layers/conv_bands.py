@@ -28,6 +28,7 @@ from credit_dp.domain_parallel.exchange import (
     start_returning_gradients,
 )
 from credit_dp.domain_parallel.known_rows import FoundRows, KnownRows, do_nothing
+from credit_dp.domain_parallel.layers.base import pad_rows
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.transport import (
     Transport,
@@ -149,7 +150,7 @@ class BandEdge:
 
     def _rows_of(self, halo: Tensor) -> Tensor:
         dim = self.settings.dim
-        rows = _pad_rows(halo.narrow(dim, *self.halo), *self.zeros, dim)
+        rows = pad_rows(halo.narrow(dim, *self.halo), dim, *self.zeros)
         return rows.contiguous(memory_format=memory_format_of(halo))
 
     def _gradient_of_rows(self, grad: Tensor) -> Tensor:
@@ -157,12 +158,8 @@ class BandEdge:
         dim = self.settings.dim
         missing = self.halo[1] - self.reached_rows[1]
         rows = grad.narrow(dim, *self.reached_rows)
-        rows = _pad_rows(rows, self.skipped_rows, missing - self.skipped_rows, dim)
+        rows = pad_rows(rows, dim, self.skipped_rows, missing - self.skipped_rows)
         return rows.contiguous(memory_format=memory_format_of(grad))
-
-
-def _pad_rows(rows: Tensor, north: int, south: int, dim: int) -> Tensor:
-    return F.pad(rows, (*(0, 0) * (-dim - 1), north, south)) if north or south else rows
 
 
 def edges_of(settings: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from credit_dp.domain_parallel.layers.base import Bands
+from credit_dp.domain_parallel.layers.base import Bands, pad_rows
 from credit_dp.domain_parallel.layers.conv import ConvLayer, padding_widths
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
@@ -26,10 +26,10 @@ CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
 }
 
 
-def _with_zero(settings: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return settings with a zero in the row dimension."""
+def _along_rows(settings: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    """Return settings with another value in the row dimension."""
     changed = list(settings)
-    changed[dim] = 0
+    changed[dim] = value
     return tuple(changed)
 
 
@@ -86,31 +86,39 @@ class _RowConvTranspose(ConvLayer):
         stop = max(min(out.stop, reached_stop), start)
         north = start - out.start
         south = out.stop - stop
+        # Rows to crop. If nothing reaches this band, they are all that the fetched row reaches.
+        above = min(max(0, start - reached_start), reached_stop - reached_start)
+        below = reached_stop - reached_start - above - (stop - start)
+        # torch crops as many rows at both ends by `padding`, which costs nothing, and keeps more of
+        # them at the south by `output_padding`, which has to be less than the stride.
+        padding, more = 0, 0
+        if start < stop:
+            more = above - below if 0 < above - below < self._stride else 0
+            padding = min(above, below + more)
         rows = self.fetch(x, bands)
         bias: Tensor | None = self.bias
-        y = self._convolve(rows, None if north + south else bias)
-        y = y.narrow(dim, min(max(0, start - reached_start), y.shape[dim]), stop - start)
+        y = self._convolve(rows, None if north + south else bias, padding, more)
+        y = pad_rows(y, dim, north + padding - above, south + padding - more - below)
         if not north + south:
             return y
         # The rows that nothing reaches are the bias, which is therefore added after padding.
-        y = F.pad(y, (*(0, 0) * (-dim - 1), north, south))
         if bias is None:
             return y
         return y + bias.to(y.dtype).reshape(-1, *(1,) * len(self.conv.kernel_size))
 
-    def _convolve(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the transposed convolution without padding or output padding along the rows."""
+    def _convolve(
+        self, rows: Tensor, bias: Tensor | None, padding: int, output_padding: int
+    ) -> Tensor:
+        """Return the transposed convolution with this padding and output padding along the rows."""
         conv = self.conv
         dim = self.row_dim
-        padding = _with_zero(conv.padding, dim)
-        output_padding = _with_zero(conv.output_padding, dim)
-        return CONV_TRANSPOSE_FUNCTIONS[len(padding)](
+        return CONV_TRANSPOSE_FUNCTIONS[len(conv.padding)](
             rows,
             self.weight,
             bias,
             conv.stride,
-            padding,
-            output_padding,
+            _along_rows(conv.padding, dim, padding),
+            _along_rows(conv.output_padding, dim, output_padding),
             conv.groups,
             conv.dilation,
         )

@@ -21,8 +21,9 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
+from credit_dp.domain_parallel.exchange import RowRange, memory_format_of
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
+from credit_dp.domain_parallel.layers.pad import pad_circularly
 from credit_dp.domain_parallel.layers.pool import (
     ADAPTIVE_SPATIAL_NDIM,
     AdaptiveAvgPool,
@@ -82,12 +83,21 @@ class InterpolationTable:
         """
         indices = (self.sources[out] - first).unbind(1)
         if self.weights is None:
-            return x.index_select(dim, indices[0])
+            return _select_rows(x, dim, indices[0])
         weights = self.weights[out].reshape(-1, *[1] * (-dim - 1), len(indices)).unbind(-1)
-        total = x.index_select(dim, indices[0]) * weights[0]
+        total = _select_rows(x, dim, indices[0]) * weights[0]
         for index, weight in zip(indices[1:], weights[1:], strict=True):
-            total = torch.addcmul(total, x.index_select(dim, index).to(total.dtype), weight)
+            rows = _select_rows(x, dim, index)
+            total = torch.addcmul(total, rows.to(total.dtype), weight)
         return total
+
+
+def _select_rows(x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Return rows of `x` in its memory format; the gradient has that format, too."""
+    if memory_format_of(x) is torch.contiguous_format:
+        return x.index_select(dim, indices)
+    # `index_select` and its gradient are contiguous; those of this view are channels last of `x`.
+    return x.movedim(1, -1).index_select(dim - 1, indices).movedim(-1, 1)
 
 
 @_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
@@ -226,6 +236,8 @@ class InterpolationLayer(RowLayer):
             # Other source rows may be needed: cached exchanges are outdated.
             self._dtype_and_device = dtype_and_device
             self._exchanges = {}
+        # Both steps keep channels last, except where torch itself does not: gradients of `bicubic`
+        # and of three-dimensional `nearest`, and three-dimensional `area`, are contiguous.
         # Try the other dimensions on one row: if that shrinks rows, do it before they are sent.
         with torch.no_grad():
             resampled_row = self.apply_along_other_dims(x.narrow(self.dim, 0, 1))
@@ -455,8 +467,9 @@ class DomainParallelPeriodicUpsample(StencilLayer):
     """Doubling of rows and columns around the globe on one band, equal to it on the whole globe.
 
     Args:
-        upsample: a module that adds a row beyond each pole in the mode `poles`, calls its `refine`,
-            which doubles rows and columns, and crops the two finer rows of each added row, as
+        upsample: a module that adds a row beyond each pole in the mode `poles` and a circular
+            column on both sides, calls its `refine`, which doubles rows and columns, and crops the
+            two finer rows and columns of each added one, as
             `credit_dp.models.unet.PeriodicUpsample` does.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
@@ -486,9 +499,10 @@ class DomainParallelPeriodicUpsample(StencilLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         out = bands.output.rows(self.manager.domain_rank)
-        first, _ = self.input_span(out, bands.input.height)
-        finer: Tensor = self.refine(self.fetch(x, bands))
-        return finer.narrow(self.dim, out.start - 2 * first, out.stop - out.start)
+        first, stop = self.input_span(out, bands.input.height)
+        finer = self.refine(pad_circularly(self.fetch(x, bands), (1, 1, 0, 0)))
+        # One copy crops rows and columns, and keeps the memory format.
+        return F.pad(finer, (-2, -2, 2 * first - out.start, out.stop - 2 * stop))
 
 
 class _AdaptivePool(RowLayer, ABC):
@@ -609,7 +623,8 @@ class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
         window_rows = cached_constant(list, indices, x.device, torch.int64)
         rows = self.fetch(x, bands)
         if height % bands.output.height:  # else the windows do not overlap
-            rows = rows.index_select(self.dim, window_rows - self.input_span(out, height)[0])
+            local_rows = window_rows - self.input_span(out, height)[0]
+            rows = _select_rows(rows, self.dim, local_rows)
         pooled = self._pool_to_rows(rows, out.stop - out.start)
         if not self.return_indices:
             return pooled  # type: ignore[no-any-return]
@@ -649,8 +664,8 @@ class _PixelShuffleLayer(RowLayer, ABC):
         # group, so complete groups are shuffled and the surplus is cropped.
         (in_rows,) = self.required_rows(out, bands.input.height)
         y: Tensor = self.global_forward(self.fetch(x, bands))
-        start = self.out_rows(slice(in_rows.start, in_rows.stop)).start
-        return y.narrow(self.dim, out.start - start, out.stop - out.start)
+        complete = self.out_rows(slice(in_rows.start, in_rows.stop))
+        return pad_rows(y, self.dim, complete.start - out.start, out.stop - complete.stop)
 
 
 @final

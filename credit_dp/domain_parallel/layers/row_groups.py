@@ -13,12 +13,11 @@ from itertools import chain, count, pairwise, product
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer, pad_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
 
@@ -182,7 +181,7 @@ def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
     zero_rows = order.count(None)
     if not zero_rows:
         return x
-    rows = F.pad(x, (*[0, 0] * (-dim - 1), 0, zero_rows))
+    rows = pad_rows(x, dim, 0, zero_rows)
     if order[-zero_rows:] == (None,) * zero_rows:
         return rows
     return rows.index_select(dim, cached_constant(_sources, order, x.device, torch.int64))

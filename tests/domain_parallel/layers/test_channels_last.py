@@ -11,7 +11,8 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers import group_norm
-from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, UNet
+from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
 
 
@@ -51,6 +52,16 @@ LAYERS = {
     "instance norm": lambda: nn.InstanceNorm2d(6, affine=True),
     "group norm": lambda: nn.GroupNorm(3, 6),
     "layer norm": lambda: nn.LayerNorm((24, 8)),
+    "transposed": lambda: nn.ConvTranspose2d(6, 6, 4, 2, 1),
+    "transposed without overlap": lambda: nn.ConvTranspose2d(6, 6, 2, 2),
+    "transposed with gaps": lambda: nn.ConvTranspose2d(6, 6, 1, 2, output_padding=1),
+    "upsampling around the globe": lambda: PeriodicUpsample("earth"),
+    "nearest": lambda: nn.Upsample(scale_factor=2),
+    "nearest to fewer rows": lambda: nn.Upsample((15, 16), mode="nearest-exact"),
+    "bilinear": lambda: nn.Upsample(scale_factor=1.5, mode="bilinear"),
+    "adaptive mean": lambda: nn.AdaptiveAvgPool2d((9, 4)),
+    "adaptive maximum": lambda: nn.AdaptiveMaxPool2d((9, 4)),
+    "pixel shuffle": lambda: nn.PixelUnshuffle(2),
 }
 ROWS = 8  # of a band
 
@@ -109,6 +120,25 @@ def layer_keeps(manager, name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_keep_channels_last(name):
     assert all(on_threads(3, layer_keeps, name))
+
+
+class InChannelsLast(Layer):
+    """A layer whose input and whose output's gradient are channels last."""
+
+    def __init__(self, name):
+        super().__init__(LAYERS[name]())
+
+    def forward(self, x):
+        y = super().forward(channels_last(x))
+        if y.requires_grad:
+            y.register_hook(channels_last)
+        return y
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_exact_in_channels_last(ranks, name):
+    on_threads(ranks, assert_same_as_whole_globe, InChannelsLast, (name,), (2, 6, 24, 8), 1e-11)
 
 
 def test_a_group_norm_keeps_channels_last_on_gpus(monkeypatch):

@@ -657,13 +657,26 @@ class _PixelShuffleLayer(RowLayer, ABC):
     def out_rows(self, rows: slice) -> slice:
         """Return the output rows of complete input rows."""
 
+    @abstractmethod
+    def shuffle_in_channels_last(self, x: Tensor) -> Tensor:
+        """Return what the wrapped layer does, with channels as the last dimension: `(B, H, W, C)`.
+
+        Both ways are one copy.
+        """
+
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows: shuffle complete input rows and crop."""
         out = bands.output.rows(self.manager.domain_rank)
         # An input row becomes several output rows or vice versa. Bands may cut through such a
         # group, so complete groups are shuffled and the surplus is cropped.
         (in_rows,) = self.required_rows(out, bands.input.height)
-        y: Tensor = self.global_forward(self.fetch(x, bands))
+        rows = self.fetch(x, bands)
+        y: Tensor
+        if memory_format_of(rows) is torch.channels_last:
+            # torch's own operators return contiguous fields or gradients, except on CPUs.
+            y = self.shuffle_in_channels_last(rows.movedim(1, -1)).movedim(-1, 1)
+        else:
+            y = self.global_forward(rows)
         complete = self.out_rows(slice(in_rows.start, in_rows.stop))
         return pad_rows(y, self.dim, complete.start - out.start, out.stop - complete.stop)
 
@@ -705,6 +718,14 @@ class DomainParallelPixelShuffle(_PixelShuffleLayer):
         """Return the output rows of complete input rows."""
         return slice(rows.start * self.upscale_factor, rows.stop * self.upscale_factor)
 
+    def shuffle_in_channels_last(self, x: Tensor) -> Tensor:
+        """Return finer pixels with fewer channels."""
+        factor = self.upscale_factor
+        samples, rows, columns, _ = x.shape
+        parts = x.reshape(samples, rows, columns, -1, factor, factor)
+        finer = parts.permute(0, 1, 4, 2, 5, 3)
+        return finer.reshape(samples, rows * factor, columns * factor, -1)
+
 
 @final
 class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
@@ -741,3 +762,10 @@ class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
     def out_rows(self, rows: slice) -> slice:
         """Return the output rows of complete input rows."""
         return slice(rows.start // self.downscale_factor, rows.stop // self.downscale_factor)
+
+    def shuffle_in_channels_last(self, x: Tensor) -> Tensor:
+        """Return coarser pixels with more channels."""
+        factor = self.downscale_factor
+        samples, rows, columns, channels = x.shape
+        parts = x.reshape(samples, rows // factor, factor, columns // factor, factor, channels)
+        return parts.permute(0, 1, 3, 5, 2, 4).flatten(3)

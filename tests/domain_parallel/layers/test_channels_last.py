@@ -10,7 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
-from credit_dp.domain_parallel.layers import group_norm
+from credit_dp.domain_parallel.layers import (
+    DomainParallelPixelShuffle,
+    DomainParallelPixelUnshuffle,
+    group_norm,
+)
+from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
@@ -61,7 +66,8 @@ LAYERS = {
     "bilinear": lambda: nn.Upsample(scale_factor=1.5, mode="bilinear"),
     "adaptive mean": lambda: nn.AdaptiveAvgPool2d((9, 4)),
     "adaptive maximum": lambda: nn.AdaptiveMaxPool2d((9, 4)),
-    "pixel shuffle": lambda: nn.PixelUnshuffle(2),
+    "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(6, 12, 1), nn.PixelShuffle(2)),
+    "pixel unshuffle": lambda: nn.PixelUnshuffle(2),
 }
 ROWS = 8  # of a band
 
@@ -144,6 +150,23 @@ def test_layers_are_exact_in_channels_last(ranks, name):
 def test_a_group_norm_keeps_channels_last_on_gpus(monkeypatch):
     monkeypatch.setattr(group_norm, "is_chunked", lambda x: False)
     assert all(on_threads(3, layer_keeps, "group norm"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shuffle"),
+    [
+        (DomainParallelPixelShuffle, nn.PixelShuffle(2)),
+        (DomainParallelPixelUnshuffle, nn.PixelUnshuffle(2)),
+    ],
+)
+def test_pixel_shuffles_keep_channels_last_on_gpus(kind, shuffle):
+    """As a GPU, the meta device has no kernels of its own for them."""
+    layer = kind(shuffle, manager=DomainParallelManager(1, 1))
+    x = channels_last(torch.empty(2, 8, 6, 4, device="meta")).requires_grad_()
+    y = layer(x)
+    (grad,) = torch.autograd.grad(y, x, torch.empty_like(y))
+    assert y.shape == shuffle(x).shape
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (y, grad))
 
 
 def exchange_keeps(manager, shape):

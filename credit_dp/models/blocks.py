@@ -78,8 +78,8 @@ class NoiseModulation(nn.Module):
         dim: of the field's channels.
 
     Attributes:
-        draws: the numbers, `(B, noise)`, set by `draw_noise`, or by `set_noise` to those that
-            describe the noise level of a diffusion model; None: no noise, which is that of zeros.
+        draws: the numbers, `(B, noise)`, set by `draw_noise`, or by `set_noise` to the description
+            of the noise level of a diffusion model; None: no noise, which is that of zeros.
 
     Shapes:
         `(B, channels, ...)`, or with channels in `dim` -> the same.

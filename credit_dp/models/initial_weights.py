@@ -3,10 +3,10 @@
 `build_without_weights` runs a model's constructors as they are. Each of their operations is carried
 out, and recorded as an `_Operation` with the state of the random numbers before it:
 
-1. As soon as registered parameters hold more than `KEPT_BYTES`, the memory of those that were used
-   longest ago is released. If an operation needs the values of one again, they are computed again.
-2. Afterwards the parameters of the model are on the meta device. `InitialWeights` has the values of
-   those that were not released, and computes the others, each time one is asked for.
+1. As soon as registered parameters hold more than `KEPT_BYTES`, the memory of the least recently
+   used ones is released. If an operation needs the values of one again, they are computed again.
+2. Afterwards the parameters of the model are on the meta device. `InitialWeights` computes the
+   values that were released each time one is asked for, and has the others.
 
 Same operations on the same random numbers give the same bits: the weights are those of a model that
 is built as usual, and so is the state of the random numbers afterwards. Buffers are never released,

@@ -150,7 +150,7 @@ class EnsembleForecast:
     Attributes:
         step: the forecast step.
         draw: draws the noise of the coming step of all samples; None: the model has none.
-        members: the numbers of those that this rank computes.
+        members: the numbers of the members of this rank.
         seed: of the noise.
         ensemble: connects the ranks that compute the other members; each gets all of them.
     """

@@ -288,7 +288,7 @@ def batched_operands(
 class _BandConv(torch.autograd.Function):
     """Convolution of a band that is padded with zeros, plus the contribution of its halo.
 
-    The rows of the halo are fetched, or put together from those that are known (`found`). Saves the
+    The rows of the halo are fetched, or put together from known rows (`found`). Saves the
     same number of tensors on every rank: activation checkpointing compares the numbers.
     """
 

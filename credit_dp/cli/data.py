@@ -674,8 +674,9 @@ def _estimate_duration(run: "StatisticsRun", workers: "PieceWorkers") -> str:
     from credit_dp.data.statistics import process_first_window
 
     pieces = run.remaining[: workers.count]
+    process = functools.partial(process_first_window, quantiles=run.quantiles)
     start = time.perf_counter()
-    fields = sum(workers.run(process_first_window, pieces))
+    fields = sum(workers.run(process, pieces))
     speed = fields / max(time.perf_counter() - start, 1e-9)
     remaining = run.num_fields - run.num_done
     return (

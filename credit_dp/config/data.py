@@ -20,7 +20,7 @@ STORE_FORMATS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepa
 ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
 AUTO = "auto"  # dates of a split that follow from the times of the store
-NORMALISERS = ("standard", "std", "minmax", "none", "sqrt", "log1p")
+NORMALISERS = ("standard", "std", "minmax", "none", "sqrt", "quantile", "log1p")
 LOG1P_PATTERN = re.compile(r"log1p\(([^()]+)\)")
 STEP_PATTERN = re.compile(r"([1-9]\d{0,5})([hd])")
 HOURS_PER_UNIT = {"h": 1, "d": 24}
@@ -94,7 +94,8 @@ class VariableConfig:
     """How one variable is transformed between the store and the model; forecasts undo it."""
 
     # standard: (x - mean) / std | std: x / std | minmax: (x - min) / (max - min) | none |
-    # sqrt: root of x, then standard | log1p(EPS): log(1 + x / EPS), then standard
+    # sqrt: root of x, then standard | log1p(EPS): log(1 + x / EPS), then standard |
+    # quantile: quantiles of x to those of a normal distribution, then standard
     normalise: str = "standard"
     # mean or a number: replaces NaN at points where the field is NaN at all times; null: NaN is
     # refused
@@ -132,7 +133,7 @@ class VariableConfig:
     @property
     def is_transformed(self) -> bool:
         """Whether a function that is not linear comes before shift and scale."""
-        return self.normalise == "sqrt" or self.log1p_scale > 0
+        return self.normalise in ("sqrt", "quantile") or self.log1p_scale > 0
 
     @property
     def log1p_scale(self) -> float:

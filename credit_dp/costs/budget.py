@@ -20,6 +20,7 @@ from credit_dp.config import Config, ParallelConfig, members_per_rank, microbatc
 from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
+from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
@@ -446,7 +447,10 @@ def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemo
     rows = -(-height // domain)
     ones, zeros = np.ones(channels.num_outputs), np.zeros(channels.num_outputs)
     none = np.empty(0)
-    statistics = Statistics(zeros, ones, ones, none, none, none, none, zeros, ones)
+    quantiles = np.tile(QUANTILE_SCORES, (channels.num_outputs, 1))
+    statistics = Statistics(
+        zeros, ones, ones, none, none, none, none, zeros, ones, quantiles=quantiles
+    )
     physical = PhysicalChannels(
         channels.output_channels,
         config.data.variables,

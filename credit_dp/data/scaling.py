@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.statistics import (
-    Statistics,
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.transforms import (
+    QUANTILE_SCORES,
+    QuantileMap,
     apply_transform,
     apply_transform_tensor,
     invert_transform,
@@ -25,20 +27,25 @@ Vector = NDArray[np.float64]
 @final
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """Statistics of some channels, `(C,)` each; minimum and maximum are NaN if unknown."""
+    """Statistics of some channels, `(C,)` each, quantiles `(C, 129)`; what is unknown is NaN."""
 
     mean: Vector
     std: Vector
     minimum: Vector
     maximum: Vector
+    quantiles: Vector
 
     @classmethod
     def of(cls, statistics: Statistics, prefix: str = "") -> "ChannelStatistics":
         """Return the statistics of the output channels; a `prefix` (`forcing_`) selects others."""
         names = ("mean", "std", "minimum", "maximum")
-        mean, std, *bounds = (getattr(statistics, prefix + name) for name in names)
+        mean, std, minimum, maximum = (getattr(statistics, prefix + name) for name in names)
         unknown = np.full(len(mean), np.nan)
-        return cls(mean, std, *(values if len(values) else unknown for values in bounds))
+        quantiles = getattr(statistics, f"{prefix}quantiles")
+        if not len(quantiles):
+            quantiles = np.full((len(mean), len(QUANTILE_SCORES)), np.nan)
+        low, high = (values if len(values) else unknown for values in (minimum, maximum))
+        return cls(mean, std, low, high, quantiles)
 
 
 @final
@@ -49,6 +56,7 @@ class ChannelScaler:
         shift, scale: `(C, 1, 1)`.
         means: the normalised mean of each channel, `(C, 1, 1)`.
         fills: the normalised value that replaces NaN, `(C, 1, 1)`; 0 for channels without a fill.
+        quantiles: the map of each channel that is normalised by `quantile`.
     """
 
     def __init__(
@@ -68,11 +76,12 @@ class ChannelScaler:
             dtype, device: of the normalised values.
 
         Raises:
-            UserError: `minmax` needs a range that the statistics do not have.
+            UserError: `minmax` needs a range, or `quantile` quantiles, that the statistics do not
+                have.
         """
         configs = [variables.get(name) or VariableConfig() for name in names]
         for channel, (name, config) in enumerate(zip(names, configs, strict=True)):
-            _check_range(name, config, statistics, channel)
+            _check_complete(name, config, statistics, channel)
         shifts_and_scales = [
             _shift_and_scale(config, statistics, channel) for channel, config in enumerate(configs)
         ]
@@ -82,9 +91,17 @@ class ChannelScaler:
         self.scale = self.column(columns[:, 1])
         self._divisors = columns[:, 1]  # the scale in float64
         self.means = self.column((statistics.mean - columns[:, 0]) / columns[:, 1])
+        exact = {
+            channel: QuantileMap(statistics.quantiles[channel])
+            for channel, config in enumerate(configs)
+            if config.normalise == "quantile"
+        }
         self._fills = {
             channel: _normalised_fill(
-                config, float(statistics.mean[channel]), *shifts_and_scales[channel]
+                config,
+                exact.get(channel),
+                float(statistics.mean[channel]),
+                *shifts_and_scales[channel],
             )
             for channel, config in enumerate(configs)
             if config.fill is not None
@@ -94,6 +111,11 @@ class ChannelScaler:
                 [self._fills.get(channel, 0.0) for channel in range(len(names))], dtype=np.float64
             )
         )
+        # In half precision different quantiles could become equal.
+        map_dtype = torch.promote_types(dtype, torch.float32)
+        self.quantiles = {
+            channel: map_of.to(device=device, dtype=map_dtype) for channel, map_of in exact.items()
+        }
         self._transformed = {
             channel: config for channel, config in enumerate(configs) if config.is_transformed
         }
@@ -118,7 +140,9 @@ class ChannelScaler:
         # Few channels have a transform or a fill: they are written once more.
         for channel in _indices_below(channels, self._transformed):
             config = self._transformed[channel]
-            transformed = apply_transform_tensor(values[..., channel, :, :].to(self._dtype), config)
+            transformed = apply_transform_tensor(
+                values[..., channel, :, :].to(self._dtype), config, self.quantiles.get(channel)
+            )
             out[..., channel, :, :] = transformed.sub_(shift[channel]).div_(scale[channel])
         for channel in _indices_below(channels, self._fills):
             out[..., channel, :, :].nan_to_num_(nan=self._fills[channel])
@@ -129,8 +153,9 @@ class ChannelScaler:
         channels = values.shape[-3]
         out = (values * self.scale[:channels]).add_(self.shift[:channels])
         for channel in _indices_below(channels, self._transformed):
-            channel_values = out[..., channel, :, :]
-            out[..., channel, :, :] = invert_transform(channel_values, self._transformed[channel])
+            out[..., channel, :, :] = invert_transform(
+                out[..., channel, :, :], self._transformed[channel], self.quantiles.get(channel)
+            )
         for channel in _indices_below(channels, self._nonnegative):
             # A model may predict slightly less than no rain.
             out[..., channel, :, :].clamp_(min=0)
@@ -150,7 +175,7 @@ def _indices_below(count: int, channels: Iterable[int]) -> list[int]:
     return [channel for channel in channels if channel < count]
 
 
-def _check_range(
+def _check_complete(
     name: str, config: VariableConfig, statistics: ChannelStatistics, channel: int
 ) -> None:
     if config.normalise == "minmax" and np.isnan(statistics.maximum[channel]):
@@ -158,6 +183,11 @@ def _check_range(
             f"data.variables.{name}.normalise: minmax needs the minimum and maximum of the "
             "training dates, but data.statistics has none. Set data.statistics to null, or "
             "choose standard, std or none."
+        )
+    if config.normalise == "quantile" and np.isnan(statistics.quantiles[channel]).any():
+        raise UserError(
+            f"data.variables.{name}.normalise: quantile needs the quantiles of the training dates, "
+            "but data.statistics has none. Set data.statistics to null, or choose another one."
         )
 
 
@@ -174,11 +204,13 @@ def _shift_and_scale(
     return shifts_and_scales.get(config.normalise, (mean, std))
 
 
-def _normalised_fill(config: VariableConfig, mean: float, shift: float, scale: float) -> float:
+def _normalised_fill(
+    config: VariableConfig, quantiles: QuantileMap | None, mean: float, shift: float, scale: float
+) -> float:
     """Return the normalised value that replaces NaN."""
     if config.fill == "mean":
         return (mean - shift) / scale
-    value = apply_transform(np.array(float(config.fill)), config)
+    value = apply_transform(np.array(float(config.fill)), config, quantiles)
     return (float(value) - shift) / scale
 
 

@@ -60,6 +60,7 @@ from credit_dp.data.statistics import (
 from credit_dp.data.statistics_given import load_given_statistics, load_or_compute_statistics
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, all_pieces, stream_windows
+from credit_dp.data.transforms import sample_quantiles
 from credit_dp.errors import UserError
 
 TITLE = "statistics and climatology"
@@ -125,6 +126,7 @@ def run_training_pass(
         UserError: a field cannot be read, or has missing values.
     """
     pieces = all_pieces(store, dates, fit.bands)
+    quantiles = sample_quantiles(store, dates) if with_statistics else {}
     total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in pieces)
     done = 0
     moments: list[list[Pair]] = []
@@ -136,13 +138,13 @@ def run_training_pass(
         for window in stream_windows(store, dates, piece):
             fit.add(window)
             if with_statistics:
-                pairs = add_window(store, piece, window, pairs)
+                pairs = add_window(store, piece, window, pairs, quantiles)
             done += len(piece.channels) * len(window.dates)
             progress(TITLE, done / total)
         if piece.stop == len(dates.indices):
             fit.end()
         moments.append(pairs)
-    return merge_moments(store, pieces, moments) if with_statistics else None
+    return merge_moments(store, pieces, moments, quantiles) if with_statistics else None
 
 
 def load_or_sample_ranges(

@@ -1,4 +1,4 @@
-"""Mean, standard deviation and range of every channel over the training dates.
+"""Mean, standard deviation and range of every channel over the training dates, and quantiles.
 
 `Moments` accumulate values block by block. `Statistics` are the arrays that normalisation takes,
 `StatisticsFile` is their form on disk, and `StatisticsRun` computes a file in pieces, so that an
@@ -11,16 +11,16 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
-from torch import Tensor
 
-from credit_dp.config import DataConfig, VariableConfig
+from credit_dp.config import DataConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import split_slice
@@ -35,6 +35,13 @@ from credit_dp.data.streaming import (
     all_pieces,
     channel_groups,
     stream_windows,
+)
+from credit_dp.data.transforms import (
+    QUANTILE_SCORES,
+    QuantileMap,
+    apply_transform,
+    sample_quantiles,
+    weighted_quantiles,
 )
 from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
@@ -118,46 +125,16 @@ class Moments:
         return list(astuple(self))
 
 
-def apply_transform(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
-    """Return the root with `sqrt`, `log(1 + x / EPS)` with `log1p(EPS)`, otherwise the values.
-
-    Negative values count as zero: packing may leave slightly negative rain.
-    """
-    if not variable.is_transformed:
-        return values
-    positive = np.maximum(values, 0)
-    if variable.normalise == "sqrt":
-        return np.asarray(np.sqrt(positive))
-    return np.asarray(np.log1p(positive / variable.log1p_scale))
-
-
-def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
-    """Apply the same transform to a tensor; returns it unchanged if there is no transform."""
-    if not variable.is_transformed:
-        return values
-    if variable.normalise == "sqrt":
-        # The root of clamped values has an infinite gradient at 0, which the clamp turns into NaN.
-        is_zero = values <= 0  # not NaN, which stays
-        return torch.where(is_zero, 0, torch.where(is_zero, 1, values).sqrt())
-    return values.clamp(min=0).div_(variable.log1p_scale).log1p_()
-
-
-def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:
-    """Return transformed values in the store's units."""
-    if not variable.is_transformed:
-        return values
-    if variable.normalise == "sqrt":
-        # A model may predict a root below zero, which stands for zero.
-        return values.clamp(min=0).square()
-    return torch.expm1(values) * variable.log1p_scale
-
-
 STATISTIC_NAMES = ("mean", "std", "tendency_std", "minimum", "maximum")
+# Further statistics of channels that are normalised by `quantile`, in order.
+QUANTILE_NAMES = tuple(f"quantile_{number}" for number in range(len(QUANTILE_SCORES)))
 
 Vector = NDArray[np.float64]
-# By the channel's name, then by one of `STATISTIC_NAMES`.
+# By the channel's name, then by one of `STATISTIC_NAMES` or `QUANTILE_NAMES`.
 StatisticsTable = Mapping[str, Mapping[str, float]]
+Quantiles = Mapping[str, Vector]  # by the channel's name; only of those normalised by `quantile`
 Pair = tuple[Moments, Moments]  # of values, and of their changes over one step
+NO_QUANTILES: Quantiles = MappingProxyType({})
 
 # Computed forcings and statics are of order one. With these statistics, every kind of normalisation
 # leaves them unchanged.
@@ -179,9 +156,13 @@ class Statistics:
     Constant forcings and statics have std 1; computed ones have mean 0, std 1 and the range 0 to 1.
     A range is NaN if a given file lacks it, and empty in models exported without ranges.
 
+    Quantiles are of values before the transform `quantile`, see `QuantileMap`. They are NaN for
+    channels without this transform, and empty if no channel has it.
+
     Shapes:
         `mean`, `std`, `tendency_std` (of the change over one step), `minimum`, `maximum`: `(C,)`,
-        prognostic, then diagnostic; `forcing_...`: `(F,)`; `static_...`: `(S,)`.
+        prognostic, then diagnostic; `forcing_...`: `(F,)`; `static_...`: `(S,)`;
+        `quantiles`: `(C, 129)`, and in the same way of forcings and static fields.
     """
 
     mean: Vector
@@ -197,6 +178,9 @@ class Statistics:
     forcing_maximum: Vector = field(default_factory=_none)
     static_minimum: Vector = field(default_factory=_none)
     static_maximum: Vector = field(default_factory=_none)
+    quantiles: Vector = field(default_factory=_none)
+    forcing_quantiles: Vector = field(default_factory=_none)
+    static_quantiles: Vector = field(default_factory=_none)
 
     @classmethod
     def of(cls, table: StatisticsTable, store: Store, where: str) -> "Statistics":
@@ -228,13 +212,15 @@ class Statistics:
                 _input(table, name, COMPUTED_STATICS, where) for name in store.channels.static
             ],
         }
+        quantiles = {f"{prefix}quantiles": _quantile_rows(rows) for prefix, rows in groups.items()}
         return cls(
             **{
                 prefix + statistic: _vector([row[statistic] for row in rows])
                 for prefix, rows in groups.items()
                 for statistic in STATISTIC_NAMES
                 if statistic != "tendency_std" or not prefix
-            }
+            },
+            **quantiles,
         )
 
 
@@ -255,7 +241,7 @@ def check_statistics_range(table: StatisticsTable, store: Store, where: str, rem
     for channel in store.channels.output_channels:
         limits = store.limits.range_of(channel)
         variable = store.config.variable_config(channel.variable)
-        if limits is None or not np.isnan(variable.log1p_scale):
+        if limits is None or variable.is_transformed:
             continue
         for statistic in ("minimum", "maximum", "mean"):
             value = table.get(channel.name, {}).get(statistic, np.nan)
@@ -272,20 +258,25 @@ def empty_moments(piece: Piece) -> list[Pair]:
     return [(Moments(), Moments()) for _ in piece.channels]
 
 
-def accumulate_moments(store: Store, piece: Piece, windows: Iterable[Window]) -> list[Pair]:
+def accumulate_moments(
+    store: Store, piece: Piece, windows: Iterable[Window], quantiles: Quantiles
+) -> list[Pair]:
     """Return the moments of one piece, one pair per channel."""
     moments = empty_moments(piece)
     for window in windows:
-        moments = add_window(store, piece, window, moments)
+        moments = add_window(store, piece, window, moments, quantiles)
     return moments
 
 
-def add_window(store: Store, piece: Piece, window: Window, moments: Sequence[Pair]) -> list[Pair]:
+def add_window(
+    store: Store, piece: Piece, window: Window, moments: Sequence[Pair], quantiles: Quantiles
+) -> list[Pair]:
     """Return the moments of a piece with those of another window added."""
     weights = row_weights(store.latitude)[piece.rows]
     updated = []
     for index, (channel, (values, changes)) in enumerate(zip(piece.channels, moments, strict=True)):
-        fields = _transform_fields(store, channel, window.fields[:, index].astype(np.float64))
+        values_before = window.fields[:, index].astype(np.float64)
+        fields = _transform_fields(store, channel, values_before, quantiles)
         step_changes = fields[window.after] - fields[window.before]
         # A window repeats fields of the one before that a pair still needs: count those only once.
         new_fields = fields if len(window.fresh) == len(fields) else fields[window.fresh]
@@ -296,7 +287,10 @@ def add_window(store: Store, piece: Piece, window: Window, moments: Sequence[Pai
 
 
 def merge_moments(
-    store: Store, pieces: Sequence[Piece], moments: Sequence[Sequence[Pair]]
+    store: Store,
+    pieces: Sequence[Piece],
+    moments: Sequence[Sequence[Pair]],
+    quantiles: Quantiles = NO_QUANTILES,
 ) -> StatisticsTable:
     """Return the statistics of all pieces and of the static fields.
 
@@ -310,9 +304,10 @@ def merge_moments(
         for channel, (more_values, more_changes) in zip(piece.channels, pairs, strict=True):
             previous = merged.get(channel.name, (Moments(), Moments()))
             merged[channel.name] = (previous[0] + more_values, previous[1] + more_changes)
-    table = {name: _statistics_row(*pair) for name, pair in merged.items()} | static_statistics(
-        store
-    )
+    table = {
+        name: _statistics_row(*pair) | _quantile_row(quantiles.get(name))
+        for name, pair in merged.items()
+    } | static_statistics(store)
     empty = [name for name, pair in merged.items() if not pair[0].weight]
     if empty:
         raise UserError(
@@ -328,16 +323,34 @@ def static_statistics(store: Store) -> dict[str, dict[str, float]]:
     table = {}
     fields = store.read_static(slice(None))
     for name, values in zip(store.channels.static, fields, strict=True):
-        values = _transform_fields(store, Channel(name), values[None].astype(np.float64))
-        table[name] = _statistics_row(Moments.of(values, weights), Moments())
+        quantiles = {}
+        if store.config.variable_config(name).normalise == "quantile":
+            quantiles[name] = weighted_quantiles(values, weights)
+        values = _transform_fields(store, Channel(name), values[None].astype(np.float64), quantiles)
+        row = _statistics_row(Moments.of(values, weights), Moments())
+        table[name] = row | _quantile_row(quantiles.get(name))
     return table
 
 
 def _transform_fields(
-    store: Store, channel: Channel, values: NDArray[np.float64]
+    store: Store, channel: Channel, values: NDArray[np.float64], quantiles: Quantiles
 ) -> NDArray[np.float64]:
     config = store.config.variable_config(channel.variable)
-    return np.asarray(apply_transform(values, config), dtype=np.float64)
+    known = quantiles.get(channel.name)
+    transformed = apply_transform(values, config, None if known is None else QuantileMap(known))
+    return np.asarray(transformed, dtype=np.float64)
+
+
+def _quantile_row(quantiles: Vector | None) -> dict[str, float]:
+    """Return quantiles as statistics of a channel; none for None."""
+    return {} if quantiles is None else dict(zip(QUANTILE_NAMES, quantiles.tolist(), strict=True))
+
+
+def _quantile_rows(rows: Sequence[Mapping[str, float]]) -> Vector:
+    """Return the quantiles of channels, `(C, 129)`; empty if no channel has any."""
+    if not any(QUANTILE_NAMES[0] in row for row in rows):
+        return _none()
+    return np.array([[row.get(name, np.nan) for name in QUANTILE_NAMES] for row in rows])
 
 
 def _statistics_row(values: Moments, changes: Moments) -> dict[str, float]:
@@ -418,7 +431,11 @@ class StatisticsFile:
             if content["form"] != FILE_FORMAT:
                 return None
             rows = {
-                name: {statistic: float(row[statistic]) for statistic in STATISTIC_NAMES}
+                name: {
+                    statistic: float(row[statistic])
+                    for statistic in (*STATISTIC_NAMES, *QUANTILE_NAMES)
+                    if statistic in row or statistic in STATISTIC_NAMES
+                }
                 for name, row in content["channels"].items()
             }
             description = dict(content["made_from"])
@@ -618,6 +635,11 @@ class StatisticsRun:
         """The pieces that are not finished."""
         return [piece for index, piece in enumerate(self.pieces) if index not in self._results]
 
+    @cached_property
+    def quantiles(self) -> Quantiles:
+        """Of channels that need them, read on first use; resumed runs find the same ones."""
+        return sample_quantiles(self.store, self.dates)
+
     def run(self, workers: PieceWorkers, report: CountCallback) -> StatisticsFile:
         """Process the remaining pieces, write the file and remove the finished pieces.
 
@@ -628,19 +650,19 @@ class StatisticsRun:
         Raises:
             UserError: a field cannot be read, a channel is constant, or the disk is full.
         """
+        process = partial(moments_of, quantiles=self.quantiles)
         waiting = [index for index in range(len(self.pieces)) if index not in self._results]
         num_done = self.num_done
         report(num_done)
         # Each piece is saved when it comes, so that a kill loses only what the workers have at
         # hand.
-        for index, pairs in zip(waiting, workers.run(moments_of, self.remaining), strict=True):
+        for index, pairs in zip(waiting, workers.run(process, self.remaining), strict=True):
             self._save_part(index, pairs)
             self._results[index] = pairs
             num_done += _field_count(self.pieces[index])
             report(num_done)
-        table = merge_moments(
-            self.store, self.pieces, [self._results[i] for i in range(len(self.pieces))]
-        )
+        moments = [self._results[index] for index in range(len(self.pieces))]
+        table = merge_moments(self.store, self.pieces, moments, self.quantiles)
         # Raises if a channel is constant, before the file is written.
         Statistics.of(table, self.store, self.store.config.store)
         result = StatisticsFile(input_description(self.store, self.every), table)
@@ -687,15 +709,19 @@ class StatisticsRun:
         return pairs if len(pairs) == len(piece.channels) else None
 
 
-def moments_of(store: Store, dates: TrainingDates, piece: Piece) -> list[Pair]:
+def moments_of(
+    store: Store, dates: TrainingDates, piece: Piece, quantiles: Quantiles = NO_QUANTILES
+) -> list[Pair]:
     """Read one piece and return its moments."""
-    return accumulate_moments(store, piece, stream_windows(store, dates, piece))
+    return accumulate_moments(store, piece, stream_windows(store, dates, piece), quantiles)
 
 
-def process_first_window(store: Store, dates: TrainingDates, piece: Piece) -> int:
+def process_first_window(
+    store: Store, dates: TrainingDates, piece: Piece, quantiles: Quantiles
+) -> int:
     """Process the first fields of a piece, for timing; return how many fields there were."""
     window = next(stream_windows(store, dates, piece))
-    accumulate_moments(store, piece, [window])
+    accumulate_moments(store, piece, [window], quantiles)
     return len(piece.channels) * len(window.fields)
 
 

@@ -603,6 +603,6 @@ def is_nonnegative(name: str, variable: VariableConfig) -> bool:
     """
     if variable.nonnegative is not None:
         return variable.nonnegative
-    if variable.is_transformed:
+    if variable.is_transformed and variable.normalise != "quantile":
         return True
     return any(fnmatchcase(canonical_name(name), pattern) for pattern in NONNEGATIVE)

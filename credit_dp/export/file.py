@@ -26,6 +26,7 @@ from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
+from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError
 from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
@@ -69,7 +70,8 @@ class ModelMetadata:
         residual: whether the network predicts the change over a step.
         step_hours: the model's step.
         latitude, longitude: of rows and columns, in degrees.
-        statistics: by the names of `Statistics`, in the store's units.
+        statistics: by the names of `Statistics`, in the store's units; quantiles are lists of
+            lists.
         step, seed: optimiser steps and seed of the training.
         versions: of the libraries used for training.
         diagnostic: number of channels, at the end, that are outputs but no inputs.
@@ -90,7 +92,7 @@ class ModelMetadata:
     step_hours: int
     latitude: list[float]
     longitude: list[float]
-    statistics: dict[str, list[float]]
+    statistics: dict[str, list[Any]]
     step: int
     seed: int
     versions: dict[str, str]
@@ -163,6 +165,18 @@ class ModelMetadata:
             raise ValueError("the numbers of forcings and of their statistics differ")
         if len(self.static) != len(self.statistics_arrays.static_mean):
             raise ValueError("the numbers of static fields and of their statistics differ")
+        self._check_quantiles("", names)
+        self._check_quantiles("forcing_", self.forcing)
+        self._check_quantiles("static_", self.static)
+
+    def _check_quantiles(self, prefix: str, names: list[str]) -> None:
+        quantiles = getattr(self.statistics_arrays, f"{prefix}quantiles")
+        for index, name in enumerate(names):
+            config = self.variable_configs.get(name, VariableConfig())
+            if config.normalise == "quantile":
+                if len(quantiles) != len(names):
+                    raise ValueError("the numbers of channels and of their quantiles differ")
+                QuantileMap(quantiles[index])  # raises if they are no quantiles
 
     def _channel_statistics(self) -> list[NDArray[np.float64]]:
         statistics = self.statistics_arrays

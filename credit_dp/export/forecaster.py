@@ -20,7 +20,8 @@ from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
-from credit_dp.data.statistics import Statistics, apply_transform_tensor
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.transforms import apply_transform_tensor
 from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
@@ -85,7 +86,11 @@ class ChannelNormaliser:
         configs = [self._variables.get(name) or VariableConfig() for name in self._names[:count]]
         if any(config.is_transformed for config in configs):
             parts = zip(values.unbind(-3), configs, strict=True)
-            values = torch.stack([apply_transform_tensor(*part) for part in parts], dim=-3)
+            transformed = [
+                apply_transform_tensor(field, config, scales.quantiles.get(channel))
+                for channel, (field, config) in enumerate(parts)
+            ]
+            values = torch.stack(transformed, dim=-3)
         # Fewer channels than the scales have are allowed: states are the first of the outputs.
         values = (values - scales.shift[:count]) / scales.scale[:count]
         has_fill = torch.tensor([config.fill is not None for config in configs]).to(values.device)

@@ -10,9 +10,9 @@ Source of the constants: ECMWF, IFS documentation Cy47r3, part IV, chapter 12.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
-from credit_dp.data.statistics import Statistics, apply_transform_tensor, invert_transform
+from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
+from credit_dp.data.transforms import QuantileMap, apply_transform_tensor, invert_transform
 from credit_dp.errors import UserError
 from credit_dp.variable_names import canonical_name, long_name
 
@@ -311,6 +312,9 @@ def _reorder(values: Tensor, order: list[int]) -> Tensor:
     return values.flip(1) if order == rising[::-1] else values[:, order]
 
 
+Transform = Callable[[Tensor, VariableConfig, QuantileMap | None], Tensor]
+
+
 @final
 class PhysicalChannels(NamedChannels):
     """Reads and writes variables of normalised fields in physical units and in float64.
@@ -342,6 +346,9 @@ class PhysicalChannels(NamedChannels):
         )
         self.register_buffer("shift", scaler.shift, persistent=False)
         self.register_buffer("scale", scaler.scale, persistent=False)
+        self.quantiles = nn.ModuleDict(
+            {str(channel): map_of for channel, map_of in scaler.quantiles.items()}
+        )
 
     def read(self, fields: Tensor, name: str) -> Tensor:
         """Return a variable of normalised fields in its unit, its levels from the top.
@@ -351,14 +358,14 @@ class PhysicalChannels(NamedChannels):
         """
         channels = self.select(name)
         values = fields[:, channels].double() * self.scale[channels] + self.shift[channels]
-        values = invert_transform(values, self.config_of(channels.start))
+        values = self._transform_levels(invert_transform, values, channels)
         return self.from_top(values, name)
 
     def write(self, fields: Tensor, name: str, values: Tensor) -> Tensor:
         """Return normalised fields with other values, in the unit, of one variable."""
         channels = self.select(name)
         values = self.in_channel_order(values, name)
-        values = apply_transform_tensor(values, self.config_of(channels.start))
+        values = self._transform_levels(apply_transform_tensor, values, channels)
         values = (values - self.shift[channels]) / self.scale[channels]
         parts = [fields[:, : channels.start], values.to(fields), fields[:, channels.stop :]]
         return torch.cat(parts, dim=1)
@@ -366,9 +373,27 @@ class PhysicalChannels(NamedChannels):
     def normalised_bound(self, channel: int, value: float) -> float:
         """Return a number in the unit of a channel in its normalised units."""
         transformed = torch.full((), value, dtype=torch.float64, device=self.shift.device)
-        transformed = apply_transform_tensor(transformed, self.config_of(channel))
+        transformed = apply_transform_tensor(
+            transformed, self.config_of(channel), self._quantiles_of(channel)
+        )
         return float((transformed - self.shift[channel]) / self.scale[channel])
 
     def config_of(self, channel: int) -> VariableConfig:
         """Return the config of a channel's variable."""
         return self.variables.get(self.channels[channel].variable) or VariableConfig()
+
+    def _quantiles_of(self, channel: int) -> QuantileMap | None:
+        if str(channel) not in self.quantiles:
+            return None
+        return cast("QuantileMap", self.quantiles[str(channel)])
+
+    def _transform_levels(self, transform: Transform, values: Tensor, channels: slice) -> Tensor:
+        """Transform the levels of a variable, `(B, N, h, W)`; quantiles differ between them."""
+        config = self.config_of(channels.start)
+        if self._quantiles_of(channels.start) is None:
+            return transform(values, config, None)
+        levels = zip(values.unbind(1), range(channels.start, channels.stop), strict=True)
+        return torch.stack(
+            [transform(level, config, self._quantiles_of(channel)) for level, channel in levels],
+            dim=1,
+        )

@@ -281,7 +281,7 @@ def _check_fills(store: Store, key: str) -> None:
 
 
 def _check_signs(store: Store) -> None:
-    """Refuse directions, and variables that change sign but have a root or a logarithm taken."""
+    """Refuse directions, and variables that change sign but are normalised by a function."""
     channels = store.channels
     outputs = (channel.variable for channel in channels.output_channels)
     for name in (*outputs, *channels.forcing, *channels.static):

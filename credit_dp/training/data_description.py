@@ -42,6 +42,7 @@ DEFAULT_DESCRIPTION: DataDescription = {
 }
 
 RANGE_SUFFIXES = ("minimum", "maximum")
+QUANTILES = "quantiles"
 CLAMP_KEY = "nonnegative"  # acts on forecasts only, so a run may resume with another value
 
 
@@ -66,7 +67,11 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "model.frames": model.frames,
         "model.residual": model.residual,
         **({"model.sigma_data": model.sigma_data} if isinstance(model, DiffusionConfig) else {}),
-        "statistics": {name: values.tolist() for name, values in statistics.items()},
+        "statistics": {
+            name: values.tolist()
+            for name, values in statistics.items()
+            if len(values) or not name.endswith(QUANTILES)
+        },
         "ranges": dict(store.limits.sampled_ranges),
         "model": describe_model(model),
         "fields": describe_fields(prepared, model),
@@ -146,10 +151,13 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
             continue
         # In units of the standard deviation: the mean of a wind component may be near zero.
         std = np.array(statistics[std_name_of(name)])
+        if name.endswith(QUANTILES):  # in the unit of the variable, unlike the deviation
+            std = np.ptp(values, axis=-1, keepdims=True)
         change = np.abs(np.subtract(values, saved["statistics"][name]))
         if np.any(change > TOLERANCE * np.where(std > 0, std, 1.0)):
+            another = "other" if name.endswith(QUANTILES) else "another"
             raise UserError(
-                f"resume: the checkpoint was trained with another {name} of the fields: "
+                f"resume: the checkpoint was trained with {another} {name} of the fields: "
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
                 "start a new run."
             )

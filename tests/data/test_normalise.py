@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.statistics import (
-    Statistics,
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.transforms import (
+    QUANTILE_SCORES,
+    QuantileMap,
     apply_transform,
     apply_transform_tensor,
     invert_transform,
+    weighted_quantiles,
 )
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
@@ -285,6 +288,7 @@ def test_names_that_cannot_be_negative(name, known):
     assert is_nonnegative(name, VariableConfig(nonnegative=not known)) != known
     assert is_nonnegative(name, VariableConfig(normalise="log1p(1e-3)"))
     assert is_nonnegative(name, VariableConfig(normalise="sqrt"))
+    assert is_nonnegative(name, VariableConfig(normalise="quantile")) == known
 
 
 def test_the_root_of_what_is_not_positive_has_gradient_0():
@@ -304,3 +308,111 @@ def test_what_is_transformed_is_restored(values, way):
     there = apply_transform(np.array(values), config)
     back = invert_transform(torch.from_numpy(there), config)
     assert np.allclose(back, values, rtol=1e-9, atol=1e-12)
+
+
+def amounts(zeros=0.0, ones=0.0, size=5000, seed=0):
+    """Return amounts, some of them exactly 0 or 1: `(1, size)`."""
+    random = np.random.default_rng(seed)
+    which = random.random(size)
+    values = np.minimum(random.exponential(0.2, size), 0.9)
+    return np.where(which < zeros, 0, np.where(which > 1 - ones, 1, values)).astype("f4")[None]
+
+
+def test_quantiles_are_those_of_their_definition():
+    values = amounts()
+    found = weighted_quantiles(values, np.ones(1))
+    levels = torch.special.ndtr(torch.from_numpy(QUANTILE_SCORES))
+    assert np.allclose(torch.special.ndtri(levels), QUANTILE_SCORES, atol=1e-9)
+    assert np.allclose(found, np.quantile(values, levels.numpy(), method="hazen"), rtol=1e-6)
+    rows = np.array([[1, 5, np.nan, 3], [2, 4, 8, np.nan]])
+    centres = np.cumsum([3, 1, 3, 1, 3, 1]) - np.array([3, 1, 3, 1, 3, 1]) / 2
+    weighted = weighted_quantiles(rows, np.array([3.0, 1.0]))
+    assert np.allclose(weighted, np.interp(12 * levels, centres, [1, 2, 3, 4, 5, 8]), rtol=1e-6)
+    assert (weighted_quantiles(np.full((1, 3), np.nan), np.ones(1)) == QUANTILE_SCORES).all()
+
+
+def test_the_map_is_linear_between_quantiles():
+    values = np.random.default_rng(0).gamma(2, size=(1, 5000))
+    quantiles = weighted_quantiles(values, np.ones(1))
+    inside = np.clip(values, quantiles[0], quantiles[-1])
+    wanted = np.interp(inside, quantiles, QUANTILE_SCORES)
+    scores = QuantileMap(quantiles)(torch.from_numpy(inside))
+    assert np.allclose(scores, wanted, atol=1e-12, rtol=0)
+    assert abs(scores.mean()) < 0.01
+    assert abs(scores.std() - 1) < 0.01
+
+
+def test_equal_quantiles_are_one_knot_and_tails_are_not_steep():
+    quantiles = weighted_quantiles(amounts(zeros=0.5, ones=0.2), np.ones(1))
+    of_amounts = QuantileMap(quantiles)
+    low, high = (of_amounts(torch.tensor(x, dtype=torch.float64)).item() for x in (0, 1))
+    assert low == QUANTILE_SCORES[quantiles == 0].max()
+    assert abs(low) <= 1 / 16
+    assert high == pytest.approx(QUANTILE_SCORES[quantiles >= 1 - 1e-6].min())
+    slope = (high - low) / 1.0
+    outside = of_amounts(torch.tensor([-2.0, 3.0], dtype=torch.float64))
+    assert outside[0] == pytest.approx(low - 2 * slope)  # not that of the least rain
+    assert high < outside[1] < high + 2 * slope
+    middle = np.concatenate([np.linspace(-1, -0.1, 40), np.zeros(49), np.linspace(0.1, 1, 40)])
+    assert abs(QuantileMap(middle)(torch.zeros(()))) < 1e-12
+    assert QuantileMap(np.full(129, 7.0))(torch.tensor(9.0)) == 2  # constant: only shifted
+    for wrong in (middle[1:], -middle, middle * np.nan):
+        with pytest.raises(ValueError, match="quantiles need"):
+            QuantileMap(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(
+    zeros=st.sampled_from([0, 0.3, 0.999]),
+    ones=st.sampled_from([0, 0.2]),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1e-8, 1.0, 1e5]),
+)
+def test_quantiles_are_undone_in_tails_and_at_ties_too(dtype, zeros, ones, seed, scale):
+    values = amounts(zeros, ones, 300, seed) * np.float32(scale)
+    quantiles = weighted_quantiles(values, np.ones(1))
+    of_values = QuantileMap(quantiles).to(dtype)
+    size = max(np.ptp(quantiles), 1e-30)
+    edges = scale * torch.linspace(-1, 2, 40, dtype=dtype)
+    x = torch.cat([torch.from_numpy(values[0]).to(dtype), edges]).sort().values
+    scores = of_values(x)
+    assert (scores.diff() >= 0).all()
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-10
+    spread = max(size, scale)
+    assert (of_values.invert(scores) - x).abs().max() <= tolerance * spread
+    if dtype == torch.float64:
+        z = torch.linspace(-8, 8, 200, dtype=dtype)
+        assert (of_values(of_values.invert(z)) - z).abs().max() <= 1e-8
+    assert of_values(torch.tensor([np.nan], dtype=dtype)).isnan().all()
+
+
+def test_quantiles_have_the_gradient_of_the_map():
+    quantiles = weighted_quantiles(amounts(zeros=0.5), np.ones(1))
+    of_amounts = QuantileMap(quantiles)
+    x = torch.tensor([-0.1, 0.013, 0.2, 0.57, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(of_amounts, x, eps=1e-9, atol=1e-5)
+    assert torch.autograd.gradcheck(of_amounts.invert, of_amounts(x).detach().requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_channel_is_mapped_by_its_quantiles_and_then_standardised(dtype):
+    fields = outputs()
+    fields[0, 3, 0, 0] = np.nan
+    rows = np.full((5, 129), np.nan)
+    rows[3] = weighted_quantiles(fields[:, 3].reshape(1, -1), np.ones(1))
+    settings = {"normalise": "quantile", "fill": 2**-10}
+    of_all = normaliser(dtype, statistics(quantiles=rows), total_precipitation=settings)
+    found = of_all.normalise_outputs(fields)
+    filled = torch.from_numpy(np.nan_to_num(fields[:, 3], nan=2**-10)).to(dtype)
+    wanted = (QuantileMap(rows[3]).to(dtype)(filled) - 0.7) / 0.2
+    assert torch.allclose(found[:, 3], wanted, rtol=1e-6, atol=1e-6)
+    back = of_all.denormalise(found)[:, 3]
+    assert (back - filled).abs().max() < (1e-8 if dtype == torch.float32 else 1e-15)
+    assert found.dtype == back.dtype == dtype
+
+
+def test_quantiles_that_nobody_has_are_refused():
+    with pytest.raises(UserError, match=r"data\.variables\.cloud\.normalise: quantile needs"):
+        normaliser(cloud={"normalise": "quantile"})
+    with pytest.raises(UserError, match=r"normalise: .*quantile"):
+        VariableConfig(normalise="quantiles").check("data.variables.cloud")

@@ -1,13 +1,23 @@
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
 
 from credit_dp.config.data import VariableConfig
 from credit_dp.data import streaming
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.statistics import Moments, Statistics, merge_moments, moments_of
+from credit_dp.data.statistics import (
+    NO_QUANTILES,
+    Moments,
+    Statistics,
+    merge_moments,
+    moments_of,
+)
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import ThreadWorkers
+from credit_dp.data.streaming import ThreadWorkers, TrainingDates
+from credit_dp.data.transforms import QuantileMap, sample_quantiles, weighted_quantiles
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -98,12 +108,13 @@ def test_only_the_training_dates_count(tmp_path):
     assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 2
 
 
-def of_pieces(store, every=1, workers=1):
+def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     """Return the statistics merged from pieces."""
     dates = streaming.TrainingDates.of(store, every)
     pieces = streaming.all_pieces(store, dates)
-    found = list(ThreadWorkers(store, dates, workers).run(moments_of, pieces))
-    return Statistics.of(merge_moments(store, pieces, found), store, "here"), pieces
+    process = partial(moments_of, quantiles=quantiles)
+    found = list(ThreadWorkers(store, dates, workers).run(process, pieces))
+    return Statistics.of(merge_moments(store, pieces, found, quantiles), store, "here"), pieces
 
 
 @pytest.mark.slow
@@ -244,3 +255,63 @@ def test_constant_channels_are_refused_where_they_would_divide(tmp_path, role, n
         return
     with pytest.raises(UserError, match=f"2m_temperature is constant .* data.{role}"):
         prepare_training_data(config)
+
+
+QUANTILE = {
+    name: VariableConfig(normalise="quantile") for name in ("temperature", "solar", "land_sea_mask")
+}
+
+
+def test_moments_are_of_values_mapped_by_quantiles(tmp_path):
+    data = stores.dataset()
+    path = stores.write(data, tmp_path / "store.zarr")
+    found = prepare_training_data(stores.config(path, variables=QUANTILE)).statistics
+    plain = prepare_training_data(stores.config(path)).statistics
+    assert not plain.quantiles.size
+    assert found.quantiles.shape == (7, 129)
+    of_temperature = np.isfinite(found.quantiles).all(axis=1)
+    names = [c.variable for c in Store.open(stores.config(path)).channels.output_channels]
+    assert of_temperature.tolist() == [name == "temperature" for name in names]
+    assert np.isnan(found.quantiles[~of_temperature]).all()
+    assert (found.mean == plain.mean).tolist() == (~of_temperature).tolist()
+    weights = row_weights(np.linspace(90, -90, 12))
+    fields = data["temperature"].transpose("level", "time", "latitude", "longitude").values[:, :8]
+    for channel, values in zip(np.flatnonzero(of_temperature), fields, strict=True):
+        rows = values.transpose(1, 0, 2).reshape(12, -1)
+        quantiles = weighted_quantiles(rows, weights)
+        assert np.array_equal(found.quantiles[channel], quantiles)
+        mapped = QuantileMap(quantiles)(torch.tensor(values, dtype=torch.float64)).numpy()
+        mean, std = direct(mapped[:, None], weights)
+        assert np.allclose((found.mean[channel], found.std[channel]), (mean[0], std[0]), rtol=1e-9)
+        assert abs(std[0] - 1) < 0.05
+        change = direct(np.diff(mapped, axis=0)[:, None], weights)[1]
+        assert np.isclose(found.tendency_std[channel], change[0], rtol=1e-9)
+        assert found.maximum[channel] == mapped.max()
+    assert np.isfinite(found.forcing_quantiles[1]).all()
+    assert np.isnan(found.forcing_quantiles[0]).all()  # computed
+    mask = data["land_sea_mask"].values
+    assert np.array_equal(found.static_quantiles[1], weighted_quantiles(mask, weights))
+
+
+def test_quantiles_depend_neither_on_chunks_nor_on_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("credit_dp.data.transforms.QUANTILE_VALUES", 12 * 20)
+    found, sampled = [], []
+    for chunk, block_bytes, workers in ((1, 10**6, 1), (3, 1, 3)):
+        monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(streaming, "TIME_BYTES", 10**6 if chunk == 1 else 700)
+        path = stores.write(stores.dataset(), tmp_path / f"{chunk}.zarr", chunks={"time": chunk})
+        store = Store.open(stores.config(path, variables=QUANTILE))
+        sampled.append(sample_quantiles(store, TrainingDates.of(store)))
+        found.append(of_pieces(store, workers=workers, quantiles=sampled[-1])[0])
+    first, second = sampled
+    assert list(first) == ["temperature_500", "temperature_850", "temperature_1000", "solar"]
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert np.allclose(found[0].mean, found[1].mean, rtol=1e-9, atol=1e-12)
+    assert np.allclose(found[0].std, found[1].std, rtol=1e-12)
+    # A part of the columns of each date: 64 values would be 8 x 12 x 8.
+    fields = stores.dataset()["temperature"].isel(level=0).values[:8]
+    columns = [fields[date, :, date % 4 :: 4] for date in range(8)]
+    wanted = weighted_quantiles(
+        np.concatenate(columns, axis=1), row_weights(np.linspace(90, -90, 12))
+    )
+    assert np.array_equal(first["temperature_500"], wanted)

@@ -54,6 +54,17 @@ def test_a_file_gives_the_statistics_of_the_cache(path, tmp_path):
         assert np.array_equal(getattr(given, name), getattr(computed, name))
 
 
+def test_a_file_gives_the_quantiles_of_its_channels(path, tmp_path):
+    variables = {name: VariableConfig(normalise="quantile") for name in ("temperature", "solar")}
+    file = own_file(path, tmp_path / "stats.json", variables=variables)
+    given = prepare_training_data(stores.config(path, statistics=file, variables=variables))
+    computed = prepare_training_data(stores.config(path, variables=variables)).statistics
+    for name in (*NAMES, "quantiles", "forcing_quantiles", "static_quantiles"):
+        stored, wanted = getattr(given.statistics, name), getattr(computed, name)
+        assert np.array_equal(stored, wanted, equal_nan=True)
+    assert "quantile, but the config has it as it is" in refused(path, file)
+
+
 def test_fewer_channels_in_another_order_find_theirs(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"], "levels": [850, 500]}
@@ -86,6 +97,10 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
         (
             {"variables": {"temperature": VariableConfig(normalise="sqrt")}},
             "temperature as it is, but the config has it sqrt",
+        ),
+        (
+            {"variables": {"temperature": VariableConfig(normalise="quantile")}},
+            "temperature as it is, but the config has it quantile",
         ),
         ({"variables": {"temperature": VariableConfig(normalise="minmax")}}, None),
     ],
@@ -312,7 +327,7 @@ def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
 @pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])
 def test_files_of_others_do_not_know_transforms(path, tmp_path, name):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
-    for way in ("log1p(1)", "sqrt"):
+    for way in ("log1p(1)", "sqrt", "quantile"):
         variables = {name: VariableConfig(normalise=way)}
         assert f"normalises it by {way}" in refused(path, files, variables=variables)
     assert "got 4" in refused(path, [*files, files[0]])

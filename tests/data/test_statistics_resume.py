@@ -73,11 +73,11 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     read = []
     honest = statistics.moments_of
 
-    def counted(store, dates, piece):
+    def counted(store, dates, piece, quantiles):
         read.append(piece)
         if len(read) == 7:
             raise PulledPlugError
-        return honest(store, dates, piece)
+        return honest(store, dates, piece, quantiles)
 
     monkeypatch.setattr(statistics, "moments_of", counted)
     with pytest.raises(PulledPlugError):

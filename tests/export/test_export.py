@@ -17,7 +17,13 @@ from safetensors.torch import save_file
 
 import credit_dp
 from credit_dp.cli.export import checkpoint
-from credit_dp.config import Config, ModelConfig, OwnModelConfig, StandardLossConfig
+from credit_dp.config import (
+    Config,
+    ModelConfig,
+    OwnModelConfig,
+    StandardLossConfig,
+    VariableConfig,
+)
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
@@ -118,6 +124,21 @@ def test_any_model_comes_back(tmp_path, name):
     given, wanted = forecast(config, training, 2)
     with torch.no_grad():
         assert torch.equal(model(*given), wanted)
+
+
+@pytest.mark.slow
+def test_quantiles_go_with_the_model(tmp_path):
+    names = ("temperature", SOLAR, "land_sea_mask")
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=2)
+    variables = {name: VariableConfig(normalise="quantile") for name in names}
+    config = replace(config, data=replace(config.data, variables=variables))
+    training = trained(config)
+    given, wanted = forecast(config, training, 2)
+    for source in (exported(tmp_path / "run"), tmp_path / "run"):
+        model = credit_dp.load(source)
+        assert np.isfinite(model.metadata.statistics_arrays.static_quantiles).any()
+        with torch.no_grad():
+            assert torch.equal(model(*given), wanted)
 
 
 def test_it_says_what_it_is(run, file):
@@ -343,6 +364,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
         ({"channels": "[1, 2, 3, 4, 5, 6, 7]"}, "has metadata that can't be read"),
         ({"forcing": "[1, 2, 3]"}, "has metadata that can't be read"),
         ({"latitude": "[null]"}, "has metadata that can't be read"),
+        ({"variables": '{"solar": {"normalise": "quantile"}}'}, "has metadata that can't be read"),
         ({"latitude": "[1.0]"}, "has static fields of shape"),
         ({"step": "[" * 200_000}, "has metadata that can't be read"),
     ],

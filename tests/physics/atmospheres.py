@@ -1,17 +1,20 @@
 """Small random atmospheres with all that budgets need, on pressure and on model levels."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.config import Config, VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.statistics import Statistics
+from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.physics.columns import PhysicalChannels
 from credit_dp.physics.fixers import GlobalMean
@@ -104,13 +107,29 @@ def ground(rows: int = ROWS) -> torch.Tensor:
     return torch.from_numpy(9.80665 * height)
 
 
+def quantiles(kind: str) -> NDArray[np.float64]:
+    """Return quantiles of all channels, twice as far from the mean above it as below."""
+    scores = np.where(QUANTILE_SCORES > 0, 2, 1) * QUANTILE_SCORES
+    moments = [mean_and_std(channel, kind) for channel in channels(kind)]
+    return np.array([mean + std * scores for mean, std in moments])
+
+
 def physical(
     kind: str, rows: slice = slice(0, ROWS), rain: str = "log1p(1e-4)", height: int = ROWS
 ) -> PhysicalChannels:
-    """Return the channels; precipitation is normalised by a logarithm."""
+    """Return the channels; precipitation is normalised by a logarithm.
+
+    With `rain="quantile"`, precipitation and temperature are normalised by quantiles.
+    """
     variables = {RAIN: VariableConfig(normalise=rain)}
     hybrid = HYBRID if kind == "model" else {}
     values = statistics(kind)
+    if rain == "quantile":
+        variables["temperature"] = VariableConfig(normalise=rain)
+        values = replace(values, quantiles=quantiles(kind))
+        for index, channel in enumerate(channels(kind)):
+            if channel.variable in variables:
+                values.mean[index], values.std[index] = 0.0, 1.0
     if rain.startswith("log1p"):
         index = states()
         values.mean[index], values.std[index] = 2.0, 0.5

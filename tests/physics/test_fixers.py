@@ -259,14 +259,32 @@ def test_bands_equal_the_globe(ranks, kind):
         assert ((found - whole) / channels).abs().max() < 1e-12
 
 
+def test_variables_are_read_and_written_through_quantiles_of_each_level():
+    physical = air.physical("pressure", rain="quantile")
+    fields = air.fields("pressure").double()
+    values = physical.read(fields, "temperature")
+    assert torch.allclose(physical.write(fields, "temperature", values), fields, atol=1e-12)
+    channels = [c for c in air.channels("pressure") if c.variable == "temperature"]
+    start = air.channels("pressure").index(channels[0])
+    for level, channel in enumerate(sorted(channels, key=lambda channel: channel.level)):
+        mean, std = air.mean_and_std(channel, "pressure")
+        score = fields[:, start + channels.index(channel)]
+        wanted = mean + std * torch.where(score > 0, 2 * score, score)
+        assert torch.allclose(values[:, level], wanted, rtol=1e-12)
+    mean, std = air.mean_and_std(channels[0], "pressure")
+    assert physical.normalised_bound(start, mean + 2 * std) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("rain", ["log1p(1e-4)", "quantile"])
 @pytest.mark.parametrize("kind", air.KINDS)
-def test_backward_computes_fixers_again(kind):
-    fixers = built(kind, ALL)
+def test_backward_computes_fixers_again(kind, rain):
+    fixers = built(kind, ALL, rain=rain)
     fields, last = air.fields(kind, 1).float().requires_grad_(), air.fields(kind, 1, 1).float()
     last = last[:, : air.states()]
     config = UNetConfig(fixers=list(ALL))
     shape = (1, air.ROWS, air.COLUMNS)
-    memory = count_fixer_memory(config, air.physical(kind), 6, shape, air.states(), torch.float32)
+    physical = air.physical(kind, rain=rain)
+    memory = count_fixer_memory(config, physical, 6, shape, air.states(), torch.float32)
     means = 8 * (1 + 2 + 2)  # dry air, water and energy; of one sample, in float64
     assert memory.kept == fields.nbytes + means
     saved = SavedTensors([fields, last, *fixers.buffers()])

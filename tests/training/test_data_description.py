@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.config import Config, DataConfig, DiffusionConfig
+from credit_dp.config import Config, DataConfig, DiffusionConfig, VariableConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
@@ -123,6 +123,24 @@ def test_another_store_of_the_same_form_is_refused(config, tmp_path):
     (fields * 1.001).to_zarr(other, zarr_format=3, consolidated=False)
     message = refusal(config, replace(config.data, store=str(other)), tmp_path / "checkpoint")
     assert "another mean of the fields" in message
+
+
+def test_other_quantiles_are_refused(config):
+    variables = {"temperature": VariableConfig(normalise="quantile")}
+    data = replace(config.data, variables=variables)
+    own = describe_data(prepare_training_data(data), config.model)
+    check_data(own, own)
+    saved = np.array(own["statistics"]["quantiles"])
+    for factor, same in ((1e-12, True), (1e-2, False)):
+        moved = saved + factor * np.ptp(saved, axis=-1, keepdims=True)
+        other = {**own, "statistics": {**own["statistics"], "quantiles": moved.tolist()}}
+        if same:
+            check_data(other, own)
+        else:
+            with pytest.raises(UserError, match="with other quantiles of the fields"):
+                check_data(other, own)
+    plain = describe_data(prepare_training_data(config.data), config.model)
+    assert not any(name.endswith("quantiles") for name in plain["statistics"])
 
 
 def test_the_last_digits_may_differ(config):

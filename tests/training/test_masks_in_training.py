@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config, StandardLossConfig
+from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
@@ -191,6 +191,23 @@ def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks)
         assert (found[1] - vector).norm() <= 1e-10 * vector.norm()
         assert found[2] == pytest.approx(rmse, rel=1e-10)
     assert field.shape == (ROWS, COLUMNS)
+
+
+@pytest.mark.slow
+def test_training_on_values_mapped_by_quantiles_is_the_same_on_bands(tmp_path):
+    mapped = {
+        SEA: VariableConfig(fill="mean", normalise="quantile"),
+        SOIL: VariableConfig(fill=0.1, normalise="quantile", nonnegative=True),
+        RAIN: VariableConfig(normalise="quantile", nonnegative=True),
+        "temperature": VariableConfig(normalise="quantile"),
+    }
+    config = sea_config(tmp_path, variables=mapped)
+    numbers, vector, rmse, _ = train_all(alone(), config)
+    assert np.isfinite(rmse).all()
+    for found in on_processes(2, train_all, config):
+        assert np.array(found[0]) == pytest.approx(np.array(numbers), rel=1e-10, abs=0)
+        assert (found[1] - vector).norm() <= 1e-10 * vector.norm()
+        assert found[2] == pytest.approx(rmse, rel=1e-10)
 
 
 @pytest.mark.slow

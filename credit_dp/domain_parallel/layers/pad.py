@@ -178,6 +178,8 @@ class _RowPad(ConstantFillLayer, ABC):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
+        if not any(self.pad):
+            return self.fetch(x, bands).clone()  # as torch does: either may be changed in place
         index = 2 * (-self.dim - 1)
         other_widths = tuple(
             0 if i in (index, index + 1) else width for i, width in enumerate(self.pad)
@@ -437,8 +439,11 @@ class DomainParallelRoll(RowLayer):
             self.forget_exchanges()
             self._compiled_exchanges = {}
         other_shifts = [(shift, dim) for shift, dim in shifts if dim != row_dim]
-        x = self.fetch(x, bands)
-        return x.roll(*zip(*other_shifts, strict=True)) if other_shifts else x
+        rows = self.fetch(x, bands)
+        if other_shifts:
+            return rows.roll(*zip(*other_shifts, strict=True))
+        # Torch copies even what it does not move: either may be changed in place.
+        return rows if row_shift % bands.input.height else rows.clone()
 
 
 @final

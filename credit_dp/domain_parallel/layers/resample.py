@@ -242,9 +242,12 @@ class InterpolationLayer(RowLayer):
         with torch.no_grad():
             resampled_row = self.apply_along_other_dims(x.narrow(self.dim, 0, 1))
         if resampled_row.numel() <= x.narrow(self.dim, 0, 1).numel():
-            return self._resample_rows(self.apply_along_other_dims(x), bands).to(
-                resampled_row.dtype
-            )
+            with_columns = self.apply_along_other_dims(x)
+            y = self._resample_rows(with_columns, bands)
+            height = bands.input.height
+            if with_columns is x and self.interpolation_table(height).is_identity(height):
+                y = y.clone()  # as torch does: either may be changed in place
+            return y.to(resampled_row.dtype)
         return self.apply_along_other_dims(self._resample_rows(x, bands)).to(resampled_row.dtype)
 
     def _resample_rows(self, x: Tensor, bands: Bands) -> Tensor:

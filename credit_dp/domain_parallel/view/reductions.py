@@ -395,6 +395,8 @@ def diff(func: Function, args: Args, kwargs: Kwargs) -> Any:
     result = torch.cat(joined, dim) if len(joined) > 1 else x
     if result.dtype == torch.bool or result.shape[dim] <= arguments["n"]:
         raise NoRuleError
+    if arguments["n"] == 0:
+        return result.clone()  # as torch does: either may be changed in place
     for _ in range(arguments["n"]):
         size = result.shape[dim]
         result = result.narrow(dim, 1, size - 1) - result.narrow(dim, 0, size - 1)

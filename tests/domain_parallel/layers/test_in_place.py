@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+from credit_dp.domain_parallel import functional
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
 
@@ -46,3 +48,44 @@ class _ChangedInPlace(nn.Module):
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_changed_in_place(layer):
     on_threads(3, assert_same_as_whole_globe, _ChangedInPlace, (layer,), (2, 4, 12, 6), 1e-11)
+
+
+OF_SAME_ROWS = {
+    "upsample": lambda: nn.Upsample((12, 6), mode="bilinear"),
+    "nearest upsample": lambda: nn.Upsample(scale_factor=1),
+    "constant pad": lambda: nn.ZeroPad2d(0),
+    "circular pad": lambda: nn.CircularPad2d(0),
+    "largest": lambda: nn.MaxPool2d(1),
+    "average": lambda: nn.AvgPool2d(1),
+    "adaptive": lambda: nn.AdaptiveAvgPool2d((12, 6)),
+}
+
+
+class _InputIsKept(nn.Module):
+    """Changes the output of a layer in place, then reads the layer's input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.before, self.layer = nn.Conv2d(4, 4, 1), layer()
+
+    def forward(self, x):
+        x = self.before(x)
+        y = self.layer(x)
+        y *= 2
+        return x + y
+
+
+@pytest.mark.parametrize("layer", OF_SAME_ROWS.values(), ids=OF_SAME_ROWS)
+def test_outputs_equal_to_the_input_are_copies(layer):
+    on_threads(3, assert_same_as_whole_globe, _InputIsKept, (layer,), (2, 4, 12, 6), 1e-11)
+
+
+def _roll_around(manager):
+    x = torch.randn(1, 2, 3, 4)
+    y = functional.roll(x, 6, -2, manager=manager)
+    assert torch.equal(y, x)
+    assert y.data_ptr() != x.data_ptr()
+
+
+def test_fields_rolled_around_are_copies():
+    on_threads(2, _roll_around)

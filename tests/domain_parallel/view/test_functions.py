@@ -961,6 +961,26 @@ def change_every_other_row(model, x):
     return x
 
 
+def change_input_of_identities(model, x):
+    x = x + 0
+    size = x.shape[-2:]
+    results = [
+        F.interpolate(x, size),
+        F.interpolate(x, size, mode="bilinear"),
+        F.interpolate(x, size, mode="bicubic", align_corners=True),
+        F.pad(x, (0, 0, 0, 0)),
+        x.roll(size[0], -2),
+        x.diff(n=0, dim=-2),
+    ]
+    x.mul_(2)
+    return results
+
+
+@pytest.mark.usefixtures("strict_rules")
+def test_results_equal_to_an_input_are_copies():
+    check(change_input_of_identities, (2, CHANNELS, 13, COLUMNS), 3)
+
+
 def test_every_other_row_is_changed_in_place_where_it_stays():
     check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)
 

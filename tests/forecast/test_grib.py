@@ -1,12 +1,11 @@
 """Forecasts as GRIB, read back by cfgrib and by ecCodes."""
 
-import eccodes
 import numpy as np
 import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.grib import CODES, OTHER_NAMES, GribFile
+from credit_dp.data.sources.grib import CODES, OTHER_NAMES, GribFile, load_eccodes
 from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -16,6 +15,8 @@ from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.grib import BITS_PER_VALUE, GribWriter
 from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
 from tests.forecast.runs import forecast, forecast_config
+
+eccodes = load_eccodes("format")
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -2,17 +2,19 @@
 
 import shutil
 
-import eccodes
 import numpy as np
 import pytest
 import xarray as xr
 
 from credit_dp.data.rechunk.request import Regridder, regular_grid
+from credit_dp.data.sources.grib import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
 from tests.forecast.runs import INIT, forecast, forecast_config
+
+eccodes = load_eccodes("init_file")
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,7 +11,7 @@ names that ecCodes gives to NCEP's messages.
 import atexit
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -173,6 +173,9 @@ def load_eccodes(key: str) -> Any:
     Raises:
         UserError: it is not installed; names the key that needs it.
     """
+    # Each brings its own copy of PROJ's C library: pyproj fails if it is imported after ecCodes.
+    with suppress(ImportError):
+        import pyproj  # noqa: F401
     try:
         import eccodes
     except (ImportError, RuntimeError) as error:  # RuntimeError: without its C library

@@ -41,9 +41,9 @@ class QuantileMap(nn.Module):
     - Equal quantiles, as of a value that many points have, are one knot: that of the lowest value
       is at the upper end of their scores, and that of the highest at the lower end, so that the
       map has no jump beside them; others are in the middle of their scores.
-    - Beyond the outermost quantiles the map goes on with the slope of the outermost interval, or
-      with the mean slope of the map if that is less: next to a frequent value an interval may be
-      very short, as between no rain and the least rain.
+    - Beyond the outermost quantiles the map is extrapolated linearly, with the slope of the last
+      interval or the mean slope of the map, whichever is less: next to a frequent value an interval
+      may be very short, as between no rain and the least rain.
 
     Differentiable. Each point is mapped by itself. Computes in the dtype of its buffers, float64
     unless the module is moved. Values that are mapped and mapped back have an error of at most two

@@ -5,8 +5,8 @@ out, and recorded as an `_Operation` with the state of the random numbers before
 
 1. As soon as registered parameters hold more than `KEPT_BYTES`, the memory of the least recently
    used ones is released. If an operation needs the values of one again, they are computed again.
-2. Afterwards the parameters of the model are on the meta device. `InitialWeights` computes the
-   values that were released each time one is asked for, and has the others.
+2. Afterwards the parameters of the model are on the meta device. `InitialWeights` holds the
+   values that were kept, and computes the released ones at each call of `value`.
 
 Same operations on the same random numbers give the same bits: the weights are those of a model that
 is built as usual, and so is the state of the random numbers afterwards. Buffers are never released,

@@ -52,7 +52,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.functional import attached_contexts
-from credit_dp.domain_parallel.planning.plan import check_model
+from credit_dp.domain_parallel.planning.plan import check_model, parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
 from credit_dp.domain_parallel.view.model import attached_view
@@ -249,11 +249,13 @@ class ModelParts:
             converted to this rank's rows.
         pipeline: the pipeline of these stages, if there is one.
         sampler: samples the output of a diffusion model, if it is one.
+        without_gradient: names of parameters that the output does not depend on.
     """
 
     parts: tuple[nn.Module, ...]
     pipeline: Pipeline | None = None
     sampler: Sampler | None = None
+    without_gradient: tuple[str, ...] = ()
 
     @property
     def network(self) -> Model:
@@ -295,11 +297,12 @@ class ModelParts:
                 members_per_rank(config),
             )
         model = self.parts[0]
+        without_gradient = [model.get_parameter(name) for name in self.without_gradient]
         # Inside DDP, whose forward would otherwise run once more in the backward pass.
         if config.trainer.checkpoint_activations == "step":
             model = ActivationCheckpointWrapper(model)
         if uses_ddp and manager.world_size > 1:
-            model = wrap_in_ddp(model, config.parallel)
+            model = wrap_in_ddp(model, config.parallel, without_gradient)
         return ModelForwardBackward(
             model,
             forecast_step.with_model(model),
@@ -308,6 +311,7 @@ class ModelParts:
             manager.ranks_per_sample,
             config.parallel.sums_whole_gradients,
             members_per_rank(config),
+            without_gradient,
         )
 
 
@@ -377,6 +381,9 @@ def build_network(
             _enable_configured_autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
+    without_gradient: tuple[str, ...] = ()
+    if isinstance(config.model, OwnModelConfig) and mesh is None and manager.world_size > 1:
+        without_gradient = parameters_outside_graph(model, fields.inputs, store.grid)
     blocks = recomputed_modules(model, config)  # of the complete model: conversion changes types
     model = shard_model(
         model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
@@ -393,7 +400,7 @@ def build_network(
             compile_model(model, like.device)
         elif manager.rank == 0:
             logger.warning("compile: %s", obstacle)
-    return ModelParts((model,))
+    return ModelParts((model,), without_gradient=without_gradient)
 
 
 def _obstacle_to_compilation(model: nn.Module, config: Config) -> str:
@@ -487,15 +494,23 @@ def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -
         enable_autocast(part, getattr(torch, config.trainer.autocast), like)
 
 
-def wrap_in_ddp(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
-    """Wrap a model in DDP, which averages its gradients over all ranks of the run."""
+def wrap_in_ddp(
+    model: nn.Module, parallel: ParallelConfig, without_gradient: Sequence[nn.Parameter] = ()
+) -> nn.Module:
+    """Wrap a model in DDP, which averages its gradients over all ranks of the run.
+
+    DDP waits for the gradient of each parameter that learns when it wraps the model: parameters
+    that never get one learn only afterwards.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_one_gpu = device.type == "cuda" and not parallel.layout
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers. The new name still sends buffers once, and torch
         # 2.11 does not have it.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
+        for parameter in without_gradient:
+            parameter.requires_grad_(False)
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[device] if on_one_gpu else None,
             # Buffers follow from the config, so they need not be sent. Buffers of a band of rows
@@ -503,6 +518,9 @@ def wrap_in_ddp(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
+    for parameter in without_gradient:
+        parameter.requires_grad_(True)
+    return wrapped
 
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -221,6 +221,7 @@ class ModelForwardBackward(ForwardBackward):
         sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
             them.
         members: forecasts of each sample on this rank.
+        without_gradient: parameters of which the output is no function, which DDP leaves out.
     """
 
     def __init__(
@@ -232,9 +233,11 @@ class ModelForwardBackward(ForwardBackward):
         ranks_per_sample: int,
         sum_whole_gradients: bool = True,
         members: int = 1,
+        without_gradient: Iterable[nn.Parameter] = (),
     ) -> None:
         super().__init__(loss, n_microbatches, ranks_per_sample, members)
         self.model = model
+        self.without_gradient = {id(parameter) for parameter in without_gradient}
         self.forecast = forecast
         self.sum_whole_gradients = sum_whole_gradients
 
@@ -245,7 +248,8 @@ class ModelForwardBackward(ForwardBackward):
         own samples, of all parameters with FSDP2, too (unless `sum_whole_gradients` is False).
 
         Raises:
-            UserError: the loss does not depend on a parameter, for whose gradient DDP would wait.
+            UserError: a parameter has no gradient, for which DDP waits, or one that DDP does not
+                average.
         """
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
@@ -281,10 +285,11 @@ class ModelForwardBackward(ForwardBackward):
         if isinstance(model, ActivationCheckpointWrapper):
             model = model.model
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
+            left_out = id(parameter) in self.without_gradient
+            if parameter.requires_grad and left_out != (parameter.grad is None):
                 raise UserError(
-                    f"parallel.data_mode: ddp needs every parameter in the loss, {name} is not. "
-                    "Take it out of the model, set its requires_grad to False, or use "
+                    f"parallel.data_mode: ddp needs the same parameters in the loss of every step, "
+                    f"but {name} is only in some. Use it in each step or in none, or set "
                     "parallel.data_mode=fsdp2."
                 )
 

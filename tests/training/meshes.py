@@ -16,6 +16,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.training.plugins import PartlyUsedConfig
 from tests.training.runs import TINY_MODELS, alone, built, step_records, tiny_unet
 
 ROWS = 33  # no multiple of 2 or 3
@@ -27,6 +28,7 @@ MODELS = {
     "crossformer": replace(TINY_MODELS["crossformer"], stochastic_depth=0.0),
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
     "pangu": TINY_MODELS["pangu"],
+    "partly used": PartlyUsedConfig(),
     "plug-ins": tiny_unet(),  # with a loss and an optimizer of the user's own
 }
 

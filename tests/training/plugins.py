@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from credit_dp.config import OwnLossConfig, OwnOptimizerConfig
+from credit_dp.config import OwnLossConfig, OwnModelConfig, OwnOptimizerConfig
 
 
 @dataclass
@@ -37,3 +37,27 @@ class TorchOptimizerConfig(OwnOptimizerConfig):
     def build(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         kind: Any = getattr(torch.optim, self.kind)
         return kind(groups, **self.options)  # type: ignore[no-any-return]
+
+
+class PartlyUsed(nn.Module):
+    """Has parameters that its output does not depend on, as a classifier's head left in place."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+        self.last = nn.Conv2d(8, out_channels, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.silu(self.first(x))) * self.scale.detach().mean()
+
+
+@dataclass
+class PartlyUsedConfig(OwnModelConfig):
+    """A user's model that leaves parameters unused."""
+
+    name: str = "partly_used"
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
+        return PartlyUsed(in_channels, out_channels)

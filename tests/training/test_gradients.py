@@ -113,6 +113,7 @@ def backward_of_idle(manager: DomainParallelManager) -> None:
     )
 
 
-def test_a_parameter_that_does_nothing_is_refused_by_ddp():
-    with pytest.raises(RankError, match="ddp needs every parameter in the loss, idle is not"):
+def test_a_parameter_that_is_used_in_some_steps_only_is_refused_by_ddp():
+    needed = "ddp needs the same parameters in the loss of every step, but idle is only in some"
+    with pytest.raises(RankError, match=needed):
         on_processes(2, backward_of_idle, domain=1)

@@ -52,8 +52,14 @@ COVERING = [
 ]
 PLUGINS = ("plug-ins", Mesh(1, 2, 2, "fsdp2"))
 # What the settings above leave out: the other models, in a pipeline of bands.
-BESIDES = [PLUGINS, ("pangu", Mesh(2, 1, 2, "fsdp2", "interleaved"))]
-QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b"))]
+BESIDES = [
+    PLUGINS,
+    ("pangu", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+    ("partly used", Mesh(1, 2, 1, "ddp")),
+    ("partly used", Mesh(1, 1, 3, "ddp")),
+    ("partly used", Mesh(1, 2, 2, "fsdp2")),
+]
+QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b")), ("partly used", Mesh(1, 2, 1, "ddp"))]
 CASES = [
     pytest.param(model, mesh, id=f"{model}-{mesh}", marks=marks)
     for model, mesh in (*COVERING, *BESIDES)
@@ -177,6 +183,7 @@ CHAIN = [
     [
         *(pytest.param("unet", a, b, id=f"{a} to {b}") for a, b in pairwise(CHAIN)),
         pytest.param(*PLUGINS, ONE, id="plug-ins"),
+        pytest.param("partly used", Mesh(1, 1, 3, "ddp"), Mesh(1, 2, 2, "fsdp2"), id="unused"),
     ],
 )
 def test_a_checkpoint_resumes_on_another_mesh(reference, trained, model, first, second):

@@ -419,3 +419,43 @@ def check_model(
             f"model: {name} needs to return {needed} for an input {x_shape}, got {got}. "
             "It has to return one tensor with the rows and columns of its input."
         )
+
+
+def parameters_outside_graph(
+    model: nn.Module, in_channels: int, grid: tuple[int, int]
+) -> tuple[str, ...]:
+    """Return the names of parameters that learn, but of which the output is no function.
+
+    They get no gradient. Empty if that can't be known without data, or if the model has blocks
+    that backward computes again by reentrant checkpointing, which hide their parameters.
+
+    Args:
+        model: before it is converted, in the mode in which it trains; it does not change.
+        in_channels: of its input `(B, in_channels, H, W)`.
+        grid: `(H, W)`.
+    """
+    dtype, device = dtype_and_device(model)
+    try:
+        with preserve_model(model), use_fake_tensors(model), torch.enable_grad():
+            output = model(
+                torch.empty(CHECK_BATCH_SIZE, in_channels, *grid, dtype=dtype, device=device)
+            )
+            used: set[int] = set()
+            nodes, seen = [output.grad_fn], {None}
+            while nodes:
+                node = nodes.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node.name() == "CheckpointFunctionBackward":
+                    return ()
+                if hasattr(node, "variable"):
+                    used.add(id(node.variable))
+                nodes += [following for following, _ in node.next_functions]
+            return tuple(
+                name
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad and id(parameter) not in used
+            )
+    except Exception:  # noqa: BLE001 - of the user's code; the first step then looks at gradients
+        return ()

@@ -8,6 +8,7 @@ or by whom. Only torch's generator is keyed by rank: dropout draws other numbers
 |---|---|---|
 | order of the samples in an epoch | seed, epoch | `data/sampling.py` |
 | torch's generator in a training step | seed, step, data rank, model rank | `training/optim.py` |
+| Python's and NumPy's in a training step | seed, step, data rank | `training/optim.py` |
 | stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
 | augmentation of a sample | seed, step, sample, 1, 0, 1 | `training/augmentation.py` |
 | noise on a row of a sample | seed, step, sample, 2, row, 1 | `training/augmentation.py` |
@@ -27,6 +28,9 @@ no harm as long as they draw for different things.
 Source: M. E. O'Neill, "Developing a seed_seq Alternative" (2015), on which `SeedSequence` is based.
 """
 
+import random
+from typing import Any
+
 import numpy as np
 
 
@@ -43,6 +47,12 @@ def random_seed(*keys: int) -> int:
     return int(_sequence(keys).generate_state(1, np.uint64)[0])
 
 
+def seed_python(seed: int) -> None:
+    """Seed the generators of Python and NumPy that the code of a model may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def hour_key(time: np.datetime64) -> int:
     """Return a key for a time: its hours since long before 1970, as keys can't be negative."""
     return int(time.astype("M8[h]").astype(np.int64)) + 2**40
@@ -50,3 +60,21 @@ def hour_key(time: np.datetime64) -> int:
 
 def _sequence(keys: tuple[int, ...]) -> np.random.SeedSequence:
     return np.random.SeedSequence([int(key) for key in keys])
+
+
+def python_random_state() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the states of Python's and NumPy's generators as integers."""
+    _, words, cached = random.getstate()
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    floats = np.array([np.nan if cached is None else cached, gauss]).view(np.int64)
+    return np.concatenate([words, keys, [position, has_gauss], floats]).astype(np.int64)
+
+
+def set_python_random_state(state: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Restore what `python_random_state` returned."""
+    cached, gauss = state[-2:].copy().view(np.float64)
+    position, has_gauss = map(int, state[-4:-2])
+    words, keys = np.split(state[:-4], [625])
+    gauss_next = None if np.isnan(cached) else float(cached)
+    random.setstate((3, tuple(words.tolist()), gauss_next))
+    np.random.set_state(("MT19937", keys.astype(np.uint32), position, has_gauss, float(gauss)))

@@ -428,7 +428,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
     # These import torch, which takes seconds.
     from credit_dp.costs.budget import training_memory
-    from credit_dp.domain_parallel.view.report import whole_call_lines
+    from credit_dp.domain_parallel.view.report import decision_line, whole_call_lines
 
     report = plan.report
     parallel = config.parallel
@@ -438,6 +438,12 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             *(f"  {problem}" for problem in report.problems),
         ]
     mesh = mesh_text(parallel)
+    if report.unplanned:
+        return [
+            f"model   {config.model.name}, {report.parameters:,} parameters",
+            f"mesh    {mesh}{'' if parallel.data else ' (parallel.data is not given)'}",
+            f"costs   are not known before training: {report.unplanned}",
+        ]
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters",
         f"mesh    {mesh}{'' if parallel.data else ' (parallel.data is not given)'}",
@@ -453,7 +459,8 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             items = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
             lines.append(f"memory  {label}: about {format_bytes(sum(held.values()))} ({items})")
             lines.append(f"sent    {label}: {format_bytes(sum(sent.values()))} in a step")
-    return [*lines, *(f"whole   {line}" for line in whole_call_lines(report.whole_calls))]
+    lines += [f"whole   {line}" for line in whole_call_lines(report.whole_calls)]
+    return [*lines, *(f"branch  {line}" for line in map(decision_line, report.decisions))]
 
 
 def sent_bytes_by_item(config: Config, sent: Mapping[str, int]) -> dict[str, int]:

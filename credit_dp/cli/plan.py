@@ -525,12 +525,17 @@ def _head(report: "PlanReport", config: Config) -> list[str]:
 
 def view_lines(report: "PlanReport") -> list[str]:
     """Return lines about a model that computes through the global view, and what runs whole."""
-    from credit_dp.domain_parallel.view.report import whole_call_lines  # torch: not for --help
+    # torch: not for --help
+    from credit_dp.domain_parallel.view.report import decision_line, whole_call_lines
 
     lines = [
         "Computes through the global view, as its layers can't be converted:",
         f"  {report.refusal}",
     ]
+    if report.unplanned:
+        return [*lines, "", "Its costs are not known before training:", f"  {report.unplanned}"]
+    if report.decisions:
+        lines += ["", *map(decision_line, report.decisions)]
     if not report.whole_calls:
         return [*lines, "Every function has a rule for bands: none runs whole."]
     held = format_bytes(report.whole_bytes)

@@ -70,7 +70,7 @@ def plan_step(config: Config) -> StepPlan:
         UserError: grid, batch or variables are wrong, or the model can't be cut into stages.
     """
     report, model = _report_and_model(config)
-    if report.problems:
+    if report.problems or report.unplanned:
         return StepPlan(report, (), None)
     if config.parallel.pipeline == 1:
         return StepPlan(report, model_budget(model, report, config), None)
@@ -671,8 +671,9 @@ def compare_meshes(
     meshes: list[MeshBudget] = []
     for domain in domain_sizes(min(largest, up_to)):
         report = _report(model, shape, domain, config, config.parallel.whole_ops)
-        if report.problems:
-            return MeshComparison(up_to, tuple(meshes), report.problems[0])
+        if report.problems or report.unplanned:
+            limit = next(iter(report.problems), report.unplanned)
+            return MeshComparison(up_to, tuple(meshes), limit)
         meshes.append(_mesh_budget(model, report, config, up_to // domain))
     limit = ""
     if largest < up_to:

@@ -64,6 +64,7 @@ from credit_dp.models.initial_weights import InitialWeights, build_without_weigh
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
+from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.training.augmentation import build_augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
@@ -360,6 +361,7 @@ def build_network(
     build = partial(build_model, config.model, fields, store.grid)
     # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
+    seed_python(random_seed(config.seed))  # plans of models that draw by them are then alike
     model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
     check_has_values(model, weights)
     if isinstance(config.model, OwnModelConfig):

@@ -33,7 +33,7 @@ from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
-from credit_dp.random_streams import random_seed
+from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.training.optimizers import SIDES, Lion, Muon, Soap, matrix_shape
 from credit_dp.training.own_optimizer import (
     ADAMW,
@@ -393,7 +393,8 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
     """Seed the random numbers of one training step, so that a resumed run draws the same.
 
     Ranks draw different numbers, as they have different samples or rows. The first rank of the
-    mesh draws the same numbers as a single process.
+    mesh draws the same numbers as a single process. The generators of Python and NumPy are the same
+    on all ranks that share the model.
 
     Args:
         seed: of the run.
@@ -403,6 +404,8 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
             rank * domain ranks + domain rank.
     """
     torch.manual_seed(random_seed(seed, step, data_rank, model_rank))
+    # A model may decide by these which layers run: so do all ranks that share its globe alike.
+    seed_python(random_seed(seed, step, data_rank))
 
 
 @final

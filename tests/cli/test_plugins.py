@@ -261,6 +261,56 @@ def test_a_sweep_and_tables_of_new_entries(
     assert ("of all 2 runs" if program == "train" else '"model": "custom"') in out
 
 
+DECIDING = (
+    HEAD
+    + """
+@dataclass
+class MyModelConfig(OwnModelConfig):
+    name: str = "custom"
+    cut: bool = False
+
+    def build(self, in_channels, out_channels, grid):
+        import torch
+        from torch import nn
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+
+            def forward(inner, x):
+                y = inner.layer(x)
+                if torch.isnan(y).any():
+                    raise ValueError("NaN")
+                return y + y[y > 0].mean() if self.cut else y
+
+        return Model()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("cut", "needed"),
+    [
+        (False, "my_model.py:20: decides by values of fields or weights. The plan is that of Fals"),
+        (True, "my_model.py:22: shapes or control flow depend on values of integers or masks."),
+    ],
+)
+def test_a_plan_says_where_a_model_decides_by_values(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: bool, needed: str
+) -> None:
+    arguments = ["model=custom", f"model.cut={cut}", "data.grid=9x16", "parallel.domain=2"]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, DECIDING)))
+        code, out, err = answer(monkeypatch, "plan", *arguments, program="credit-dp")
+        assert (code, err) == (0, "")
+        assert needed in out
+        machine = ["plan", "--machine", "h100", *arguments]
+        code, out, err = answer(monkeypatch, *machine, program="credit-dp")
+    assert (code, out) == (2, "")
+    assert "my_model.py:20 needs the values of a tensor, so that the time" in err
+
+
 @pytest.mark.parametrize("choice", ALL)
 def test_without_the_file_every_kind_says_how_to_register(
     monkeypatch: pytest.MonkeyPatch, choice: str

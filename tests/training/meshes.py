@@ -16,7 +16,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
-from tests.training.plugins import PartlyUsedConfig
+from tests.training.plugins import DecidingConfig, PartlyUsedConfig
 from tests.training.runs import TINY_MODELS, alone, built, step_records, tiny_unet
 
 ROWS = 33  # no multiple of 2 or 3
@@ -26,6 +26,7 @@ CLIP = 0.02  # of norms above: every step is clipped
 MODELS = {
     "unet": tiny_unet(global_conditioning=True, squeeze_excite=True),
     "crossformer": replace(TINY_MODELS["crossformer"], stochastic_depth=0.0),
+    "deciding": DecidingConfig(),
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
     "pangu": TINY_MODELS["pangu"],
     "partly used": PartlyUsedConfig(),

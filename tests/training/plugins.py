@@ -1,9 +1,11 @@
-"""A loss and an optimizer as a user's plug-ins define them, importable by ranks."""
+"""A loss, an optimizer and a model as a user's plug-ins define them, importable by ranks."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,3 +63,35 @@ class PartlyUsedConfig(OwnModelConfig):
 
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
         return PartlyUsed(in_channels, out_channels)
+
+
+class Deciding(nn.Module):
+    """Decides by its fields, and by random numbers of Python and NumPy, which layers run."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 5, padding=2)
+        self.last = nn.Conv2d(8, out_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.silu(self.first(x))
+        if torch.isnan(x).any():
+            raise ValueError("the input has NaN")
+        if self.training and random.random() < 0.5:
+            x = x + self.second(x)
+        else:
+            x = x - 2 * self.second(x)
+        turns = np.random.rand() if self.training else 0.5
+        x = x.roll(1, -1) if turns < 0.5 and x.mean() > -1 else x.flip(-2)
+        return self.last(x)
+
+
+@dataclass
+class DecidingConfig(OwnModelConfig):
+    """A user's model whose control flow depends on data and chance."""
+
+    name: str = "deciding"
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
+        return Deciding(in_channels, out_channels)

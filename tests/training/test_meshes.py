@@ -57,6 +57,8 @@ BESIDES = [
     ("pangu", Mesh(2, 1, 2, "fsdp2", "interleaved")),
     ("partly used", Mesh(1, 2, 1, "ddp")),
     ("partly used", Mesh(1, 1, 3, "ddp")),
+    ("deciding", Mesh(1, 1, 2, "ddp")),
+    ("deciding", Mesh(1, 1, 3, "fsdp2")),
     ("partly used", Mesh(1, 2, 2, "fsdp2")),
 ]
 QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b")), ("partly used", Mesh(1, 2, 1, "ddp"))]

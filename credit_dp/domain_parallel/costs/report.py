@@ -55,10 +55,10 @@ from credit_dp.domain_parallel.recomputation import (
     checkpointed,
     count_recomputation,
 )
+from credit_dp.domain_parallel.view.decisions import Decision, UnplannedError
 from credit_dp.domain_parallel.view.model import attached_view, detach_view
 from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, plan_view
 from credit_dp.domain_parallel.view.trial import (
-    NoFakeKernelError,
     TrialRun,
     WholeCall,
     trial_run,
@@ -116,11 +116,14 @@ class PlanReport:
     `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
     is empty and `levels` have balanced bands.
 
+    `unplanned` is the reason why nothing more is known of a model that can be trained.
+
     A model that computes through the global view has a `refusal`, the reason why its layers can't
     be converted. `whole_calls` are the functions that run whole on every rank, the largest
     first; `whole_bytes` is the part of the fullest rank's `saved_bytes` that it holds
-    because of them, and `largest_gathered` the bytes of the largest tensor that is gathered. Its
-    `levels` are the bands of all that is exchanged, also of tokens and of columns.
+    because of them, and `largest_gathered` the bytes of the largest tensor that is gathered.
+    `decisions` are where it decides by data, with what the costs assume. Its `levels` are the
+    bands of all that is exchanged, also of tokens and of columns.
     """
 
     input_shapes: tuple[Shape, ...]
@@ -133,9 +136,11 @@ class PlanReport:
     problems: tuple[str, ...]
     refusal: str = ""
     whole_calls: tuple[WholeCall, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     whole_bytes: int = 0
     largest_gathered: int = 0
     recomputed_bytes: tuple[int, ...] = ()
+    unplanned: str = ""
 
     @property
     def forward(self) -> tuple[RankTraffic, ...]:
@@ -180,7 +185,7 @@ def plan_report(
         raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
     report = _layer_report(model, shapes, ranks, custom_converters or {}, recomputed)
-    if whole_ops == "allow" and ranks > 1 and report.problems:
+    if whole_ops == "allow" and report.problems:
         with checkpointed(model, recomputed):
             return _view_report(model, report, whole_ops_limit)
     return report
@@ -249,8 +254,10 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
     try:
         trial = plan_view(model, manager, shapes, limit, backward=True, training=True)
         saved_bytes, recomputed_bytes = _saved_bytes_by_rank(model, manager, shapes, trial)
-    except (UserError, NoFakeKernelError) as error:
+    except UserError as error:
         return replace(refused, problems=(str(error), *refused.problems))
+    except UnplannedError as error:
+        return replace(refused, problems=(), refusal=refused.problems[0], unplanned=str(error))
     bands = {manager.partition(s[ROW_DIM]): 0 for s in shapes if is_banded(s)} | dict(
         trial.sent_bytes
     )
@@ -268,6 +275,7 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
         problems=(),
         refusal=refused.problems[0],
         whole_calls=trial.whole_calls,
+        decisions=trial.decisions,
         whole_bytes=trial.whole_bytes,
         largest_gathered=trial.largest_gathered,
     )

@@ -22,13 +22,14 @@ from credit_dp.domain_parallel.count_transport import CountingTransport, Message
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
-from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves
+from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves, user_line_of
 from credit_dp.domain_parallel.recomputation import (
     RecomputationCounter,
     SavedTensors,
     checkpointed,
     count_recomputation,
 )
+from credit_dp.errors import UserError
 
 aten = torch.ops.aten
 # Operations that allocate memory without touching it; like views, they start no kernel.
@@ -208,8 +209,14 @@ def _count_step(
         if isinstance(manager.transport, CountingTransport):
             manager.transport.operations = operations.counts
         with operations, count_recomputation(again):
-            with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
-                y = model(x)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+                    y = model(x)
+            except (RuntimeError, NotImplementedError) as error:  # as `item` on the meta device
+                raise UserError(
+                    f"--machine: {user_line_of(error)} needs the values of a tensor, so that the "
+                    "time of a step can't be predicted. Leave --machine out."
+                ) from error
             torch.autograd.backward(y, torch.empty_like(y))
     counts = operations.counts + again.repeated
     # What is computed again has as many views for each operation as all of the step.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from credit_dp.domain_parallel.row_tensors import (
 )
 from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups, share_exchanges
 from credit_dp.errors import UserError
+from credit_dp.random_streams import python_random_state
 
 Shape = tuple[int, ...]
 # Returns the arguments of a call, given a function from shapes of the whole globe to those to use.
@@ -284,6 +286,7 @@ def _trace_run(
             # The input and the output of the model are boundaries: the audit learns from the first
             # where rows are, and checks in the second that they are in the same dimension.
             trace.record_boundary((), tensor_leaves((args, kwargs)))
+            numbers = python_random_state()
             try:
                 outputs = [leaf for _, leaf in named_leaves(planner.model(*args, **kwargs))]
             except (UserError, *DATA_DEPENDENT_ERRORS):
@@ -296,6 +299,11 @@ def _trace_run(
                     ) from error
                 raise _band_error(planner, error) from None
             trace.record_boundary(tensor_leaves(outputs), ())
+            if not np.array_equal(python_random_state(), numbers):
+                raise UserError(
+                    f"{type(planner.model).__name__}: draws random numbers of Python or NumPy, by "
+                    "which it may run other layers in the next step."
+                )
     return _TracedRun(trace, outputs)
 
 

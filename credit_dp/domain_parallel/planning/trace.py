@@ -25,6 +25,7 @@ from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_impls import _like_tensor_constructors, op_implementations_dict
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.errors import UserError
+from credit_dp.random_streams import python_random_state, set_python_random_state
 
 # Stack frames of torch and of `credit_dp.domain_parallel` are not user code.
 LIBRARY_FOLDERS = (
@@ -315,7 +317,7 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 @contextmanager
 def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Run on fake tensors, without gradients or autocast; restore buffers and random state.
+    """Run on fake tensors, without gradients or autocast; restore buffers and random states.
 
     The value of the context is their mode.
     """
@@ -326,6 +328,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     no_autocast = torch.autocast(dtype_and_device(model)[1].type, enabled=False)
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
+    numbers = python_random_state()
     fake_logger.setLevel(
         logging.CRITICAL
     )  # it logs a traceback of the error that is raised in one line below
@@ -347,6 +350,8 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
         ) from None
     finally:
         fake_logger.setLevel(level)
+        if not np.array_equal(python_random_state(), numbers):
+            set_python_random_state(numbers)
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)

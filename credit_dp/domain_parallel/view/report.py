@@ -28,10 +28,10 @@ from credit_dp.domain_parallel.planning.plan import (
 )
 from credit_dp.domain_parallel.planning.trace import ShapeMemo
 from credit_dp.domain_parallel.view.boundary import is_same_field
+from credit_dp.domain_parallel.view.decisions import Decision, UnplannedError
 from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
 from credit_dp.domain_parallel.view.trial import (
-    NoFakeKernelError,
     TrialRun,
     WholeCall,
     trial_run,
@@ -60,6 +60,14 @@ def whole_call_line(call: WholeCall) -> str:
     return (
         f"{where}: {call.function} runs whole on every rank, {times}, gathers "
         f"{decimal(call.gathered_bytes)}, holds {decimal(call.saved_bytes)}{work}"
+    )
+
+
+def decision_line(decision: Decision) -> str:
+    """Return a line about where a model decides by data, and what its plan assumes."""
+    return (
+        f"{_short(decision.location) or 'model'}: decides by values of fields or weights. The plan "
+        f"is that of {decision.value}; in training all ranks follow the first one of their domain"
     )
 
 
@@ -161,11 +169,9 @@ def view_model(
     """
     try:
         trial = plan_view(model, manager, shapes, limit, inputs)
-    except NoFakeKernelError as error:
+    except UnplannedError as error:
         if manager.rank == 0:
-            logger.warning(
-                "domain parallel: not planned, as an operator has no fake kernel: %s", error
-            )
+            logger.warning("domain parallel: costs are not known before training: %s", error)
         trial = None
     except UserError as error:
         # The model fails unsharded, too: its own error is the one to show.
@@ -176,6 +182,8 @@ def view_model(
     view.plan = ViewPlan(tuple(shapes), str(refusal), limit, trial)
     logger.info("domain parallel: through the global view, as %s", refusal)
     calls = trial.whole_calls if trial else ()
+    for decision in trial.decisions if trial else ():
+        logger.info("domain parallel: %s", decision_line(decision))
     for call in calls:
         logger.info("domain parallel: %s", whole_call_line(call))
     if calls and manager.rank == 0:
@@ -252,7 +260,7 @@ def plan_view(
 
     Raises:
         UserError: as `view_model`.
-        NoFakeKernelError: an operator can't run on tensors without data.
+        UnplannedError: as `trial_run`.
     """
     heights = _choose_bands(manager, shapes)
     ranks = manager.domain_parallel_size

@@ -8,7 +8,6 @@ mode again by `run_in`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.transport import message_device
-from credit_dp.domain_parallel.view.rules import RANDOM, is_custom_operator
+from credit_dp.domain_parallel.view.rules import RANDOM, RULES, is_custom_operator, read_values
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -32,14 +31,17 @@ from credit_dp.domain_parallel.view.tensor import (
     same_random_numbers,
     whole,
     with_whole_gradients,
+    wrap,
 )
 from credit_dp.errors import UserError
+from credit_dp.random_streams import python_random_state, set_python_random_state
 
 # Functions that make random tensors without a field.
 FACTORIES = frozenset(
     getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
 )
 DRAWING = FACTORIES | RANDOM
+PLAIN = (Tensor, nn.Parameter)
 VIEW_ATTRIBUTE = "_global_view"  # of a model, holds its view
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -69,6 +71,10 @@ class RunningMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         if is_custom_operator(func):
             return with_whole_gradients(func, self.view)(*args, **kwargs)
+        if RULES.get(func) is read_values and args and args[0].device.type not in ("cpu", "meta"):
+            # As of fields: the last bits of what ranks compute on GPUs may differ.
+            shown = (wrap(x, None, self.view) if type(x) in PLAIN else x for x in args)
+            return read_values(func, tuple(shown), kwargs)
         if func == SET_DATA and type(args[1]) is GlobalTensor:
             return func(args[0], whole(args[1]))
         if func is Tensor.register_hook and RunningMode.register_hook is not None:
@@ -157,7 +163,7 @@ def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Ite
             raise error
         yield
         return
-    state = _python_state()
+    state = python_random_state()
     # An error of one rank travels along: the others would wait for it in the forward.
     words = torch.from_numpy(np.append(state, error is not None)).to(message_device(group))
     everyone = view.manager.transport.all_gather(words)
@@ -165,28 +171,10 @@ def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Ite
     if failed:
         raise error or UserError(f"rank {failed[0]} of the domain can't run: see its message.")
     if view.rank:
-        _set_python_state(everyone[0, :-1].cpu().numpy())
+        set_python_random_state(everyone[0, :-1].cpu().numpy())
     try:
         yield
     finally:
         # The other ranks continue from where they were.
         if view.rank:
-            _set_python_state(state)
-
-
-def _python_state() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the states of Python's and NumPy's generators as integers."""
-    _, words, cached = random.getstate()
-    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    floats = np.array([np.nan if cached is None else cached, gauss]).view(np.int64)
-    return np.concatenate([words, keys, [position, has_gauss], floats]).astype(np.int64)
-
-
-def _set_python_state(state: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Restore what `_python_state` returned."""
-    cached, gauss = state[-2:].copy().view(np.float64)
-    position, has_gauss = map(int, state[-4:-2])
-    words, keys = np.split(state[:-4], [625])
-    gauss_next = None if np.isnan(cached) else float(cached)
-    random.setstate((3, tuple(words.tolist()), gauss_next))
-    np.random.set_state(("MT19937", keys.astype(np.uint32), position, has_gauss, float(gauss)))
+            set_python_random_state(state)

@@ -15,14 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import getitem
+from itertools import starmap
 from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     FakeTensor,
     UnsupportedOperatorException,
 )
@@ -49,6 +48,13 @@ from credit_dp.domain_parallel.planning.trace import (
 )
 from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation
 from credit_dp.domain_parallel.view.boundary import layout_outside
+from credit_dp.domain_parallel.view.decisions import (
+    Assumptions,
+    Decision,
+    EndlessLoopError,
+    KnownValues,
+    UnplannedError,
+)
 from credit_dp.domain_parallel.view.model import attach_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
 from credit_dp.errors import UserError
@@ -113,6 +119,7 @@ class TrialRun:
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
         outputs: of the model.
         recomputed_bytes: what the module with most saves when backward computes it again.
+        decisions: where the model decides by data; the costs are those of what was assumed there.
     """
 
     ranks: int
@@ -127,6 +134,7 @@ class TrialRun:
     sent_bytes: Mapping[RowPartition, int]
     outputs: tuple[OutputSpec, ...]
     recomputed_bytes: int = 0
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def least_bytes(self) -> int:
@@ -160,140 +168,24 @@ class _CallSite(NamedTuple):
 
 
 @final
-class _Expression:
-    """How a tensor was computed from values that are known.
-
-    Attributes:
-        buffers: the storages of the model's tensors that it depends on, by address.
-    """
-
-    def __init__(self, buffers: frozenset[int], function: Callable[..., Any], *operands: Any):
-        self.buffers = buffers
-        self._call = (function, operands)
-        self._value: Any = None
-
-    @property
-    def value(self) -> Any:
-        """Return the result with its data, on the CPU."""
-        if self._value is None:
-            function, operands = self._call
-            self._value = function(*map(_with_values, operands))
-        return self._value
-
-
-def _with_values(operand: Any) -> Any:
-    """Return an operand with the data of its tensors, and on the CPU what is on another device."""
-    if isinstance(operand, _Expression):
-        return operand.value
-    if isinstance(operand, torch.device):
-        return torch.device("cpu")
-    if isinstance(operand, list | tuple):
-        return type(operand)(map(_with_values, operand))
-    return operand
-
-
-@final
-class _KnownValues:
-    """The values of what depends on neither inputs nor parameters, as the result of `linspace`.
-
-    A model may decide by them: they are the same in every step and on every rank. They are computed
-    only if the model asks for one.
-    """
-
-    def __init__(self, buffers: Mapping[str, Tensor], fakes: Mapping[str, Tensor]) -> None:
-        self._asked: set[int] = set()
-        self._changed: set[int] = set()
-        # With the tensor, as the address of a freed one would be reused.
-        self._by_tensor: dict[int, tuple[Tensor, _Expression]] = {}
-        for name, x in buffers.items():
-            fake = fakes[name]
-            if type(fake) is FakeTensor and not x.is_meta:
-                source = frozenset([fake.untyped_storage()._cdata])
-                self._by_tensor[id(fake)] = (fake, _Expression(source, x.cpu))
-
-    def _expression(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Expression | None:
-        """Return how an operation's result is computed; None if an operand is not known."""
-        found: list[_Expression] = []
-
-        def find(operand: Any) -> Any:
-            if isinstance(operand, FakeTensor):
-                found.append(self._by_tensor[id(operand)][1])
-                return found[-1]
-            if isinstance(operand, Tensor):  # with values, as an attribute of the model
-                source = frozenset([operand.untyped_storage()._cdata])
-                found.append(_Expression(source, operand.cpu))
-                return found[-1]
-            if isinstance(operand, list | tuple):
-                return type(operand)(map(find, operand))
-            return operand
-
-        keys = tuple(kwargs)
-        try:
-            operands = [*map(find, args), *(find(kwargs[key]) for key in keys)]
-        except KeyError:
-            return None
-
-        def run(*values: Any) -> Any:
-            return func(*values[: len(args)], **dict(zip(keys, values[len(args) :], strict=True)))
-
-        buffers = frozenset().union(*(x.buffers for x in found))
-        return _Expression(buffers, run, *operands)
-
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note the results of an operation if the values of all operands are known."""
-        if func._schema.is_mutable:
-            self._forget(func, [*args, *kwargs.values()])
-            return
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
-            return
-        whole = self._expression(func, args, kwargs)
-        if whole is None:
-            return
-        if isinstance(result, FakeTensor):
-            self._by_tensor[id(result)] = (result, whole)
-        elif isinstance(result, list | tuple):
-            for i, x in enumerate(result):
-                if isinstance(x, FakeTensor):
-                    part = _Expression(whole.buffers, getitem, whole, i)
-                    self._by_tensor[id(x)] = (x, part)
-
-    def _forget(self, func: Any, operands: Sequence[Any]) -> None:
-        """Forget what shares memory with an operand of an operation in place."""
-        changed = {x.untyped_storage()._cdata for x in tensors_in(operands)}
-        if changed & self._asked:  # the next step would decide by another value
-            raise DataDependentOutputException(func)
-        self._changed |= changed
-        for key, (x, _) in list(self._by_tensor.items()):
-            if x.untyped_storage()._cdata in changed:
-                del self._by_tensor[key]
-
-    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation whose shape or number depends on data.
-
-        None if an operand is not known, or changes from step to step.
-        """
-        expression = self._expression(func, args, kwargs)
-        if expression is None or expression.buffers & self._changed:
-            return None
-        self._asked |= expression.buffers
-        with torch._C._DisableTorchDispatch():
-            return expression.value
-
-
-@final
 class _TrialMode(PlanningMode):
     """Runs operations once for equal operands, counts their work, and notes what whole calls make.
 
     Below autograd: what an operation saves is created in here.
     """
 
-    def __init__(self, recorder: _Recorder, memo: ShapeMemo, known: _KnownValues) -> None:
+    def __init__(
+        self,
+        recorder: _Recorder,
+        memo: ShapeMemo,
+        known: KnownValues,
+        assumptions: Assumptions,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self._memo = memo
         self._known = known
+        self._assumptions = assumptions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -306,6 +198,8 @@ class _TrialMode(PlanningMode):
             result = self._memo.run(func, args, kwargs)
         except DATA_DEPENDENT_ERRORS:
             result = self._known.decide(func, args, kwargs)
+            if result is None:
+                result = self._assumptions.assume(func, args, model_line())
             if result is None:
                 raise
         self._known.note(func, args, kwargs, result)
@@ -493,7 +387,45 @@ def trial_run(
 
     Raises:
         UserError: the model fails, or can't be computed on bands.
+        UnplannedError: what it does depends on data, or on an operator without a fake kernel.
     """
+    assumptions = Assumptions()
+    first: Exception | None = None
+    while True:
+        assumptions.begin()
+        try:
+            return _run(
+                model,
+                manager,
+                shapes,
+                assumptions,
+                inputs=inputs,
+                rank=rank,
+                backward=backward,
+                training=training,
+                stage=stage,
+                memo=memo,
+            )
+        except (UserError, UnplannedError) as error:
+            first = first or error
+            if not assumptions.change(error):
+                raise first from None
+
+
+def _run(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    assumptions: Assumptions,
+    *,
+    inputs: InputFactory | None,
+    rank: int,
+    backward: bool,
+    training: bool | None,
+    stage: int | None,
+    memo: ShapeMemo | None,
+) -> TrialRun:
+    """Run a model's step once, with these assumptions; see `trial_run`."""
     ranks = manager.domain_parallel_size
     trial = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
     for partition in manager.bands.planned_partitions:
@@ -521,8 +453,8 @@ def trial_run(
                 recorder.exclude(tensor_leaves([args, kwargs]))
             held = [*model.parameters(), *model.buffers()]
             again = RecomputationCounter(recorder.save, held, local=local_of)
-            known = _KnownValues(buffers, dict(model.named_buffers()))
-            trial_mode = _TrialMode(recorder, memo, known)
+            known = KnownValues(buffers, dict(model.named_buffers()))
+            trial_mode = _TrialMode(recorder, memo, known, assumptions)
             with torch.enable_grad(), trial_mode, count_recomputation(again):
                 outputs = _forward(model, args, kwargs, recorder)
                 specs = tuple(_output_spec(x, view) for x in outputs)
@@ -537,7 +469,8 @@ def trial_run(
             recorder.recomputed_bytes = again.recomputed
     finally:
         detach_view(model)
-    return _result(recorder, ranks, forward, specs)
+    decisions = tuple(starmap(Decision, assumptions.decisions.items()))
+    return _result(recorder, ranks, forward, specs, decisions)
 
 
 def _output_spec(x: Tensor, view: GlobalView) -> OutputSpec:
@@ -555,6 +488,7 @@ def _result(
     ranks: int,
     forward: dict[str, tuple[RankTraffic, ...]],
     outputs: tuple[OutputSpec, ...],
+    decisions: tuple[Decision, ...],
 ) -> TrialRun:
     """Return what a recorder has noted, given the traffic of the forward and the outputs."""
     no_traffic = (RankTraffic(),) * ranks
@@ -580,6 +514,7 @@ def _result(
         sent_bytes=sent_bytes,
         outputs=outputs,
         recomputed_bytes=recorder.recomputed_bytes,
+        decisions=decisions,
     )
 
 
@@ -593,10 +528,6 @@ def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
     return inputs
 
 
-class NoFakeKernelError(Exception):
-    """A custom operator does not say which shape its result has, so that there is no trial run."""
-
-
 def _forward(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: _Recorder
 ) -> list[Tensor]:
@@ -604,25 +535,28 @@ def _forward(
 
     Raises:
         UserError: names the module and the line of the model that failed.
-        NoFakeKernelError: an operator can't run on tensors without data.
+        UnplannedError: shapes depend on data, or an operator can't run on tensors without data.
+        EndlessLoopError: see `Assumptions`.
     """
     try:
         with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x):
             return tensor_leaves(model(*args, **kwargs))
+    except EndlessLoopError:
+        raise
     except Exception as error:  # the model's code may raise anything
         where = ", ".join(filter(None, [recorder.where, _failed_line(error)]))
         if isinstance(error, UserError):
             raise UserError(f"{where}: {error}") from error
         if isinstance(error, DATA_DEPENDENT_ERRORS):
-            raise UserError(
-                f"{where}: control flow or shapes that depend on data can't be planned. Decide "
-                "from shapes or configuration instead."
+            raise UnplannedError(
+                f"{where}: shapes or control flow depend on values of integers or masks."
             ) from error
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             reason = first_line.rstrip(".") or f"{getattr(error, 'func', 'a custom operator')}"
-            raise NoFakeKernelError(
-                f"{where}: {reason}. Register one with torch.library.register_fake."
+            raise UnplannedError(
+                f"{where}: an operator has no fake kernel ({reason}). Register one with "
+                "torch.library.register_fake."
             ) from error
         raise UserError(
             f"{where}: fails on the global input ({type(error).__name__}: {first_line}). Set "

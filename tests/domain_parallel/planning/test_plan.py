@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,6 +138,25 @@ class _Remembers(_Flips):
         self.last = self.last + 1
         self.seen = x.detach()
         return self.conv(x)
+
+
+class _Draws(nn.Module):
+    """Runs a layer by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x) if random.random() < 2 else x
+
+
+def test_a_model_that_draws_in_python_is_refused_and_its_numbers_stay():
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    manager = dry_run_manager(2)
+    with pytest.raises(UserError, match=r"^_Draws: draws random numbers of Python or NumPy"):
+        convert_to_domain_parallel(_Draws(), manager, input_shape=(1, 2, 9, 6), whole_ops="refuse")
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 @pytest.mark.parametrize(

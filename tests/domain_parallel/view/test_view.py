@@ -21,6 +21,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view import report
 from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.report import decision_line
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
 
@@ -509,9 +510,77 @@ def test_other_heights_are_refused():
         model(torch.randn(2, 3, 5, 8))
 
 
-def test_shapes_that_depend_on_data_are_refused():
-    with pytest.raises(UserError, match="depend on data"):
-        _convert(_Model(lambda m, x: x + len(torch.where(x > 0)[0])))
+def _check_for_nan(model, x):
+    if torch.isnan(x).any():
+        raise ValueError("NaN")
+    assert torch.isfinite(x).all()
+    return x * 2
+
+
+def _branch(model, x):
+    return (
+        x.cumsum(-2)
+        if x.mean() > 0
+        else x.flip(-2) + model.linear(x.mT.flip(-1)[..., :WIDTH]).sum()
+    )
+
+
+def _rescale(model, x):
+    while not x.abs().amax() < 0.3:
+        x = x.roll(1, -2) * 0.5
+    return x / x.abs().max().item()
+
+
+def _compare(model, x):
+    return x.sort(-2)[0] if torch.allclose(x, x.clone()) and not torch.equal(x, x + 1) else x
+
+
+DECIDING = {  # and what a plan assumes, by the order of lines
+    _check_for_nan: [False, True],
+    _branch: [False],
+    _rescale: [True, 1.0],
+    _compare: [False],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("function", DECIDING)
+def test_a_model_may_decide_by_values_of_fields(function, ranks):
+    _check(lambda: _Model(function), (2, 3, 13, 8), ranks)
+
+
+@pytest.mark.parametrize("function", DECIDING)
+def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
+    trial = attached_view(_convert(_Model(function))).plan.trial
+    assert [decision.value for decision in trial.decisions] == DECIDING[function]
+    lines = [line for line in map(decision_line, trial.decisions) if "test_view.py:" in line]
+    assert len(lines) == len(DECIDING[function])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x + len(torch.where(x > 0)[0]),
+        lambda m, x: x * int((x > 0).sum()),
+        lambda m, x: x + x[x > x.mean()].sum(),
+    ],
+)
+def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, ranks, caplog):
+    assert attached_view(_convert(_Model(function))).plan.trial is None
+    assert "costs are not known before training: model (_Model), " in caplog.text
+    assert "test_view.py:" in caplog.text
+    _check(lambda: _Model(function), (2, 3, 13, 8), ranks)
+
+
+def test_a_model_that_fails_in_every_branch_shows_its_first_error():
+    def fail(model, x):
+        if x.mean() > 0:
+            raise ValueError("second")
+        raise ValueError("first")
+
+    with pytest.raises(UserError, match=r"test_view.py:\d+: fails .*ValueError: first"):
+        _convert(_Model(fail))
 
 
 class _Decides(nn.Module):
@@ -543,9 +612,8 @@ def test_values_that_do_not_depend_on_the_input_may_decide():
 
 
 @pytest.mark.parametrize("change", ["before", "after"])
-def test_values_that_change_from_step_to_step_may_not_decide(change):
-    with pytest.raises(UserError, match="depend on data"):
-        _convert(_Decides(change))
+def test_values_that_change_from_step_to_step_may_decide(change):
+    _check(lambda: _Decides(change), (2, 3, 13, 8), 3)
 
 
 class _Counts(nn.Module):
@@ -572,8 +640,7 @@ def test_a_plan_changes_no_tensor_of_the_model():
     assert model.count == 0
     assert torch.equal(model.by_name["list"][0], torch.ones(2))
     _check(_Counts, (2, 3, 13, 8), 2)
-    with pytest.raises(UserError, match="depend on data"):
-        _convert(_Counts(decide=True))
+    _check(lambda: _Counts(decide=True), (2, 3, 13, 8), 2)
 
 
 def test_libraries_find_that_fields_are_computed_by_torch():

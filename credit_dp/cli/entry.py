@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from credit_dp import __version__
 from credit_dp.cli.arguments import Command, run_subcommand
 from credit_dp.cli.cluster import cluster, slurm
 from credit_dp.cli.data import data
@@ -61,7 +62,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp sweep show DIR          compare the runs of a sweep
   credit-dp cluster script KEY=VALUE ...   print a batch script for a cluster with SLURM or PBS
 
-`credit-dp COMMAND --help` says more.
+`credit-dp COMMAND --help` says more; `credit-dp --version` prints the version.
 """
 
 
@@ -77,6 +78,9 @@ def main() -> NoReturn:
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
     """Run the command named by the first argument; return the exit code."""
+    if list(arguments) == ["--version"]:
+        sys.stdout.write(f"credit_dp {__version__}\n")
+        return 0
     return run_subcommand(COMMANDS, arguments, program, HELP)
 
 

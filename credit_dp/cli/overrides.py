@@ -51,6 +51,19 @@ PLURAL_TYPE_NAMES: dict[Any, str] = {
 }
 
 
+# What other packages and launchers call these keys.
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("epochs", "max_epochs", "max_steps", "num_epoch"), "trainer.steps"),
+    **dict.fromkeys(("learning_rate", "rate"), "optimizer.lr"),
+    **dict.fromkeys(("train_batch_size", "batch"), "data.batch_size"),
+    **dict.fromkeys(("precision", "amp", "mixed_precision"), "trainer.autocast"),
+    **dict.fromkeys(("gpus", "devices", "world_size", "nproc"), "parallel.data"),
+    **dict.fromkeys(("num_workers", "thread_workers"), "data.workers"),
+    **dict.fromkeys(("history_len", "multistep_input"), "model.frames"),
+    **dict.fromkeys(("checkpoint", "ckpt", "ckpt_path", "load_weights"), "resume"),
+}
+
+
 def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
     """Return every dotted key of the config; a group comes before its keys."""
     keys: list[str] = []
@@ -117,11 +130,14 @@ def unknown_key_message(key: str, parent: str, names: list[str]) -> str:
     known = all_keys()
     if key in known:  # a key of another choice, such as of another model
         return f"{key}: no such key of this {key.partition('.')[0]}. {allowed}"
-    suggestion = did_you_mean(key, known)
-    if not suggestion:  # perhaps the right name in the wrong group
-        last_name = key.rpartition(".")[2]
-        same_name = [other for other in known if other.endswith(f".{last_name}")]
-        suggestion = did_you_mean(key, same_name)
+    last_name = key.rpartition(".")[2]
+    same_name = [other for other in known if other.endswith(f".{last_name}")]
+    if len(same_name) == 1:  # the right name in the wrong group, or without one
+        suggestion = f" Did you mean {same_name[0]}?"
+    elif last_name in NAMES_ELSEWHERE:
+        suggestion = f" Did you mean {NAMES_ELSEWHERE[last_name]}?"
+    else:
+        suggestion = did_you_mean(key, known) or did_you_mean(key, same_name)
     return f"{key}: no such key.{suggestion} {allowed}"
 
 

@@ -245,7 +245,7 @@ def meshes_table(comparison: "MeshComparison", config: Config, memory: float) ->
             )
         )
     headings = ("activations", "with ddp", "with fsdp2", "rows", "for ddp", "for fsdp2")
-    lines = [f"model   {config.model.name}, {config.trainer.dtype}", ""]
+    lines = [f"model   {config.model.name}, {config.trainer.dtype}", *rollout_lines(config), ""]
     lines += [
         *format_table((*MESH_HEADINGS, *headings, f"fits {memory:g} GiB"), rows),
         *_legend(comparison),
@@ -355,6 +355,7 @@ def plan_json(plan: "StepPlan", config: Config) -> str:
     content: dict[str, Any] = {
         "model": config.model.name,
         "dtype": config.trainer.dtype,
+        "rollout": config.trainer.longest_rollout,  # forecast steps; all else is of one of them
         **asdict(report),
         "forward": [vars(traffic) for traffic in report.forward],
         "backward": [vars(traffic) for traffic in report.backward],
@@ -520,7 +521,18 @@ def _head(report: "PlanReport", config: Config) -> list[str]:
         lines.append(f"mesh    {mesh_text(parallel)}")
     if microbatches > 1:
         lines.append(f"step    {microbatches} micro-batches, each with this input")
-    return lines
+    return [*lines, *rollout_lines(config)]
+
+
+def rollout_lines(config: Config) -> list[str]:
+    """Return lines about what a rollout adds to the tables; none without a rollout."""
+    steps = config.trainer.longest_rollout
+    if steps == 1:
+        return []
+    return [
+        f"rollout up to {steps} forecast steps in a training step; the tables are of one of them:",
+        f"        activations, and messages of rows and members, are up to {steps} times as much",
+    ]
 
 
 def view_lines(report: "PlanReport") -> list[str]:

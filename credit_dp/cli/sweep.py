@@ -113,8 +113,9 @@ SHOW_HELP = """\
 {program} DIR [KEY=VALUE ...]: shows the runs of a sweep, the best first.
 
 DIR is the folder that --multirun made, or any folder of runs; they may still run, or have failed.
-For each run: the swept keys, its state, its mesh as pipeline x data x domain, the metric, steps,
-and the medians of seconds per step and samples per second. Then the causes of failures.
+For each run: the swept keys, its state, its mesh as pipeline x data x domain (with four numbers,
+ensemble before domain), the metric, steps, and the medians of seconds per step and samples per
+second. Then the causes of failures.
 
   metric=NAME   the metric to compare runs by: relative_rmse (final RMSE over that of persistence at
                 the longest lead time, mean over all fields), a score like
@@ -223,8 +224,9 @@ SCALING_HEADINGS = (
     *("memory", "sent/step"),
 )
 LEGEND = (
-    "mesh: pipeline x data x domain; s/step: median after the warm-up; waiting: for data",
-    "memory: peak of the rank with the most; sent/step: rows between bands, by all ranks together",
+    "mesh: pipeline x data x domain, of four numbers with ensemble before domain",
+    "s/step: median after the warm-up; waiting: for data; memory: peak of the rank with the most",
+    "sent/step: rows between bands, members between ranks that share them, by all ranks together",
 )
 CROWDED_NOTE = "*: more ranks than cores, so that ranks shared cores"
 UNKNOWN_CORES_NOTE = "?: ran on another machine; it is not known whether each rank had its own core"

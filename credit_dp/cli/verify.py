@@ -141,9 +141,10 @@ DOCTOR_HELP = """\
 {program} KEY=VALUE ...: checks that sharding works on this machine, within a minute.
 
 Prints versions, devices, backend and threads. Compares an exchange of rows, a reduction, one step
-of a sharded U-Net, and messages on the data and pipeline axes with known results, on the ranks that
-these keys set:
+of a sharded U-Net, and messages on the axes data, ensemble and pipeline with known results, on the
+ranks that these keys set:
   parallel.domain=4 parallel.data=2 parallel.pipeline=2 parallel.threads=1 device=cpu
+  parallel.domain=2 parallel.ensemble=2 loss=crps trainer.members=2 model.noise=32
 
   --json        the report as JSON
   --help, -h    this text

@@ -368,10 +368,10 @@ class Config:
             self.trainer.scored_members,
         )
         if members % ranks:
-            hint = " and loss=crps" if members == 1 else ""
+            alone = ", with loss=crps and model.noise such as 32" if members == 1 else ""
             raise UserError(
                 f"parallel.ensemble: {ranks} ranks need trainer.members to be a multiple of "
-                f"{ranks}{hint}, got {members}. Change one of them."
+                f"{ranks}{alone}, got {members}. Change one of them."
             )
         if scored % ranks:
             raise UserError(

@@ -31,7 +31,7 @@ from credit_dp.training.run_folder import RunFolder
 
 LONGEST_WARM_UP = 10  # steps
 STEP_COLUMNS = ("seconds", "samples_per_second", "wait_seconds", "sent_bytes", "sent_messages")
-AXES = ("pipeline", "data", "domain")
+AXES = ("pipeline", "data", "ensemble", "domain")
 ENDED = ("done", "failed", "preempted")
 STALLED_AFTER_SECONDS = 1800.0  # building, reading and scoring write nothing for minutes
 LOG_TAIL_LENGTH = 20_000  # characters read from the end of a rank's log
@@ -111,8 +111,7 @@ class Job:
         """Return the number of ranks of each axis; None if not known yet."""
         if not self.config:
             return None
-        axes = (*AXES, "ensemble")
-        return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in axes}
+        return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in AXES}
 
     def value(self, key: str) -> str:
         """Return the override of a key; for an interpolation, its value in the config."""

@@ -27,6 +27,7 @@ from credit_dp.sweeps.read import (
     get_nested,
     get_nested_int,
 )
+from credit_dp.sweeps.tables import mesh_text
 
 Kind = Literal["strong", "weak"]
 # No weak scaling of pipelines: more stages would need a larger model for the same work per rank.
@@ -50,8 +51,7 @@ class StepTiming:
     """The timing of one run: medians of its logged steps after the warm-up.
 
     Attributes:
-        mesh: ranks of the axes pipeline, data and domain.
-        ensemble: ranks that share the members of a sample; alike in all runs of a series.
+        mesh: ranks of each of the `AXES`.
         grid: rows and columns as text; None: the grid of the store.
         batch: global batch size.
         steps: number of logged steps in the medians.
@@ -62,8 +62,7 @@ class StepTiming:
     """
 
     job: Job
-    mesh: tuple[int, int, int]
-    ensemble: int
+    mesh: Mapping[str, int]
     grid: str | None
     batch: int
     steps: int
@@ -75,7 +74,7 @@ class StepTiming:
     @property
     def ranks(self) -> int:
         """Return the number of ranks of the mesh."""
-        return math.prod(self.mesh) * self.ensemble
+        return math.prod(self.mesh.values())
 
     @property
     def samples_per_second(self) -> float:
@@ -90,7 +89,7 @@ class ScalingSeries:
 
     Attributes:
         kind: `strong`: the same grid and batch; `weak`: the same rows or samples of each rank.
-        axis: pipeline, data or domain.
+        axis: one of the `AXES`.
         title: tells the series from others of the same sweep.
     """
 
@@ -148,8 +147,7 @@ def timing_of(job: Job) -> StepTiming | None:
     sent = column(rows, "sent_bytes")
     return StepTiming(
         job=job,
-        mesh=(mesh["pipeline"], mesh["data"], mesh["domain"]),
-        ensemble=mesh["ensemble"],
+        mesh=mesh,
         grid=str(grid) if grid else None,
         batch=batch,
         steps=len(seconds),
@@ -162,7 +160,7 @@ def timing_of(job: Job) -> StepTiming | None:
 
 def series_key(timing: StepTiming, kind: Kind, axis: str) -> str:
     """Return a text that is the same for all runs of a series."""
-    mesh = dict(zip(AXES, timing.mesh, strict=True))
+    mesh = dict(timing.mesh)
     size = mesh.pop(axis)
     grid: Any = timing.grid
     batch: Any = timing.batch
@@ -222,7 +220,7 @@ def build_series(
     grid = first.grid or "the store's grid"
     size_text = f"{grid}, batch {first.batch}"
     if kind == "weak":
-        size = first.mesh[AXES.index(axis)]
+        size = first.mesh[axis]
         if axis == "domain":
             rows, columns = rows_per_rank(first.grid, size) or ("the store's", "")
             size_text = f"{float(rows):g}x{columns} of each rank, batch {first.batch}"
@@ -248,7 +246,7 @@ def table_row(series: ScalingSeries, timing: StepTiming) -> dict[str, Any]:
     """Return the row of one run in its series."""
     values = (
         *(series.kind, series.axis, series.title, timing.job.name),
-        *("x".join(map(str, timing.mesh)), timing.ranks, timing.grid, timing.batch, timing.steps),
+        *(mesh_text(timing.job), timing.ranks, timing.grid, timing.batch, timing.steps),
         *(timing.seconds, timing.waited, timing.samples_per_second),
         *(series.speed_up(timing), series.efficiency(timing), timing.memory, timing.sent),
         is_oversubscribed(timing),
@@ -275,6 +273,6 @@ def series_to_csv(all_series: Sequence[ScalingSeries]) -> str:
 
 
 def series_to_json(all_series: Sequence[ScalingSeries]) -> str:
-    """Return the same as JSON, with the order of axes in a mesh."""
+    """Return the same as JSON, with the order of axes in a mesh; ensemble only if it is above 1."""
     content = {"mesh": " x ".join(AXES), "runs": table_rows(all_series)}
     return json.dumps(content, indent=2) + "\n"

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
-from credit_dp.sweeps.read import AXES, LARGER_IS_BETTER, Job, Sweep, metric_of, parse_number
+from credit_dp.sweeps.read import LARGER_IS_BETTER, Job, Sweep, metric_of, parse_number
 
 TIMING_COLUMNS = ("seconds", "samples_per_second")
 SORT_COLUMNS = ("job", "state", "steps", "metric", *TIMING_COLUMNS)
@@ -110,8 +110,7 @@ def mesh_text(job: Job) -> str | None:
     mesh = job.mesh
     if mesh is None:
         return None
-    axes = AXES if mesh["ensemble"] == 1 else ("pipeline", "data", "ensemble", "domain")
-    return "x".join(str(mesh[axis]) for axis in axes)
+    return "x".join(str(n) for axis, n in mesh.items() if axis != "ensemble" or n > 1)
 
 
 def swept_values(jobs: Sequence[Job], key: str) -> list[str]:

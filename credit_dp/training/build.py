@@ -113,15 +113,26 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises:
         UserError: a pattern matches no parameter, or no parameter is left to train.
     """
+    for parameter in parameters_to_freeze(model, patterns):
+        parameter.requires_grad_(False)
+
+
+def parameters_to_freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
+    """Return the parameters whose names match a pattern; see `freeze`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        for name in match_names("trainer.freeze", pattern, parameters):
-            parameters[name].requires_grad_(False)
-    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+    matching = [
+        parameters[name]
+        for pattern in patterns
+        for name in match_names("trainer.freeze", pattern, parameters)
+    ]
+    frozen = set(map(id, matching))
+    trained = [p for p in parameters.values() if p.requires_grad and id(p) not in frozen]
+    if patterns and not trained:
         raise UserError(
-            f"trainer.freeze: leaves no parameter to train, it matches all {len(parameters)}. "
-            "Remove patterns from trainer.freeze."
+            "trainer.freeze: leaves no parameter to train, it matches all "
+            f"{len(parameters)}. Remove patterns from trainer.freeze."
         )
+    return matching
 
 
 def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
@@ -143,14 +154,12 @@ def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
 
 
 def check_parameter_patterns(model: nn.Module, config: Config) -> None:
-    """Refuse patterns of the config that match no parameter of the complete model.
+    """Refuse patterns of the config that match no parameter of the complete model, or freeze all.
 
     Raises:
         UserError: names the key, the pattern and a similar parameter.
     """
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in config.trainer.freeze:
-        match_names("trainer.freeze", pattern, names)
+    parameters_to_freeze(model, config.trainer.freeze)
     if isinstance(config.optimizer, MuonConfig | SoapConfig):
         # The optimizer knows a shared parameter under the first of its names only.
         first_names = dict(model.named_parameters())

@@ -27,6 +27,8 @@ CASES = {
     "misspelt group": (["paralel.domain=2"], "paralel.domain: no such key.*parallel.domain?"),
     "misspelt key": (["data.batchsize=2"], "data.batchsize: no such key.*data.batch_size?"),
     "right key, wrong group": (["model.batch_size=2"], "mean data.batch_size?"),
+    "right key, no group": (["lr=1e-3"], "^lr: no such key. Did you mean optimizer.lr?"),
+    "a name of other packages": (["trainer.epochs=3"], "Did you mean trainer.steps?"),
     "what is allowed": (["logger.foo=1"], "Allowed in logger: trackers, wandb, project, mlflow."),
     "too deep": (["seed.a=1"], "seed takes a value"),
     "plus": (["+foo=1"], "foo: no such key"),
@@ -139,6 +141,11 @@ CASES = {
     "ranks without rows of a grid": (
         ["parallel.domain=4", "data.grid=11x22"],
         "parallel.domain: the model's coarsest level has 3 of the grid's 11 rows",
+    ),
+    "ranks without members": (
+        ["parallel.ensemble=2"],
+        "^parallel.ensemble: 2 ranks need trainer.members to be a multiple of 2, with loss=crps "
+        "and model.noise such as 32, got 1. Change one of them.$",
     ),
     "leads between steps": (
         ["trainer.evaluate_hours=[6,9]"],

@@ -125,6 +125,7 @@ REFUSED = {
         r"optimizer.adamw: .* 'heads.\*' matches none of \d+\. Did you mean head\.|Names are like",
     ),
     "nothing to freeze": (["trainer.freeze=[nothing.*]"], "trainer.freeze: .* Names are like stem"),
+    "all is frozen": (["trainer.freeze=['*']"], "trainer.freeze: leaves no parameter to train"),
     "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
 }
 

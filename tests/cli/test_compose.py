@@ -210,7 +210,12 @@ def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [([], "credit-dp doctor"), (["--help"], "credit-dp train"), (["doctor", "--help"], "--json")],
+    [
+        ([], "credit-dp doctor"),
+        (["--help"], "credit-dp train"),
+        (["doctor", "--help"], "--json"),
+        (["--version"], "credit_dp 0."),
+    ],
 )
 def test_help_of_the_console_script(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str

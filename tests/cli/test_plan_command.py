@@ -26,6 +26,7 @@ def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report["input_shapes"] == [[2, 18, 24, 48]]
+    assert report["rollout"] == 1
     assert (report["model"], report["dtype"], report["ranks"]) == ("unet", "float32", 5)
     level = next(level for level in report["levels"] if level["rows"] == 12)
     assert (level["bands"], level["imbalance"], level["excess"]) == ([3, 3, 2, 2, 2], 1.25, 1.0)
@@ -62,6 +63,19 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert "\nsaved for backward: " in out
     assert " on the fullest rank, " in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--up-to", "2"]])
+def test_the_tables_of_a_rollout_say_that_they_are_of_one_step(
+    monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    words = [*SMALL, "trainer.rollout={0:1,2:3}", *more]
+    _, out, _ = plan(monkeypatch, *words)
+    assert "rollout up to 3 forecast steps in a training step; the tables are of one" in out
+    _, without, _ = plan(monkeypatch, *SMALL, *more)
+    assert out.splitlines()[-3:] == without.splitlines()[-3:]
+    assert "rollout" not in without
 
 
 @pytest.mark.slow

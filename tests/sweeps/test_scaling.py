@@ -11,7 +11,7 @@ import pytest
 
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_scaling
-from credit_dp.sweeps.scaling import ScalingSeries, find_series, is_oversubscribed
+from credit_dp.sweeps.scaling import ScalingSeries, find_series, is_oversubscribed, table_rows
 from tests.cli.invocation import answer
 from tests.sweeps.folders import (
     ENDED,
@@ -82,6 +82,18 @@ def test_data_ranks_scale_with_the_batch(tmp_path: Path) -> None:
     weak = series_by_kind(folder)["weak", "data"]
     assert [weak.efficiency(timing) for timing in weak.timings] == [1.0, 0.8]
     assert weak.title == "48x48, batch 4 of each rank"
+
+
+def test_ranks_that_share_members_have_an_axis_of_their_own(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "members", ["parallel.ensemble=1,2", "parallel.domain=1,2"])
+    for name, (ensemble, domain, seconds) in enumerate([(1, 1, 1.0), (2, 1, 0.625), (2, 2, 0.5)]):
+        run(folder, str(name), seconds, ensemble=ensemble, domain=domain)
+    series = series_by_kind(folder)
+    assert set(series) == {("strong", "ensemble"), ("strong", "domain")}
+    shared = series["strong", "ensemble"]
+    assert [shared.efficiency(timing) for timing in shared.timings] == [1.0, 0.8]
+    rows = [*table_rows([shared]), *table_rows([series["strong", "domain"]])]
+    assert [row["mesh"] for row in rows] == ["1x1x1", "1x1x2x1", "1x1x2x1", "1x1x2x2"]
 
 
 def test_a_run_with_few_steps_is_not_timed(sweep: Path) -> None:

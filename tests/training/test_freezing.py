@@ -69,6 +69,12 @@ def test_the_optimizer_knows_shared_parameters_by_their_first_name(config):
         check_parameter_patterns(tied, replace(both, optimizer=MuonConfig(adamw=["1.weight"])))
 
 
+def test_patterns_that_match_everything_are_refused_before_the_start(config):
+    trainer = replace(config.trainer, freeze=["0.*", "1.*"])
+    with pytest.raises(UserError, match=r"trainer.freeze: leaves no parameter to train, it .* 4"):
+        check_parameter_patterns(model(), replace(config, trainer=trainer))
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     store = make_store(tmp_path_factory.mktemp("store"), 17)

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
+from credit_dp.checks import expand_home
 from credit_dp.cli.compose import check_rows, check_run_folder, folder_key, run_folder
 from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
@@ -65,6 +66,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     from credit_dp.training.build import check_plugins
 
     check_plugins(config)
+    check_cache(config)
     given = config
     config, path = resolve_resume(config)
     try:
@@ -76,6 +78,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
         return EXIT_UNREACHABLE
     check_prepared_for_launcher(given, overrides)
     fit = fit_lines(given, overrides)
+    check_loss(config, data)
     config = with_resolved_data(config, data)
     check_rows(config)
     resume = [] if path is None else [check_checkpoint(path, config, data)]
@@ -90,7 +93,11 @@ def check_sweep(configs: Sequence[Config]) -> int:
     Raises:
         UserError: a run would be refused.
     """
-    valid = f"The configs of all {len(configs)} runs are valid."
+    valid = (
+        f"The configs of all {len(configs)} runs are valid."
+        if len(configs) > 1
+        else "The config is valid."
+    )
     summaries: dict[str, DataSummary] = {}
     for config in configs:
         data_key = repr(config.data)
@@ -101,6 +108,7 @@ def check_sweep(configs: Sequence[Config]) -> int:
             return EXIT_UNREACHABLE
         summaries[data_key] = data
         sample_lines(config, data.times)
+        check_loss(config, data)
         check_rows(with_resolved_data(config, data))
     print_lines(valid, *(line for data in summaries.values() if data.store for line in data.lines))
     return 0
@@ -215,6 +223,33 @@ def inspect_data(config: Config) -> DataSummary:
 
         check_given_statistics(store)
     return DataSummary(store, store, [*lines, *first_date_lines(store, bool(remote))])
+
+
+def check_cache(config: Config) -> None:
+    """Refuse a cache that a run could not create, without creating it.
+
+    Raises:
+        UserError: names the folder that can't be written to.
+    """
+    folder = expand_home("data.cache", config.data.cache).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        kind = "is not writable" if there.is_dir() else "is not a folder"
+        raise UserError(f"data.cache: {there} {kind}. Set data.cache to another folder.")
+
+
+def check_loss(config: Config, data: DataSummary) -> None:
+    """Refuse weights and errors of variables that the model does not forecast.
+
+    Raises:
+        UserError: names the key and the variable.
+    """
+    from credit_dp.data.setup import expected_channels
+    from credit_dp.training.loss import channel_errors, channel_weights  # torch: takes seconds
+
+    channels = expected_channels(config.data) if data.store is None else data.store.channels
+    channel_weights(config.loss, channels.output_channels)
+    channel_errors(config.loss, channels.output_channels)
 
 
 def check_fixers(config: Config, store: "Store") -> None:

@@ -70,11 +70,13 @@ def verify_model(config: Config) -> "VerifyReport":
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
+    from credit_dp.training.build import check_planned_model
 
     grid = quickstart_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
+    check_planned_model(model, config.model, fields, grid)
     # The draws depend on seed and sample, so sharded and unsharded model drop the same branches,
     # and have the same noise.
     draw_stochastic_depths(model, config.seed, 0, range(BATCH))

@@ -48,7 +48,7 @@ from credit_dp.pipeline_parallel.stages import (
     stage_slices,
     state_bytes,
 )
-from credit_dp.training.build import check_parameter_patterns
+from credit_dp.training.build import check_parameter_patterns, check_planned_model
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
@@ -94,11 +94,13 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     Members of a sample that a rank computes count as samples.
 
     Raises:
-        UserError: the grid or the variables are wrong, or a pattern matches no parameter.
+        UserError: the grid or the variables are wrong, the model returns another shape, or a
+            pattern matches no parameter.
     """
     grid = expected_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     model = build_on_meta(partial(build_model, config.model, fields, grid))
+    check_planned_model(model, config.model, fields, grid)
     check_parameter_patterns(model, config)
     model = model.to(getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * members_per_rank(config)

@@ -38,6 +38,7 @@ from credit_dp import checks
 from credit_dp.config import (
     Config,
     DiffusionConfig,
+    ModelConfig,
     MuonConfig,
     OwnLossConfig,
     OwnModelConfig,
@@ -58,6 +59,7 @@ from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
 from credit_dp.models.initial_weights import InitialWeights, build_without_weights
@@ -135,6 +137,34 @@ def parameters_to_freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.P
     return matching
 
 
+def check_planned_model(
+    model: nn.Module, config: ModelConfig, fields: Fields, grid: tuple[int, int]
+) -> None:
+    """Refuse a model that a run would refuse, as far as that is known without its weights.
+
+    Args:
+        model: complete and unconverted; its parameters may be on the meta device.
+        config: of the model.
+        fields: that it gets and returns.
+        grid: rows and columns.
+
+    Raises:
+        UserError: it has lazy layers, fails, or returns another shape than is needed.
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            raise _no_values_error(name)
+    if isinstance(config, OwnModelConfig):
+        check_model(model, fields.inputs, fields.outputs, grid)
+
+
+def _no_values_error(name: str) -> UserError:
+    return UserError(
+        f"model: {name} has no values: it is of a lazy layer, or on the meta device. Give it its "
+        "size and its values where the model is built."
+    )
+
+
 def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
     """Refuse parameters and buffers without values: their shards would be what memory held before.
 
@@ -147,10 +177,7 @@ def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
     """
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(x) or (x.is_meta and (weights is None or name not in weights)):
-            raise UserError(
-                f"model: {name} has no values: it is of a lazy layer, or on the meta device. Give "
-                "it its size and its values where the model is built."
-            )
+            raise _no_values_error(name)
 
 
 def check_parameter_patterns(model: nn.Module, config: Config) -> None:
@@ -373,8 +400,7 @@ def build_network(
     seed_python(random_seed(config.seed))  # plans of models that draw by them are then alike
     model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
     check_has_values(model, weights)
-    if isinstance(config.model, OwnModelConfig):
-        check_model(model, fields.inputs, fields.outputs, store.grid)
+    check_planned_model(model, config.model, fields, store.grid)
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
     check_parameter_patterns(model, config)

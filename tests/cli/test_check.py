@@ -125,6 +125,14 @@ REFUSED = {
         r"optimizer.adamw: .* 'heads.\*' matches none of \d+\. Did you mean head\.|Names are like",
     ),
     "nothing to freeze": (["trainer.freeze=[nothing.*]"], "trainer.freeze: .* Names are like stem"),
+    "weight of no variable": (
+        ["loss.variable_weight={temprature:2}"],
+        "loss.variable_weight: needs names from data.prognostic or data.diagnostic, got 'temprat",
+    ),
+    "cache in a file": (
+        ["data.cache=pyproject.toml/cache"],
+        "data.cache: .*pyproject.toml is not a folder. Set data.cache to another folder.",
+    ),
     "all is frozen": (["trainer.freeze=['*']"], "trainer.freeze: leaves no parameter to train"),
     "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
 }

@@ -16,6 +16,7 @@ from credit_dp.cli import saved_config
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import config_of_checkpoint, overrides_of_run
+from credit_dp.cli.verify import verify_model
 from credit_dp.config import (
     OwnLossConfig,
     OwnModelConfig,
@@ -24,6 +25,7 @@ from credit_dp.config import (
     as_dict,
 )
 from credit_dp.config.training import plugin_schedule
+from credit_dp.costs.budget import plan_step
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
@@ -613,6 +615,35 @@ def test_a_build_that_fails_is_one_line(
     config = Composer("train").compose_config(["model=custom"]).model
     with pytest.raises(UserError, match=expected):
         build_model(config, Fields.flat(2), (4, 6))
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        ("nn.Conv2d(in_channels, 1, 1)", r"Conv2d needs to return \(2, 14, 24, 48\) for an input"),
+        (
+            "nn.Conv2d(in_channels, out_channels, 3)",
+            r"got \(2, 14, 22, 46\)\. It has to return one",
+        ),
+        (
+            "nn.Conv2d(1, out_channels, 1)",
+            r"Conv2d\.forward fails at .* \(RuntimeError: Given group",
+        ),
+        ("nn.LazyConv2d(out_channels, 1)", r"model: weight has no values: it is of a lazy layer"),
+        ("nn.AvgPool2d(3, 1, 1)", r"model: AvgPool2d has no parameters to train"),
+    ],
+)
+def test_plan_check_and_verify_refuse_what_a_run_would(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, expected: str
+) -> None:
+    text = HEAD + BROKEN.format(build=f"return {build}")
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, text)))
+    words = ["model=custom", "data.grid=24x48", "parallel.domain=2"]
+    config = Composer("train").compose_config(words)
+    with pytest.raises(UserError, match=expected):
+        plan_step(config)
+    with pytest.raises(UserError, match=expected):
+        verify_model(config)
 
 
 def test_a_config_without_build_is_one_line() -> None:

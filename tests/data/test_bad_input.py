@@ -145,7 +145,7 @@ def test_dates_between_two_times(good):
             "time must increase throughout, but 2000-01-01T00:00 follows 2000-01-01T00:00",
         ),
         ("level", np.array([500, 850, 500]), "a level comes twice"),
-        ("time", np.arange(12), "standard calendar"),
+        ("time", np.arange(12), "time has numbers without a unit, not dates: its attribute units"),
     ],
 )
 def test_coordinates_on_which_numbers_would_lie(tmp_path, coordinate, values, expected):

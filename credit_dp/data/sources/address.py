@@ -37,6 +37,7 @@ NETWORK = (
     "aiobotocore",
     "aiohttp",
     "botocore",
+    "ftplib",
     "gcsfs",
     "google",
     "paramiko",
@@ -120,7 +121,8 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a remote address and the path in it.
 
     Raises:
-        UserError: the protocol is unknown, or a package for it is missing.
+        UserError: the protocol is unknown, a package for it is missing, or there is no such file.
+        UnreachableError: the server of a protocol that connects here, as FTP, can't be reached.
     """
     try:
         system, path = fsspec.url_to_fs(where, **storage_options(where))
@@ -129,7 +131,9 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
             f"{redact_secrets(where)}: needs a package that is missing "
             f"({_first_line(error)}). Install it: pip install 'credit_dp[remote]'"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # some connect to a server here, or open a file
+        if is_network_error(error):
+            raise unreachable_error(where, reason_of(error)) from error
         raise UserError(
             f"{redact_secrets(where)}: not an address that can be read "
             f"({_first_line(error)}). Change data.store."

@@ -215,6 +215,7 @@ DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
     "level": ("pressure_level", "isobaricInhPa", "plev", *MODEL_LEVELS),
 }
 PASCALS = 100  # in one hPa
+LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
 HORIZONTAL = ("latitude", "longitude")
 GRID_TYPES = {  # GRIB's names of grids that can't be read
     "reduced_gg": "reduced Gaussian",
@@ -250,9 +251,16 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
         alias = next((name for name in aliases if name in dataset.dims), None)
         if alias is not None and standard not in dataset.dims:
             dataset = dataset.rename({alias: standard})
-    if "level" in dataset.coords and dataset["level"].attrs.get("units") == "Pa":
+    if "level" in dataset.coords and _in_pascals(dataset["level"]):
         dataset = dataset.assign_coords(level=dataset["level"].values / PASCALS)
     return dataset
+
+
+def _in_pascals(level: xr.DataArray) -> bool:
+    """Whether levels are in Pa, by their unit or, without one, by their size."""
+    unit = level.attrs.get("units", "")
+    is_number = level.size > 0 and np.issubdtype(level.dtype, np.number)
+    return bool(unit == "Pa" or (not unit and is_number and level.values.max() > LARGEST_HPA))
 
 
 def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
@@ -276,7 +284,7 @@ def scalar_level(dataset: xr.Dataset) -> int | None:
         if name in dataset.coords and name not in (*dataset.dims, *MODEL_LEVELS):
             level = dataset[name]
             if not level.ndim and np.issubdtype(level.dtype, np.number):
-                return round(float(level) / (PASCALS if level.attrs.get("units") == "Pa" else 1))
+                return round(float(level) / (PASCALS if _in_pascals(level) else 1))
     return None
 
 
@@ -373,8 +381,8 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
         if dim not in dataset.dims or dim not in dataset.coords:
             raise _store_error(
                 where,
-                f"needs one-dimensional coordinates time, latitude and longitude, but has "
-                f"{', '.join(map(str, dataset.dims))}; {dim} is missing",
+                "needs one-dimensional coordinates time, latitude (or lat) and longitude (or lon), "
+                f"but has {', '.join(map(str, dataset.dims))}; {dim} is missing",
             )
     if timed:
         _check_time(dataset, where)
@@ -385,6 +393,13 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
 
 def _check_time(dataset: xr.Dataset, where: str) -> None:
     times = dataset["time"].values
+    if np.issubdtype(times.dtype, np.number) or times.dtype.kind in "SU":
+        kind = "texts" if times.dtype.kind in "SU" else "numbers without a unit"
+        raise _store_error(
+            where,
+            f"time has {kind}, not dates: its attribute units has to be like "
+            "'hours since 1900-01-01'",
+        )
     if not np.issubdtype(times.dtype, np.datetime64):
         calendar = getattr(times.flat[0], "calendar", None) if times.size else None
         calendar_note = f", but in {calendar}" if calendar else ""

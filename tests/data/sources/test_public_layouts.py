@@ -326,6 +326,22 @@ def test_an_unknown_protocol_is_refused():
     assert "data.store" in refusal("swallow://bucket/s.zarr")
 
 
+@pytest.mark.parametrize("name", ["s.zarr", "*.zarr"])
+def test_a_server_that_a_protocol_connects_to_at_once_does_not_answer(name):
+    assert "can't be reached from here" in refusal(f"ftp://127.0.0.1:9/{name}")
+
+
+def test_an_archive_that_is_not_there():
+    assert "not an address that can be read" in refusal("zip::file://nowhere.zip")
+
+
+@pytest.mark.parametrize("attributes", [{}, {"units": "Pa"}])
+def test_levels_in_pascals(tmp_path, attributes):
+    data = stores.dataset()
+    pascals = data.assign_coords(level=("level", 100 * data["level"].values, attributes))
+    assert_reads(opened(stores.write(pascals, tmp_path / "s.zarr")), data)
+
+
 def test_a_missing_package_says_what_to_install(monkeypatch):
     def missing(*args, **options):
         raise ImportError("Install s3fs to access S3")

@@ -567,10 +567,17 @@ def check_run_config(config: Config) -> None:
 
     Raises:
         UserError: there are more ranks than rows, the checkpoint does not exist, lead times are
-            between time steps, bounds have no fixer, or the quickstart's start is no date.
+            between time steps, bounds have no fixer, or the quickstart has a store, or a start that
+            is no date.
     """
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
+        if config.data.stores:
+            raise UserError(
+                "data.store: data=quickstart simulates its own store, got "
+                f"{', '.join(config.data.stores)}. Add data=zarr, or another preset of a store, or "
+                "leave data.store out."
+            )
     check_rows(config)
     checks.lead_times(config.trainer.evaluate_hours, config.data.step_hours)
     # Not in the config's own checks: a forecast without fixers keeps the bounds of its run.

@@ -258,16 +258,25 @@ def describe_type(key_type: Any) -> str:
         entries = PLURAL_TYPE_NAMES.get(get_args(arguments[0])[0], "values")
         return f"a list of lists of {entries}, like [[a, b], [c]]"
     if origin is list:
-        return f"a list of {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a, b]"
+        return f"a list of {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a] or [a, b]"
     if origin is tuple:
         return f"{len(arguments)} {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a, b]"
     if origin is dict:
-        return (
-            f"a table from text to {PLURAL_TYPE_NAMES.get(arguments[1], 'values')}, like {{a: b}}"
-        )
+        names, values = (PLURAL_TYPE_NAMES.get(argument, "values") for argument in arguments)
+        return f"a table from {names} to {values}, like {{a: b}}"
     if is_dataclass(key_type):
         return f"a group of keys ({', '.join(key_types(key_type))})"
     return TYPE_NAMES.get(key_type, "a value")
+
+
+def describe_key(key: str) -> str:
+    """Return what a key takes in words; the example of a table is that of its comment."""
+    text = describe_type(type_of_key(key))
+    group, _, name = key.rpartition(".")
+    schema = type_of_key(group) if group else Config
+    comments = (key_comments(cls).get(name, "") for cls in (schema, *variant_classes(schema)))
+    example = next((match[1] for c in comments if (match := re.search(r"e\.g\. (\{.*\})", c))), "")
+    return text.replace("{a: b}", example) if example else text
 
 
 # Keys that take a text or a list of texts, which their type (Any) does not say.
@@ -339,6 +348,8 @@ def refuse_dotted_entry(override: Override) -> None:
 
 
 def _parse(text: str) -> Override:
+    if text.lstrip("+").startswith("="):  # Hydra would take the key to be empty
+        raise UserError(f"{text}: needs the form KEY=VALUE")
     parsed = try_parse(text)
     if parsed is not None:
         return parsed
@@ -486,7 +497,7 @@ def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override:
     if re.fullmatch(r"[\d.]*", key):  # the number of an entry, without its list
         key = override
     key = re.sub(r"\[\d+\]$", "", key)  # name the list, not one of its entries
-    needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else "another type"
+    needed = describe_key(key) if type_of_key(key) is not None else "another type"
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: needs a value ({needed}), and none is given"
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
@@ -494,7 +505,7 @@ def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override:
         return unknown_key_message(key, parent, _sibling_keys(error))
     if isinstance(error, (ValidationError, ConfigTypeError)):
         key = key_of_group(str(error)) or key
-        needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else needed
+        needed = describe_key(key) if type_of_key(key) is not None else needed
         value = re.search(r"[Vv]alue(?:: | ')(.*?)(?:'|$)", str(error), re.MULTILINE)
         got = f", got {value[1]!r}" if value else ""
         return f"{key}: needs {needed}{got}"

@@ -18,6 +18,7 @@ from credit_dp.plugins import (
 
 # The words of `torch.set_float32_matmul_precision`.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+HALF_PRECISION = ("float16", "bfloat16", "fp16", "bf16", "half", "16")
 POINT_ERRORS = ("mse", "mae", "huber")
 LOSSES = (*POINT_ERRORS, "crps")
 SPHERE_ERRORS = ("amplitude", "amse")
@@ -81,6 +82,11 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         checks.at_least("trainer.steps", self.steps, 1)
+        if self.dtype in HALF_PRECISION:
+            raise UserError(
+                f"trainer.dtype: needs float32 or float64, as weights and gradients are, got "
+                f"{self.dtype!r}. For activations in bfloat16 set trainer.autocast=bfloat16."
+            )
         checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
         if self.autocast is not None:
             checks.one_of("trainer.autocast", self.autocast, ("bfloat16",))

@@ -47,6 +47,16 @@ CASES = {
     "integer or null": (["parallel.data=x"], "parallel.data: needs an integer or null, got 'x'"),
     "list for integer": (["seed=[1]"], "seed: needs an integer"),
     "integer for list": (["model.channels=3"], "model.channels: needs a list of integers"),
+    "number for a table": (
+        ["trainer.rollout=3"],
+        "^trainer.rollout: needs a table from integers to integers, like {0: 1, 400: 2, 600: 4}$",
+    ),
+    "number for a list": (["data.levels=500"], r"needs a list of integers, like \[a\] or \[a, b\]"),
+    "half precision": (["trainer.dtype=float16"], "set trainer.autocast=bfloat16"),
+    "a store of the simulation": (
+        ["data.store=era5.zarr"],
+        "^data.store: data=quickstart simulates its own store, got era5.zarr. Add data=zarr, or",
+    ),
     "text in list": (["model.channels=[a]"], "model.channels: needs a list of integers.*got 'a'"),
     "text for truth": (["loss.latitude_weight=2x"], "needs true or false"),
     "too small": (["parallel.domain=0"], "parallel.domain: needs an integer of at least 1, got 0"),
@@ -119,6 +129,7 @@ CASES = {
     "several values": (["seed=1,2"], "seed: several values need --multirun"),
     "no value": (["seed"], "seed: needs the form KEY=VALUE"),
     "no key": (["a b=1=2"], "can't be parsed"),
+    "nothing for a key": (["=3"], "^=3: needs the form KEY=VALUE$"),
     "unknown dash": (["--frobnicate"], "--frobnicate"),
     "no such folder": (
         ["--config-dir", "/nope"],

@@ -110,16 +110,23 @@ def _check_variables(source: Source, config: DataConfig) -> None:
                 )
             seen.add(name)
             if name not in COMPUTED_BY_ROLE.get(role, ()):
-                _check_present(source, name, role)
+                _check_present(source, config, name, role)
                 _check_kind(source, name, role)
 
 
-def _check_present(source: Source, name: str, role: str) -> None:
+def _check_present(source: Source, config: DataConfig, name: str, role: str) -> None:
     if name in source.variables:
         return
     available = [*source.variables, *COMPUTED_BY_ROLE.get(role, ())]
+    others = [
+        f"{other} of data.{kind}"
+        for kind in ROLES
+        for other in getattr(config, kind)
+        if other not in (name, *source.variables, *COMPUTED_BY_ROLE.get(kind, ()))
+    ]
     raise UserError(
         f"{source.where}: no variable {name}. {suggest_names(name, available)}. Change data.{role}."
+        + (f" Also missing: {', '.join(others)}." if others else "")
     )
 
 

@@ -44,6 +44,12 @@ def test_no_store_given():
     assert "data.store" in refusal("")
 
 
+def test_all_missing_variables_are_named_at_once(good):
+    message = refusal(good, prognostic=["temprature", "wind"], static=["soil"])
+    assert "no variable temprature. Nearest: temperature" in message
+    assert message.endswith(" Also missing: wind of data.prognostic, soil of data.static.")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "near"),
     [

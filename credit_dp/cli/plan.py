@@ -433,8 +433,10 @@ def plan(arguments: Sequence[str], program: str) -> int:
         raise UserError(
             "--memory: has no effect with --machine. Change memory_gib in the machine's file."
         )
-    if options.memory is not None and (options.up_to is None or not options.memory > 0):
-        raise UserError(f"--memory: needs --up-to, and more than 0 GiB, got {options.memory:g}.")
+    if options.memory is not None and options.up_to is None:
+        raise UserError("--memory: has no effect without --up-to. Add --up-to.")
+    if options.memory is not None and not options.memory > 0:
+        raise UserError(f"--memory: needs more than 0 GiB, got {options.memory:g}.")
     if options.machine is not None:
         return _predict(config, options)
     if options.up_to is not None:

@@ -286,7 +286,10 @@ REFUSED = {
         "--up-to: gives every mesh as many data ranks",
     ),
     "a pipeline": (["--up-to", "8", "parallel.pipeline=2"], "got parallel.pipeline=2"),
-    "memory of nothing": (["--memory", "40"], "--memory: needs --up-to, and more than 0 GiB"),
+    "memory of nothing": (
+        ["--memory", "40"],
+        "--memory: has no effect without --up-to. Add --up-to.",
+    ),
     "no memory": (["--up-to", "8", "--memory", "0"], "more than 0 GiB, got 0"),
     "micro-batches": (
         ["parallel.data=2", "trainer.accumulate=4"],

@@ -23,6 +23,7 @@ from credit_dp.data.sources.grib import (
     code_of,
     is_grib,
     load_eccodes,
+    with_checksum,
 )
 from credit_dp.data.units import find_conversion
 from credit_dp.errors import UserError
@@ -97,7 +98,7 @@ class GribWriter(FileWriter):
         }
 
     def missing(self, path: Path) -> list[MissingField]:
-        """See `ForecastWriter`: of a file, lead times with a message that can't be decoded."""
+        """See `ForecastWriter`: of a file, lead times with a message that is damaged."""
         if path.is_dir():
             return super().missing(path)
         file = _open_written(path)
@@ -197,7 +198,7 @@ class GribWriter(FileWriter):
             message: bytes = eccodes.codes_get_message(handle)
         finally:
             eccodes.codes_release(handle)
-        return message
+        return with_checksum(message)
 
     def _header(
         self, variable: str, level: int | None, job: ForecastJob, lead: int

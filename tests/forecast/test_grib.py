@@ -207,6 +207,32 @@ def test_a_file_that_is_cut_off_lacks_lead_times(tmp_path):
     assert not check_forecast(str(path)).complete
 
 
+def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
+    path = write(a_format(), tmp_path / "f")
+    file = GribFile.open(path, "path")
+    start, end = file.messages[1].offset, file.messages[2].offset
+    content = path.read_bytes()
+    for position in (start + 20, start + 97, end - 10):  # time, grid, values
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"can't be decoded \(its checksum is wrong\)"):
+            file.read(file.messages[1])
+        assert file.read(file.messages[0]).shape == file.read(file.messages[2]).shape
+    assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +6h, rows 0 to 2"]
+
+
+def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
+    path = write(a_format(), tmp_path / "f")
+    content = bytearray(path.read_bytes())
+    section_2 = GribFile.open(path, "path").messages[1].offset + 16 + 21
+    content[section_2 + 3] ^= 4  # its length
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"after 1 messages \(more messages follow, which can't"):
+        GribFile.open(path, "path")
+    assert not check_forecast(str(path)).complete
+
+
 def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
     settings = forecast_config(config, tmp_path / "f.grib", format="grib", lead="6h")
     with monkeypatch.context() as patch:

@@ -10,6 +10,7 @@ names that ecCodes gives to NCEP's messages.
 
 import atexit
 import os
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ PRESSURE, MODEL, SINGLE = "isobaricInhPa", "hybrid", ""  # kinds of levels; SING
 MISSING_VALUE: Final = 1e20  # stands for NaN between ecCodes and numpy; files have a bitmap
 # ecCodes from PyPI may be built without its own locks, and threads read and write here.
 LIBRARY_LOCK = Lock()
+# GRIB has no checksums, and any bytes decode to some field. Messages that are written here have one
+# in section 2, which is for local use and which other programs skip.
+CHECKSUM_MARK: Final = b"credit_dp crc32 "
+HEADER_LENGTH = 16  # bytes of section 0, which end with the length of the message
 
 
 class GribCode(NamedTuple):
@@ -260,10 +265,11 @@ class GribFile:
         types = ("instant", "accum") if sums else ("instant",)
         try:
             with LIBRARY_LOCK, path.open("rb") as file:
-                offset, part = -1, 0
+                offset, part, end = -1, 0, 0
                 for handle in _handles(eccodes, file):
                     last, offset = offset, int(eccodes.codes_get_message_offset(handle))
                     part = part + 1 if offset == last else 0
+                    end = offset + int(eccodes.codes_get(handle, "totalLength"))
                     grid = grid or _read_grid(eccodes, handle, path, key)
                     if eccodes.codes_get(handle, "md5GridSection") != grid.checksum:
                         raise UserError(
@@ -273,6 +279,10 @@ class GribFile:
                     message = _read_header(eccodes, handle, offset, part)
                     if message is not None and eccodes.codes_get(handle, "stepType") in types:
                         messages.append(message)
+                file.seek(end)
+                if grid is not None and b"GRIB" in file.read():
+                    # The library takes a message whose sections it can't find for the end.
+                    raise ValueError("more messages follow, which can't be read")
         except (eccodes.CodesInternalError, ValueError) as error:  # ValueError: no such date
             if not (cut_off and messages):
                 raise UserError(
@@ -290,12 +300,13 @@ class GribFile:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
 
         Raises:
-            UserError: it can't be decoded.
+            UserError: it can't be decoded, or its checksum is wrong.
         """
         eccodes = load_eccodes(self.key)
         try:
             # Without a buffer, because the C library reads on where the system's file is.
             with LIBRARY_LOCK, self.path.open("rb", buffering=0) as file:
+                _check_sum(file, message.offset)
                 file.seek(message.offset)
                 handles = _handles(eccodes, file, headers_only=False)
                 with closing(handles):
@@ -307,7 +318,7 @@ class GribFile:
         except (eccodes.CodesInternalError, OSError, ValueError, StopIteration) as error:
             raise UserError(
                 f"{self.key}: {self.path}: {message.name} at {message.valid.astype('M8[m]')} can't "
-                f"be decoded ({error}). Fetch the file again."
+                f"be decoded ({str(error) or 'its sections are damaged'}). Fetch the file again."
             ) from error
         return np.where(field == MISSING_VALUE, np.nan, field).astype(np.float32)
 
@@ -316,6 +327,43 @@ def is_grib(path: Path) -> bool:
     """Whether a file begins as GRIB; a bulletin's header may come first."""
     with path.open("rb") as file:
         return b"GRIB" in file.read(128)
+
+
+def with_checksum(message: bytes) -> bytes:
+    """Return a message of edition 2 with the checksum of its sections in a section for local use.
+
+    Args:
+        message: without a section for local use.
+    """
+    end = HEADER_LENGTH + int.from_bytes(message[HEADER_LENGTH : HEADER_LENGTH + 4])  # of section 1
+    checksum = zlib.crc32(message[HEADER_LENGTH:]).to_bytes(4)
+    content = b"\x02" + CHECKSUM_MARK + checksum
+    section = (4 + len(content)).to_bytes(4) + content
+    length = (len(message) + len(section)).to_bytes(8)
+    return message[:8] + length + message[HEADER_LENGTH:end] + section + message[end:]
+
+
+def _check_sum(file: BinaryIO, offset: int) -> None:
+    """Compare a message with its checksum, if it has one.
+
+    Raises:
+        ValueError: they differ.
+    """
+    file.seek(offset)
+    header = file.read(HEADER_LENGTH + 4)
+    if header[:4] != b"GRIB" or header[7] != 2:
+        return
+    end = HEADER_LENGTH + int.from_bytes(header[HEADER_LENGTH:])
+    file.seek(offset + end + 5)  # after the length and the number of section 2
+    if file.read(len(CHECKSUM_MARK)) != CHECKSUM_MARK:
+        return
+    checksum = int.from_bytes(file.read(4))
+    start = end + 5 + len(CHECKSUM_MARK) + 4
+    file.seek(offset + HEADER_LENGTH)
+    first = zlib.crc32(file.read(end - HEADER_LENGTH))
+    file.seek(offset + start)
+    if zlib.crc32(file.read(int.from_bytes(header[8:16]) - start), first) != checksum:
+        raise ValueError("its checksum is wrong")
 
 
 def _handles(eccodes: Any, file: BinaryIO, headers_only: bool = True) -> Generator[int]:

@@ -183,6 +183,10 @@ class DataConfig:
         self._check_statistics()
         checks.grid("data.grid", self.grid)
         checks.not_empty("data.prognostic", self.prognostic)
+        if self.levels is not None and not self.levels:
+            raise UserError(
+                "data.levels: needs at least one level, or null for all of the store's."
+            )
         for key in ("prognostic", "diagnostic", "forcing", "static", "levels"):
             if getattr(self, key) not in (None, MISSING):
                 checks.no_repeats(f"data.{key}", getattr(self, key))

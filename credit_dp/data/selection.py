@@ -151,8 +151,6 @@ def _select_levels(source: Source, config: DataConfig) -> Sequence[int]:
         return _common_levels(source, config)
     names = [*source.variables, *config.prognostic, *config.diagnostic]
     has_levels = any(source.variables[name].levels for name in names)
-    if not config.levels:
-        raise UserError("data.levels: needs at least one level, or null for all of the store's.")
     if not has_levels:
         raise UserError(f"{source.where}: has no levels. Change data.levels, to null.")
     for name in (*config.prognostic, *config.diagnostic):

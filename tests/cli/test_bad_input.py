@@ -52,6 +52,7 @@ CASES = {
         "^trainer.rollout: needs a table from integers to integers, like {0: 1, 400: 2, 600: 4}$",
     ),
     "number for a list": (["data.levels=500"], r"needs a list of integers, like \[a\] or \[a, b\]"),
+    "no levels": (["data.levels=[]"], "^data.levels: needs at least one level, or null for all"),
     "half precision": (["trainer.dtype=float16"], "set trainer.autocast=bfloat16"),
     "a store of the simulation": (
         ["data.store=era5.zarr"],

@@ -1,16 +1,17 @@
 """Translates a config of anemoi-training: its data, dates, loss, learning rate and rollouts.
 
-Two forms are read: the one whose sections have `datasets.data`, with `task` and
-`training.optimization`, and the earlier one with `training.lr`, `training.rollout` and
-`training.variable_loss_scaling`. The dataset is opened, because the config does not name the
-prognostic variables: all variables that are neither forcing nor diagnostic are prognostic.
+Three forms are read: the one whose sections have `datasets.data`, with `task` and
+`training.optimization`, the earlier one with `training.lr`, `training.rollout` and
+`training.scalers`, and the one before with `training.variable_loss_scaling`. The dataset is
+opened, because the config does not name the prognostic variables: all variables that are neither
+forcing nor diagnostic are prognostic.
 
 Source: training/src/anemoi/training/config and training/docs of github.com/ecmwf/anemoi-core.
 """
 
 import calendar
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -20,10 +21,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from credit_dp.cli.foreign_config import Experiment, ForeignConfig, Reasons
 from credit_dp.errors import UserError
-from credit_dp.variable_names import STATIC_NAMES, canonical_name, long_name
+from credit_dp.variable_names import (
+    STATIC_NAMES,
+    UPPER_AIR_NAMES,
+    canonical_name,
+    long_name,
+)
 
 DATA = "datasets.data"  # the one dataset of a config with several
 LOSSES = {"mse": "mse", "mae": "mae", "huber": "huber"}
+# Scores of ensembles, and the key and default of the share of the fair one.
+ENSEMBLE_LOSSES = {
+    "crps": ("alpha", 0.95),
+    "almostfairkernelcrps": ("alpha", 1.0),
+    "kernelcrps": ("fair", 1.0),
+}
+NOISE = 32  # numbers of a member, where theirs has its noise elsewhere
 _MODEL = "the model is one of this package, model=NAME"
 _RESUME = "resume=auto continues a run, init_from=RUN starts from its weights"
 _PATHS = "run.name or run.dir chooses the folder of a run"
@@ -94,6 +107,7 @@ def read_anemoi(
     _read_trainer(config, experiment)
     _read_learning_rate(config, experiment)
     _read_loss(config, experiment, outputs)
+    _read_transport(config, experiment)
     reasons = {
         **REASONS,
         **{f"training.scalers.{DATA}.{name}": "not used by the loss, or has no counterpart"
@@ -316,14 +330,13 @@ def _read_time(config: ForeignConfig, experiment: Experiment) -> None:
 
 def _read_trainer(config: ForeignConfig, experiment: Experiment) -> None:
     """Read the length of training, the batch, the precision and the mesh."""
-    hardware = _first_of(config, "system.hardware", "hardware")
-    per_model = config.whole(f"{hardware}.num_gpus_per_model", 1)
-    gpus = config.whole(f"{hardware}.num_gpus_per_node", 1) * config.whole(
-        f"{hardware}.num_nodes", 1
-    )
-    config.read("training.strategy.num_gpus_per_model")
-    copies = max(1, gpus // per_model)
+    gpus, per_model, per_ensemble = _read_hardware(config)
+    for key in ("per_model", "per_ensemble"):
+        config.read(f"training.strategy.num_gpus_{key}")
+    copies = max(1, gpus // per_ensemble)
     experiment.set("parallel.domain", per_model if per_model > 1 else None)
+    parallel = per_ensemble // per_model
+    experiment.set("parallel.ensemble", parallel if parallel > 1 else None)
     parts = config.whole("training.accum_grad_batches", 1)
     batch = config.whole("dataloader.batch_size.training")
     if batch is not None:
@@ -370,13 +383,22 @@ def _read_trainer(config: ForeignConfig, experiment: Experiment) -> None:
     experiment.set("logger.trackers", trackers)
 
 
+def _read_hardware(config: ForeignConfig) -> tuple[int, int, int]:
+    """Return the numbers of all GPUs, of those of a model, and of those of an ensemble."""
+    prefix = _first_of(config, "system.hardware", "hardware")
+    gpus = config.whole(f"{prefix}.num_gpus_per_node", 1) * config.whole(f"{prefix}.num_nodes", 1)
+    per_model = config.whole(f"{prefix}.num_gpus_per_model", 1)
+    key = f"{prefix}.num_gpus_per_ensemble"
+    per_ensemble = config.whole(key, per_model)
+    if per_model < 1 or per_ensemble < 1 or per_ensemble % per_model:
+        raise config.error(key, "a multiple of num_gpus_per_model", per_ensemble)
+    return gpus, per_model, per_ensemble
+
+
 def _read_learning_rate(config: ForeignConfig, experiment: Experiment) -> None:
     """Read the optimizer and its schedule: a warm-up, then a cosine."""
-    hardware = _first_of(config, "system.hardware", "hardware")
-    ranks = config.whole(f"{hardware}.num_gpus_per_node", 1) * config.whole(
-        f"{hardware}.num_nodes", 1
-    )
-    copies = ranks / config.whole(f"{hardware}.num_gpus_per_model", 1)
+    gpus, _, per_ensemble = _read_hardware(config)
+    copies = gpus / per_ensemble
     new = "training.optimization"
     key = _first_of(config, f"{new}.lr", "training.lr.rate")
     rate = config.number(key)
@@ -404,12 +426,21 @@ def _read_learning_rate(config: ForeignConfig, experiment: Experiment) -> None:
     config.read(f"{scheduler}.t_in_epochs")
     config.read(f"{new}.pl_lr_scheduler.interval")
     kind = str(config.read(f"{new}.optimizer._target_", "torch.optim.AdamW"))
+    if kind.endswith(".ZeroRedundancyOptimizer"):
+        config.remark(
+            f"{new}.optimizer._target_", "differs: parallel.data_mode=fsdp2 shards its state"
+        )
+        kind = str(config.read(f"{new}.optimizer.optimizer_class._target_", kind))
+        config.read(f"{new}.optimizer.optimizer_class._partial_")
     if not kind.endswith(".AdamW"):
         config.remark(f"{new}.optimizer._target_", "no counterpart: AdamW")
     kwargs = _first_of(config, f"{new}.optimizer", "training.optimizer.kwargs")
-    betas = config.read(f"{kwargs}.betas", [0.9, 0.95])
-    experiment.set("optimizer.betas", [float(beta) for beta in betas])
+    # Of an optimizer that a config names the defaults are those of torch.
+    default = [0.9, 0.999] if config.has(f"{new}.optimizer") else [0.9, 0.95]
+    betas = config.read(f"{kwargs}.betas", default)
+    experiment.set("optimizer.betas", [float(beta) for beta in betas[:2]])
     experiment.set("optimizer.weight_decay", config.number(f"{kwargs}.weight_decay"))
+    experiment.set("optimizer.eps", config.number(f"{kwargs}.eps"))
 
 
 def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: Sequence[str]) -> None:
@@ -417,11 +448,39 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: Sequence[
     prefix = f"training.training_loss.{DATA}"
     if not config.has(prefix):
         prefix = "training.training_loss"
+    if str(config.read(f"{prefix}._target_", "")).endswith("MultiscaleLossWrapper"):
+        if (
+            config.read(f"{prefix}.multiscale_config")
+            or len(config.read(f"{prefix}.weights", [])) > 1
+        ):
+            config.remark(
+                f"{prefix}.multiscale_config",
+                "no counterpart: the score is that of all points; loss.sphere_spectrum adds an "
+                "error of spectra",
+            )
+        prefix = f"{prefix}.per_scale_loss"
     target = str(config.read(f"{prefix}._target_", "MSELoss"))
     word = re.sub(r"^weighted|loss$", "", target.rpartition(".")[2].lower())
-    experiment.choices["loss"] = LOSSES.get(word, "mse")
-    if word not in LOSSES:
-        config.remark(f"{prefix}._target_", "no counterpart: loss=mse; a plug-in can have it")
+    members, members_key = _read_members(config)
+    if word in ENSEMBLE_LOSSES and members > 1:
+        key, default = ENSEMBLE_LOSSES[word]
+        experiment.choices["loss"] = "crps"
+        experiment.set("loss.alpha", float(config.number(f"{prefix}.{key}", default)))
+        experiment.set("trainer.members", members)
+        experiment.set("model.noise", NOISE)
+        config.remark(
+            members_key,
+            f"differs: trainer.members={members} of all GPUs of an ensemble, which differ in "
+            f"model.noise={NOISE} after norms",
+        )
+    else:
+        name = LOSSES.get(word, "mse")
+        experiment.choices["loss"] = name
+        experiment.keys.pop("parallel.ensemble", None)
+        if word not in LOSSES:
+            config.remark(f"{prefix}._target_", "no counterpart: loss=mse; a plug-in can have it")
+        if members > 1:
+            config.remark(members_key, f"no counterpart: loss={name} scores no members")
     scalers = config.names(_first_of(config, f"{prefix}.scalers", f"{prefix}.scalars"))
 
     def uses(name: str) -> bool:
@@ -431,27 +490,136 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: Sequence[
     known = ("node_weights", "pressure_level", "general_variable", "stdev_tendency", "variable")
     # Earlier configs without a list use weights of nodes and variables.
     experiment.set("loss.latitude_weight", uses("node_weights") or not scalers)
-    experiment.set("loss.tendency", uses("stdev_tendency") or uses("var_tendency"))
-    experiment.set("loss.level_weight", uses("pressure_level") or None)
+    tendency = next((x for x in ("var_tendency", "stdev_tendency") if uses(x)), None)
+    experiment.set("loss.tendency", tendency is not None)
     others = [name for name in scalers if name not in (*known, "var_tendency", "time_steps", "*")]
     notes = [f"no counterpart: {', '.join(others)}"] if others else []
-    notes += ["level weights are proportional to pressure"] if uses("pressure_level") else []
-    if notes:
-        config.remark(f"{prefix}.scalers", f"differs: {'; '.join(notes)}")
+    # Theirs multiplies errors; here differences are divided before they are squared, or not.
+    is_squared = experiment.choices["loss"] in ("mse", "huber")
+    if tendency and is_squared != (tendency == "var_tendency"):
+        notes.append("loss.tendency divides differences by the standard deviation of tendencies")
     table = f"training.scalers.{DATA}"
+    table = table if config.has(table) else "training.scalers"
     for name in (*known, "var_tendency"):
         config.read(f"{table}.{name}._target_")
     weights_key = _first_of(config, f"{table}.general_variable.weights",
                             "training.variable_loss_scaling")  # fmt: skip
+    weights: dict[str, float] = {}
     if uses("general_variable") or uses("variable") or not scalers:
-        _read_variable_weights(config, experiment, weights_key, outputs)
+        weights = _read_variable_weights(config, weights_key, outputs)
     elif config.has(weights_key):
         config.remark(weights_key, "no counterpart: the loss does not use these weights")
+    if uses("pressure_level") or (
+        uses("variable") and config.has("training.pressure_level_scaler")
+    ):
+        level_weight = _read_level_weight(config, table)
+        if level_weight is None:
+            experiment.set("loss.level_weight", True)
+            notes.append("level weights are proportional to pressure")
+        else:
+            weights = _with_levels(config, experiment, weights, level_weight)
+    experiment.set("loss.variable_weight", weights or None)
+    if notes:
+        config.remark(f"{prefix}.scalers", f"differs: {'; '.join(notes)}")
+
+
+def _read_members(config: ForeignConfig) -> tuple[int, str]:
+    """Return the number of members of a sample, on all GPUs of its ensemble, and its key."""
+    _, per_model, per_ensemble = _read_hardware(config)
+    key = "training.ensemble_size_per_device"
+    return config.whole(key, 1) * per_ensemble // per_model, key
+
+
+def _read_transport(config: ForeignConfig, experiment: Experiment) -> None:
+    """Read a diffusion model: its noise levels, and how it samples."""
+    prefix = "training.transport"
+    if not config.has(prefix):
+        return
+    objective = config.read(f"{prefix}.objective", "edm_diffusion")
+    if objective != "edm_diffusion":
+        config.remark(f"{prefix}.objective", "no counterpart: a forecast without diffusion")
+        return
+    experiment.choices["model"] = "diffusion"
+    of_tendency = config.read(f"{prefix}.prediction_mode", "state") == "tendency"
+    experiment.set("model.residual", of_tendency)
+    experiment.set("loss.tendency", of_tendency)
+    model = "model.model.transport"
+    for key in ("sigma_data", "sigma_min", "sigma_max", "rho"):
+        value = config.number(f"{model}.{key}")
+        experiment.set(f"model.{key}", config.number(f"{model}.training_condition.{key}", value))
+    experiment.set("model.noise", config.whole(f"{model}.noise_channels"))
+    sampling = f"{model}.inference_defaults.sampling_schedule"
+    experiment.set("model.sampling_steps", config.whole(f"{sampling}.num_steps"))
+    for key in ("sigma_min", "sigma_max", "rho"):
+        value = config.number(f"{sampling}.{key}")
+        if value not in (None, experiment.keys.get(f"model.{key}")):
+            config.remark(f"{sampling}.{key}", f"differs: give model.{key} to credit-dp forecast")
+    sampler = f"{model}.inference_defaults.sampler.sampler"
+    if config.read(sampler, "heun") != "heun":
+        config.remark(sampler, "no counterpart: the method of Heun")
+    config.read(f"{model}.objective")
+    distribution = f"{model}.training_condition.distribution"
+    if config.read(distribution, "karras") != "karras":
+        config.remark(distribution, "no counterpart: levels are even on the sampler's scale")
+
+
+def _read_level_weight(config: ForeignConfig, table: str) -> Callable[[int], float] | None:
+    """Return the weight of a level in hPa; None if the config has no table of it."""
+    prefix = _first_of(config, f"{table}.pressure_level", "training.pressure_level_scaler")
+    if not config.has(prefix):
+        return None
+    kind = str(config.read(f"{prefix}._target_", "")).rpartition(".")[2]
+    lowest = config.number(_first_of(config, f"{prefix}.y_intercept", f"{prefix}.minimum"), 0.0)
+    slope = config.number(f"{prefix}.slope", 0.001)
+    config.read(f"{prefix}.norm")  # divides all weights by one number
+    config.read(f"{prefix}.group")
+    if kind.startswith("Relu"):
+        return lambda level: max(lowest, slope * level)
+    if kind.startswith("Linear"):
+        return lambda level: lowest + slope * level
+    if kind.startswith("Polynomial"):
+        return lambda level: float((slope * level) ** 2 + lowest)
+    if not kind.startswith("No"):
+        config.remark(f"{prefix}._target_", "no counterpart: levels weigh alike")
+    return lambda level: 1.0
+
+
+def _with_levels(
+    config: ForeignConfig,
+    experiment: Experiment,
+    weights: Mapping[str, float],
+    level_weight: Callable[[int], float],
+) -> dict[str, float]:
+    """Return weights with those of each channel, of the group of variables that has level weights.
+
+    Args:
+        weights: of variables.
+        level_weight: of a level in hPa.
+    """
+    prefix = f"training.variable_groups.{DATA}"
+    prefix = prefix if config.has(prefix) else "training.variable_groups"
+    key = _first_of(config, f"{prefix}.pl.param", f"{prefix}.pl")
+    group = config.names(key) if config.has(key) else []
+    config.read(f"{prefix}.default")
+    levels: Sequence[int] = experiment.keys.get("data.levels") or ()
+    found = dict(weights)
+    for name in (*experiment.keys["data.prognostic"], *experiment.keys["data.diagnostic"]):
+        long, level = long_name(name)
+        if level is None and not (levels and name in UPPER_AIR_NAMES.values()):
+            continue
+        if group and not any(UPPER_AIR_NAMES.get(each, each) == long for each in group):
+            continue
+        weight = found.pop(name, 1.0)
+        of_variable = {name: level} if level is not None else {f"{name}_{x}": x for x in levels}
+        for channel, pressure in of_variable.items():
+            found[channel] = float(f"{weight * level_weight(pressure):.12g}")
+    return found
 
 
 def _read_variable_weights(
-    config: ForeignConfig, experiment: Experiment, key: str, outputs: Sequence[str]
-) -> None:
+    config: ForeignConfig, key: str, outputs: Sequence[str]
+) -> dict[str, float]:
+    """Return the weights of variables that are not 1."""
     given = config.read(key, {})
     if not isinstance(given, dict):
         raise config.error(key, "a table of weights", given)
@@ -465,4 +633,4 @@ def _read_variable_weights(
         weights |= dict.fromkeys(names, float(value))
         if not names:
             config.remark(f"{key}.{name}", "no counterpart: the dataset has no such output")
-    experiment.set("loss.variable_weight", weights or None)
+    return weights

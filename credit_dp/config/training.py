@@ -158,7 +158,8 @@ class LossConfig:
     latitude_weight: bool = True  # weight rows by their area; false: all rows alike
     # weight levels by their pressure, with mean 1 over all channels on levels; others weigh 1
     level_weight: bool = False
-    # weights of all channels of a variable, e.g. {geopotential: 2}; the others weigh 1
+    # weights of all channels of a variable, or of one channel, e.g. {geopotential: 2,
+    # temperature_500: 0.5}; the others weigh 1
     variable_weight: dict[str, float] = field(default_factory=dict)
     # scale errors by the standard deviation of the tendency; false: of the field
     tendency: bool = True

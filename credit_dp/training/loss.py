@@ -212,19 +212,23 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     """Return the weight of each output channel, `(C,)`: its level's times its variable's.
 
     The weight of a level is proportional to its pressure, with mean 1 over all channels that have a
-    level; that of a surface variable is 1.
+    level; that of a surface variable is 1. A channel that `loss.variable_weight` names, such as
+    `temperature_500`, has that weight in place of its variable's.
 
     Raises:
-        UserError: `loss.variable_weight` names no output variable, or all weights are 0.
+        UserError: `loss.variable_weight` names no output, or all weights are 0.
     """
-    check_variables("loss.variable_weight", config.variable_weight, channels)
+    named = {channel.name for channel in channels}
+    variables = [name for name in config.variable_weight if name not in named]
+    check_variables("loss.variable_weight", variables, channels)
     levels = [channel.level for channel in channels if channel.level is not None]
     mean_level = sum(levels) / len(levels) if levels else 1.0
 
     def weight(channel: Channel) -> float:
         by_level = config.level_weight and channel.level is not None
         level = channel.level / mean_level if by_level and channel.level is not None else 1.0
-        return level * config.variable_weight.get(channel.variable, 1.0)
+        weight = config.variable_weight.get(channel.variable, 1.0)
+        return level * config.variable_weight.get(channel.name, weight)
 
     weights = np.array([weight(channel) for channel in channels])
     if not weights.sum() > 0:

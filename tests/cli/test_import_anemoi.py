@@ -11,7 +11,9 @@ import yaml
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.foreign_config import ForeignConfig
 from credit_dp.cli.import_anemoi import date_text, group_levels
-from credit_dp.config import Config
+from credit_dp.config import Config, DiffusionConfig, StandardLossConfig
+from credit_dp.data.channels import Channel
+from credit_dp.training.loss import channel_weights
 from tests.cli.invocation import answer
 from tests.commands import run_line
 from tests.data import anemoi_stores, stores
@@ -181,6 +183,178 @@ def test_the_earlier_form_is_read(
     assert (found.trainer.steps, found.optimizer.warmup_steps) == (9, 2)
     assert (found.loss.name, found.loss.variable_weight) == ("mse", expected)
     assert "training.lr.iterations=8: differs: the cosine ends at trainer.steps" in out
+
+
+def scaling_of_levels(kind: str, lowest: float, group: list[str]) -> dict[str, Any]:
+    """Return the part of a config that weights variables and levels."""
+    scalers = "anemoi.training.losses.scalers"
+    return {
+        "scalers": {
+            "datasets": {
+                "data": {
+                    "general_variable": {
+                        "_target_": f"{scalers}.GeneralVariableLossScaler",
+                        "weights": {"default": 0.5, "t": 6, "2t": 0.1},
+                    },
+                    "pressure_level": {
+                        "_target_": f"{scalers}.{kind}VariableLevelScaler",
+                        "group": "pl",
+                        "y_intercept": lowest,
+                        "slope": 0.001,
+                    },
+                }
+            }
+        },
+        "variable_groups": {"datasets": {"data": {"default": "sfc", "pl": {"param": group}}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "lowest", "group", "expected"),
+    [
+        ("Relu", 0.7, ["t", "z"], {"temperature": 6 * 0.7, "geopotential": 0.5 * 0.7}),
+        ("Linear", 0.2, ["t"], {"temperature": 6 * (0.2 + 0.5), "geopotential": 0.5}),
+        ("Polynomial", 0.2, ["z"], {"temperature": 6.0, "geopotential": 0.5 * (0.2 + 0.25)}),
+        ("No", 0.2, ["t", "z"], {"temperature": 6.0, "geopotential": 0.5}),
+    ],
+)
+def test_levels_have_the_weights_of_the_scaler(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    lowest: float,
+    group: list[str],
+    expected: dict[str, float],
+) -> None:
+    anemoi_stores.write(stores.dataset(), tmp_path / "anemoi.zarr")
+    config = current_config()
+    config["training"] |= scaling_of_levels(kind, lowest, group)
+    code, out, err = imported(monkeypatch, tmp_path, config)
+    assert (code, err) == (0, "")
+    found = composed(tmp_path)
+    assert found.loss.level_weight is False
+    upper = [Channel(name, level) for name in expected for level in (500, 850, 1000)]
+    weights = channel_weights(found.loss, (*upper, Channel("2t")))
+    assert weights[[0, 3, 6]].tolist() == pytest.approx([*expected.values(), 0.1])
+    for key in ("scalers.datasets.data.pressure_level", "variable_groups"):
+        assert f"training.{key}" not in out
+
+
+def ensemble_config() -> dict[str, Any]:
+    """A config of AIFS-CRPS, with four members on two of eight GPUs."""
+    config = current_config()
+    config["system"]["hardware"] |= {"num_gpus_per_ensemble": 2, "num_gpus_per_model": 1}
+    config["training"] |= {
+        "method": {"_target_": "anemoi.training.train.methods.EnsembleTraining"},
+        "ensemble_size_per_device": 2,
+        "strategy": {"num_gpus_per_ensemble": 2, "num_gpus_per_model": 1},
+        "training_loss": {
+            "datasets": {
+                "data": {
+                    "_target_": "anemoi.training.losses.MultiscaleLossWrapper",
+                    "multiscale_config": None,
+                    "weights": [1.0],
+                    "per_scale_loss": {
+                        "_target_": "anemoi.training.losses.CRPS",
+                        "scalers": ["general_variable", "node_weights", "stdev_tendency"],
+                        "alpha": 0.9,
+                    },
+                }
+            }
+        },
+    }
+    return config
+
+
+def test_an_ensemble_is_trained_on_the_same_score(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    anemoi_stores.write(stores.dataset(), tmp_path / "anemoi.zarr")
+    code, out, err = imported(monkeypatch, tmp_path, ensemble_config())
+    assert (code, err) == (0, "")
+    found = composed(tmp_path)
+    assert isinstance(found.loss, StandardLossConfig)
+    assert (found.loss.name, found.loss.alpha) == ("crps", 0.9)
+    # The score of errors divided by the standard deviation of tendencies, once, as theirs.
+    assert found.loss.tendency is True
+    assert "per_scale_loss.scalers" not in out
+    assert (found.trainer.members, found.parallel.ensemble, found.parallel.domain) == (4, 2, 1)
+    assert found.data.batch_size == 2 * 4 * 2  # of each ensemble, ensembles, accumulated
+    assert found.optimizer.lr == pytest.approx(4e-4)
+    assert getattr(found.model, "noise", 0) == 32
+    assert "training.ensemble_size_per_device=2: differs: trainer.members=4" in out
+
+
+def test_earlier_names_of_the_score_have_their_own_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    anemoi_stores.write(stores.dataset(), tmp_path / "anemoi.zarr")
+    config = ensemble_config()
+    config["training"]["training_loss"] = {
+        "_target_": "anemoi.training.losses.kcrps.AlmostFairKernelCRPS",
+        "scalers": ["general_variable", "node_weights", "var_tendency"],
+    }
+    scalers = config["training"]["scalers"]["datasets"]["data"]
+    config["training"]["scalers"] = scalers  # without the names of datasets, as in 2025
+    code, out, err = imported(monkeypatch, tmp_path, config)
+    assert (code, err) == (0, "")
+    found = composed(tmp_path)
+    assert (found.loss.name, vars(found.loss)["alpha"]) == ("crps", 1.0)
+    assert found.loss.variable_weight == {"temperature": 6.0}
+    assert "training.training_loss.scalers: differs: loss.tendency divides differences" in out
+    config["training"]["ensemble_size_per_device"] = 1
+    config["system"]["hardware"]["num_gpus_per_ensemble"] = 1
+    (tmp_path / "conf/experiment/aifs.yaml").unlink()
+    assert imported(monkeypatch, tmp_path, config)[0] == 0
+    assert composed(tmp_path).loss.name == "mse"
+
+
+def test_a_diffusion_model_has_the_same_noise_levels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    anemoi_stores.write(stores.dataset(), tmp_path / "anemoi.zarr")
+    config = current_config()
+    config["task"]["rollout"] = {"start": 1, "epoch_increment": 0, "maximum": 1}
+    loss = config["training"]["training_loss"]["datasets"]["data"]
+    loss["_target_"] = "anemoi.training.losses.WeightedMSELoss"
+    config["training"]["transport"] = {"objective": "edm_diffusion", "prediction_mode": "tendency"}
+    config["training"]["optimization"]["optimizer"] = {
+        "_target_": "torch.distributed.optim.ZeroRedundancyOptimizer",
+        "optimizer_class": {"_target_": "torch.optim.AdamW", "_partial_": True},
+        "eps": "1e-7",
+    }
+    sampling = {"schedule_type": "karras", "sigma_max": 90.0, "sigma_min": 0.03, "num_steps": 50}
+    config["model"] = {
+        "model": {
+            "transport": {
+                "objective": "edm_diffusion",
+                "sigma_data": 0.9,
+                "noise_channels": 16,
+                "sigma_max": 100.0,
+                "sigma_min": 0.03,
+                "rho": 5.0,
+                "training_condition": {"distribution": "karras", "sigma_max": 100.0},
+                "inference_defaults": {
+                    "sampling_schedule": sampling,
+                    "sampler": {"sampler": "heun"},
+                },
+            }
+        }
+    }
+    code, out, err = imported(monkeypatch, tmp_path, config)
+    assert (code, err) == (0, "")
+    found = composed(tmp_path)
+    model = found.model
+    assert isinstance(model, DiffusionConfig)
+    assert (model.sigma_data, model.sigma_min, model.sigma_max, model.rho) == (0.9, 0.03, 100, 5)
+    assert (model.sampling_steps, model.noise, model.residual) == (50, 16, True)
+    assert found.loss.tendency is True
+    assert "sampling_schedule.sigma_max=90.0: differs: give model.sigma_max to" in out
+    # Those of torch, where a config names the optimizer without them.
+    optimizer = vars(found.optimizer)
+    assert (tuple(optimizer["betas"]), optimizer["eps"]) == ((0.9, 0.999), 1e-7)
+    assert "optimizer._target_=torch.distributed.optim.ZeroRedundancyOptimizer: differs" in out
+    assert "sampling_schedule.sigma_min" not in out
 
 
 @pytest.mark.slow

@@ -80,6 +80,20 @@ def test_levels_weigh_by_pressure_with_mean_one():
     assert weights[3] == 1
 
 
+def test_a_channel_may_have_a_weight_of_its_own():
+    given = {"temperature": 3.0, CHANNELS.prognostic[1].name: 0.25}
+    names = [channel.name for channel in CHANNELS.prognostic]
+    found = channel_weights(StandardLossConfig(variable_weight=given), CHANNELS.prognostic)
+    wanted = [given.get(c.name, given.get(c.variable, 1.0)) for c in CHANNELS.prognostic]
+    assert names[1].endswith("_850")
+    assert found.tolist() == wanted
+    assert sorted(wanted) == [0.25, 1.0, 1.0, 3.0]
+    with pytest.raises(UserError, match=r"loss\.variable_weight: .*'temperature_777'"):
+        channel_weights(
+            StandardLossConfig(variable_weight={"temperature_777": 1.0}), CHANNELS.prognostic
+        )
+
+
 def test_weight_of_an_unknown_variable_is_refused_with_the_nearest_name():
     config = StandardLossConfig(variable_weight={"temprature": 1.0})
     with pytest.raises(UserError, match=r"loss\.variable_weight: .*'temprature'.*temperature"):

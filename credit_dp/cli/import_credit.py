@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 from credit_dp import checks
 from credit_dp.cli import credit_plugin
 from credit_dp.cli.foreign_config import Experiment, ForeignConfig, Reasons
+from credit_dp.config import has_variable
+from credit_dp.config.model import BUDGETS
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path
+from credit_dp.variable_names import canonical_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +33,12 @@ CROSSFORMERS = ("crossformer", "wxformer", "wxformer_base")
 MODELS = (*CROSSFORMERS, "camulator", "fuxi", "swin", "unet", "nextgen_wxformer", "debugger")
 LOSSES = ("mse", "mae", "huber")
 ENSEMBLE_LOSSES = ("kcrps", "almost-fair-crps", "ring-crps")
+# Fixers of budgets, and those of this package.
+FIXERS = {
+    "global_mass_fixer": "dry_air",
+    "global_water_fixer": "water",
+    "global_energy_fixer": "energy",
+}
 NOISE = 32  # numbers of a member, where theirs has its noise elsewhere
 # Stores of WeatherBench 2, by the key `resolution`.
 WEATHERBENCH2 = {
@@ -45,7 +54,7 @@ _ROLLOUT = (
 _RESUME = "resume=auto continues a run, init_from=RUN starts from its weights"
 _FORECAST = "credit-dp forecast and credit-dp evaluate have keys of their own"
 _CODE = "code that a config names is never imported; a plug-in file can have it"
-_AFTER = "nothing that comes after the model is imported"
+_AFTER = "of what comes after the model, only fixers are imported"
 
 REASONS: Reasons = {
     "save_loc": "run.name or run.dir chooses the folder of a run",
@@ -146,7 +155,8 @@ def read_credit(
     if nested:
         _read_scalers(config, experiment, roles)
     _read_model(config, experiment, roles, nested, checkpoint, name)
-    _read_loss(config, experiment, [*roles.prognostic, *roles.diagnostic])
+    _read_loss(config, experiment, roles)
+    _read_fixers(config, experiment, roles)
     return experiment, config.lines(REASONS)
 
 
@@ -426,8 +436,9 @@ def _read_schedule(
     experiment.set("optimizer.final_lr", final)
 
 
-def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: list[str]) -> None:
+def _read_loss(config: ForeignConfig, experiment: Experiment, roles: Roles) -> None:
     """Read the error, and the weights of rows and variables."""
+    outputs = [*roles.prognostic, *roles.diagnostic]
     args = "loss.args" if config.has("loss.args") else "loss"
     named = config.read("loss.type", "base") if args == "loss.args" else "base"
     # Errors of normalised fields: the outputs are the next state, not its tendency.
@@ -456,6 +467,7 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: list[str]
     if not isinstance(weights, dict):
         raise config.error(key, "a table of weights", weights)
     plain = {}
+    levels = _levels(config, experiment)
     for name, given in weights.items():
         values = given if isinstance(given, list) else [given]
         variable = str(name).rpartition("/")[2]  # SOURCE/prognostic/2d/NAME, or NAME
@@ -465,13 +477,153 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: list[str]
             config.remark(f"{key}.{name}", "no counterpart: switched off by use_variable_weights")
         elif len({float(value) for value in values}) == 1:
             plain[variable] = float(values[0])
+        elif variable in roles.on_levels and len(values) == len(levels):
+            of_levels = zip(levels, values, strict=True)
+            plain |= {f"{variable}_{level}": float(value) for level, value in of_levels}
         else:
-            config.remark(f"{key}.{name}", "no counterpart: levels of a variable weigh alike")
+            config.remark(
+                f"{key}.{name}",
+                f"no counterpart: {len(values)} weights for {len(levels)} known levels",
+            )
     if plain:
         experiment.set("loss.variable_weight", plain)
     for name in ("use_power_loss", "use_spectral_loss"):
         if config.read(f"{args}.{name}", False):
             config.remark(f"{args}.{name}", "no counterpart: loss.spectrum weighs zonal spectra")
+
+
+def _levels(config: ForeignConfig, experiment: Experiment) -> list[int]:
+    """Return the levels of variables in the order of the config; empty if it has none."""
+    given = experiment.keys.get("data.levels") or config.tree["data"].get("level_ids") or []
+    numbers = given if isinstance(given, list) else []
+    is_whole = all(isinstance(level, int | float) and level == int(level) for level in numbers)
+    return [int(level) for level in numbers] if is_whole else []
+
+
+def _read_fixers(config: ForeignConfig, experiment: Experiment, roles: Roles) -> None:
+    """Read what corrects the fields after the model: tracers, and budgets of air."""
+    step = int(re.sub(r"\D", "", experiment.keys["data.step"]))
+    outputs = [*roles.prognostic, *roles.diagnostic]
+    fixers: list[str] = []
+    for kind, key in _fixer_blocks(config):
+        if kind == "tracer_fixer":
+            fixers += _read_tracers(config, experiment, key, outputs)
+            continue
+        fixer = FIXERS[kind]
+        needs = BUDGETS[fixer]
+        lists = [(roles.prognostic, needs.state), (outputs, needs.fluxes)]
+        lists.append((roles.static, needs.static))
+        missing = [
+            name
+            for names, needed in lists
+            for name in needed
+            if not has_variable(names, name, step)
+        ]
+        if missing:
+            config.remark(
+                key, f"no counterpart: model.fixers: {fixer} needs {', '.join(missing)} of ERA5"
+            )
+            continue
+        fixers.append(fixer)
+        if fixer == "dry_air":
+            config.remark(
+                key,
+                "differs: dry air has the same pressure everywhere more or less, theirs multiplies",
+            )
+        if config.has(f"{key}.midpoint") and not config.read(f"{key}.midpoint"):
+            config.remark(f"{key}.midpoint", "differs: a layer has the values of its level")
+        if config.read(f"{key}.grid_type", "sigma") == "sigma":
+            _read_hybrid(config, experiment, key)
+        # Sums over their step, which are what a budget needs.
+        for name in outputs:
+            options = experiment.keys["data.variables"].get(name, {})
+            if canonical_name(name) in needs.fluxes:
+                options.pop("accumulated", None)
+        config.read(key)
+    experiment.set("model.fixers", list(dict.fromkeys(fixers)) or None)
+
+
+def _fixer_blocks(config: ForeignConfig) -> list[tuple[str, str]]:
+    """Return kind and key of each fixer that is switched on, in the order in which they act."""
+    found = []
+    post = "model.post_conf"
+    blocks = config.tree.get("model", {}).get("post_conf")
+    if isinstance(blocks, dict):
+        is_on = bool(config.read(f"{post}.activate", False))
+        for kind in ("tracer_fixer", *FIXERS):
+            if is_on and config.read(f"{post}.{kind}.activate", False):
+                found.append((kind, f"{post}.{kind}"))
+        for name, block in blocks.items():  # what is switched off needs no line
+            if not is_on or (isinstance(block, dict) and not block.get("activate", True)):
+                config.read(f"{post}.{name}")
+    steps = config.tree.get("postblocks")
+    per_step = steps.get("per_step") if isinstance(steps, dict) else None
+    for name, block in (per_step or {}).items():
+        block_type = str(block.get("type")) if isinstance(block, dict) else ""
+        if block_type == "tracer_fixer" or block_type in FIXERS:
+            config.read(f"postblocks.per_step.{name}.type")
+            found.append((block_type, f"postblocks.per_step.{name}.args"))
+    return found
+
+
+def _read_tracers(
+    config: ForeignConfig, experiment: Experiment, key: str, outputs: list[str]
+) -> list[str]:
+    """Read the limits of tracers; return the fixers that keep them."""
+    given = config.names(f"{key}.tracer_name") or config.names(f"{key}.tracer_vars")
+    names = [name.rpartition("/")[2] for name in given]
+
+    def limits(end: str) -> list[Any]:
+        value = config.read(f"{key}.{end}")
+        values = value if isinstance(value, list) else [value] * len(names)
+        if len(values) != len(names):
+            raise config.error(f"{key}.{end}", f"{len(names)} limits, as names", value)
+        return values
+
+    fixers = []
+    options = experiment.keys["data.variables"]
+    for name, low, high in zip(
+        names, limits("tracer_thres"), limits("tracer_thres_max"), strict=True
+    ):
+        if name not in outputs:
+            config.remark(f"{key}.tracer_name", f"no counterpart: {name} is no output variable")
+        elif high is not None:
+            experiment.keys.setdefault("model.bounds", {})[name] = [float(low or 0), float(high)]
+            fixers.append("bounds")
+        elif not low:
+            options.setdefault(name, {})["nonnegative"] = True
+            fixers.append("nonnegative")
+        else:
+            config.remark(
+                f"{key}.tracer_thres", f"no counterpart: {name} needs both limits, in model.bounds"
+            )
+    config.read(key)
+    return fixers
+
+
+def _read_hybrid(config: ForeignConfig, experiment: Experiment, key: str) -> None:
+    """Read the coefficients of model levels from the file that the config names, if it is there."""
+    names = config.names(f"{key}.lon_lat_level_name")[2:]
+    own = f"{key}.save_loc_physics"
+    where = own if config.has(own) else "data.save_loc_physics"
+    paths = config.paths(where)
+    if len(names) != 2 or len(paths) != 1 or not Path(paths[0]).exists():
+        config.remark(
+            where if config.has(where) else f"{key}.lon_lat_level_name",
+            "no counterpart: set data.hybrid to the coefficients of the file",
+        )
+        return
+    # Imported here because it takes a second, which --help does not need.
+    import xarray as xr
+
+    engine = "zarr" if Path(paths[0]).is_dir() else None
+    try:
+        with xr.open_dataset(paths[0], engine=engine) as data:
+            found = {to: data[name].values.tolist() for to, name in zip("ab", names, strict=True)}
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{config.path}: {where}: {paths[0]} can't be read ({reason}).") from error
+    experiment.set("data.hybrid", found)
 
 
 def _read_ensemble(config: ForeignConfig, experiment: Experiment, members: int) -> None:
@@ -532,9 +684,7 @@ def _read_model(
     if checkpoint is not None and nested:
         _remark_scaler(config, len(config.tree["data"]["source"]))
     arguments = {k: v for k, v in config.read("model").items() if k != "type"}
-    if isinstance(arguments.get("post_conf"), dict):
-        del arguments["post_conf"]
-        config.remark("model.post_conf", f"no counterpart: {_AFTER}")
+    arguments.pop("post_conf", None)
     experiment.choices["model"] = "credit"
     experiment.keys["model.type"] = kind
     experiment.keys["model.arguments"] = arguments

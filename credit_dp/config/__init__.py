@@ -7,6 +7,7 @@ raises a `UserError` that names the key; OmegaConf reports values that are still
 No torch in here: `--help` and `--cfg job` have to answer in under a second.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from credit_dp import checks
 from credit_dp.config.data import DataConfig, DatesConfig, QuickstartConfig, VariableConfig
 from credit_dp.config.model import (
     BUDGETS,
+    SUBSTITUTES,
     BlocksConfig,
     BudgetNeeds,
     CrossFormerConfig,
@@ -413,7 +415,7 @@ class Config:
                 f"{name} in {key}"
                 for key, (names, needed) in lists.items()
                 for name in needed
-                if not _has_variable(names, name, data.step_hours)
+                if not has_variable(names, name, data.step_hours)
             ]
             if missing:
                 raise UserError(
@@ -422,9 +424,12 @@ class Config:
                 )
 
 
-def _has_variable(names: list[str], needed: str, step_hours: int) -> bool:
-    """Whether a variable, or its sum over a step (`_6hr`), is in a list under any of its names."""
-    wanted = {needed, f"{needed}_{step_hours}hr"}
+def has_variable(names: Sequence[str], needed: str, step_hours: int) -> bool:
+    """Whether a variable, or its sum over a step (`_6hr`), is in a list under any of its names.
+
+    One of `SUBSTITUTES` counts, too.
+    """
+    wanted = {needed, f"{needed}_{step_hours}hr", SUBSTITUTES.get(needed, needed)}
     return any(possible_canonical_names(name) & wanted for name in names)
 
 

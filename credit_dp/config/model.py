@@ -42,6 +42,9 @@ class BudgetNeeds:
 
 
 AIR = ("surface_pressure", "specific_humidity")
+TOTAL_WATER = "specific_total_water"  # vapour and condensates in one, as in miles-credit's data
+# Budgets and diagnostics take these for variables that the data do not have.
+SUBSTITUTES: Mapping[str, str] = {"specific_humidity": TOTAL_WATER}
 BUDGETS: Mapping[str, BudgetNeeds] = {
     "dry_air": BudgetNeeds(AIR),
     "water": BudgetNeeds(AIR, ("total_precipitation", "evaporation")),

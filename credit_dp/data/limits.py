@@ -67,6 +67,7 @@ PHYSICAL_RANGES: Mapping[str, ValueRange] = {
     "wind_speed": ValueRange(-1.0, 300.0),
     "vertical_velocity": ValueRange(-100.0, 100.0),
     "specific_humidity": _WATER_CONTENT,
+    "specific_total_water": _WATER_CONTENT,
     "relative_humidity": ValueRange(-50.0, 250.0),
     "vorticity": ValueRange(-0.1, 0.1),
     "divergence": ValueRange(-0.1, 0.1),

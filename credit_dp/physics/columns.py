@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from credit_dp.config import VariableConfig
+from credit_dp.config.model import TOTAL_WATER
 from credit_dp.data.channels import Channel
 from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics
@@ -37,7 +38,7 @@ EVAPORATION_HEAT = 2.5008e6  # J kg-1
 PASCALS = 100.0  # in one hPa
 GROUND = "geopotential_at_surface"
 GROUND_TOLERANCE = (1.0, 1e-4)  # of a (in Pa) and b at the surface, where they are 0 and 1
-VAPOUR = "specific_humidity"
+VAPOUR = "specific_humidity"  # or `TOTAL_WATER`
 CONDENSATES = (
     "specific_cloud_liquid_water_content",
     "specific_cloud_ice_water_content",
@@ -269,13 +270,23 @@ class NamedChannels(nn.Module):
             raise UserError(f"data.levels: {name} is needed on levels, but it is on none.")
         return levels
 
-    def layers(self, name: str = VAPOUR) -> Layers:
-        """Return the layers of the levels of a variable."""
-        return build_layers(self.levels(name), self.hybrid)
+    @property
+    def humidity(self) -> str:
+        """Return the name of vapour, or of total water where vapour is not apart."""
+        return VAPOUR if self.has(VAPOUR) or not self.has(TOTAL_WATER) else TOTAL_WATER
+
+    def layers(self, name: str = "") -> Layers:
+        """Return the layers of the levels of a variable, by default of humidity."""
+        return build_layers(self.levels(name or self.humidity), self.hybrid)
 
     def water_species(self, count: int | None = None) -> list[str]:
-        """Return the names of vapour and of the condensates among the first `count` channels."""
+        """Return the names of vapour and of the condensates among the first `count` channels.
+
+        Total water is all of them in one.
+        """
         there = {self.name(channel) for channel in self.channels[:count]}
+        if TOTAL_WATER in there:
+            return [TOTAL_WATER]
         return [VAPOUR, *(name for name in CONDENSATES if name in there)]
 
     def select(self, name: str) -> slice:

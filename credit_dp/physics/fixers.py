@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from credit_dp.config import ModelConfig
-from credit_dp.config.model import BUDGETS
+from credit_dp.config.model import BUDGETS, TOTAL_WATER
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
@@ -44,7 +44,6 @@ from credit_dp.physics.columns import (
     CONDENSATES,
     DRY_HEAT,
     EVAPORATION_HEAT,
-    VAPOUR,
     VAPOUR_HEAT,
     Hybrid,
     PhysicalChannels,
@@ -219,7 +218,7 @@ class EnergyFixer(Budget):
 
     The energy of all layers (internal and potential energy as enthalpy, latent heat, kinetic
     energy, and the geopotential of the surface) is multiplied by one number, and temperature
-    changes accordingly.
+    changes accordingly. Total water, where vapour is not apart, counts as vapour.
 
     Args:
         channels, mean: see `Budget`.
@@ -251,7 +250,7 @@ class EnergyFixer(Budget):
         ground = self.channels.surface_geopotential
         if ground is None:
             raise ValueError("an energy fixer needs the geopotential of the surface")
-        vapour = read(fields, VAPOUR)
+        vapour = read(fields, self.channels.humidity)
         heat = (1 - vapour) * DRY_HEAT + vapour * VAPOUR_HEAT
         east, north = (read(fields, f"{name}_component_of_wind") for name in "uv")
         kinetic = (east.square() + north.square()) / 2
@@ -405,7 +404,7 @@ def check_budgets(config: ModelConfig, store: Store) -> None:
                     f"data.variables.{name}.accumulated out, or take {fixer} out of model.fixers."
                 )
             is_needed = canonical.removesuffix(step) in (*needs.state, *needs.fluxes) or (
-                canonical in CONDENSATES and name in states
+                canonical in (*CONDENSATES, TOTAL_WATER) and name in states
             )
             if is_needed and store.config.variable_config(name).fill is not None:
                 raise UserError(

@@ -86,7 +86,7 @@ MODEL: dict[str, Any] = {
     "ff_dropout": 0.0,
     "interp": False,
     "padding_conf": {"activate": True, "mode": "earth", "pad_lat": [2, 2], "pad_lon": [4, 4]},
-    "post_conf": {"activate": True, "tracer_fixer": {"activate": True}},
+    "post_conf": {"activate": True, "skebs": {"activate": True}},
 }
 
 
@@ -214,7 +214,8 @@ def test_the_experiment_has_the_same_settings(
     assert (trainer.steps, trainer.rollout, trainer.gradient_clip) == (2, {0: 2}, None)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps) == (1e-3, 0.0, 1)
     assert (optimizer.schedule, optimizer.final_lr) == ("cosine", 1e-5)
-    assert (config.loss.name, config.loss.variable_weight) == ("mae", {"T": 2.0})
+    weights = {"T": 2.0, "U_60": 1.0, "U_90": 3.0}  # of levels, if they differ
+    assert (config.loss.name, config.loss.variable_weight) == ("mae", weights)
     assert (config.loss.latitude_weight, config.loss.tendency) == (True, False)
 
 
@@ -228,9 +229,10 @@ def test_each_key_without_counterpart_has_a_line(
     keys = [line.split(":")[0].split("=")[0] for line in lines[:-2]]
     for key in (
         *("save_loc", "data.one_shot", "data.level_ids", "data.static_first"),
-        *("model.post_conf.activate", "model.padding_conf.pad_lat", "trainer.stopping_patience"),
+        *("model.post_conf.skebs.activate", "model.padding_conf.pad_lat"),
+        "trainer.stopping_patience",
         *("trainer.brand_new_key", "trainer.train_batch_size", "loss.latitude_weights"),
-        *("loss.variable_weights.U", "loss.variable_weights.Q500", "pbs.project", "pbs.nodes"),
+        *("loss.variable_weights.Q500", "pbs.project", "pbs.nodes"),
     ):
         assert keys.count(key) == 1, key
     assert "trainer.brand_new_key=3: no counterpart: nothing here corresponds to it" in lines
@@ -301,6 +303,105 @@ def test_ensembles_become_those_of_this_package(
     assert (found.loss.name, found.trainer.members) == ("crps", 3)
     assert found.model.noise == 32
     assert "\ntrainer.ensemble_size=3: differs" in out
+
+
+FLUXES = (
+    *("total_precipitation", "evaporation", "top_net_solar_radiation", "top_net_thermal_radiation"),
+    *("surface_net_solar_radiation", "surface_net_thermal_radiation"),
+    *("surface_sensible_heat_flux", "surface_latent_heat_flux"),
+)
+
+
+def physics_config(folder: Path) -> dict[str, Any]:
+    """A config with all fixers, in the form with one list for each kind of variable."""
+    config = credit_config(folder)
+    config["data"] |= {
+        "variables": ["U", "V", "T", "specific_total_water"],
+        "diagnostic_variables": list(FLUXES),
+        "static_variables": ["geopotential_at_surface", "LSM"],
+        "save_loc_physics": str(folder / "physics.nc"),
+    }
+    levels = {"lon_lat_level_name": ["lon2d", "lat2d", "coef_a", "coef_b"]}
+    budget = {"activate": True, "denorm": True, "grid_type": "sigma", "midpoint": True, **levels}
+    tracers = ["specific_total_water", "total_precipitation", "ozone"]
+    config["model"] |= {
+        **{"channels": 4, "output_only_channels": len(FLUXES)},
+        "post_conf": {
+            "activate": True,
+            "skebs": {"activate": False, "alpha": 1.0},
+            "tracer_fixer": {"activate": True, "tracer_name": tracers, "tracer_thres": [0, 0, 0]},
+            "global_energy_fixer": budget,
+            "global_water_fixer": budget,
+            "global_mass_fixer": {**budget, "fix_level_num": 14},
+        },
+    }
+    interfaces = {"coef_a": [0.0, 2e4, 0.0], "coef_b": [0.0, 0.3, 1.0]}
+    xr.Dataset({name: ("half", x) for name, x in interfaces.items()}).to_netcdf(
+        folder / "physics.nc"
+    )
+    return config
+
+
+def test_fixers_are_those_of_this_package_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = import_config(monkeypatch, tmp_path, physics_config(tmp_path))
+    found = composed(tmp_path)
+    assert found.model.fixers == ["nonnegative", "dry_air", "water", "energy"]
+    assert found.data.hybrid == {"a": [0.0, 2e4, 0.0], "b": [0.0, 0.3, 1.0]}
+    options = {name: found.data.variable_config(name) for name in found.data.diagnostic}
+    # Sums over their step: what the budgets need.
+    assert all(variable.accumulated is None for variable in options.values())
+    assert options["total_precipitation"].nonnegative is True
+    lines = [line for line in out.splitlines() if "post_conf" in line]
+    assert sorted(line.split(":")[0] for line in lines) == [
+        "model.post_conf.global_mass_fixer",
+        "model.post_conf.tracer_fixer.tracer_name",  # no output is called ozone
+    ]
+
+
+def test_a_fixer_without_its_variables_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = physics_config(tmp_path)
+    config["data"]["static_variables"] = ["z_norm", "LSM"]
+    (tmp_path / "physics.nc").unlink()
+    out = import_config(monkeypatch, tmp_path, config)
+    found = composed(tmp_path)
+    assert found.model.fixers == ["nonnegative", "dry_air", "water"]
+    assert found.data.variable_config("surface_latent_heat_flux").accumulated is False
+    assert "\ndata.save_loc_physics=" in out
+    assert "global_energy_fixer: no counterpart: model.fixers: energy needs geopotential_at" in out
+
+
+def test_fixers_after_the_model_are_found_by_their_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = physics_config(tmp_path)
+    blocks = config["model"].pop("post_conf")
+    arguments = {
+        name: {key: value for key, value in block.items() if key not in ("activate", "denorm")}
+        for name, block in blocks.items()
+        if name.startswith("global")
+    }
+    for block in arguments.values():
+        block["save_loc_physics"] = str(tmp_path / "physics.nc")
+    tracers = ["ERA5/prognostic/3d/specific_total_water", "ERA5/diagnostic/2d/evaporation"]
+    limits = {"tracer_thres": [0.0, -0.1], "tracer_thres_max": [0.1, 0.1]}
+    config["postblocks"] = {
+        "per_step": {
+            "reconstruct": {"type": "reconstruct"},
+            "clamp": {"type": "tracer_fixer", "args": {"tracer_vars": tracers, **limits}},
+            "mass": {"type": "global_mass_fixer", "args": arguments["global_mass_fixer"]},
+            "water": {"type": "global_water_fixer", "args": arguments["global_water_fixer"]},
+        }
+    }
+    out = import_config(monkeypatch, tmp_path, config)
+    model = composed(tmp_path).model
+    assert model.fixers == ["bounds", "dry_air", "water"]
+    assert model.bounds == {"specific_total_water": [0.0, 0.1], "evaporation": [-0.1, 0.1]}
+    assert "postblocks.per_step.reconstruct.type" in out
+    assert "postblocks.per_step.water" not in out
 
 
 @pytest.mark.parametrize("kind", ["huber", "mae"])

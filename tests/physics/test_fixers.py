@@ -8,12 +8,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from credit_dp.config import UNetConfig
+from credit_dp.config import UNetConfig, has_variable
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import row_weights
+from credit_dp.data.statistics import Statistics
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.recomputation import SavedTensors
 from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
+from credit_dp.physics.columns import PhysicalChannels
 from credit_dp.physics.fixers import Fixers, build_fixers, count_fixer_memory
 from credit_dp.training.forecast_step import ForecastStep
 from tests.physics import atmospheres as air
@@ -332,6 +335,32 @@ def test_surface_pressure_follows_from_mass():
         share = 0.5 + torch.rand(1, 4, 5, 6, dtype=torch.float64, generator=draw)
         mass = (share * layers.thickness(pressure)).sum(1, keepdim=True)
         assert torch.allclose(layers.surface_pressure(mass, share), pressure, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("kind", air.KINDS)
+def test_total_water_stands_for_vapour_and_condensates(kind):
+    names = [c for c in air.channels(kind) if c.variable != air.WATER[1]]
+    kept = [i for i, c in enumerate(air.channels(kind)) if c in names]
+    mean, std = air.statistics(kind).mean[kept], air.statistics(kind).std[kept]
+    none = np.empty(0)
+    moments = Statistics(mean, std, 0.05 * std, none, none, none, none)
+    states = air.states() - len(air.levels(kind))
+    last = air.fields(kind, seed=1)[:, kept][:, :states]
+    fields = air.fields(kind)[:, kept]
+
+    def corrected(vapour: str) -> torch.Tensor:
+        renamed = [Channel(vapour, c.level) if c.variable == air.WATER[0] else c for c in names]
+        hybrid = air.HYBRID if kind == "model" else {}
+        channels = PhysicalChannels(renamed, {}, moments, hybrid, air.ground())
+        mean = air.global_mean(alone(), slice(0, air.ROWS))
+        fixers = build_fixers(UNetConfig(fixers=list(ALL[-3:])), channels, mean, 6)
+        assert fixers is not None
+        return fixers(fields, last)
+
+    found = corrected("specific_total_water")
+    assert torch.equal(found, corrected(air.WATER[0]))
+    assert not torch.equal(found, fields)
+    assert has_variable(["specific_total_water"], "specific_humidity", 6)
 
 
 @pytest.mark.parametrize("name", ["dry_air", "water"])

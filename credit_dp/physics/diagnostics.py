@@ -8,7 +8,8 @@ Below the ground and between the surface and the lowest level, temperature and g
 the method of ECMWF: a temperature `T*` of the surface from the lowest level, the lapse rate of the
 standard atmosphere, and corrections where that would be too warm or too cold. Sources: ECMWF, IFS
 documentation, part VI (post-processing); Trenberth, Berry & Buja 1993 (NCAR/TN-396+STR), which
-gives the same equations; Simmons & Burridge 1981 for the hydrostatic equation on model levels.
+gives the same equations; Simmons & Burridge 1981 for the hydrostatic equation on model levels;
+ICAO 1993 (Doc 7488) for the standard atmosphere.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.config.model import AIR
+from credit_dp.config.model import AIR, SUBSTITUTES
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
@@ -45,6 +46,8 @@ WARM, COLD = 290.5, 255.0  # K, between which the standard lapse rate holds down
 PLATEAU = 298.0  # K, at most, at the sea level below a plateau
 PLATEAU_HEIGHTS = (2000.0, 2500.0)  # m, between which ground becomes a plateau
 SEA_LEVEL = 0.001  # m2 s-2: lower ground is at sea level
+# Of the standard atmosphere: temperature and pressure of the sea, and pressure of the tropopause.
+STANDARD_TEMPERATURE, STANDARD_PRESSURE, STANDARD_TROPOPAUSE = 288.15, 101325.0, 22632.0
 
 GEOPOTENTIAL = "geopotential"
 TEMPERATURE = "temperature"
@@ -214,6 +217,19 @@ def interpolate_to_pressure(values: Tensor, levels: Tensor, pressure: float) -> 
     return top + share * (bottom - top)
 
 
+def standard_geopotential(pressure: Tensor) -> Tensor:
+    """Return the geopotential of the standard atmosphere at pressures, in m2 s-2.
+
+    Its temperature falls by `LAPSE_RATE` up to the tropopause and is constant above. For pressures
+    of a model's levels, where only its curvature matters.
+    """
+    share = (pressure.clamp(min=STANDARD_TROPOPAUSE) / STANDARD_PRESSURE).pow(ALPHA)
+    tropopause = STANDARD_TEMPERATURE * (STANDARD_TROPOPAUSE / STANDARD_PRESSURE) ** ALPHA
+    above: Tensor = (STANDARD_TROPOPAUSE / pressure).log().clamp(min=0)
+    below: Tensor = GRAVITY / LAPSE_RATE * STANDARD_TEMPERATURE * (1 - share)
+    return below + DRY_GAS_CONSTANT * tropopause * above
+
+
 def virtual_temperature(temperature: Tensor, vapour: Tensor) -> Tensor:
     """Return the temperature at which dry air would be as light as this moist air."""
     return temperature * (1 + (VAPOUR_GAS_CONSTANT / DRY_GAS_CONSTANT - 1) * vapour)
@@ -264,7 +280,8 @@ class _Columns:
 
     def geopotential(self) -> Tensor:
         """Return the geopotential of the levels, from the top."""
-        warmth = virtual_temperature(self.read(TEMPERATURE), self.read(VAPOUR))
+        humidity = self.read(self.named.humidity)
+        warmth = virtual_temperature(self.read(TEMPERATURE), humidity)
         return hydrostatic_geopotential(self.layers, self.pressure, warmth, self.ground)
 
 
@@ -293,7 +310,7 @@ class WrittenFields(nn.Module):
         self.diagnostics = tuple(diagnostics)
         self.pressure_levels = tuple(pressure_levels)
         # All variables have the same levels; not all diagnostics need both of these.
-        name = TEMPERATURE if named.has(TEMPERATURE) else VAPOUR
+        name = TEMPERATURE if named.has(TEMPERATURE) else named.humidity
         self.layers = named.layers(name) if diagnostics or pressure_levels else None
         self.channels = written_channels(named, diagnostics, pressure_levels)
 
@@ -338,10 +355,15 @@ class WrittenFields(nn.Module):
         levels = torch.cat([columns.levels, surface.pressure], dim=1)
         values = torch.cat([values, lowest], dim=1)
         below = geopotential_below if is_height else temperature_below
+        # Geopotential is curved in the logarithm of pressure, as temperature falls with height:
+        # between levels at 500 and 600 hPa a straight line is up to 6 m too low. What is
+        # interpolated is the difference from the standard atmosphere, which is curved alike.
+        standard = standard_geopotential(levels) if is_height else torch.zeros_like(levels)
         parts = []
         for pressure in pressures:
-            part = interpolate_to_pressure(values, levels, pressure)
+            part = interpolate_to_pressure(values - standard, levels, pressure)
             at = torch.full_like(part, pressure)
+            part = part + standard_geopotential(at) if is_height else part
             part = torch.where(at > surface.pressure, below(surface, at), part)
             if is_height:  # air above the uppermost level has its temperature
                 warmth = DRY_GAS_CONSTANT * columns.read(TEMPERATURE)[:, :1]
@@ -369,6 +391,7 @@ def check_written(
         UserError: names what is missing.
     """
     outputs = {name for output in names for name in possible_canonical_names(output)}
+    substitutes = {needed for needed, name in SUBSTITUTES.items() if name in outputs}
     has_ground = any(canonical_name(name) == GROUND for name in static)
     for name in diagnostics:
         if name in outputs - {GROUND}:
@@ -380,7 +403,9 @@ def check_written(
     if pressure_levels:
         needs.append(("pressure_levels: interpolation", ("surface_pressure", TEMPERATURE), True))
     for what, needed, needs_ground in needs:
-        missing = [f"{name} among the model's outputs" for name in needed if name not in outputs]
+        # Total water is no vapour, and only where both would do it may stand for it.
+        there = outputs if what.endswith(COLUMN_VAPOUR) else outputs | substitutes
+        missing = [f"{name} among the model's outputs" for name in needed if name not in there]
         if needs_ground and not has_ground:
             missing.append(f"{GROUND} in data.static")
         if missing:

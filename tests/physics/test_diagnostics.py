@@ -9,6 +9,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.data.channels import Channel
 from credit_dp.errors import UserError
 from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.request import DIAGNOSTICS, ForecastRequest
@@ -202,6 +203,40 @@ def test_interpolation_is_linear_in_the_logarithm_of_pressure():
             column = levels[b, :, i, j].log().numpy()
             wanted = np.interp(math.log(pressure), column, values[b, :, i, j].numpy())
             assert float(found[b, 0, i, j]) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_geopotential_between_levels_is_that_of_the_temperature():
+    """In an atmosphere of constant lapse rate, on 18 levels as of miles-credit's data."""
+    count, ground, bottom = 18, 2000.0, 9.9e4
+    b = np.linspace(0, 1, count + 1) ** 1.2
+    hybrid = {"a": (3000 * (1 - b)).tolist(), "b": b.tolist()}
+    upper = [Channel(n, k) for n in ("geopotential", "temperature") for k in range(1, count + 1)]
+    named = NamedChannels([*upper, Channel("surface_pressure")], hybrid, torch.full((1, 1), ground))
+    wanted_at = (300, 500, 700, 850)
+    levels = level_pressures(
+        build_layers(range(1, count + 1), hybrid), torch.full((1, 1, 1, 1), bottom).double()
+    )
+
+    def column(pressure: Array) -> tuple[Array, Array]:
+        """Return geopotential and temperature by the hydrostatic equation, 5.5 K a kilometre."""
+        lapse = 0.0055
+        warmth = 295.0 * (pressure / bottom) ** (R * lapse / G)
+        return ground + G * (295.0 - warmth) / lapse, warmth
+
+    heights, warmth = column(levels.numpy())
+    fields = np.concatenate([heights, warmth, np.full((1, 1, 1, 1), bottom)], axis=1)
+    to_write = WrittenFields(named, [], wanted_at)
+    found = dict(zip(to_write.channels, to_write(torch.from_numpy(fields))[0], strict=True))
+    straight_errors = []
+    for level in wanted_at:
+        height, _ = column(np.array(100.0 * level))
+        straight = np.interp(
+            math.log(100 * level), levels.log().flatten().numpy(), heights.flatten()
+        )
+        error = abs(float(found[Channel("geopotential", level)]) - height) / G
+        assert error < 0.5  # m
+        straight_errors.append(abs(straight - height) / G)
+    assert max(straight_errors) > 2
 
 
 def written(kind: str, rows: slice, levels: tuple[int, ...] = ()) -> WrittenFields:

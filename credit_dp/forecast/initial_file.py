@@ -1,7 +1,7 @@
-"""Initial states from files of other sources: GRIB, netCDF or zarr, on any regular grid.
+"""Initial states from files of other sources: GRIB, netCDF or zarr, on any global grid of rows.
 
 `InitialFiles` finds each prognostic field of a run at the times that a forecast needs, under any of
-its names, converts its unit and regrids it conservatively. Everything else stays the run's: static
+its names, converts its unit and regrids it. Everything else stays the run's: static
 fields and stored forcings are read from its data.
 
 Each rank decodes whole fields, one at a time, and keeps its rows: messages of GRIB can't be read in
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.data.channels import Channel
-from credit_dp.data.rechunk.request import Regridder
+from credit_dp.data.rechunk.request import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.base import check_coordinates
@@ -55,8 +55,14 @@ SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
 Field = NDArray[np.float32]
 
 
+Regrid = Callable[[NDArray[np.floating]], NDArray[np.floating]]
+
+
 class FoundField(NamedTuple):
-    """A field in a file: its unit as the file gives it, and how to read it, `(H, W)`."""
+    """A field in a file: its unit as the file gives it, and how to read it, `(H, W)`.
+
+    A field on a reduced grid is `(N,)`.
+    """
 
     unit: str
     read: Callable[[], Field]
@@ -92,8 +98,13 @@ class StateFile(ABC):
             UserError: the file has the field twice, or in a form that can't be read.
         """
 
-    def regridder(self, store: Store) -> Regridder | None:
-        """Return what brings fields to the grid of a store; None if they are on it."""
+    def regridder(self, store: Store, method: str) -> Regrid | None:
+        """Return what brings fields to the grid of a store; None if they are on it.
+
+        Args:
+            store: has the grid.
+            method: one of `REGRIDDING`.
+        """
         pairs = ((self.latitude, store.latitude), (self.longitude, store.longitude))
         if all(
             len(own) == len(other)
@@ -101,7 +112,8 @@ class StateFile(ABC):
             for own, other in pairs
         ):
             return None
-        return Regridder(self.latitude, self.longitude, store.latitude, store.longitude)
+        target = store.latitude, store.longitude
+        return Regridder(self.latitude, self.longitude, *target, method)
 
 
 @final
@@ -109,7 +121,7 @@ class GribStates(StateFile):
     """The fields of a GRIB file at an instant; sums, means and extremes over time are left out."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GribFile.open(path, KEY)
+        self._file = GribFile.open(path, KEY, reduced=True)
         self.where = str(path)
         self.times = np.unique(np.array([x.valid for x in self._file.messages], "M8[ns]"))
         self.latitude, self.longitude = self._file.latitude, self._file.longitude
@@ -136,6 +148,15 @@ class GribStates(StateFile):
             for message in messages:
                 return FoundField(message.unit, partial(self._file.read, message))
         return None
+
+    def regridder(self, store: Store, method: str) -> Regrid | None:
+        """See `StateFile`."""
+        lengths = self._file.row_lengths
+        if not lengths:
+            return super().regridder(store, method)
+        first = float(self.longitude[0])
+        target = store.latitude, store.longitude
+        return ReducedRegridder(self.latitude, lengths, first, *target, method)
 
 
 @final
@@ -226,8 +247,13 @@ class InitialFiles:
             )
         return str(times[-1].astype("M8[h]"))
 
-    def reader(self, store: Store, times: Times) -> "StateReader":
+    def reader(self, store: Store, times: Times, regrid: str = CONSERVATIVE) -> "StateReader":
         """Return what reads the prognostic fields of a run at some times; nothing is read yet.
+
+        Args:
+            store: of the run.
+            times: to read.
+            regrid: one of `REGRIDDING`: how fields on another grid are regridded.
 
         Raises:
             UserError: names all fields that are missing, or whose unit does not fit.
@@ -258,7 +284,7 @@ class InitialFiles:
             (channel, time): _conversion(store, channel, file, field.unit)
             for (channel, time), (file, field) in fields.items()
         }
-        return StateReader(store, fields, conversions)
+        return StateReader(store, fields, conversions, regrid)
 
     def _find(
         self, store: Store, channel: Channel, time: np.datetime64
@@ -282,12 +308,13 @@ class StateReader:
         store: Store,
         fields: Mapping[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]],
         conversions: Mapping[tuple[Channel, np.datetime64], tuple[float, float]],
+        regrid: str,
     ) -> None:
         self._store = store
         self._fields = fields
         self._conversions = conversions
         files = {file.where: file for file, _ in fields.values()}
-        self._regridders = {where: file.regridder(store) for where, file in files.items()}
+        self._regridders = {where: file.regridder(store, regrid) for where, file in files.items()}
 
     def read_states(self, times: Times, rows: slice) -> Field:
         """Read the prognostic channels at several times, `(T, C, rows, W)`.

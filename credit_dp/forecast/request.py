@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
+from credit_dp.data.rechunk.request import CONSERVATIVE, REGRIDDING
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file", "grib")
@@ -45,6 +46,7 @@ class ForecastRequest:
         diagnostics: `NAME` or `[NAME,...]` of `DIAGNOSTICS`, which are written, too.
         pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
         init_file: `PATH` or `[PATH,...]` of files with the initial states; "": the run's data.
+        init_regrid: one of `REGRIDDING`: how states on another grid are regridded.
     """
 
     checkpoint: str
@@ -59,6 +61,7 @@ class ForecastRequest:
     diagnostics: str = ""
     pressure_levels: str = ""
     init_file: str = ""
+    init_regrid: str = CONSERVATIVE
 
     def check(self, step_hours: int, noise: bool = False) -> None:
         """Check all values, and that lead times fit the model's step.
@@ -71,6 +74,12 @@ class ForecastRequest:
             UserError: names the key with an invalid value.
         """
         checks.one_of("format", self.format, FORMATS)
+        checks.one_of("init_regrid", self.init_regrid, REGRIDDING)
+        if self.init_regrid != CONSERVATIVE and not self.init_file:
+            raise UserError(
+                f"init_regrid: {self.init_regrid} is for states of init_file, which is empty. "
+                "Leave it out, or give init_file."
+            )
         checks.at_least("members", self.members, 0)
         checks.number_in("perturb", self.perturb, 0)
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)

@@ -28,6 +28,7 @@ from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.loader import Normaliser
+from credit_dp.data.rechunk.request import CONSERVATIVE
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
@@ -195,6 +196,8 @@ class ForecastSetup:
         settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
         if files is not None:
             settings["init_file"] = files.stamps
+            if request.init_regrid != CONSERVATIVE:
+                settings["init_regrid"] = request.init_regrid
         writer = WRITERS[request.format](request.target, form, settings)
         run_on_all_ranks(writer.check)
         # Before `device` changes: a layout may put the model's output on another device.
@@ -444,7 +447,8 @@ def _state_reader(
     if files is None:
         return None
     offsets = frame_offsets(config.model.frames, store.config.step_hours)
-    return files.reader(store, (config.request.initial_times()[:, None] + offsets).ravel())
+    times = (config.request.initial_times()[:, None] + offsets).ravel()
+    return files.reader(store, times, config.request.init_regrid)
 
 
 def statistics_of(metadata: Metadata) -> Statistics:

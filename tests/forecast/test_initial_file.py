@@ -1,17 +1,21 @@
 """Forecasts from states in files of other sources: GRIB, netCDF, other grids, names and units."""
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.data.grid import row_edges, row_weights
 from credit_dp.data.rechunk.request import Regridder, regular_grid
 from credit_dp.data.sources.grib import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
+from credit_dp.forecast.request import ForecastRequest
 from tests.forecast.runs import INIT, forecast, forecast_config
 
 eccodes = load_eccodes("init_file")
@@ -79,10 +83,10 @@ def write_grib(path, state, table=ECMWF, edition=2, **keys):
     return path
 
 
-def states(path, store, times=(TIME,), rows=EVERY_ROW):
+def states(path, store, times=(TIME,), rows=EVERY_ROW, regrid="conservative"):
     """Read the states at some times from files."""
     times = np.array(times, "M8[ns]")
-    return InitialFiles.open(str(path)).reader(store, times).read_states(times, rows)
+    return InitialFiles.open(str(path)).reader(store, times, regrid).read_states(times, rows)
 
 
 def close(found, wanted, of=1e-6):
@@ -190,6 +194,166 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     assert close(states(path, store)[0], wanted, 1e-5)
 
 
+def bilinear_at(
+    rows: Sequence[tuple[float, np.ndarray]], west: float, lat: float, lon: float
+) -> float:
+    """Interpolate to one point, first along two rows from `west`, then between them; rows fall."""
+    latitudes = [latitude for latitude, _ in rows]
+    south = min(max(sum(latitude > lat for latitude in latitudes), 1), len(rows) - 1)
+    along, weights = [], []
+    for _, row in rows[south - 1 : south + 1]:
+        position = (lon - west) % 360 / (360 / len(row))
+        first = int(position)
+        pair = row[first % len(row)], row[(first + 1) % len(row)]
+        along.append(pair[0] + (position - first) * (pair[1] - pair[0]))
+    top, bottom = latitudes[south - 1 : south + 1]
+    weights = min(max((top - lat) / (top - bottom), 0.0), 1.0)
+    return along[0] + weights * (along[1] - along[0])
+
+
+@pytest.mark.parametrize("west", [0.0, -170.0])
+def test_another_grid_is_interpolated(data, store, tmp_path, west):
+    state = _on_grid(data.sel(time=TIME), 12, 20, west)  # without rows on the poles
+    path = write_grib(tmp_path / "a.grib", state)
+    found = states(path, store, regrid="bilinear")[0]
+    channel = store.channels.slice_of("2m_temperature").start
+    field = state["2m_temperature"].values
+    rows = list(zip(state["latitude"].values, field, strict=True))
+    wanted = [
+        [bilinear_at(rows, west, lat, lon) for lon in store.longitude] for lat in store.latitude
+    ]
+    assert close(found[channel], np.array(wanted), 1e-5)
+    assert not close(found, states(path, store)[0], 1e-3)
+
+
+def write_reduced(path):
+    """Write a temperature on a reduced Gaussian grid; return its rows with their latitudes."""
+    handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
+    date = {"dataDate": 20000104, "dataTime": 0, "shortName": "2t", "bitsPerValue": 24}
+    eccodes.codes_set(handle, "typeOfLevel", "heightAboveGround")
+    eccodes.codes_set(handle, "level", 2)
+    for key, value in date.items():
+        eccodes.codes_set(handle, key, value)
+    latitudes = np.sort(eccodes.codes_get_array(handle, "distinctLatitudes"))[::-1]
+    rows = []
+    for latitude, length in zip(latitudes, eccodes.codes_get_array(handle, "pl"), strict=True):
+        lon = np.deg2rad(np.arange(length) * 360 / length)
+        rows.append((latitude, 280 + 20 * np.cos(np.deg2rad(latitude)) * np.cos(lon - 1)))
+    eccodes.codes_set_values(handle, np.concatenate([row for _, row in rows]))
+    path.write_bytes(eccodes.codes_get_message(handle))
+    eccodes.codes_release(handle)
+    return rows
+
+
+@pytest.mark.parametrize("regrid", ["bilinear", "conservative"])
+def test_a_reduced_gaussian_grid_is_regridded(config, tmp_path, regrid):
+    rows = write_reduced(tmp_path / "a.grib")
+    names = ["2m_temperature"]
+    store = Store.open(replace(config.data, prognostic=names, levels=None))
+    found = states(tmp_path / "a.grib", store, regrid=regrid)[0, 0]
+    if regrid == "bilinear":
+        wanted = np.array(
+            [
+                [bilinear_at(rows, 0.0, lat, lon) for lon in store.longitude]
+                for lat in store.latitude
+            ]
+        )
+        assert close(found, wanted, 1e-5)
+        return
+    # A cell is a mean over its area, so that the mean of the globe stays.
+    edges = row_edges(np.array([latitude for latitude, _ in rows]))
+    areas = -np.diff(np.sin(np.deg2rad(edges))) / 2
+    mean = sum(area * row.mean() for area, (_, row) in zip(areas, rows, strict=True))
+    weights = row_weights(store.latitude)
+    assert np.average(found.mean(axis=1), weights=weights) == pytest.approx(mean, rel=1e-6)
+    smooth = 280 + 20 * np.cos(np.deg2rad(store.latitude))[:, None] * np.cos(
+        np.deg2rad(store.longitude) - 1
+    )
+    assert np.abs(found - smooth).max() < 1.5
+
+
+def test_keys_of_regridding_are_checked():
+    keys = {"checkpoint": "run", "init": "2000-01-01", "lead": "6h", "out": "f"}
+    with pytest.raises(UserError, match=r"^init_regrid: needs one of conservative, bilinear"):
+        ForecastRequest(**keys, init_file="a.grib", init_regrid="nearest").check(6)
+    with pytest.raises(UserError, match=r"^init_regrid: bilinear is for states of init_file"):
+        ForecastRequest(**keys, init_regrid="bilinear").check(6)
+
+
+SCANNING = {
+    "westward": {"iScansNegatively": 1},
+    "northward": {"jScansPositively": 1},
+    "by column": {"jPointsAreConsecutive": 1},
+    "zigzag": {"alternativeRowScanning": 1},
+    "zigzag from the south, by column": {
+        **{"jScansPositively": 1, "jPointsAreConsecutive": 1, "alternativeRowScanning": 1}
+    },
+}
+
+
+def scanned_points(flags, rows, columns):
+    """Yield row from the north and column eastward of each point of a message.
+
+    Source: WMO Manual on Codes, FM 92 GRIB, flag table 3.4.
+    """
+    across, down = list(range(columns)), list(range(rows))
+    across = across[::-1] if flags.get("iScansNegatively") else across
+    down = down[::-1] if flags.get("jScansPositively") else down
+    by_column = flags.get("jPointsAreConsecutive")
+    outer, inner = (across, down) if by_column else (down, across)
+    for count, line in enumerate(outer):
+        turned = count % 2 and flags.get("alternativeRowScanning")
+        for point in inner[::-1] if turned else inner:
+            yield (point, line) if by_column else (line, point)
+
+
+@pytest.mark.parametrize("order", SCANNING)
+def test_points_may_be_in_any_order(data, store, tmp_path, order):
+    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME))
+    scanned = tmp_path / "b.grib"
+    flags = SCANNING[order]
+    rows, columns = data.sizes["latitude"], data.sizes["longitude"]
+    with path.open("rb") as file, scanned.open("wb") as to:
+        while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
+            field = eccodes.codes_get_values(handle).reshape(rows, columns)
+            for key, value in flags.items():
+                eccodes.codes_set(handle, key, value)
+            for key, axis in (("iScansNegatively", "longitude"), ("jScansPositively", "latitude")):
+                if flags.get(key):
+                    ends = [f"{axis}Of{end}GridPointInDegrees" for end in ("First", "Last")]
+                    values = [eccodes.codes_get_double(handle, end) for end in ends]
+                    for end, value in zip(ends, values[::-1], strict=True):
+                        eccodes.codes_set(handle, end, value)
+            values = [field[point] for point in scanned_points(flags, rows, columns)]
+            eccodes.codes_set_values(handle, np.array(values))
+            to.write(eccodes.codes_get_message(handle))
+            eccodes.codes_release(handle)
+    assert close(states(scanned, store), states(path, store), 1e-6)
+
+
+@pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds", "grid_jpeg"])
+def test_messages_may_be_packed_in_any_way(data, store, tmp_path, packing):
+    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), packingType=packing)
+    wanted = store.read_states(np.array([TIME]), EVERY_ROW)
+    assert close(states(path, store), wanted)
+
+
+def test_netcdf_of_another_origin_is_converted(data, store, tmp_path):
+    """Other names and units: heights in m, degrees Celsius, levels in Pa, rows from the south."""
+    state = data.sel(time=[TIME]).isel(latitude=slice(None, None, -1))
+    state = state[["geopotential", "temperature", "2m_temperature"]]
+    state = state.assign_coords(level=("level", state["level"].values * 100, {"units": "Pa"}))
+    heights = (state["geopotential"] / GRAVITY).assign_attrs(units="m")
+    warmth = (state["temperature"] - 273.15).assign_attrs(units="degC")
+    other = xr.Dataset(
+        {"gh": heights, "t": warmth, "t2m": state["2m_temperature"].assign_attrs(units="K")}
+    )
+    path = tmp_path / "other.nc"
+    other.rename(level="pressure_level", latitude="lat", longitude="lon").to_netcdf(path)
+    wanted = store.read_states(np.array([TIME]), EVERY_ROW)
+    assert close(states(path, store), wanted, 1e-5)
+
+
 def test_fields_come_from_several_files(data, store, tmp_path):
     surface = {"2m_temperature": ECMWF["2m_temperature"]}
     upper = {name: entry for name, entry in ECMWF.items() if name not in surface}
@@ -246,6 +410,7 @@ def corrupt(path, data, how):
         return eccodes.codes_release(handle)
     if how == "reduced":
         handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
+        eccodes.codes_set(handle, "iScansNegatively", 1)
         path.write_bytes(eccodes.codes_get_message(handle))
         return eccodes.codes_release(handle)
     if how == "empty":
@@ -286,7 +451,7 @@ FAULTS = {
     "timeless": r"has no time of the standard calendar. Give it the coordinate time",
     "cut": r"is cut off or damaged after 6 messages .*Fetch it again, or change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
-    "reduced": r"has a reduced Gaussian grid \(reduced_gg\). Request it on a regular grid",
+    "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",
     "region": r"latitude must cover the globe .*Change init_file",
     "grids": r"has messages on more than one grid",
     "twice": r"has 2t at 2000-01-04T00:00 more than once. Select one",

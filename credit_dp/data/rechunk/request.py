@@ -1,11 +1,12 @@
 """Selects the fields that `credit-dp data prepare` copies, and regrids them if needed.
 
 `FieldSelection` is the request, which can be sent to other processes; `SelectedFields` opens the
-store and reads. Regridding is first-order conservative on regular grids (`Regridder`).
+store and reads. Regridding is first-order conservative on regular grids (`Regridder`); states of
+other sources may be regridded bilinearly, too, and from reduced grids (`ReducedRegridder`).
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -233,25 +234,40 @@ def _parse_grid(text: str) -> tuple[int, int]:
     return rows, columns
 
 
+CONSERVATIVE, BILINEAR = "conservative", "bilinear"
+REGRIDDING = (CONSERVATIVE, BILINEAR)
+
+
 @final
 class Regridder:
-    """First-order conservative regridding between regular grids: global means are preserved.
+    """Regridding between regular grids, by default first-order conservative.
 
-    NaN: a target cell is the mean over the valid part of its area, and NaN if no part is valid.
-    The global mean is then preserved only where target cells are valid entirely or not at all.
+    Conservative: global means are preserved. A target cell is the mean over the source's cells;
+    with NaN over the valid part of its area, and NaN if no part is valid. The global mean is then
+    preserved only where target cells are valid entirely or not at all.
+
+    Bilinear: a target point is interpolated linearly between the rows and columns around it, around
+    the globe in longitude; poleward of the outermost row it has the values of that row. With NaN
+    the valid ones of the four points share the weight; NaN if none is valid.
 
     Args:
         latitude, longitude: of the source, `(H,)` and `(W,)` degrees. Rows extend to the midpoints
             between latitudes, the outermost to the poles; columns are equally wide.
         new_latitude, new_longitude: of the target.
+        method: one of `REGRIDDING`.
     """
 
     def __init__(
-        self, latitude: Array, longitude: Array, new_latitude: Array, new_longitude: Array
+        self,
+        latitude: Array,
+        longitude: Array,
+        new_latitude: Array,
+        new_longitude: Array,
+        method: str = CONSERVATIVE,
     ) -> None:
         # The weights of rows and columns are independent, so two small matrices do the work.
-        self._rows = _normalise_rows(_row_overlap(_sine_edges(latitude), _sine_edges(new_latitude)))
-        self._columns = _normalise_rows(_column_overlap(longitude, new_longitude))
+        self._rows = row_weights_between(latitude, new_latitude, method)
+        self._columns = column_weights_between(longitude, new_longitude, method)
 
     def __call__(self, fields: NDArray[np.floating]) -> NDArray[np.floating]:
         """Regrid fields one by one in float64; the result has the input's dtype.
@@ -262,22 +278,107 @@ class Regridder:
         shape = (*fields.shape[:-2], len(self._rows), len(self._columns))
         result = np.empty(shape, dtype=fields.dtype)
         for index in np.ndindex(shape[:-2]):
-            result[index] = self._regrid_field(fields[index].astype(np.float64))
+            result[index] = _means_of_valid(self._means, fields[index].astype(np.float64))
         return result
-
-    def _regrid_field(self, field: Array) -> Array:
-        valid = ~np.isnan(field)
-        if valid.all():
-            return self._means(field)
-        covered = self._means(valid.astype(np.float64))
-        total = self._means(np.where(valid, field, 0.0))
-        # Rounding leaves a tiny covered area where there is none.
-        has_valid = covered > 1e-9
-        return np.where(has_valid, total / np.where(has_valid, covered, 1.0), np.nan)
 
     def _means(self, field: Array) -> Array:
         means: Array = self._rows @ field @ self._columns.T
         return means
+
+
+@final
+class ReducedRegridder:
+    """Regridding from a grid whose rows have different numbers of points, as `Regridder` does it.
+
+    Args:
+        latitude: of the source, `(H,)` degrees, falling.
+        row_lengths: numbers of points of the rows, `(H,)`, from the first longitude eastward.
+        first_longitude: of all rows, in degrees.
+        new_latitude, new_longitude: of the target.
+        method: one of `REGRIDDING`.
+    """
+
+    def __init__(
+        self,
+        latitude: Array,
+        row_lengths: Sequence[int],
+        first_longitude: float,
+        new_latitude: Array,
+        new_longitude: Array,
+        method: str = CONSERVATIVE,
+    ) -> None:
+        self._rows = row_weights_between(latitude, new_latitude, method)
+        self._lengths = tuple(row_lengths)
+        # Rows of the same length, mostly in both hemispheres, share a matrix.
+        self._columns: dict[int, Array] = {}
+        for length in set(self._lengths):
+            columns = np.arange(length, dtype=np.float64) * (FULL_CIRCLE / length)
+            self._columns[length] = column_weights_between(
+                first_longitude + columns, new_longitude, method
+            )
+
+    def __call__(self, values: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Regrid one field in float64.
+
+        Shapes:
+            `(N,)`, row after row from the north -> `(H_new, W_new)`.
+        """
+        return _means_of_valid(self._means, values.astype(np.float64))
+
+    def _means(self, values: Array) -> Array:
+        rows = np.split(values, np.cumsum(self._lengths)[:-1])
+        on_columns = [self._columns[len(row)] @ row for row in rows]
+        means: Array = self._rows @ np.stack(on_columns)
+        return means
+
+
+def _means_of_valid(means: Callable[[Array], Array], field: Array) -> Array:
+    """Return the weighted means of a field, of its valid points where it has NaN."""
+    valid = ~np.isnan(field)
+    if valid.all():
+        return means(field)
+    covered = means(valid.astype(np.float64))
+    total = means(np.where(valid, field, 0.0))
+    # Rounding leaves a tiny covered area where there is none.
+    has_valid = covered > 1e-9
+    return np.where(has_valid, total / np.where(has_valid, covered, 1.0), np.nan)
+
+
+def row_weights_between(old: Array, new: Array, method: str) -> Array:
+    """Return the weights of old rows in each new one, which sum to 1: `(H_new, H)`.
+
+    Args:
+        old, new: latitudes in degrees, falling.
+        method: one of `REGRIDDING`.
+    """
+    if method == CONSERVATIVE:
+        return _normalise_rows(_row_overlap(_sine_edges(old), _sine_edges(new)))
+    south = np.clip(np.searchsorted(-old, -new), 1, len(old) - 1)
+    share = np.clip((old[south - 1] - new) / (old[south - 1] - old[south]), 0, 1)
+    return _pairs(len(old), south - 1, south, share)
+
+
+def column_weights_between(old: Array, new: Array, method: str) -> Array:
+    """Return the weights of old columns in each new one, which sum to 1: `(W_new, W)`.
+
+    Args:
+        old, new: longitudes in degrees, of columns that are equally far from each other.
+        method: one of `REGRIDDING`.
+    """
+    if method == CONSERVATIVE:
+        return _normalise_rows(_column_overlap(old, new))
+    position = (new - old[0]) % FULL_CIRCLE * (len(old) / FULL_CIRCLE)
+    west = np.floor(position).astype(np.intp)
+    return _pairs(len(old), west % len(old), (west + 1) % len(old), position - west)
+
+
+def _pairs(count: int, first: NDArray[np.intp], second: NDArray[np.intp], share: Array) -> Array:
+    """Return weights of two of `count` points in each new one: `share` is that of the second."""
+    weights = np.zeros((len(share), count))
+    index = np.arange(len(share))
+    np.add.at(weights, (index, first), 1 - share)
+    np.add.at(weights, (index, second), share)
+    return weights
 
 
 def regular_grid(rows: int, columns: int) -> tuple[Array, Array]:

@@ -165,6 +165,7 @@ SINGLE_LEVEL_TYPES = frozenset(
     }
 )
 GRIDS = ("regular_ll", "regular_gg")  # rows of equally many points
+REDUCED = "reduced_gg"  # rows of fewer points near the poles
 ADVICE = (
     "Request it on a regular grid of latitudes and longitudes, or convert it, for example with "
     "`cdo -setgridtype,regular` (reduced grids) or `cdo -sp2gpl` (spectral fields)"
@@ -227,15 +228,17 @@ class Message(NamedTuple):
 @final
 @dataclass(frozen=True)
 class GribFile:
-    """The messages of a GRIB file of edition 1 or 2 on one regular grid.
+    """The messages of a GRIB file of edition 1 or 2 on one grid of rows.
 
     Attributes:
         path: of the file.
         key: that has given the path, for messages.
         messages: in the file's order. Averages and extremes over time are left out, and fields on
             levels that no variable is on.
-        latitude, longitude: `(H,)`, falling, and `(W,)`, eastward from the first, in degrees.
+        latitude, longitude: `(H,)`, falling, and `(W,)`, eastward from the first, in degrees; of a
+            reduced grid the longitudes are those of the longest row.
         complete: whether the file ends after a message; False if it is cut off.
+        row_lengths: numbers of points of the rows of a reduced grid, `(H,)`; otherwise empty.
     """
 
     path: Path
@@ -244,9 +247,17 @@ class GribFile:
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
     complete: bool = True
+    row_lengths: Sequence[int] = ()
 
     @classmethod
-    def open(cls, path: Path, key: str, sums: bool = False, cut_off: bool = False) -> "GribFile":
+    def open(
+        cls,
+        path: Path,
+        key: str,
+        sums: bool = False,
+        cut_off: bool = False,
+        reduced: bool = False,
+    ) -> "GribFile":
         """List the messages of a file, reading their headers only.
 
         Args:
@@ -254,6 +265,7 @@ class GribFile:
             key: for error messages.
             sums: whether sums over time are listed, too.
             cut_off: whether a file that is cut off after some messages is opened, too.
+            reduced: whether reduced Gaussian grids, whose rows differ in length, are, too.
 
         Raises:
             UserError: it can't be read, is cut off, has no messages, or grids that differ.
@@ -270,7 +282,7 @@ class GribFile:
                     last, offset = offset, int(eccodes.codes_get_message_offset(handle))
                     part = part + 1 if offset == last else 0
                     end = offset + int(eccodes.codes_get(handle, "totalLength"))
-                    grid = grid or _read_grid(eccodes, handle, path, key)
+                    grid = grid or _read_grid(eccodes, handle, path, key, reduced)
                     if eccodes.codes_get(handle, "md5GridSection") != grid.checksum:
                         raise UserError(
                             f"{key}: {path} has messages on more than one grid. Split it, for "
@@ -294,10 +306,12 @@ class GribFile:
             raise UserError(f"{key}: {path} can't be read ({error}). Change {key}.") from error
         if grid is None:
             raise UserError(f"{key}: {path} has no GRIB message. Change {key}.")
-        return cls(path, key, messages, grid.latitude, grid.longitude, complete)
+        return cls(path, key, messages, grid.latitude, grid.longitude, complete, grid.row_lengths)
 
     def read(self, message: Message) -> Field:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
+
+        Of a reduced grid these are the points of all rows, `(N,)`, in the same order.
 
         Raises:
             UserError: it can't be decoded, or its checksum is wrong.
@@ -314,7 +328,8 @@ class GribFile:
                     eccodes.codes_set(handle, "missingValue", MISSING_VALUE)
                     values = eccodes.codes_get_values(handle)
                     order = _point_order(eccodes, handle)
-            field = _in_rows(values, (len(self.latitude), len(self.longitude)), order)
+            shape = len(self.latitude), len(self.longitude)
+            field = values if self.row_lengths else _in_rows(values, shape, order)
         except (eccodes.CodesInternalError, OSError, ValueError, StopIteration) as error:
             raise UserError(
                 f"{self.key}: {self.path}: {message.name} at {message.valid.astype('M8[m]')} can't "
@@ -385,15 +400,18 @@ class _Grid(NamedTuple):
     checksum: str
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
+    row_lengths: Sequence[int] = ()
 
 
-def _read_grid(eccodes: Any, handle: int, path: Path, key: str) -> _Grid:
+def _read_grid(eccodes: Any, handle: int, path: Path, key: str, reduced: bool) -> _Grid:
     """Return the grid of a message.
 
     Raises:
-        UserError: it has no rows of equally many points.
+        UserError: it has no rows, or these have different numbers of points without `reduced`.
     """
     grid = eccodes.codes_get(handle, "gridType")
+    if reduced and grid == REDUCED:
+        return _read_reduced_grid(eccodes, handle, path, key)
     if grid not in GRIDS:
         name = "spectral" if grid == "sh" else GRID_TYPES.get(grid, grid)
         raise UserError(f"{key}: {path} has a {name} grid ({grid}). {ADVICE}.")
@@ -406,6 +424,34 @@ def _read_grid(eccodes: Any, handle: int, path: Path, key: str) -> _Grid:
     columns = eccodes.codes_get_long(handle, "Ni")
     step = (east - west) % FULL_CIRCLE / max(columns - 1, 1)
     return _Grid(checksum, latitude.astype(np.float64), west + step * np.arange(columns))
+
+
+def _read_reduced_grid(eccodes: Any, handle: int, path: Path, key: str) -> _Grid:
+    """Return the reduced Gaussian grid of a message, its rows from the north.
+
+    Raises:
+        UserError: it covers a part of the globe, or its points are in an unusual order.
+    """
+    lengths = [int(length) for length in eccodes.codes_get_array(handle, "pl")]
+    count = eccodes.codes_get_long(handle, "numberOfDataPoints")
+    is_plain = not any(_point_order(eccodes, handle))
+    latitude = np.empty(0)
+    if is_plain:  # ecCodes fails for other orders
+        latitude = np.sort(eccodes.codes_get_array(handle, "distinctLatitudes"))[::-1]
+    if min(lengths) < 1 or len(lengths) != len(latitude) or sum(lengths) != count:
+        raise UserError(
+            f"{key}: {path} has a reduced Gaussian grid that is not global, or whose points are "
+            f"not eastward, row by row from the north. {ADVICE}."
+        )
+    west = eccodes.codes_get_double(handle, "longitudeOfFirstGridPointInDegrees")
+    longest = max(lengths)
+    longitude = west + FULL_CIRCLE / longest * np.arange(longest)
+    return _Grid(
+        eccodes.codes_get(handle, "md5GridSection"),
+        latitude.astype(np.float64),
+        longitude,
+        lengths,
+    )
 
 
 class _PointOrder(NamedTuple):

@@ -224,7 +224,7 @@ def standard_geopotential(pressure: Tensor) -> Tensor:
     of a model's levels, where only its curvature matters.
     """
     share = (pressure.clamp(min=STANDARD_TROPOPAUSE) / STANDARD_PRESSURE).pow(ALPHA)
-    tropopause = STANDARD_TEMPERATURE * (STANDARD_TROPOPAUSE / STANDARD_PRESSURE) ** ALPHA
+    tropopause: float = STANDARD_TEMPERATURE * (STANDARD_TROPOPAUSE / STANDARD_PRESSURE) ** ALPHA
     above: Tensor = (STANDARD_TROPOPAUSE / pressure).log().clamp(min=0)
     below: Tensor = GRAVITY / LAPSE_RATE * STANDARD_TEMPERATURE * (1 - share)
     return below + DRY_GAS_CONSTANT * tropopause * above

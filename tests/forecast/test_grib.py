@@ -129,6 +129,43 @@ def test_headers(tmp_path):
     assert headers(path, "typeOfLevel", "level")[0] == ("hybrid", 500)
 
 
+def test_cfgrib_reads_sums_of_members_and_soil(tmp_path):
+    names = ("total_precipitation", "soil_temperature_level_2", "skin_temperature")
+    form = a_format(
+        channels=tuple(map(Channel, names)),
+        members=2,
+        summed=names[:1],
+        span=6,
+        units={"total_precipitation": "m", names[1]: "K", names[2]: "K"},
+    )
+    values = np.random.default_rng(3).random((3, 3, 4)).astype("f4")
+    path = write(form, tmp_path / "f", values)
+    keys = ("shortName", "typeOfLevel", "level", "number", "stepRange", "stepType", "dataType")
+    found = headers(path, *keys)
+    assert len(found) == len(set(found)) == 2 * 2 * 3
+    for member in (0, 1):
+        assert ("tp", "surface", 0, member, "6-12", "accum", "pf") in found
+        assert ("skt", "surface", 0, member, "12", "instant", "pf") in found
+        assert ("sot", "soilLayer", 2, member, "12", "instant", "pf") in found
+    for short, level_type, field in (
+        ("tp", "surface", 1000 * values[0]),
+        ("sot", "soilLayer", values[1]),
+        ("skt", "surface", values[2]),
+    ):
+        backend = {"indexpath": "", "filter_by_keys": {"shortName": short}}
+        options = {"engine": "cfgrib", "backend_kwargs": backend, "decode_timedelta": True}
+        with xr.open_dataset(path, **options) as data:
+            (variable,) = data.data_vars.values()
+            assert variable.attrs["GRIB_typeOfLevel"] == level_type
+            assert variable.attrs["GRIB_stepType"] == ("accum" if short == "tp" else "instant")
+            assert data["number"].values.tolist() == [0, 1]
+            hours = data["step"].values / np.timedelta64(1, "h")
+            assert hours.tolist() == [6, 12]
+            assert data["time"].values == form.times[0]
+            for one in variable.transpose("number", "step", ...).values.reshape(-1, 3, 4):
+                assert_packed(one[None], field[None])
+
+
 def test_units_become_those_of_the_code(tmp_path):
     form = a_format(
         channels=(Channel("snow_depth"), Channel("total_cloud_cover")),

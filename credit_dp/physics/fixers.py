@@ -28,6 +28,7 @@ from credit_dp.config import ModelConfig
 from credit_dp.config.model import BUDGETS, TOTAL_WATER
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import TrainingData
+from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY, WATER, is_accumulated, is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager
@@ -364,6 +365,7 @@ def fixers_of_run(
     hybrid: Hybrid = {}
     if has_budgets(config):
         check_budgets(config, store)
+        check_signs(config, store, data.statistics)
         hybrid = hybrid_of(store)
     ground = surface_geopotential(store.channels.static, torch.from_numpy(store.read_static(rows)))
     channels = PhysicalChannels(
@@ -411,6 +413,41 @@ def check_budgets(config: ModelConfig, store: Store) -> None:
                     f"model.fixers: {fixer} needs {name} everywhere, but it has a fill. Leave "
                     f"data.variables.{name}.fill out, or take {fixer} out of model.fixers."
                 )
+
+
+# Signs of the global means of ERA5's fluxes, which are positive downwards.
+MEAN_SIGNS = {
+    "evaporation": -1,
+    "top_net_solar_radiation": 1,
+    "top_net_thermal_radiation": -1,
+    "surface_net_solar_radiation": 1,
+    "surface_net_thermal_radiation": -1,
+    "surface_sensible_heat_flux": -1,
+    "surface_latent_heat_flux": -1,
+}
+
+
+def check_signs(config: ModelConfig, store: Store, statistics: Statistics) -> None:
+    """Check that the fluxes of budgets have the signs of ERA5, by their global means.
+
+    Other data, as of climate models, often have fluxes upwards. A budget would be closed with the
+    wrong sign. Fluxes that are normalised by a function are not checked: their means are others.
+
+    Raises:
+        UserError: names the first variable with the other sign.
+    """
+    step = f"_{store.config.step_hours}hr"
+    for channel, mean in zip(store.channels.output_channels, statistics.mean, strict=True):
+        name = canonical_name(channel.variable).removesuffix(step)
+        fixer = next((x for x in config.fixers if x in BUDGETS and name in BUDGETS[x].fluxes), None)
+        is_plain = not store.config.variable_config(channel.variable).is_transformed
+        if fixer and is_plain and mean * MEAN_SIGNS.get(name, 0) < 0:
+            upward = "upward" if MEAN_SIGNS[name] < 0 else "negative"
+            raise UserError(
+                f"model.fixers: {fixer} needs {channel.variable} positive downwards, as in ERA5, "
+                f"but its global mean is {mean:.3g}: it seems to be {upward}. Change its sign in "
+                f"the store, or take {fixer} out of model.fixers."
+            )
 
 
 def build_fixers(

@@ -48,6 +48,17 @@ SIGN_CHANGING = (
     "sin_latitude",
     "day_of_year_sin",
     "day_of_year_cos",
+    # Of anemoi's datasets, of climate models and of NCEP, and what latitude or season determine.
+    "sin_julian_day",
+    "cos_julian_day",
+    "*coriolis*",
+    "*declination*",
+    "va",
+    "vas",
+    "tauv",
+    "tauy",
+    "vgrd*",
+    "vwnd*",
     # Short names of ECMWF and of its netCDF files that have no long name in the package.
     "v10n",
     "vst",

@@ -23,6 +23,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.forecast.format import describe_difference, settings_of
 from credit_dp.physics.columns import hybrid_of
+from credit_dp.physics.fixers import check_signs
 from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
@@ -216,6 +217,20 @@ def test_coefficients_have_a_known_unit_and_are_turned_to_begin_at_the_top():
     assert found(turned.isel(hybrid=slice(None, None, -1)), "Pa") == wanted
     assert found(turned, "Pa") is None  # level 1 is the lowest
     assert found(data.isel(nhyi=[0, 2, 1, 3, 4]), "Pa") is None
+
+
+def test_fluxes_with_the_other_sign_are_refused(folder):
+    """As evaporation of most climate models, which is positive upwards."""
+    data = air.dataset("model")
+    for name in (air.EVAPORATION, air.TOP[1]):
+        path = folder / f"upward-{name}.zarr"
+        air.stores.write(data.assign({name: -data[name]}), path, chunks={"time": 1})
+        fixer = "water" if name == air.EVAPORATION else "energy"
+        config = air.atmosphere_config(folder, "model", ["water", "energy"], store=str(path))
+        read = prepare_training_data(config.data)
+        check_signs(replace(config.model, fixers=["dry_air"]), read.store, read.statistics)
+        with pytest.raises(UserError, match=f"model.fixers: {fixer} needs {name} positive down"):
+            check_signs(config.model, read.store, read.statistics)
 
 
 def test_data_that_do_not_fit_are_refused(folder):

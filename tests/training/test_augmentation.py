@@ -134,10 +134,15 @@ def test_a_mirrored_sample_is_the_other_hemisphere(folder, data):
         (
             "v v_500 v10 10m_v_component_of_neutral_wind v10n V10N v_component_stokes_drift "
             "relative_vorticity absolute_vorticity pv meridional_wind nsss viwvn latitude "
-            "northward_turbulent_surface_stress sin_latitude streamfunction",
+            "northward_turbulent_surface_stress sin_latitude streamfunction coriolis_parameter "
+            "sin_julian_day cos_julian_day solar_declination vas va VGRD10m V500 VAR_10V",
             True,
         ),
-        ("u10 t divergence cos_latitude longitude vertical_velocity wind_speed viwve", False),
+        (
+            "u10 t divergence cos_latitude longitude vertical_velocity wind_speed viwve "
+            "sin_local_time insolation tsi uas vapour_pressure lsm U500",
+            False,
+        ),
     ],
 )
 def test_the_sign_of_variables_by_their_names(names, odd):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import ModuleType
 from typing import Any, Protocol, Self, final
 
@@ -105,7 +106,10 @@ def open_tracker(
     if "mlflow" in config.trackers:
         check_installed("mlflow")
         address = config.mlflow or str(folder / "mlflow")
-        start_mlflow = partial(MlflowLog, address, config.project, folder, step, run_config)
+        is_shared = config.mlflow is not None
+        start_mlflow = partial(
+            MlflowLog, address, config.project, folder, step, run_config, is_shared
+        )
         sinks.append(BackgroundSink("MLflow", start_mlflow))
     if "tensorboard" in config.trackers:
         check_installed("tensorboard")
@@ -453,10 +457,12 @@ class MlflowLog:
     """A run of MLflow: files in a folder, or a server.
 
     Its id is stored in the training run's folder: a training run that is resumed continues the same
-    run of MLflow, and its repeated steps appear a second time there.
+    run of MLflow, and its repeated steps appear a second time there. Jobs of a sweep that share an
+    address are children of one run, which is named as the sweep's folder.
 
     Args:
         address: a folder, or the address of a server, `http://...`.
+        is_shared: whether other runs may use the address, too.
         project: name of MLflow's experiment.
         folder: of the training run.
         step: the last step before training starts; 0 for a new run.
@@ -464,12 +470,19 @@ class MlflowLog:
     """
 
     def __init__(
-        self, address: str, project: str, folder: Path, step: int, config: dict[str, Any]
+        self,
+        address: str,
+        project: str,
+        folder: Path,
+        step: int,
+        config: dict[str, Any],
+        is_shared: bool = False,
     ) -> None:
         client_type, self.metric_type, param_type = import_mlflow()
         is_folder = "://" not in address
         uri = Path(address).expanduser().resolve().as_uri() if is_folder else address
         self.step = step
+        self.folder = folder
         self.client = client_type(tracking_uri=uri)
         experiment = self._experiment(project)
         id_file = folder / "mlflow-id"
@@ -477,12 +490,32 @@ class MlflowLog:
             self.run_id = id_file.read_text().strip()
             self.client.update_run(self.run_id, "RUNNING")
             return
-        run = self.client.create_run(experiment, run_name=folder.name)
+        tags = {}
+        if is_shared and (folder / JOB_RECORD).exists():
+            tags["mlflow.parentRunId"] = self._run_of_sweep(experiment, folder.parent)
+        run = self.client.create_run(experiment, run_name=folder.name, tags=tags)
         self.run_id = str(run.info.run_id)
         write_run_file(id_file, self.run_id + "\n")
         params = [param_type(mlflow_name(key), str(value)) for key, value in flat_config(config)]
         for first in range(0, len(params), MLFLOW_BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + MLFLOW_BATCH])
+
+    def _run_of_sweep(self, experiment: str, sweep: Path) -> str:
+        """Return the id of the run that stands for a sweep; jobs may look for it together."""
+        path = sweep / "mlflow-id"
+        if path.exists():
+            return path.read_text().strip()
+        run_id = str(self.client.create_run(experiment, run_name=sweep.name).info.run_id)
+        with NamedTemporaryFile("w", dir=sweep, prefix=".mlflow-id-") as file:
+            file.write(run_id + "\n")
+            file.flush()
+            try:
+                os.link(file.name, path)  # never seen half-written
+            except FileExistsError:  # another job was faster
+                self.client.delete_run(run_id)
+                return path.read_text().strip()
+        self.client.set_terminated(run_id)  # it has no end of its own
+        return run_id
 
     def _experiment(self, name: str) -> str:
         """Return the id of an experiment, which another run may make at the same time."""
@@ -512,10 +545,16 @@ class MlflowLog:
         self.log(self.step, metrics)
 
     def close(self, failed: bool) -> None:
-        """Mark the run as finished or failed."""
+        """Mark the run as finished or failed, and store its files as artifacts."""
+        # First, as not every server has a place for artifacts.
         self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+        for name in ARTIFACTS:
+            if (self.folder / name).exists():
+                self.client.log_artifact(self.run_id, str(self.folder / name))
 
 
+JOB_RECORD = "job.json"  # in the folder of each job of a sweep
+ARTIFACTS = ("config.yaml", "code.diff", "metrics.csv", "metrics.json")
 MLFLOW_BATCH = 100  # parameters that MLflow accepts at once; it accepts more metrics
 
 

@@ -190,6 +190,43 @@ def test_an_experiment_that_another_run_has_just_made_is_used(tmp_path, monkeypa
     assert len(experiments) == 1
 
 
+def test_jobs_of_a_sweep_are_nested_in_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)
+    shared, sweep = tmp_path / "shared", tmp_path / "lr-sweep"
+    config = LoggerConfig(trackers=["mlflow"], mlflow=str(shared))
+    for name, step in (("a", 0), ("b", 0), ("b", 1)):  # the last one resumes
+        folder = sweep / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text("{}")
+        (folder / "config.yaml").write_text(f"name: {name}\n")
+        with open_tracker(config, folder / "metrics.csv", step, {}, rank=0) as tracker:
+            tracker.log(step + 1, {"loss": 1.0})
+    client = loggers.import_mlflow()[0](tracking_uri=shared.as_uri())
+    experiment = client.get_experiment_by_name("credit_dp").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    assert sorted(runs) == ["a", "b", "lr-sweep"]
+    parent = runs["lr-sweep"]
+    assert parent.info.status == "FINISHED"
+    for name in "ab":
+        assert runs[name].data.tags["mlflow.parentRunId"] == parent.info.run_id
+        files = [file.path for file in client.list_artifacts(runs[name].info.run_id)]
+        assert files == ["config.yaml", "metrics.csv"]
+    assert [path.name for path in sweep.iterdir() if path.is_file()] == ["mlflow-id"]
+
+    # Two jobs start together, and both find no run of the sweep.
+    (sweep / "mlflow-id").unlink()
+    log = loggers.MlflowLog(str(shared), "credit_dp", tmp_path, 0, {})
+    create = log.client.create_run
+
+    def create_late(*args: object, **options: object) -> object:
+        (sweep / "mlflow-id").write_text("faster\n")
+        return create(*args, **options)
+
+    monkeypatch.setattr(log.client, "create_run", create_late)
+    assert log._run_of_sweep(experiment, sweep) == "faster"
+    assert len(client.search_runs([experiment])) == 4  # and no third one of a sweep
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("loss/+6h", "loss.6h"), ("\u03b2", "_")])
 def test_names_that_mlflow_does_not_accept_are_changed(name, wanted):
     assert loggers.mlflow_name(name) == wanted

@@ -56,6 +56,10 @@ REASONS: Reasons = {
     "dataloader.read_group_size": "ranks of a domain share the reading by themselves",
     "dataloader.pin_memory": "batches are always copied from pinned memory",
     "data.imputer": "data.variables.NAME.fill replaces points without values",
+    "training.method": "the loss and the model say how a run is trained",
+    "training.check_variables_compatibility": "a store is checked when it is opened",
+    "training.num_sanity_val_steps": "--check with the same keys checks a run before it starts",
+    "task": "a run trains a forecast",
     "training.run_id": _RESUME,
     "training.fork_run_id": _RESUME,
     "training.load_weights_only": _RESUME,
@@ -108,11 +112,13 @@ def read_anemoi(
     _read_learning_rate(config, experiment)
     _read_loss(config, experiment, outputs)
     _read_transport(config, experiment)
+    scalers = f"training.scalers.{DATA}"
     reasons = {
         **REASONS,
-        **{f"training.scalers.{DATA}.{name}": "not used by the loss, or has no counterpart"
-           for name in ("nan_mask_weights", "time_steps")},
-    }  # fmt: skip
+        f"{scalers}.nan_mask_weights": "points without values never count",
+        f"{scalers}.node_weights": "a row weighs its area",
+        f"{scalers}.time_steps": "a step forecasts one state",
+    }
     return experiment, config.lines(reasons)
 
 
@@ -492,7 +498,9 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: Sequence[
     experiment.set("loss.latitude_weight", uses("node_weights") or not scalers)
     tendency = next((x for x in ("var_tendency", "stdev_tendency") if uses(x)), None)
     experiment.set("loss.tendency", tendency is not None)
-    others = [name for name in scalers if name not in (*known, "var_tendency", "time_steps", "*")]
+    # Of these there is no choice here: see their reasons.
+    built_in = ("time_steps", "nan_mask_weights", "*")
+    others = [name for name in scalers if name not in (*known, "var_tendency", *built_in)]
     notes = [f"no counterpart: {', '.join(others)}"] if others else []
     # Theirs multiplies errors; here differences are divided before they are squared, or not.
     is_squared = experiment.choices["loss"] in ("mse", "huber")

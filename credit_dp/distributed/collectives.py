@@ -146,6 +146,28 @@ def gather_on_rank_0(value: T, group: dist.ProcessGroup | None = None) -> list[T
     """
     if not has_process_group() or dist.get_world_size() == 1:
         return [value]
+    if dist.get_backend(group) == "gloo":
+        return _gather_in_tree(value, group)
     values: list[T | None] = [None] * dist.get_world_size() if global_rank() == 0 else []
     dist.gather_object(value, values or None, dst=0, group=group)
     return values  # type: ignore[return-value]  # torch has replaced every None
+
+
+def _gather_in_tree(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Gather on rank 0 along the tree on which gloo broadcasts from it.
+
+    Rank 0 needs connections to ranks 1, 2, 4, 8, ... only; for gloo's gather, to all. The parent of
+    a rank has its number without the highest bit.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = {rank: value}
+    for bit in reversed(range((size - 1).bit_length())):
+        distance = 1 << bit
+        if rank >= distance:
+            dist.send_object_list([gathered], dst=rank - distance, group=group)
+            return []
+        if rank + distance < size:
+            received: list[dict[int, T]] = [{}]
+            dist.recv_object_list(received, src=rank + distance, group=group)
+            gathered |= received[0]
+    return [gathered[sender] for sender in range(size)]

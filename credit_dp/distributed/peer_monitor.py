@@ -10,15 +10,18 @@ be stuck in C++ for minutes. So every rank
    exactly one rank, the first, reports,
 4. ends soon after the key is set, whatever its main thread waits for, unless it has finished.
 
-So the process that serves the store has two connections to each rank, torch's own and one for steps
-3 and 4, and one more to each machine. The second one can't be opened when it is needed: a process
-that is being killed still accepts connections, and torch would try for minutes.
+So the store has two connections to each rank, torch's own and one for steps 3 and 4, and one more
+to each machine. The second one can't be opened when it is needed: a process that is being killed
+still accepts connections, and torch would try for minutes. On several nodes they all go through
+processes that are no ranks (`shared_store`), which a killed rank does not take along; the rank that
+has started such a process reports its end.
 """
 
 import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,8 +36,8 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.process_groups import GROUP_TIMEOUT
 from credit_dp.distributed.report import mesh_rank_name, report_error, wait_for_first_rank
+from credit_dp.distributed.shared_store import RendezvousStore, StoreLink, connect
 from credit_dp.distributed.signals import Terminated
-from credit_dp.distributed.worker import RendezvousStore
 
 # Until a killed process shows as ended; its peers may notice the broken connection earlier.
 DETECTION_SECONDS = 0.2
@@ -44,6 +47,7 @@ REMOTE_REPORT_SECONDS = 1.0
 END_NOTICE_SECONDS = 0.5
 # Other ranks end later than the first one, so that the launcher names the right one.
 ROOT_CAUSE_SECONDS = 1.5
+RECONNECT_TIMEOUT = timedelta(seconds=5)
 FOREVER = timedelta(days=365)
 END_KEY = "credit_dp/end"
 PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
@@ -59,12 +63,13 @@ class PeerMonitor:
         self.parallel = parallel
         self.store: RendezvousStore | None = None
         self.rendezvous_store: RendezvousStore | None = None
+        self.link = StoreLink()
         self.processes: dict[int, int] = {}  # rank -> process id, on this machine
         self.listener: threading.Thread | None = None
         self.finished = False
         self.claim_attempted = threading.Lock()  # never released: a rank tries once
 
-    def start_monitoring(self, store: RendezvousStore) -> None:
+    def start_monitoring(self, store: RendezvousStore, link: StoreLink) -> None:
         """Exchange process ids over the store and start the listening thread; collective."""
         machine = f"{machine_id()}/{self.ranks.node}"
         store.set(f"credit_dp/process/{self.ranks.rank}", f"{machine} {os.getpid()}")
@@ -73,8 +78,8 @@ class PeerMonitor:
         self.processes = {
             rank: int(pid) for rank, (name, pid) in enumerate(entries) if name == machine
         }
-        # Keeps the store alive until all ranks have left, if this rank serves it.
-        self.rendezvous_store = store
+        # Keep the store alive until all ranks have left, if this rank serves it or its process.
+        self.rendezvous_store, self.link = store, link
         # Another connection for other threads: a call of the main thread blocks its own.
         self.store = store.clone()
         lowest = min(self.processes)
@@ -153,11 +158,14 @@ class PeerMonitor:
         self.report_once(report)
 
     def report_once(self, report: Callable[[], None] | None) -> None:
-        """Report once in the whole run: an ended rank if there is one, otherwise by `report`."""
+        """Report once in the whole run: an ended process if there is one, otherwise by `report`."""
         ended = self.ended_ranks()
-        if (ended or report is not None) and self.claim_reporting(ended):
+        lost = "" if ended else self.lost_store_process()
+        if (ended or lost or report is not None) and (self.claim_reporting(ended) or lost):
             if ended:
                 report_error(self.death_message(ended))
+            elif lost:
+                report_error(f"{lost} ended (killed, or out of memory?); all ranks were stopped")
             elif report is not None:
                 report()
             self.announce_end()
@@ -186,6 +194,23 @@ class PeerMonitor:
     def ended_ranks(self) -> list[int]:
         """Return the ranks of this machine whose process has ended."""
         return [rank for rank, pid in self.processes.items() if process_has_ended(pid)]
+
+    def lost_store_process(self) -> str:
+        """Return which process of the store this rank has started, if it was killed; "" if not.
+
+        In place of a relay, the connection of this rank that reports failures is a new one.
+        """
+        process = self.link.process
+        if process is None or not process_has_ended(process.pid):
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # A relay ends in good order when the process that keeps the store has been killed.
+            if process.wait(END_NOTICE_SECONDS) == 0:
+                return ""
+        if self.link.server is not None:  # which ranks of other nodes still listen to
+            with contextlib.suppress(RuntimeError):
+                self.store = connect(*self.link.server, RECONNECT_TIMEOUT)
+        return self.link.name
 
     def death_message(self, ended: list[int]) -> str:
         """Return the error line for ranks that ended without reporting."""

@@ -16,11 +16,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
@@ -34,37 +33,14 @@ from credit_dp.distributed.process_groups import (
     wait_until_connected,
 )
 from credit_dp.distributed.report import RankOutcome, write_outcome
+from credit_dp.distributed.shared_store import (
+    RendezvousStore,
+    StoreLink,
+    join_shared_store,
+    uses_shared_store,
+)
 from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.errors import UserError
-
-
-class RendezvousStore(Protocol):
-    """The key-value store that all ranks share; `torch.distributed.Store` has no complete stub.
-
-    Its methods raise a RuntimeError if the process that serves it has ended.
-    """
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value."""
-
-    def get(self, key: str) -> bytes:
-        """Wait until a key exists, and return its value."""
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all keys exist, and return their values."""
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all keys exist."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set for how long reading waits."""
-
-    def clone(self) -> RendezvousStore:
-        """Return the same store over another connection, for another thread."""
-
 
 RunFunction = Callable[[Config, RankInfo], int]
 
@@ -111,7 +87,7 @@ def run_rank(
     ranks: RankInfo,
     run: str,
     init_method: str = "",
-    on_store: Callable[[RendezvousStore], None] | None = None,
+    on_store: Callable[[RendezvousStore, StoreLink], None] | None = None,
 ) -> int:
     """Run the function on this rank, inside a process group if there are several ranks.
 
@@ -120,7 +96,8 @@ def run_rank(
         ranks: this rank.
         run: `module:function`.
         init_method: where the ranks find each other, as torch takes it: `env://` or `file://PATH`.
-        on_store: called with the rendezvous store before the process group is initialised.
+        on_store: called with the rendezvous store, and what ties this rank to it, before the
+            process group is initialised.
     """
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
@@ -225,15 +202,21 @@ def pop_early_records() -> list[logging.LogRecord]:
     return [record for handler in early for record in handler.pop_all()]
 
 
-def join_rendezvous(init_method: str, ranks: RankInfo) -> RendezvousStore:
-    """Return the store through which the ranks find each other; wait until it is served."""
+def join_rendezvous(init_method: str, ranks: RankInfo) -> tuple[RendezvousStore, StoreLink]:
+    """Return the store through which the ranks find each other, and what ties this rank to it.
+
+    Waits until the store is served.
+    """
     from torch.distributed.rendezvous import rendezvous
 
+    if init_method == "env://" and uses_shared_store(ranks, os.environ):
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return join_shared_store(ranks, address, port, os.environ)
     # torch yields (store, rank, world size), and again after a change of an elastic job.
     handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
     store = cast(RendezvousStore, next(handlers)[0])
     store.set_timeout(GROUP_TIMEOUT)
-    return store
+    return store, StoreLink()
 
 
 @contextlib.contextmanager
@@ -241,7 +224,7 @@ def process_group(
     config: Config,
     ranks: RankInfo,
     init_method: str,
-    on_store: Callable[[RendezvousStore], None] | None,
+    on_store: Callable[[RendezvousStore, StoreLink], None] | None,
 ) -> Iterator[Config]:
     """Initialise torch's process group of all ranks, over nccl or gloo, and destroy it at the end.
 
@@ -251,7 +234,7 @@ def process_group(
         config: of the run.
         ranks: this rank.
         init_method: as torch takes it.
-        on_store: called with the rendezvous store before the group is initialised.
+        on_store: see `run_rank`.
     """
     import torch
     from torch import distributed
@@ -266,9 +249,9 @@ def process_group(
         # gloo connects to the address of the host's name, which a laptop may resolve to none or to
         # another machine's. On one machine the loopback interface always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    store = join_rendezvous(init_method, ranks)
+    store, link = join_rendezvous(init_method, ranks)
     if on_store is not None:
-        on_store(store)
+        on_store(store, link)
         if cuda:
             check_own_gpu(store, config.parallel, ranks)
     config = share_run_folder(config, ranks, store)

@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import RankInfo, process_groups
+from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
 from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
@@ -26,6 +28,7 @@ from credit_dp.distributed.process_groups import (
     raise_file_limit,
     trace_collectives,
 )
+from credit_dp.distributed.shared_store import StoreLink
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.forward_backward import new_stage_group
 from tests.distributed.processes import begin, finish
@@ -83,6 +86,34 @@ def test_members_of_a_group_meet():
     for rank, met in enumerate(found):
         pair, other = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         assert met == [pair, pair, [0, 1, 2, 3], pair, other]
+
+
+def gathered(manager: DomainParallelManager) -> tuple[list[Any], list[int]]:
+    """Return what a late group gathers on rank 0, and the sockets that a rank opens meanwhile."""
+    group = new_background_group()
+    before = open_sockets()
+    values = gather_on_rank_0(f"of rank {manager.rank}" * (1 + manager.rank * 1000), group)
+    after_gathering = open_sockets()
+    assert run_on_rank_0(lambda: 7, group) == 7
+    distributed.barrier()  # of the group of all ranks, whose connections are old
+    return values, [after_gathering - before, open_sockets() - before]
+
+
+def open_sockets() -> int:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one by which the folder is read
+            links.append(str(entry.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_rank_0_gathers_over_few_connections(ranks: int) -> None:
+    found = on_processes(ranks, gathered)
+    expected = [f"of rank {rank}" * (1 + rank * 1000) for rank in range(ranks)]
+    assert [values for values, _ in found] == [expected, *[[]] * (ranks - 1)]
+    # Ranks 1, 2 and 4 send to rank 0, of 1,024 ranks 10; what it broadcasts goes the same ways.
+    assert found[0][1] == [(ranks - 1).bit_length()] * 2
 
 
 def groups_of_others_exist(manager: DomainParallelManager, folder: Path) -> bool:
@@ -211,7 +242,7 @@ def test_one_rank_of_each_machine_waits_at_the_store():
     def run(rank: int) -> None:
         ranks = RankInfo(rank, machines * per_machine, 0, per_machine, rank // per_machine)
         monitor = PeerMonitor(ranks, ParallelConfig())
-        monitor.start_monitoring(store)
+        monitor.start_monitoring(store, StoreLink())
         monitor.wait_for_all_ranks()
         assert not monitor.listener.is_alive()
 

@@ -1,0 +1,298 @@
+"""Let the ranks of a node reach the rendezvous store over one connection.
+
+torch's store costs the process that serves it a connection to every rank, and one more for each
+copy of a store that a rank has: thousands, in rank 0. On several nodes the store is therefore kept
+by a process of its own, which rank 0 starts, and a relay process on each node carries what the
+ranks there say (`store_process`). A rank's store is torch's `TCPStore` as ever, so that
+nothing that torch does with it changes; it only connects to the relay's port.
+
+The first rank of a node that binds a name of this run starts the relay. The others find the name
+in use, and ask the relay for its port. Where that can't work, a rank connects to rank 0 itself:
+both may be mixed in a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast, final
+
+from credit_dp.distributed import store_process
+from credit_dp.distributed.launcher import JOB_VARIABLES, RankInfo
+from credit_dp.distributed.process_groups import GROUP_TIMEOUT
+from credit_dp.distributed.signals import STOP_SIGNALS, block_signals
+from credit_dp.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# Those whose store speaks as `store_process` does: first and last release.
+KNOWN_TORCH = ((2, 11), (2, 13))
+# With 0, each rank connects to rank 0 itself.
+SWITCH = "CREDIT_DP_SHARED_STORE"
+# An agent of torchrun that serves the store, and what differs between its attempts.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+RUN_VARIABLES = (*JOB_VARIABLES, "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
+ATTEMPTS = 3
+# The name is in use, but nobody listens yet: the rank that has bound it is about to.
+CONNECT_SECONDS = 10.0
+# For which a relay that gives up after `GROUP_TIMEOUT` may take longer to say so.
+ANSWER_SECONDS = 60.0
+STORE_PROCESS = "the process that keeps the store of the run"
+RELAY_PROCESS = "the process that connects this node to the store of the run"
+
+
+class RendezvousStore(Protocol):
+    """The key-value store that all ranks share; `torch.distributed.Store` has no complete stub.
+
+    Its methods raise a RuntimeError if the process that serves it has ended.
+    """
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its new value."""
+
+    def get(self, key: str) -> bytes:
+        """Wait until a key exists, and return its value."""
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all keys exist, and return their values."""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Wait until all keys exist."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set for how long reading waits."""
+
+    def clone(self) -> RendezvousStore:
+        """Return the same store over another connection, for another thread."""
+
+
+@final
+@dataclass(frozen=True)
+class StoreLink:
+    """What ties a rank to the processes of its store: kept until the rank ends.
+
+    Attributes:
+        connection: to a process that ends soon after the last rank has closed it.
+        process: that this rank has started; None: another rank of the node has.
+        name: of that process, for messages.
+        server: address and port of rank 0, if that process is a relay.
+    """
+
+    connection: socket.socket | None = None
+    process: subprocess.Popen[bytes] | None = None
+    name: str = ""
+    server: tuple[str, int] | None = None
+
+
+def uses_shared_store(ranks: RankInfo, environment: Mapping[str, str]) -> bool:
+    """Whether the ranks of this run share connections; the same on all ranks.
+
+    On one machine the store's connections are few. Agents of torchrun serve the store themselves.
+    """
+    return (
+        sys.platform == "linux"
+        and ranks.on_several_nodes
+        and environment.get(AGENT_STORE) != "True"
+        and environment.get(SWITCH, "1") != "0"
+        and is_known_torch()
+    )
+
+
+def is_known_torch() -> bool:
+    """Whether the store of this torch speaks a protocol that is known here."""
+    import torch  # takes seconds
+
+    release = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return release is not None and (
+        KNOWN_TORCH[0] <= (int(release[1]), int(release[2])) <= KNOWN_TORCH[1]
+    )
+
+
+def join_shared_store(
+    ranks: RankInfo, address: str, port: int, environment: Mapping[str, str]
+) -> tuple[RendezvousStore, StoreLink]:
+    """Return the store of the run and what this rank has to keep; rank 0 starts its process.
+
+    Args:
+        ranks: this rank.
+        address, port: of rank 0, the same on all ranks.
+        environment: by which runs on one machine differ.
+
+    Raises:
+        UserError: rank 0 can't be reached.
+    """
+    if ranks.rank == 0:
+        link = start_server(port)
+        return connect("127.0.0.1", port), link
+    if ranks.local_world_size > 1:
+        name = relay_name(ranks, address, port, environment)
+        local_port, link = find_relay(name, address, port)
+        if local_port is not None:
+            return connect("127.0.0.1", local_port), link
+        log.warning(
+            "this rank connects to the store at %s:%d itself, since no relay serves its node",
+            address,
+            port,
+        )
+    return connect(address, port), StoreLink()
+
+
+def connect(address: str, port: int, timeout: timedelta = GROUP_TIMEOUT) -> RendezvousStore:
+    """Return a client of the store at an address."""
+    from torch import distributed
+
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    return cast(RendezvousStore, store)
+
+
+def start_server(port: int) -> StoreLink:
+    """Start the process that keeps the store; it listens on all interfaces, as torch's does.
+
+    Raises:
+        UserError: the port is in use, or the process can't be started.
+    """
+    try:
+        with listen_on_all_interfaces(port) as listener:
+            ours, others = socket.socketpair()
+            with others:
+                process = start_process(["server"], [listener, others])
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT: rank 0 can't keep the store of the run at port {port} "
+            f"({error.strerror}). Set MASTER_PORT to a free port, the same on all ranks, or "
+            f"{SWITCH}=0."
+        ) from error
+    return StoreLink(ours, process, STORE_PROCESS)
+
+
+def listen_on_all_interfaces(port: int) -> socket.socket:
+    """Return a socket that listens on a port, for IPv4 and, if there is one, IPv6."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+            )
+    return socket.create_server(("", port), backlog=4096)
+
+
+def relay_name(ranks: RankInfo, address: str, port: int, environment: Mapping[str, str]) -> str:
+    """Return the name of the relay of this node in Linux's list of sockets that are no files.
+
+    Containers of one machine may not share folders. The same on all ranks of the node, and another
+    one for other runs, users and nodes.
+    """
+    job = [environment.get(name, "") for name in RUN_VARIABLES]
+    text = "\n".join([address, str(port), str(ranks.node), str(os.getuid()), *job])
+    return f"\0credit_dp-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def find_relay(name: str, address: str, port: int) -> tuple[int | None, StoreLink]:
+    """Return the port of this node's relay, which this rank starts if none has done so.
+
+    Without a relay the port is None.
+
+    Raises:
+        UserError: rank 0 can't be reached.
+    """
+    process = None
+    for _ in range(ATTEMPTS):
+        started = start_relay(name, address, port)
+        process = started or process
+        word, connection = ask_relay(name)
+        if word.startswith("port "):
+            return int(word.removeprefix("port ")), StoreLink(
+                connection, process, RELAY_PROCESS, (address, port)
+            )
+        if connection is not None:
+            connection.close()
+        if word.startswith("error "):
+            if process is not None:
+                process.wait(ANSWER_SECONDS)  # it has told all ranks, and closes
+            raise UserError(
+                f"MASTER_ADDR: this node can't reach rank 0 at {address}:{port} "
+                f"({word.removeprefix('error ')}). Set MASTER_ADDR to the host of rank 0 and "
+                "MASTER_PORT to a free port, the same on all ranks."
+            )
+        if word == "direct":
+            break
+    return None, StoreLink(process=process)
+
+
+def start_relay(name: str, address: str, port: int) -> subprocess.Popen[bytes] | None:
+    """Start a relay of this name; None if there is one, or if it can't be started."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(name)
+            listener.listen(1024)
+            patience = str(GROUP_TIMEOUT.total_seconds())
+            return start_process(["relay"], [listener], [address, str(port), patience])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                log.warning("no relay for the store of the run: %s", error)
+            return None
+
+
+def ask_relay(name: str) -> tuple[str, socket.socket | None]:
+    """Return the relay's word, and the connection to it; an empty word if it has ended."""
+    end = time.monotonic() + CONNECT_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(name)
+            break
+        except OSError:
+            connection.close()
+            if time.monotonic() > end:
+                return "", None
+            time.sleep(0.01)
+    if store_process.peer_user(connection) != os.getuid():
+        connection.close()  # another user's program has this name
+        return "direct", None
+    connection.settimeout(GROUP_TIMEOUT.total_seconds() + ANSWER_SECONDS)
+    answer = b""
+    with contextlib.suppress(OSError):
+        while not answer.endswith(b"\n") and len(answer) < 1024:
+            part = connection.recv(1024)
+            if not part:
+                break
+            answer += part
+    return (answer.decode().strip() if answer.endswith(b"\n") else ""), connection
+
+
+def start_process(
+    kind: Sequence[str], sockets: Sequence[socket.socket], arguments: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a process of `store_process`, which takes over the sockets.
+
+    It does not end with the rank, and leaves it to the ranks what a signal does.
+    """
+    numbers = [opened.fileno() for opened in sockets]
+    command = [sys.executable, "-I", "-S", store_process.__file__, *kind, *map(str, numbers)]
+    # Until the process has decided to ignore them.
+    with block_signals((*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)):
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=numbers,
+            cwd="/",
+            start_new_session=True,
+        )

@@ -37,7 +37,7 @@ LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 def raise_file_limit() -> None:
     """Let this process open as many files and connections as the system allows.
 
-    Usual limits are 1,024 and, on request, many more. Rank 0 has a connection to every other rank.
+    Usual limits are 1,024 and, on request, many more. Ranks on CPUs are connected to each other.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says

@@ -1,5 +1,6 @@
 """Functions that ranks run in the launch tests; the launcher imports them by name."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ from torch import distributed
 
 from credit_dp.config import Config
 from credit_dp.distributed import RankInfo
+from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
 from credit_dp.distributed.mesh import build_manager
 from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.distributed.signals import EXIT_PREEMPTED
@@ -126,6 +128,23 @@ def connect(config: Config, ranks: RankInfo) -> int:
         distributed.all_gather_object(found, ranks.rank, group=group)
     count = len(list(Path("/proc/self/fd").iterdir()))
     Path(config.run.dir, f"files{ranks.rank}").write_text(str(count))
+    distributed.barrier()
+    return 0
+
+
+def count_connections(config: Config, ranks: RankInfo) -> int:
+    """Communicate, gather as a checkpoint does, and write what is open then, in all processes."""
+    talk(build_manager(config.parallel, ranks))
+    group = new_background_group()
+    gather_on_rank_0(ranks.rank, group)
+    run_on_rank_0(lambda: None, group)
+    distributed.barrier()
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    listed = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()]
+    served = sum(words[1].endswith(port) and words[3] == "01" for words in listed)
+    text = json.dumps({"files": files, "served": served})
+    Path(config.run.dir, f"counted{ranks.rank}").write_text(text)
     distributed.barrier()
     return 0
 

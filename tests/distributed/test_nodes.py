@@ -50,7 +50,7 @@ def launch_program(function: str, folder: Path, size: int) -> list[str]:
 
 def finish_on_nodes(program: subprocess.Popen[str]) -> tuple[list[int], str]:
     """Wait for a program, and return the exit codes of its ranks, and their stderr."""
-    out, err = program.communicate(timeout=2 * PATIENCE)
+    out, err = program.communicate(timeout=10 * PATIENCE)
     return json.loads(out), err
 
 
@@ -116,3 +116,87 @@ def test_whatever_is_killed_ends_all_ranks_and_one_line_names_it(run: Run, victi
     assert spoken[0].startswith(line)
     helpers = [pid for kind in run.processes.values() for pid in kind.values()]
     until(lambda: all(map(gone, helpers)))
+
+
+def served_connections(nodes: int) -> int:
+    """The connections of the store's process: a relay of each node, and those of rank 0."""
+    return nodes + CONNECTIONS_TO_STORE
+
+
+CONNECTIONS_TO_STORE = 3  # torch's, that of reports, and that of the lowest rank of a node
+
+
+def descriptors(rank: int, ranks: int, nodes: int, gloo: bool) -> int:
+    """What a rank has open that depends on the size of the run, after its first checkpoint.
+
+    Args:
+        rank: 0, or another one: rank 1 has most connections to others.
+        ranks, nodes: of the run.
+        gloo: whether a group of all ranks is over gloo, as on CPUs.
+    """
+    lowest_of_node = rank % (ranks // nodes) == 0
+    neighbours = ranks // nodes - 1  # whom the lowest rank of a node tells of a failure
+    to_store = CONNECTIONS_TO_STORE - (not lowest_of_node) + 1  # and one to the store's process
+    depth = (ranks - 1).bit_length()  # of the tree along which checkpoints gather
+    # The children of a rank in it have one bit more in front, and rank 0 has no parent.
+    children = sum(rank + (1 << bit) < ranks for bit in range(rank.bit_length(), depth))
+    others = ranks - 1 if gloo else 0
+    return to_store + (neighbours if lowest_of_node else 1) + children + (rank > 0) + others
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (9, 3), (12, 3)])
+def test_connections_are_those_of_the_model(tmp_path: Path, ranks: int, per_node: int) -> None:
+    nodes = ranks // per_node
+    program = begin_on_nodes(
+        ranks, per_node, launch_program("count_connections", tmp_path, ranks), files=64
+    )
+    codes, said = finish_on_nodes(program)
+    assert codes == [0] * ranks, said
+    counted = [
+        json.loads(next(tmp_path.glob(f"of-rank-*/counted{rank}")).read_text())
+        for rank in range(ranks)
+    ]
+    assert {count["served"] for count in counted} == {served_connections(nodes)}
+    rest = {
+        count["files"] - descriptors(rank, ranks, nodes, gloo=True)
+        for rank, count in enumerate(counted)
+    }
+    # Standard streams, logs, events and sockets that listen: the same on all ranks.
+    assert len(rest) == 1
+    assert rest.pop() <= OWN_FILES
+
+
+OWN_FILES = 30
+NCCL_FILES = 140  # of a rank, at most: not counted, since nothing here runs nccl
+
+
+@pytest.mark.parametrize("nodes", [128, 256])
+def test_of_1024_ranks_none_has_more_than_200_descriptors(nodes: int) -> None:
+    of_ranks = [descriptors(rank, 1024, nodes, gloo=False) for rank in range(1024)]
+    assert max(of_ranks) + OWN_FILES + NCCL_FILES <= 200
+    assert served_connections(nodes) == nodes + 3
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_24_ranks_train_and_save_with_64_files_each(tmp_path: Path, cache: Path) -> None:
+    """On four nodes, over gloo, which needs 23 connections of each rank for itself."""
+    keys = ["experiment=fast", "device=cpu", "trainer.steps=1", "data.batch_size=24"]
+    environment = {"CREDIT_DP_CACHE": str(cache)}
+    first = [sys.executable, str(ROOT / "train.py"), *keys, "parallel.domain=1"]
+    subprocess.run(
+        [*first, f"run.dir={tmp_path / 'alone'}"],  # computes the statistics
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        check=True,
+        timeout=600,
+    )
+    run = tmp_path / "run"
+    program = ["train.py", *keys, "parallel.domain=1", "parallel.data=24", f"run.dir={run}"]
+    codes, said = finish_on_nodes(begin_on_nodes(24, 6, program, files=64, **environment))
+    assert codes == [0] * 24, said
+    assert (run / "metrics.csv").exists()
+    assert list(run.glob("checkpoint/*"))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from credit_dp.config import AdamWConfig, ParallelConfig
+from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import TrainingState, load_checkpoint
 from credit_dp.training.optim import (
     build_optimizer,
@@ -35,7 +36,7 @@ def test_only_weights_of_layers_decay():
     assert len(kept["params"]) == 4
 
 
-def test_weights_on_a_gpu_are_updated_by_one_kernel(monkeypatch, tmp_path):
+def test_weights_are_updated_by_one_kernel(monkeypatch, tmp_path):
     def trained(steps: int, resume: bool = False) -> TrainingState:
         state = small_state(seed=1)
         if resume:
@@ -44,9 +45,10 @@ def test_weights_on_a_gpu_are_updated_by_one_kernel(monkeypatch, tmp_path):
             take_step(state)
         return state
 
-    plain = trained(4)
+    with monkeypatch.context() as patch:
+        patch.setattr("credit_dp.training.optim.FUSED_DEVICES", set())
+        plain = trained(4)
     assert not any(group["fused"] for group in plain.optimizer.param_groups)
-    monkeypatch.setattr("credit_dp.training.optim.FUSED_DEVICES", {"cpu"})
     fused = trained(2)
     assert all(group["fused"] for group in fused.optimizer.param_groups)
     save_checkpoint(tmp_path, fused, "")
@@ -66,6 +68,31 @@ def test_the_counter_of_a_fused_update_is_on_the_device(monkeypatch):
     assert not can_fuse([])
     complex_weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64, device="meta"))
     assert not can_fuse([*parameters.values(), complex_weight])  # torch refuses to fuse it
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_weight_is_updated_whatever_its_strides_are(memory_format):
+    # Every other column of a larger tensor: torch's fused update would change the others.
+    larger = torch.randn(3, 8, dtype=torch.float64)
+    weights = {
+        "dense": torch.randn(4, 3, 2, 2, dtype=torch.float64).to(memory_format=memory_format),
+        "with_gaps": larger[:, ::2],
+    }
+    for names in (["dense"], ["dense", "with_gaps"]):
+        found = {name: nn.Parameter(weights[name].detach()) for name in names}
+        wanted = [nn.Parameter(weights[name].clone()) for name in names]
+        optimizer = build_optimizer(found, AdamWConfig())
+        assert bool(optimizer.param_groups[0]["fused"]) == (names == ["dense"])
+        by_hand = torch.optim.AdamW(wanted, AdamWConfig().lr, AdamWConfig().betas)
+        by_hand.param_groups[0]["weight_decay"] = AdamWConfig().weight_decay
+        for _ in range(3):
+            for parameters, step in ((found.values(), optimizer.step), (wanted, by_hand.step)):
+                torch.stack([(p.square() * p).sum() for p in parameters]).sum().backward()
+                step()
+        for parameter, other in zip(found.values(), wanted, strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
+    with pytest.raises(UserError, match="gaps in memory, but with_gaps"):
+        build_optimizer(found, AdamWConfig(), can_leave_out=True)
 
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():

@@ -1,15 +1,16 @@
 """Group normalisation with the statistics of the whole globe.
 
 torch's own group norm can't be used on a band, as it takes the statistics of its input. Here
-forward gathers each band's moments (one collective) and applies `(x - center) * scale + shift` per
-channel; backward sums the gradients of both moments over all bands (one collective). Both passes
-use torch's batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits
+forward gathers each band's moments (one collective) and normalises each channel by the globe's;
+backward sums the gradients of both moments over all bands (one collective). Both passes use torch's
+batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits
 in the cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band
 (with channels last: one sample at a time).
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
@@ -176,22 +177,26 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
             of_slabs = [_moments_of_slab(values.to(dtype), groups) for values in slab_values]
             of_samples.append(torch.stack(_combine_moments(torch.stack(of_slabs), sizes)))
         return torch.cat(of_samples, 1)
-    samples, channels = x.shape[:2]
-    area = x.shape[2:].numel()
-    moments = x.new_empty((2, samples, groups), dtype=dtype)
-    mean, variance = moments.unbind()
-    for chunk in reversed(_chunks(x, groups)):
-        values = chunk.select(x).to(dtype).contiguous()
-        chunk_samples, chunk_channels = values.shape[:2]
-        chunk_groups = chunk_channels * groups // channels
-        index = (chunk.samples, chunk.groups)
-        # torch's group norm computes both moments in one stable pass. With eps=0 it returns
-        # 1 / sqrt(variance): infinite for a constant group, whose variance below is 0 again.
-        _, mean[index], variance[index] = torch.native_group_norm(
-            values, None, None, chunk_samples, chunk_channels, area, chunk_groups, 0.0
-        )
-    variance.pow_(-2)
+    chunks = _chunks(x, groups)
+    if chunks == [FULL_CHUNK]:
+        return _moments_of_groups(x.to(dtype), groups)
+    moments = x.new_empty((2, len(x), groups), dtype=dtype)
+    for chunk in reversed(chunks):
+        values = chunk.select(x).to(dtype)
+        of_chunk = _moments_of_groups(values, values.shape[1] * groups // x.shape[1])
+        moments[:, chunk.samples, chunk.groups] = of_chunk
     return moments
+
+
+def _moments_of_groups(x: Tensor, groups: int) -> Tensor:
+    """Return mean and variance of each sample's groups, `(2, B, G)`."""
+    samples, channels, *sizes = x.shape
+    # torch's group norm computes both moments in one stable pass. With eps=0 it returns
+    # 1 / sqrt(variance): infinite for a constant group, whose variance below is 0 again.
+    _, mean, rstd = torch.native_group_norm(
+        x.contiguous(), None, None, samples, channels, prod(sizes), groups, 0.0
+    )
+    return torch.stack([mean, rstd.pow_(-2)])
 
 
 def _moments_of_slab(x: Tensor, groups: int) -> Tensor:
@@ -227,26 +232,35 @@ def _combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Ten
     weights = shares.view(-1, 1, 1)
     means, variances = parts.unbind(1)
     # Averaging differences from the first mean returns equal means without rounding.
-    mean = means[0] + (weights * (means - means[0])).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
+    first = means[0]
+    mean = first + (weights * (means - first)).sum(0)
+    difference = means - mean
+    return mean, (weights * torch.addcmul(variances, difference, difference)).sum(0)
 
 
 class _Factors(NamedTuple):
-    """Factors of each sample's channels: `(B, C)` each, of one dtype; `ones` are all 1."""
+    """Factors of each sample's channels, `(B, C)` each, of one dtype."""
 
-    center: Tensor
     scale: Tensor
     shift: Tensor
-    ones: Tensor
+    center: Tensor
+    variance: Tensor
 
 
 def _apply_affine(
-    x: Tensor, groups: int, factors: _Factors, addend: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    groups: int,
+    factors: _Factors,
+    eps: float,
+    addend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return `(x - center) * scale + shift`, plus `addend[0]` times the factors `addend[1]`."""
+    """Return `(x - center) / sqrt(variance + eps) * scale + shift`.
+
+    With an addend plus `addend[0]` times the factors `addend[1]`.
+    """
     if torch.compiler.is_dynamo_compiling():  # which fuses the steps
-        center, scale, shift, _ = (_as_field(factor, x) for factor in factors)
-        y = (x - center) * scale + shift
+        scale, shift, center, variance = (_as_field(factor, x) for factor in factors)
+        y = (x - center) * ((variance + eps).rsqrt() * scale) + shift
         if addend is not None:
             y = y + addend[0] * _as_field(addend[1], x)
         return y.to(x.dtype)
@@ -254,13 +268,13 @@ def _apply_affine(
     y = torch.empty_like(x, memory_format=memory_format_of(x))
     empty_statistics = [factors.center.new_empty(0) for _ in range(2)]
     for chunk in _chunks(x, groups):
-        center, scale, shift, one = map(chunk.select_channels, factors)
         out = chunk.select(y)
-        # An evaluating batch norm with variance 1 and eps 0 computes this in one pass. Samples are
-        # made channels, as each sample has its own factors.
+        scale, shift, center, variance = map(chunk.select_channels, factors)
+        # An evaluating batch norm computes this in one pass. Samples are made channels, as each
+        # sample has its own factors.
         torch.native_batch_norm(
             _as_one_sample(chunk.select(x), channels_last),
-            scale, shift, center, one, False, 0.0, 0.0,
+            scale, shift, center, variance, False, 0.0, eps,
             out=(_as_one_sample(out, channels_last), *empty_statistics),
         )  # fmt: skip
         if addend is not None:
@@ -284,17 +298,17 @@ class _GlobalGroupNorm(torch.autograd.Function):
         area: int,
         transport: Transport,
     ) -> Tensor:
-        mean, variance = _global_moments(x, groups, rows, transport)
-        moments = _repeat_per_channel(torch.stack([mean, (variance + eps).rsqrt()]), x)
+        moments = torch.stack(_global_moments(x, groups, rows, transport))
+        moments = _repeat_per_channel(moments, x)
         ctx.save_for_backward(x, weight, moments)
         ctx.groups = groups
+        ctx.eps = eps
         ctx.transport = transport
         ctx.area = area
-        center, rstd = moments.unbind()
-        scale = rstd if weight is None else rstd * weight
-        shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
-        factors = _Factors(center, scale, shift, torch.ones_like(center))
-        return _apply_affine(x, groups, factors)
+        center, variance = moments.unbind()
+        scale = torch.ones_like(center) if weight is None else weight.expand_as(center)
+        shift = torch.zeros_like(center) if bias is None else bias.expand_as(center)
+        return _apply_affine(x, groups, _Factors(scale, shift, center, variance), eps)
 
     @staticmethod
     @once_differentiable
@@ -302,10 +316,8 @@ class _GlobalGroupNorm(torch.autograd.Function):
         x, weight, moments = ctx.saved_tensors
         if _is_channels_last(x):
             grad = grad.contiguous(memory_format=memory_format_of(x))
-        center, rstd = moments.unbind()
-        ones = torch.ones_like(center)
-        sums = _channel_gradient_sums(grad, x, ctx.groups, (center, ones))
-        sums[0].mul_(rstd)
+        center, variance = moments.unbind()
+        sums = _channel_gradient_sums(grad, x, ctx.groups, moments, ctx.eps)
         grad_weight, grad_bias = sums.sum(1).unbind()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
@@ -315,10 +327,11 @@ class _GlobalGroupNorm(torch.autograd.Function):
             # Gradients of the standardised output with respect to x through standard deviation and
             # mean: minus the means of `grad * standardised x` and of `grad` over the group.
             totals /= -(x.shape[1] // ctx.groups * ctx.area)
-            grad_std, grad_mean = _repeat_per_channel(totals, x) * rstd
-            factors = _Factors(center, grad_std * rstd, grad_mean, ones)
+            rstd = (variance + ctx.eps).rsqrt_()
+            grad_std, grad_mean = (_repeat_per_channel(totals, x) * rstd).unbind()
+            factors = _Factors(grad_std, grad_mean, center, variance)
             scale = rstd if weight is None else rstd * weight
-            grad_x = _apply_affine(x, ctx.groups, factors, (grad, scale))
+            grad_x = _apply_affine(x, ctx.groups, factors, ctx.eps, (grad, scale))
         return (
             grad_x,
             grad_weight if needs_weight else None,
@@ -328,33 +341,37 @@ class _GlobalGroupNorm(torch.autograd.Function):
 
 
 def _channel_gradient_sums(
-    grad: Tensor, x: Tensor, groups: int, factors: tuple[Tensor, Tensor]
+    grad: Tensor, x: Tensor, groups: int, moments: Tensor, eps: float
 ) -> Tensor:
-    """Return each channel's sums of `grad` times centered `x` and of `grad`, `(2, B, C)`.
+    """Return each channel's sums of `grad` times standardised `x` and of `grad`, `(2, B, C)`.
 
     They are the gradients of `scale` and `shift` in `_apply_affine`. The backward of torch's group
-    norm would sum uncentered `x`, which cancels for a large mean. `factors` are centers and ones.
+    norm would sum uncentered `x`, which cancels for a large mean. `moments` are center and
+    variance, `(2, B, C)`.
     """
+    center, variance = moments.unbind()
     if torch.compiler.is_dynamo_compiling():
         dims = tuple(range(2, x.ndim))
         grad = grad.to(accumulation_dtype(grad))
-        return torch.stack([(grad * (x - _as_field(factors[0], x))).sum(dims), grad.sum(dims)])
+        sum_of_products = (grad * (x - _as_field(center, x))).sum(dims)
+        return torch.stack([sum_of_products * (variance + eps).rsqrt(), grad.sum(dims)])
     channels_last = _is_channels_last(x)
 
     def sums_of(chunk: _Chunk) -> Tensor:
         values = chunk.select(x)
-        center, one = map(chunk.select_channels, factors)
+        of_channels = [chunk.select_channels(moment) for moment in (center, variance)]
         _, *grads = torch.ops.aten.native_batch_norm_backward(
             _as_one_sample(chunk.select(grad), channels_last),
             _as_one_sample(values, channels_last),
-            one, center, one, None, None, False, 0.0, [False, True, True],
+            of_channels[0],  # no weight: only the gradient of `x` would depend on it
+            *of_channels, None, None, False, eps, [False, True, True],
         )  # fmt: skip
         return torch.stack(grads).view(2, *values.shape[:2])
 
     chunks = _chunks(x, groups)
     if chunks == [FULL_CHUNK]:
         return sums_of(FULL_CHUNK)
-    sums = factors[0].new_zeros((2, *x.shape[:2]))
+    sums = torch.zeros_like(moments)
     for chunk in reversed(chunks):
         sums[:, chunk.samples, chunk.channels] += sums_of(chunk)
     return sums

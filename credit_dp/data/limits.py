@@ -247,6 +247,14 @@ def extremes(fields: Fields) -> tuple[Fields, Fields]:
     return lowest.reshape(shape), highest.reshape(shape)
 
 
+def extremes_of_block(values: Fields) -> tuple[Fields, Fields]:
+    """Return the smallest and the largest value of each channel of `(c, n, r, W)`: `(c,)` each.
+
+    They are NaN for a channel with a NaN.
+    """
+    return values.min(axis=(1, 2, 3)), values.max(axis=(1, 2, 3))
+
+
 @final
 class ValueLimits:
     """The value ranges of a source's channels, and checks against them.
@@ -284,10 +292,14 @@ class ValueLimits:
             channels: of the fields.
             lowest, highest: see `extremes`.
         """
-        unlimited = ValueRange(-LARGEST, LARGEST)
-        low, high = np.array([self.range_of(channel) or unlimited for channel in channels]).T
+        low, high = self.bounds(channels)
         result: NDArray[np.bool_] = (lowest >= low) & (highest <= high)
         return result
+
+    def bounds(self, channels: Sequence[Channel]) -> NDArray[np.float64]:
+        """Return the smallest and the largest plausible value of each channel, `(2, C)`."""
+        unlimited = ValueRange(-LARGEST, LARGEST)
+        return np.array([self.range_of(channel) or unlimited for channel in channels]).T
 
     def farthest_outlier(self, channel: Channel, field: Fields) -> tuple[int, ...] | None:
         """Return the index of the value farthest out of range; None if all are in range.

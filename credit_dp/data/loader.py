@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar, final
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import VariableConfig
+from credit_dp.data.blocks import SampleBlocks
 from credit_dp.data.channels import Channels
 from credit_dp.data.dates import HasTimes, Times, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
@@ -396,6 +398,7 @@ class Normaliser:
         dtype: of the normalised fields.
         tendency_scale: `(outputs, 1, 1)`, std of one-step changes in normalised units. A model's
             output times this scale is the change of the normalised state in one step.
+        outputs, forcing: scale the output and the forcing channels.
         scale, fills: of the output channels, see `ChannelScaler`.
         std: `(outputs, 1, 1)`, standard deviation of the normalised output channels.
     """
@@ -424,13 +427,13 @@ class Normaliser:
         outputs = (
             None if channels is None else [channel.variable for channel in channels.output_channels]
         )
-        self._outputs = scaler("", outputs)
-        self.scale = self._outputs.scale
-        self.fills = self._outputs.fills
-        self._forcing = scaler("forcing_", None if channels is None else channels.forcing)
+        self.outputs = scaler("", outputs)
+        self.scale = self.outputs.scale
+        self.fills = self.outputs.fills
+        self.forcing = scaler("forcing_", None if channels is None else channels.forcing)
         self._static = scaler("static_", None if channels is None else channels.static)
-        self.tendency_scale = self._outputs.divide_by_scale(statistics.tendency_std)
-        self.std = self._outputs.divide_by_scale(statistics.std)
+        self.tendency_scale = self.outputs.divide_by_scale(statistics.tendency_std)
+        self.std = self.outputs.divide_by_scale(statistics.std)
 
     @classmethod
     def of(
@@ -446,7 +449,7 @@ class Normaliser:
         Args:
             part: `state` or `target` (all outputs), `forcing` or `static`.
         """
-        scaler = {"forcing": self._forcing, "static": self._static}.get(part, self._outputs)
+        scaler = {"forcing": self.forcing, "static": self._static}.get(part, self.outputs)
         return scaler.shift, scaler.scale
 
     def normalise_state(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
@@ -456,15 +459,15 @@ class Normaliser:
             fields: in the store's units.
             out: the tensor of the same shape to write to and return; None creates one.
         """
-        return self._outputs.normalise(fields, out)
+        return self.outputs.normalise(fields, out)
 
     def normalise_outputs(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """Normalise the output channels, `(..., outputs, h, W)`; see `normalise_state`."""
-        return self._outputs.normalise(fields, out)
+        return self.outputs.normalise(fields, out)
 
     def normalise_forcing(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """Normalise the forcings, `(..., F, h, W)`; see `normalise_state`."""
-        return self._forcing.normalise(fields, out)
+        return self.forcing.normalise(fields, out)
 
     def normalise_static(self, fields: NDArray[np.float32]) -> Tensor:
         """Normalise the static fields, `(..., S, h, W)`; see `normalise_state`."""
@@ -478,7 +481,7 @@ class Normaliser:
         Shapes:
             `(..., C, h, W)`; `mask`: `(outputs, h, W)`, True where there are values.
         """
-        return self._outputs.denormalise(state, mask)
+        return self.outputs.denormalise(state, mask)
 
 
 @final
@@ -513,6 +516,7 @@ class BatchReader:
         self._dtype = dtype
         self._selection = selection
         self._pinned = pinned
+        self._memory = BatchMemory()
         self._frames = selection.frames(frames)
         north, south, _ = rows.indices(store.grid[0])
         self._band_shape = (south - north, store.grid[1])
@@ -521,15 +525,16 @@ class BatchReader:
         first = store.channels.prognostic[0]
         states_only = not store.channels.diagnostic and not store.has_stored_forcing
         self._times_together = store.source.chunk_shape(first)[0] > 1 or states_only
+        blocks = SampleBlocks(store, rows, normaliser.outputs, normaliser.forcing)
+        self._blocks = blocks if blocks.available else None
 
     def allocate(self, times: Times, length: int = 1) -> Batch:
         """Return an uninitialised batch for samples of `length` steps, without static fields."""
         channels = self._store.channels
 
         def allocate_channels(count: int) -> Tensor:
-            return empty_with_large_pages(
-                (len(times), count, *self._band_shape), self._dtype, self._pinned
-            )
+            shape = (len(times), count, *self._band_shape)
+            return self._memory.empty(shape, self._dtype, self._pinned)
 
         return Batch(
             state=allocate_channels(self._frames * channels.num_states),
@@ -549,6 +554,9 @@ class BatchReader:
         Raises:
             UserError: a field cannot be read, or a value is missing or out of range.
         """
+        if self._read_blocks(batch, index, length):
+            return
+        # Also if a block was refused: the error is raised here.
         states, forcings, outputs = self._read(batch.times[index], length)
         if states is not None:
             self._normaliser.normalise_state(states, batch.state[index].view(states.shape))
@@ -556,6 +564,15 @@ class BatchReader:
             self._normaliser.normalise_forcing(forcings, batch.forcing[index].view(forcings.shape))
         if outputs is not None:
             self._normaliser.normalise_outputs(outputs, batch.target[index].view(outputs.shape))
+
+    def _read_blocks(self, batch: Batch, index: int, length: int) -> bool:
+        """Read a sample block by block, if the store can be read like this, without an error."""
+        if self._blocks is None:
+            return False
+        offsets = frame_offsets(max(1, self._frames), self._store.config.step_hours, later=length)
+        times = batch.times[index] + offsets[-length - self._frames :]
+        sample = batch.state[index], batch.forcing[index], batch.target[index]
+        return self._blocks.read(times, self._frames, *sample)
 
     def read_static(self) -> Tensor:
         """Read the static fields, `(1, S, h, W)`; without channels if no inputs are selected.
@@ -626,18 +643,50 @@ class BatchReader:
         return self._store.read_outputs(times, self._rows)
 
 
-def empty_with_large_pages(
-    shape: Sequence[int], dtype: torch.dtype, pinned: bool = False
-) -> Tensor:
-    """Return an uninitialised CPU tensor that is fast to write for the first time.
+@final
+class BatchMemory:
+    """Allocates tensors, in memory that earlier tensors have left if there is some.
 
-    Numpy asks the system for large pages and torch does not. With small pages, page faults took two
-    thirds of the time of normalising a global field into a new tensor.
+    New memory is slow to write: the system clears every page first. Numpy asks it for large pages
+    and torch does not, so that new memory comes from numpy.
+
+    Memory returns when nothing refers to it any more, be it a batch, a view of one of its tensors,
+    or what autograd keeps for backward. So nothing that still reads a batch sees the next one.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if pinned or not size:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
-    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(*shape)
+
+    def __init__(self) -> None:
+        # As many as a batch has tensors. Appending to a full one drops the oldest.
+        self._unused: deque[NDArray[np.uint8]] = deque(maxlen=3)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+        """Return an uninitialised CPU tensor.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            pinned: whether its memory is page-locked. torch itself uses such memory again, once
+                copies to a GPU have read it.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if pinned or not size:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+        memory = self._take(size)
+        # The tensor's storage refers to this array, and only the storage does.
+        array = memory[:]
+        finalize(array, self._unused.append, memory).atexit = False
+        return torch.from_numpy(array).view(dtype).view(*shape)
+
+    def _take(self, size: int) -> NDArray[np.uint8]:
+        """Return unused memory of this size, or new memory."""
+        for _ in range(len(self._unused)):
+            try:
+                memory = self._unused.popleft()
+            except IndexError:  # another thread has dropped it
+                break
+            if len(memory) == size:
+                return memory
+            self._unused.append(memory)
+        return np.empty(size, np.uint8)
 
 
 @final

@@ -90,6 +90,7 @@ class ChannelScaler:
         self.shift = self.column(columns[:, 0])
         self.scale = self.column(columns[:, 1])
         self._divisors = columns[:, 1]  # the scale in float64
+        self._columns = self.shift[..., None], self.scale[..., None]  # of blocks
         self.means = self.column((statistics.mean - columns[:, 0]) / columns[:, 1])
         exact = {
             channel: QuantileMap(statistics.quantiles[channel])
@@ -123,43 +124,68 @@ class ChannelScaler:
             channel for channel, name in enumerate(names) if is_nonnegative(name, configs[channel])
         ]
 
-    def normalise(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+    def normalise(
+        self, fields: NDArray[np.float32], out: Tensor | None = None, first: int = 0
+    ) -> Tensor:
         """Normalise fields and replace NaN by the fill.
 
         Args:
-            fields: the first c channels in the store's units, `(..., c, h, W)`.
+            fields: c adjacent channels in the store's units, `(..., c, h, W)`.
             out: the tensor to write to and return; None creates one.
+            first: the number of the first channel.
         """
         values = _tensor(fields).to(device=self._device)
-        channels = values.shape[-3]
-        shift, scale = self.shift[:channels], self.scale[:channels]
+        channels = slice(first, first + values.shape[-3])
+        shift, scale = self.shift[channels], self.scale[channels]
         if out is None:
             out = torch.empty(values.shape, dtype=self._dtype, device=self._device)
         # `sub` into `out` copies, casts and shifts in one pass over memory.
         torch.sub(values, shift, out=out).div_(scale)
         # Few channels have a transform or a fill: they are written once more.
-        for channel in _indices_below(channels, self._transformed):
-            config = self._transformed[channel]
+        for channel in _indices_within(channels, self._transformed):
+            config, position = self._transformed[channel], channel - first
             transformed = apply_transform_tensor(
-                values[..., channel, :, :].to(self._dtype), config, self.quantiles.get(channel)
+                values[..., position, :, :].to(self._dtype), config, self.quantiles.get(channel)
             )
-            out[..., channel, :, :] = transformed.sub_(shift[channel]).div_(scale[channel])
-        for channel in _indices_below(channels, self._fills):
-            out[..., channel, :, :].nan_to_num_(nan=self._fills[channel])
+            out[..., position, :, :] = transformed.sub_(shift[position]).div_(scale[position])
+        self._fill(out, channels)
         return out
+
+    def normalise_block(self, fields: NDArray[np.float32], first: int, out: Tensor) -> None:
+        """Normalise CPU fields that may be overwritten.
+
+        Args:
+            fields: `(c, n, r, W)`, in n groups of r rows.
+            first: the number of their first channel.
+            out: the tensor to write to, `(c, n * r, W)`.
+        """
+        channels = slice(first, first + len(fields))
+        if self._dtype != torch.float32 or _indices_within(channels, self._transformed):
+            self.normalise(fields.reshape(out.shape), out, first)
+            return
+        shift, scale = (column[channels] for column in self._columns)
+        # The output is written once, from values that are in the cache.
+        shifted = torch.from_numpy(fields).sub_(shift)
+        torch.div(shifted, scale, out=out.view(fields.shape))
+        self._fill(out, channels)
+
+    def _fill(self, values: Tensor, channels: slice) -> None:
+        """Replace NaN in normalised channels, `(..., c, h, W)`."""
+        for channel in _indices_within(channels, self._fills):
+            values[..., channel - channels.start, :, :].nan_to_num_(nan=self._fills[channel])
 
     def denormalise(self, values: Tensor, mask: Tensor | None) -> Tensor:
         """Return normalised values in the store's units, `(..., c, h, W)`; NaN outside the mask."""
-        channels = values.shape[-3]
-        out = (values * self.scale[:channels]).add_(self.shift[:channels])
-        for channel in _indices_below(channels, self._transformed):
+        channels = slice(0, values.shape[-3])
+        out = (values * self.scale[channels]).add_(self.shift[channels])
+        for channel in _indices_within(channels, self._transformed):
             out[..., channel, :, :] = invert_transform(
                 out[..., channel, :, :], self._transformed[channel], self.quantiles.get(channel)
             )
-        for channel in _indices_below(channels, self._nonnegative):
+        for channel in _indices_within(channels, self._nonnegative):
             # A model may predict slightly less than no rain.
             out[..., channel, :, :].clamp_(min=0)
-        return out if mask is None else out.masked_fill_(~mask[:channels], float("nan"))
+        return out if mask is None else out.masked_fill_(~mask[channels], float("nan"))
 
     def divide_by_scale(self, values: Vector) -> Tensor:
         """Divide one number per channel by its scale in float64, then round: `(C, 1, 1)`."""
@@ -171,8 +197,8 @@ class ChannelScaler:
         return column[:, None, None]
 
 
-def _indices_below(count: int, channels: Iterable[int]) -> list[int]:
-    return [channel for channel in channels if channel < count]
+def _indices_within(span: slice, channels: Iterable[int]) -> list[int]:
+    return [channel for channel in channels if span.start <= channel < span.stop]
 
 
 def _check_complete(

@@ -288,6 +288,8 @@ class StepReader:
 
     def convert(self, channels: Sequence[Channel], fields: Fields) -> None:
         """Convert the units of `(T, C, rows, W)` in place, where the config sets a conversion."""
+        if not self._conversions:
+            return
         for index, channel in enumerate(channels):
             if channel.variable in self._conversions:
                 scale, offset = self._conversions[channel.variable]

@@ -18,9 +18,15 @@ from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import format_minute, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.limits import ValueLimits, ValueRange, check_limit_keys, extremes
+from credit_dp.data.limits import (
+    ValueLimits,
+    ValueRange,
+    check_limit_keys,
+    extremes,
+    extremes_of_block,
+)
 from credit_dp.data.selection import StepReader, select_channels
-from credit_dp.data.sources.base import Fields, Source, Times
+from credit_dp.data.sources.base import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.units import check_units, converted_unit
 from credit_dp.errors import UserError
@@ -160,25 +166,25 @@ class Store:
 
         A chunk that holds several of the times is read once.
         """
-        return self._read(self.channels.prognostic, self._time_indices(times), rows)
+        return self._read(self.channels.prognostic, self.time_indices(times), rows)
 
     def read_outputs(self, times: Times, rows: slice) -> Fields:
         """Read the prognostic, then the diagnostic channels, `(T, outputs, rows, W)`."""
-        return self._read(self.channels.output_channels, self._time_indices(times), rows)
+        return self._read(self.channels.output_channels, self.time_indices(times), rows)
 
     def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
         """Read any channels that change in time, `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
         """
-        return self._read(channels, self._time_indices(times), rows)
+        return self._read(channels, self.time_indices(times), rows)
 
     def chunk_numbers(self, channel: Channel, times: Times) -> NDArray[np.intp]:
         """Return the chunk number of each time, rising; times with one number are decoded at once.
 
         A sum over a step may also need part of the chunk before.
         """
-        return self._step_reader.chunk_numbers(channel, self._time_indices(times))
+        return self._step_reader.chunk_numbers(channel, self.time_indices(times))
 
     def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
         """Read prognostic and forcing channels, `(T, C, rows, W)` and `(T, F, rows, W)`.
@@ -204,7 +210,7 @@ class Store:
         band = self._bounded_rows(rows)
         stored = np.empty((len(times), 0, band.stop - band.start, self.grid[1]), dtype=np.float32)
         if self._forcing:
-            stored = self._read(self._forcing, self._time_indices(times), rows)
+            stored = self._read(self._forcing, self.time_indices(times), rows)
         return self._with_computed(stored, times, rows)
 
     def read_static(self, rows: slice) -> Fields:
@@ -220,6 +226,33 @@ class Store:
             else:
                 fields[out_index] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
         return fields
+
+    def block_reader(self, channels: Sequence[Channel], rows: slice) -> "CheckedBlockReader | None":
+        """Return a reader of blocks for channels that change in time.
+
+        Returns:
+            None if a channel is summed over the step, or the source has no such reader.
+        """
+        if any(channel.variable in self._step_reader.summed for channel in channels):
+            return None
+        band = self._bounded_rows(rows)
+        reader = self.source.block_reader(channels, band)
+        if reader is None:
+            return None
+        return CheckedBlockReader(
+            reader,
+            channels,
+            self._step_reader,
+            self.limits.bounds(channels),
+            [position for position, c in enumerate(channels) if self._has_fill(c)],
+            lambda: self._masks.of(band),
+        )
+
+    def computed_forcing(self, name: str, times: Times, rows: slice) -> Fields:
+        """Compute a forcing that is not read, `(T, rows, W)`."""
+        instants = np.asarray(times, dtype="datetime64[ns]")
+        latitude = self.latitude[self._bounded_rows(rows)]
+        return COMPUTED_FORCINGS[name](instants, latitude, self.longitude).astype(np.float32)
 
     def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Return where the output channels have values, `(outputs, rows, W)`; None if everywhere.
@@ -285,7 +318,7 @@ class Store:
         self, channels: Sequence[Channel], times: Times, rows: slice
     ) -> tuple[Fields, Fields]:
         """Read any channels that change in time, and the forcing channels."""
-        fields = self._read([*channels, *self._forcing], self._time_indices(times), rows)
+        fields = self._read([*channels, *self._forcing], self.time_indices(times), rows)
         stored = fields[:, len(channels) :]
         return fields[:, : len(channels)], self._with_computed(stored, times, rows)
 
@@ -346,7 +379,7 @@ class Store:
     def _first_fields(self, channels: Sequence[Channel], band: slice) -> Fields:
         """Read channels at the first training date without checks, `(C, rows, W)`."""
         fields: Fields = self._step_reader.read(
-            channels, self._time_indices([self._first_training_time]), band
+            channels, self.time_indices([self._first_training_time]), band
         )[0]
         return fields
 
@@ -374,17 +407,13 @@ class Store:
         names = self.channels.forcing
         if len(self._forcing) == len(names):
             return stored
-        band = self._bounded_rows(rows)
         fields = np.empty((len(stored), len(names), *stored.shape[2:]), dtype=np.float32)
         stored_index = {channel.variable: index for index, channel in enumerate(self._forcing)}
-        instants = np.asarray(times, dtype="datetime64[ns]")
         for out_index, name in enumerate(names):
             if name in stored_index:
                 fields[:, out_index] = stored[:, stored_index[name]]
             else:
-                fields[:, out_index] = COMPUTED_FORCINGS[name](
-                    instants, self.latitude[band], self.longitude
-                )
+                fields[:, out_index] = self.computed_forcing(name, times, rows)
         return fields
 
     def _has_fill(self, channel: Channel) -> bool:
@@ -395,7 +424,7 @@ class Store:
         north, south, _ = rows.indices(self.grid[0])
         return slice(north, south)
 
-    def _time_indices(self, times: ArrayLike) -> NDArray[np.intp]:
+    def time_indices(self, times: ArrayLike) -> NDArray[np.intp]:
         """Return the indices of times among `self.times`."""
         requested = np.asarray(times, dtype="datetime64[ns]")
         # For a time after the last one, searchsorted returns an index beyond the end.
@@ -446,6 +475,77 @@ class ValidMasks:
                 fields = self._first_fields(self.channels, band)
                 self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
             return self._known[key]
+
+
+@final
+class CheckedBlockReader:
+    """Reads channels time by time in blocks, with the conversions and checks of `Store`.
+
+    Threads may share an instance.
+    """
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        channels: Sequence[Channel],
+        step_reader: StepReader,
+        bounds: NDArray[np.float64],
+        filled: Sequence[int],
+        masks: Callable[[], Mapping[Channel, ValidMask]],
+    ) -> None:
+        """Prepare without reading.
+
+        Args:
+            reader: of the source.
+            channels: that it reads.
+            step_reader: converts units.
+            bounds: smallest and largest plausible value of each channel, `(2, C)`.
+            filled: positions of the channels whose variables have a fill.
+            masks: returns the masks of these, on the rows that are read.
+        """
+        self._reader = reader
+        self._channels = channels
+        self._step_reader = step_reader
+        self._low, self._high = bounds
+        self._filled = filled
+        self._masks = masks
+
+    def read(self, index: int, consume: BlockConsumer) -> bool:
+        """Pass on all values of a time, block by block.
+
+        Args:
+            index: of the store's times.
+            consume: see `BlockReader`.
+
+        Returns:
+            False if a file can't be read, or if a value is missing or out of range. What was
+            passed on must not be used then; the methods of `Store` raise the error.
+        """
+        lowest = np.full(len(self._channels), np.inf, np.float32)
+        highest = -lowest
+        masks = self._masks() if self._filled else {}
+
+        def check(channels: slice, rows: slice, values: Fields) -> None:
+            self._step_reader.convert(self._channels[channels], values[None])
+            ends = extremes_of_block(values)
+            for position in self._filled:
+                if channels.start <= position < channels.stop:
+                    number = position - channels.start
+                    valid = masks[self._channels[position]][rows].reshape(values.shape[1:])
+                    np.copyto(values[number], np.nan, where=~valid)
+                    inside = values[number][valid]
+                    ends[0][number] = inside.min(initial=np.inf)
+                    ends[1][number] = inside.max(initial=-np.inf)
+            np.minimum(lowest[channels], ends[0], out=lowest[channels])
+            np.maximum(highest[channels], ends[1], out=highest[channels])
+            consume(channels, rows, values)
+
+        # The values of a damaged chunk are passed on before its checksum is known.
+        with np.errstate(all="ignore"):
+            if not self._reader.read(self._step_reader.source_index(index), check):
+                return False
+        # NaN, for a missing value, is neither above nor below anything.
+        return bool((lowest >= self._low).all() and (highest <= self._high).all())
 
 
 def all_finite(fields: Fields) -> bool:

@@ -16,7 +16,6 @@ from credit_dp.data.loader import (
     Loader,
     Normaliser,
     count_samples_across_gaps,
-    empty_with_large_pages,
 )
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
 from credit_dp.data.setup import prepare_training_data
@@ -478,15 +477,6 @@ def test_normalising_and_inverting(ready):
     assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
     scale = ready.statistics.tendency_std / ready.statistics.std
     assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 0, 4, 5)])
-def test_buffers_of_any_type_and_size(dtype, shape):
-    room = empty_with_large_pages(shape, dtype)
-    assert (room.shape, room.dtype, room.device.type) == (shape, dtype, "cpu")
-    assert room.is_contiguous()
-    assert torch.equal(room.fill_(3), torch.full(shape, 3, dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ are stored one level each are also found as one variable on levels.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol, final
@@ -36,6 +36,9 @@ from credit_dp.variable_names import (
 Fields = NDArray[np.float32]
 Times = NDArray[np.datetime64]
 Indexer = slice | NDArray[np.intp]
+# Gets positions of channels and rows in the result, and their values `(c, n, r, W)`, which are n
+# adjacent groups of r rows.
+BlockConsumer = Callable[[slice, slice, Fields], None]
 
 
 @final
@@ -97,6 +100,25 @@ def is_listed(name: str, variables: Mapping[str, VariableInfo]) -> bool:
     return name in (variables.listed if isinstance(variables, AliasedVariables) else variables)
 
 
+class BlockReader(Protocol):
+    """Reads the same channels and rows of one time after another, in small blocks."""
+
+    def read(self, time: int, consume: BlockConsumer) -> bool:
+        """Pass on all values of a time, each once, block by block.
+
+        Args:
+            time: index into the source's times.
+            consume: called with every block. It may overwrite the values, but not keep them: their
+                memory is used again for the next block.
+
+        Returns:
+            False if a file is missing or damaged: values that were passed on may be wrong then.
+
+        Raises:
+            UserError: the store has changed since it was opened.
+        """
+
+
 class Source(ABC):
     """An open store with checked coordinates: float32 fields with row 0 in the north.
 
@@ -143,6 +165,18 @@ class Source(ABC):
         Raises:
             UserError: the store can't be read; the message names file, variable and date.
         """
+
+    def block_reader(self, channels: Sequence[Channel], rows: slice) -> BlockReader | None:
+        """Return a reader of blocks for channels that change in time.
+
+        Args:
+            channels: in the order of the result.
+            rows: counted from the north, with both ends.
+
+        Returns:
+            None if fields can only be read at once, with `read`.
+        """
+        return None
 
     @abstractmethod
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import (
+    BlockReader,
     Fields,
     Indexer,
     Source,
@@ -163,6 +164,11 @@ class PreparedSource(Source):
         return self._fields.read(
             times, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
         )
+
+    def block_reader(self, channels: Sequence[Channel], rows: slice) -> BlockReader | None:
+        """See `Source`; there is one for a store on a local disk that is not compressed."""
+        indices = [self._channel_indices[channel] for channel in channels]
+        return self._fields.block_reader(indices, rows)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""

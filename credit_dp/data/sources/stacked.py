@@ -3,18 +3,24 @@
 `StackedArray` selects channels and times; anemoi's datasets and prepared stores are read through
 it. Its values come from the first of these readers that can read the array:
 
-1. `RawShardReader`, for shards of plain float32 on a local disk: one read per inner chunk.
+1. `RawShardReader`, for shards of plain float32 on a local disk: one read per inner chunk. Of
+   these, `RawBlockReader` passes on block by block what a batch needs.
 2. `TensorStoreReader`, for other shards on a local disk, if tensorstore is installed.
 3. zarr, for everything else. It also reads again whatever the others could not, so that one place
    reports the error.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, final
+from io import FileIO
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, final
 
+import google_crc32c
 import numpy as np
 import xarray as xr
 import zarr
@@ -23,7 +29,15 @@ from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
-from credit_dp.data.sources.base import Fields, Indexer, Source, Times, as_slice
+from credit_dp.data.sources.base import (
+    BlockConsumer,
+    BlockReader,
+    Fields,
+    Indexer,
+    Source,
+    Times,
+    as_slice,
+)
 from credit_dp.data.sources.storage import (
     CHECKSUM,
     CompleteStore,
@@ -134,6 +148,23 @@ class RawShardReader:
         self._shards = shards
         self._store = store
 
+    def blocks(
+        self, channels: Sequence[int], rows: slice, change_detector: StoreChangeDetector
+    ) -> BlockReader | None:
+        """Return a reader of blocks; None if chunks hold several times or not all channels.
+
+        There is none either for a channel that is requested twice: its values are passed on once.
+        """
+        shape, chunks, shards = self._shards.shape, self._shards.chunks, self._shards.shards
+        whole = (shape[1], shape[-1])
+        if len(set(channels)) < len(channels):
+            return None
+        if len(shape) != 4 or (chunks[0], shards[0]) != (1, 1) or shards[2] < shape[2]:
+            return None
+        if (chunks[1], chunks[3]) != whole or (shards[1], shards[3]) != whole:
+            return None
+        return RawBlockReader(self._shards, self._store, channels, rows, change_detector)
+
     def read(self, selection: tuple[slice, ...]) -> Fields | None:
         """Return the values; None if a file is missing or damaged."""
         first, *rest = selection
@@ -169,6 +200,273 @@ class RawShardReader:
                     chunks += 1
         self._store.add(chunks * len(buffer), chunks)
         return result
+
+
+BLOCK_BYTES = 2**20  # of a block, which has to fit the cache of a core
+
+
+class _Part(NamedTuple):
+    """The part of a block that is requested.
+
+    Attributes:
+        inside: channels, chunks and rows of the block's values.
+        channels, rows: their positions in the result.
+    """
+
+    inside: tuple[slice, slice, slice]
+    channels: slice
+    rows: slice
+
+
+class _Block(NamedTuple):
+    """What is read at once: some whole chunks, or a part of a chunk that is larger than a block.
+
+    Attributes:
+        shape: of its values: chunks, channels, rows, columns.
+        ends: whether a checksum follows the values of each chunk, or later those of the last part.
+        parts: those requested.
+    """
+
+    shape: tuple[int, int, int, int]
+    ends: bool
+    parts: list[_Part]
+
+
+class _Views(NamedTuple):
+    """Views of the memory that a block is read into.
+
+    Attributes:
+        memory: all bytes of the block.
+        contents: the bytes of each of its chunks, without checksum.
+        checksums: `(chunks, 1)`, or `(chunks, 0)` in a block without.
+        values: channels, chunks, rows, columns.
+    """
+
+    memory: memoryview
+    contents: list[NDArray[np.uint8]]
+    checksums: NDArray[np.uint32]
+    values: Fields
+
+    @classmethod
+    def of(cls, buffer: NDArray[np.uint8], block: _Block) -> "_Views":
+        """Return the views of a block at the beginning of a buffer."""
+        chunks = block.shape[0]
+        size = math.prod(block.shape[1:])
+        words = size + 1 if block.ends else size
+        memory = buffer[: chunks * words * FLOAT32.itemsize]
+        table = memory.view(FLOAT32).reshape(chunks, words)
+        return cls(
+            memory.data,
+            [row[:size].view(np.uint8) for row in table],
+            table.view("<u4")[:, size:],
+            table[:, :size].reshape(block.shape).transpose(1, 0, 2, 3),
+        )
+
+
+@final
+class RawBlockReader:
+    """Reads channels and rows of an array that has all channels of a time in one shard.
+
+    A block is small enough to remain in the processor's cache while it is read from the file,
+    checked, and written where it belongs. So main memory is passed over twice, by the system's
+    read and by the last write, however many steps there are between.
+
+    Files are read, not mapped: a mapped file that shrinks would end the process.
+    """
+
+    def __init__(
+        self,
+        shards: ShardedArray,
+        store: CountingStore,
+        channels: Sequence[int],
+        rows: slice,
+        change_detector: StoreChangeDetector,
+    ) -> None:
+        """Find blocks and their parts once, for all times.
+
+        Args:
+            shards: of the array `(T, C, H, W)`.
+            store: counts what is read.
+            channels: indices in the order of the result.
+            rows: with both ends.
+            change_detector: counts the reads and checks the store now and then.
+        """
+        self._shards = shards
+        self._store = store
+        self._change_detector = change_detector
+        _, count, height, columns = shards.chunks
+        self._chunk_bytes = count * height * columns * FLOAT32.itemsize + CHECKSUM
+        self._chunks = slice(rows.start // height, -(-rows.stop // height))
+        layout = _ChunkLayout(count, height, columns)
+        self._blocks = list(layout.blocks(list(_runs(channels)), rows, self._chunks))
+        # Several threads may read at once.
+        self._local = threading.local()
+
+    def read(self, time: int, consume: BlockConsumer) -> bool:
+        """See `BlockReader`."""
+        try:
+            file = open(self._shards.file((time, 0, 0, 0)), "rb", buffering=0)  # noqa: SIM115
+        except OSError:
+            return False
+        with file:
+            begin = self._first_byte(file)
+            if begin is None:
+                return False
+            file.seek(begin)
+            if not self._read_blocks(file, consume):
+                return False
+        chunks = self._chunks.stop - self._chunks.start
+        self._store.add(chunks * self._chunk_bytes, chunks)
+        self._change_detector.after_read(suspicious=False)
+        return True
+
+    def _first_byte(self, file: FileIO) -> int | None:
+        """Return where the chunks of the band begin; None if they don't follow one another."""
+        try:
+            index = self._shards.index(file).reshape(-1, 2)[self._chunks]
+        except (OSError, ValueError):
+            return None
+        begin: int = index[0, 0].item()
+        expected = begin + self._chunk_bytes * np.arange(len(index), dtype=np.uint64)
+        in_order = (index[:, 0] == expected).all() and (index[:, 1] == self._chunk_bytes).all()
+        return begin if in_order else None
+
+    def _read_blocks(self, file: FileIO, consume: BlockConsumer) -> bool:
+        """Read all blocks from a file and pass on their parts; False if one is damaged."""
+        checksum = 0
+        for block, views in zip(self._blocks, self._views(), strict=True):
+            if not _fill(file, views.memory):
+                return False
+            stored = views.checksums.ravel().tolist()
+            # Before the values are passed on, as they may be overwritten.
+            for number, content in enumerate(views.contents):
+                checksum = google_crc32c.extend(checksum, content)
+                if block.ends:
+                    if checksum != stored[number]:
+                        return False
+                    checksum = 0
+            for part in block.parts:
+                consume(part.channels, part.rows, views.values[part.inside])
+        return True
+
+    def _views(self) -> list[_Views]:
+        """Return views of each block in this thread's buffer."""
+        if not hasattr(self._local, "views"):
+            sizes = [FLOAT32.itemsize * math.prod(block.shape) for block in self._blocks]
+            checksums = CHECKSUM * max(block.shape[0] for block in self._blocks)
+            buffer = np.empty(max(sizes) + checksums, np.uint8)
+            self._local.views = [_Views.of(buffer, block) for block in self._blocks]
+        views: list[_Views] = self._local.views
+        return views
+
+
+class _ChunkLayout(NamedTuple):
+    """The shape of a chunk, and how its values are divided into blocks."""
+
+    channels: int
+    rows: int
+    columns: int
+
+    def blocks(
+        self, runs: Sequence[tuple[int, int, int]], band: slice, chunks: slice
+    ) -> Iterator[_Block]:
+        """Yield the blocks of all chunks of a band in the order of their bytes.
+
+        Args:
+            runs: of the requested channels, see `_runs`.
+            band: the requested rows.
+            chunks: the numbers of the chunks with these rows.
+        """
+        chunk_bytes = math.prod(self) * FLOAT32.itemsize + CHECKSUM
+        if chunk_bytes > BLOCK_BYTES:
+            for chunk in range(chunks.start, chunks.stop):
+                yield from self._blocks_of_chunk(runs, band, chunk)
+            return
+        step = BLOCK_BYTES // chunk_bytes
+        for first in range(chunks.start, chunks.stop, step):
+            stop = min(first + step, chunks.stop)
+            channels, rows = slice(0, self.channels), slice(0, self.rows)
+            parts = _parts(runs, channels, self._row_parts(band, first, stop, rows))
+            yield _Block((stop - first, *self), True, parts)
+
+    def _blocks_of_chunk(
+        self, runs: Sequence[tuple[int, int, int]], band: slice, chunk: int
+    ) -> Iterator[_Block]:
+        """Yield blocks with all rows of some channels, or with some rows of one channel."""
+        row_bytes = self.columns * FLOAT32.itemsize
+        channel_step = max(1, BLOCK_BYTES // (self.rows * row_bytes))
+        row_step = self.rows if channel_step > 1 else max(1, BLOCK_BYTES // row_bytes)
+        for low in range(0, self.channels, channel_step):
+            channels = slice(low, min(low + channel_step, self.channels))
+            for first in range(0, self.rows, row_step):
+                rows = slice(first, min(first + row_step, self.rows))
+                parts = _parts(runs, channels, self._row_parts(band, chunk, chunk + 1, rows))
+                shape = (1, channels.stop - low, rows.stop - first, self.columns)
+                is_last = channels.stop == self.channels and rows.stop == self.rows
+                yield _Block(shape, is_last, parts)
+
+    def _row_parts(
+        self, band: slice, first: int, stop: int, rows: slice
+    ) -> list[tuple[slice, slice, slice]]:
+        """Return the parts of some rows of chunks in a band: chunks, rows of these, of the band.
+
+        Chunks that are in the band with all these rows are one part.
+        """
+        found: list[tuple[slice, slice, slice]] = []
+        for chunk in range(first, stop):
+            origin = chunk * self.rows + rows.start
+            north = max(band.start, origin)
+            south = min(band.stop, origin + rows.stop - rows.start)
+            if north >= south:
+                continue
+            part = (
+                slice(chunk - first, chunk - first + 1),
+                slice(north - origin, south - origin),
+                slice(north - band.start, south - band.start),
+            )
+            is_whole = part[1] == slice(0, self.rows)
+            if found and is_whole and found[-1][1] == part[1]:
+                chunks, _, destination = found[-1]
+                part = (
+                    slice(chunks.start, part[0].stop),
+                    part[1],
+                    slice(destination.start, part[2].stop),
+                )
+                found[-1] = part
+            else:
+                found.append(part)
+        return found
+
+
+def _parts(
+    runs: Iterable[tuple[int, int, int]],
+    channels: slice,
+    row_parts: Iterable[tuple[slice, slice, slice]],
+) -> list[_Part]:
+    """Return the requested parts of a block with some channels."""
+    parts = []
+    for (first, stop, position), (chunks, rows, destination) in itertools.product(runs, row_parts):
+        low, high = max(first, channels.start), min(stop, channels.stop)
+        if low < high:
+            inside = slice(low - channels.start, high - channels.start), chunks, rows
+            positions = slice(position + low - first, position + high - first)
+            parts.append(_Part(inside, positions, destination))
+    return parts
+
+
+def _runs(channels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts in which channels are adjacent: `(first, stop, position)`."""
+    edges = np.flatnonzero(np.diff(channels) != 1) + 1
+    for start, stop in pairwise([0, *edges.tolist(), len(channels)]):
+        yield channels[start], channels[stop - 1] + 1, start
+
+
+def _fill(file: FileIO, buffer: memoryview) -> bool:
+    """Fill a buffer with the next bytes of a file; whether there were enough."""
+    try:
+        return file.readinto(buffer) == len(buffer)
+    except OSError:
+        return False
 
 
 # Limits of one TensorStoreReader.
@@ -280,6 +578,12 @@ class StackedArray:
             raise self._error("a chunk", self._first_index(times), error) from error
         self.change_detector.after_read(suspicious=False)
         return fields
+
+    def block_reader(self, channels: Sequence[int], rows: slice) -> BlockReader | None:
+        """Return a reader of blocks; None if the array can only be read at once."""
+        if not isinstance(self.fast_reader, RawShardReader):
+            return None
+        return self.fast_reader.blocks(channels, rows, self.change_detector)
 
     def chunk_name(self, indices: tuple[int, ...]) -> str:
         """Return the key of the file that holds one value, for a message."""

@@ -398,9 +398,9 @@ class ShardedArray:
         self.folder = folder
         self.shape = array.shape
         self.chunks = array.chunks
-        self._shards = array.shards
+        self.shards = array.shards
         self._metadata = array.metadata
-        self._counts = [s // c for s, c in zip(self._shards, self.chunks, strict=True)]
+        self._counts = [s // c for s, c in zip(self.shards, self.chunks, strict=True)]
 
     def spans(self, selection: Sequence[slice]) -> list[tuple[int, int]]:
         """Return `(first, stop)` of a selection in each dim."""
@@ -409,10 +409,14 @@ class ShardedArray:
 
     def files(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Path, tuple[int, ...]]]:
         """Yield the files that overlap `spans`, each with the shard's number in each dim."""
-        touched = zip(spans, self._shards, strict=True)
+        touched = zip(spans, self.shards, strict=True)
         ranges = [range(first // size, -(-stop // size)) for (first, stop), size in touched]
         for shard in product(*ranges):
             yield self.folder / self._metadata.encode_chunk_key(shard), shard
+
+    def file(self, shard: tuple[int, ...]) -> str:
+        """Return the path of a shard, given its number in each dim."""
+        return f"{self.folder}/{self._metadata.encode_chunk_key(shard)}"
 
     def parts(
         self, file: BinaryIO, shard: Sequence[int], spans: Sequence[tuple[int, int]]
@@ -422,14 +426,19 @@ class ShardedArray:
         Raises:
             OSError, ValueError: its index can't be read, or is damaged.
         """
-        index = self._index(file)
-        dims = zip(spans, shard, self._shards, self.chunks, strict=True)
+        index = self.index(file)
+        dims = zip(spans, shard, self.shards, self.chunks, strict=True)
         for chunk in product(*(_chunks_along(*dim) for dim in dims)):
             number, inside, destination = zip(*chunk, strict=True)
             begin, size = index[number].tolist()
             yield ChunkPart(begin, size, inside, destination)
 
-    def _index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Return offset and length of each chunk of a shard: its number in each dim, then 2.
+
+        Raises:
+            OSError, ValueError: the index can't be read, or is damaged.
+        """
         length = ENTRY * int(np.prod(self._counts)) + CHECKSUM
         file.seek(-length, os.SEEK_END)
         content = file.read(length)

@@ -4,20 +4,23 @@ Reads a prepared store from the system's cache. First it compares the throughput
 one thread with other ways to read the same numbers; the fastest round counts. Then it measures the
 bytes per second of one rank with two threads, compares the check of limits with a search for
 missing values only, and measures the share of time that training of the tiny U-Net waits for data.
+Last it reads the same store with zarr and tensorstore, which check no values and don't normalise.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
 import numpy as np
+import tensorstore
 import torch
 import zarr
 from pinned import Contestants, Mesh, on_pinned_ranks, team
@@ -48,6 +51,9 @@ LIMIT_ROUNDS = 60
 THREADS, BATCHES, THREAD_ROUNDS = 2, 6, 5
 STEPS, FIRST = 20, 3  # the first steps use batches that were read ahead before them
 PREFETCH = 2
+READERS = ("loader", "zarr", "tensorstore")
+CODECS = ("none", "zstd")
+READER_ROUNDS = 5
 MIB = 2**20
 
 
@@ -173,6 +179,52 @@ def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[s
     return found
 
 
+def processor_and_clock(
+    manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int], reader: str
+) -> tuple[float, float]:
+    """Return seconds of processor time and of the clock for a gigabyte, the median of all rounds.
+
+    This process has as many threads as torch may use here.
+    """
+    threads = torch.get_num_threads()
+    with reading(config, grid, reader, threads) as take:
+        found = []
+        for _ in range(READER_ROUNDS + 1):
+            began = time.process_time(), time.perf_counter()
+            for sample in range(BATCHES):
+                take(sample % (TIMES - 1))
+            found.append((time.process_time() - began[0], time.perf_counter() - began[1]))
+    gigabytes = BATCHES * 2 * CHANNELS * grid[0] * grid[1] * 4 / 1e9
+    # The first round opens files and starts threads.
+    processor, clock = (median(seconds) / gigabytes for seconds in zip(*found[1:], strict=True))
+    return processor, clock
+
+
+@contextmanager
+def reading(
+    config: DataConfig, grid: tuple[int, int], reader: str, threads: int
+) -> Iterator[Callable[[int], object]]:
+    """Return a function that reads the two times of a sample with some threads."""
+    if reader == "loader":
+        ready = prepare_training_data(replace(config, workers=threads))
+        sequence = SampleSequence(TIMES - 1, 1)
+        with Loader(ready, "train", slice(0, grid[0]), sequence, prefetch=PREFETCH) as loader:
+            yield lambda _: next(loader)
+    elif reader == "zarr":
+        with zarr.config.set({"threading.max_workers": threads, "async.concurrency": threads}):
+            array = zarr.open_group(config.store, mode="r")["fields"]
+            yield lambda at: array[at : at + 2]
+    else:
+        limits = {"data_copy_concurrency": threads, "file_io_concurrency": threads}
+        context = {name: {"limit": limit} for name, limit in limits.items()}
+        array = tensorstore.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{config.store}/fields/"}},
+            context=tensorstore.Context(context),
+            read=True,
+        ).result()
+        yield lambda at: array[at : at + 2].read().result()
+
+
 def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
     """Return the share of time that steps of the tiny U-Net wait for their batch."""
     ready = prepare_training_data(config)
@@ -215,6 +267,7 @@ def rows(codec: str = "none") -> list[Row]:
             made.append(
                 Row(what, "looking for missing values alone", 1 / cost, 0.98, at_least=True)
             )
+        made += reader_rows(Path(folder), GRIDS[-1])
         for ranks in (1, 2):
             share = max(on_pinned_ranks(waiting, configs[GRIDS[0]], GRIDS[0], ranks=ranks))
             what = f"unet_tiny at {GRIDS[0][0]}x{GRIDS[0][1]}, {ranks} ranks: wait for data"
@@ -247,6 +300,23 @@ def threads_row(grid: tuple[int, int], config: DataConfig) -> Row:
     what = f"loader with {THREADS} threads on {THREADS} cores, {grid[0]}x{grid[1]}"
     speeds = gigabytes / found[0], gigabytes / found[len(found) // 2]
     return Row(what, "", speeds[0], 2.0, speeds[1], at_least=True, unit="GB/s")
+
+
+def reader_rows(folder: Path, grid: tuple[int, int]) -> list[Row]:
+    """Return what reading a store costs with the loader, zarr and tensorstore."""
+    made = []
+    for codec in CODECS:
+        config = write_store(folder / f"{codec}.zarr", grid, TIMES, codec)
+        config = replace(config, cache=str(folder / f"cache of {codec}"))
+        prepare_training_data(config)
+        for threads, reader in product((1, THREADS), READERS):
+            processor, clock = on_pinned_ranks(
+                processor_and_clock, config, grid, reader, ranks=1, threads=threads
+            )[0]
+            what = f"{reader} reads {grid[0]}x{grid[1]}, codec {codec}, {threads} threads"
+            cost = f"{processor:.2f} s/GB of processor time"
+            made.append(Row(what, cost, 1 / clock, None, unit="GB/s"))
+    return made
 
 
 if __name__ == "__main__":

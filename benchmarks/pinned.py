@@ -46,13 +46,14 @@ def on_pinned_ranks(
     ranks: int = RANKS,
     domain: int | None = None,
     pipeline: int = 1,
+    threads: int = 1,
 ) -> list[Any]:
     """Return what `fn(manager, *args)` returns on each of `ranks` fresh ranks.
 
     `domain` ranks share a globe (by default all of them), and `pipeline` x `domain` share a model.
-    With more ranks than cores, times are meaningless.
+    Each has `threads` threads and cores. With more ranks than cores, times are meaningless.
     """
-    with running(_answer, (fn, args), Mesh(ranks, domain or ranks, pipeline)) as pipes:
+    with running(_answer, (fn, args), Mesh(ranks, domain or ranks, pipeline, threads)) as pipes:
         return [pipe.recv() for pipe in pipes]
 
 

@@ -28,8 +28,8 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
-from credit_dp.cores import usable_cores
 from credit_dp.errors import UserError
+from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
     from credit_dp.data.inspection import StoreReport

@@ -43,7 +43,6 @@ from credit_dp.cli.sweep_jobs import (
     write_submission,
 )
 from credit_dp.config import Config
-from credit_dp.cores import usable_cores
 from credit_dp.distributed.placement import (
     ClusterNodes,
     Placement,
@@ -60,6 +59,7 @@ from credit_dp.distributed.signals import (
 )
 from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
 from credit_dp.errors import UserError
+from credit_dp.process import usable_cores
 
 POLL_SECONDS = 0.1  # between two checks of the running jobs
 GRACE_SECONDS = 15.0  # for jobs to end after Ctrl-C, before they are killed

@@ -15,10 +15,10 @@ from itertools import pairwise
 from typing import final
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
-from credit_dp.cores import usable_cores
 from credit_dp.distributed.launcher import Launcher, RankInfo
 from credit_dp.distributed.slurm import run_slurm_command
 from credit_dp.errors import UserError
+from credit_dp.process import usable_cores
 
 # Device files of NVIDIA's driver, of the same under WSL, and of AMD's: without any of them Linux
 # has no GPU, and torch need not be imported to count them.

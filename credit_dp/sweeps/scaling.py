@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, final
 
-from credit_dp.cores import usable_cores
 from credit_dp.errors import UserError
+from credit_dp.process import usable_cores
 from credit_dp.sweeps.read import (
     AXES,
     Job,

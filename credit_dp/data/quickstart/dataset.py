@@ -25,12 +25,12 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.config import QuickstartConfig
-from credit_dp.cores import usable_cores
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.fields import Synthesis
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, remove_if_possible, temporary_path
+from credit_dp.process import usable_cores
 
 VERSION = 2  # to be raised when the content of stores changes
 GAP_DAYS = 10

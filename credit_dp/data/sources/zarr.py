@@ -4,10 +4,8 @@ The form is that of WeatherBench 2, ARCO-ERA5 or the CDS. xarray opens the store
 values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads it.
 """
 
-import gc
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from threading import Lock
 from typing import Any, Protocol, final
@@ -57,6 +55,7 @@ from credit_dp.data.sources.storage import (
 )
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
+from credit_dp.process import no_garbage_collection
 from credit_dp.variable_names import all_names_of, canonical_name
 
 TIMES = {"time", *DIM_ALIASES["time"]}
@@ -150,23 +149,6 @@ class RequestedBytesCounter:
             self.chunk_reads += 1
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector from closing unused files, in any thread, for a while.
-
-    xarray reads a file's metadata without holding its lock. The collector may run in another
-    thread, such as zarr's, and the netCDF library crashes if one thread closes a file while
-    another one reads.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def is_netcdf(where: str) -> bool:
     """Whether a path is named like a netCDF file and is not a folder."""
     return where.lower().endswith(NETCDF_SUFFIXES) and not local_path(where).is_dir()
@@ -189,6 +171,9 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     if not path.exists():
         raise UserError(f"{where}: no such file. Set data.store to one that exists.")
     try:
+        # xarray reads a file's metadata without holding its lock. The collector may close unused
+        # files in any thread, such as zarr's, and the netCDF library crashes if one thread closes a
+        # file while another one reads.
         with no_garbage_collection():
             dataset = xr.open_dataset(path, engine="netcdf4", cache=False, decode_timedelta=False)
     except Exception as error:

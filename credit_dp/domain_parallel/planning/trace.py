@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import logging
 import os
 import sys
@@ -39,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.errors import UserError
+from credit_dp.process import no_garbage_collection
 from credit_dp.random_streams import python_random_state, set_python_random_state
 
 # Stack frames of torch and of `credit_dp.domain_parallel` are not user code.
@@ -336,7 +336,9 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with (
             fake,
-            _pause_collection(),
+            # A run makes many small objects, of which few are left. A collection for them walks
+            # over all objects of the process, which takes longer than the run.
+            no_garbage_collection(),
             no_autocast,
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
@@ -369,22 +371,6 @@ def plain_tensors(model: nn.Module) -> list[Tensor]:
                 found |= {id(y): y for y in tensors_in([x]) if type(y) is Tensor}
     known = {id(x) for x in model.buffers()}
     return [x for key, x in found.items() if key not in known and not x.is_inference()]
-
-
-@contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Free what is in reference cycles afterwards.
-
-    A run makes many small objects, of which few are left. A collection for them walks over all
-    objects of the process, which takes longer than the run.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

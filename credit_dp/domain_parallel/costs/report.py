@@ -41,13 +41,12 @@ from credit_dp.domain_parallel.planning.plan import (
     plan_model,
     too_few_rows_message,
 )
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
 from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
     PlanningMode,
-    ShapeMemo,
     copy_model,
     named_leaves,
-    tensors_in,
 )
 from credit_dp.domain_parallel.recomputation import (
     RecomputationCounter,

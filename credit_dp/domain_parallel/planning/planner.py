@@ -31,9 +31,9 @@ from credit_dp.domain_parallel.planning.audit import (
     narrow_to_band,
     refusal_message,
 )
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
-    ShapeMemo,
     TensorRef,
     Trace,
     TraceStep,

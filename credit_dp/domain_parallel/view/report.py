@@ -26,7 +26,7 @@ from credit_dp.domain_parallel.planning.plan import (
     Shape,
     is_banded,
 )
-from credit_dp.domain_parallel.planning.trace import ShapeMemo
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.view.boundary import is_same_field
 from credit_dp.domain_parallel.view.decisions import Decision, UnplannedError
 from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view

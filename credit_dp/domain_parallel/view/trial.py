@@ -36,14 +36,13 @@ from credit_dp.domain_parallel.planning.plan import (
     Shape,
     is_banded,
 )
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
 from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
     PlanningMode,
-    ShapeMemo,
     dtype_and_device,
     preserve_model,
     tensor_leaves,
-    tensors_in,
     use_fake_tensors,
 )
 from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation

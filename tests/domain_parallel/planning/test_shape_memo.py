@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from credit_dp.domain_parallel.planning.trace import ShapeMemo
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 
 aten = torch.ops.aten
 

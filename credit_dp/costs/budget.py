@@ -30,7 +30,7 @@ from credit_dp.domain_parallel.count_transport import CountingTransport, RankTra
 from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
-from credit_dp.models import build_model
+from credit_dp.models import build_model, cast_model
 from credit_dp.models.initial_weights import build_on_meta
 from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
 from credit_dp.physics.fixers import FixerMemory, count_fixer_memory, has_budgets
@@ -102,7 +102,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     model = build_on_meta(partial(build_model, config.model, fields, grid))
     check_planned_model(model, config.model, fields, grid)
     check_parameter_patterns(model, config)
-    model = model.to(getattr(torch, config.trainer.dtype))
+    model = cast_model(model, getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * members_per_rank(config)
     return model, (samples, fields.inputs, *grid)
 

@@ -26,7 +26,7 @@ from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
-from credit_dp.models import build_model
+from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, has_noise, keep_draws
 from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
@@ -431,7 +431,7 @@ def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> 
         model = build_model(
             config, channels.fields(metadata.frames, config.denoises), metadata.grid
         )
-    model.to(_compute_dtype(trained))
+    cast_model(model, _compute_dtype(trained))
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor for name, tensor in model_tensors((model,)).items()
     }

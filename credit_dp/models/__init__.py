@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from credit_dp.config.model import (
     CrossFormerConfig,
@@ -57,6 +57,20 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
         f"model: {type(config).__name__} can't be built. Derive the config from "
         "credit_dp.config.OwnModelConfig."
     )
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the numbers of a model to a dtype, in place; complex ones to pairs of it.
+
+    `nn.Module.to` drops the imaginary parts of complex parameters and buffers.
+    """
+
+    def cast(x: Tensor) -> Tensor:
+        if x.is_complex():
+            return x.to(dtype.to_complex())
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return model._apply(cast)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:

@@ -60,7 +60,7 @@ from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.fields import Fields
-from credit_dp.models import build_model
+from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
 from credit_dp.models.initial_weights import InitialWeights, build_without_weights
 from credit_dp.physics.fixers import fixers_of_run
@@ -411,7 +411,7 @@ def build_network(
         # Imported here: torch's pipeline schedules import its compiler, which takes a second.
         from credit_dp.pipeline_parallel.pipeline import Pipeline
 
-        model = model.to(like.dtype)
+        model = cast_model(model, like.dtype)
         stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
             _move_and_shard(stage.module, mesh, parallel, like, weights)
@@ -422,9 +422,8 @@ def build_network(
     if isinstance(config.model, OwnModelConfig) and mesh is None and manager.world_size > 1:
         without_gradient = parameters_outside_graph(model, fields.inputs, store.grid)
     blocks = recomputed_modules(model, config)  # of the complete model: conversion changes types
-    model = shard_model(
-        model.to(like.dtype), manager, shape, parallel.whole_ops, parallel.whole_ops_limit
-    )
+    model = cast_model(model, like.dtype)
+    model = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
     _set_loss_factor(model, manager)
     _move_and_shard(model, mesh, parallel, like, weights)
     model = place_model(model, parallel.layout, first_gpu)

@@ -151,6 +151,28 @@ class InSegmentsConfig(OwnModelConfig):
         return InSegments(in_channels, out_channels, grid[0])
 
 
+class Complex(nn.Module):
+    """A model whose filter of wave numbers is complex, as those of Fourier neural operators."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.stem = nn.Conv2d(in_channels, WIDTH, 1)
+        self.filter = nn.Parameter(torch.randn(WIDTH, 1, 1, dtype=torch.complex64))
+        self.head = nn.Conv2d(WIDTH, out_channels, 1)
+
+    def forward(self, x):
+        waves = torch.fft.rfft2(self.stem(x), norm="ortho") * self.filter
+        return self.head(torch.fft.irfft2(waves, s=x.shape[-2:], norm="ortho"))
+
+
+@dataclass
+class ComplexConfig(OwnModelConfig):
+    name: str = "complex"
+
+    def build(self, in_channels, out_channels, grid):
+        return Complex(in_channels, out_channels)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("store"), ROWS)
@@ -214,6 +236,20 @@ def test_pipelines_train_as_one_process(store, tmp_path, mesh):
     # A pipeline of two ranks has two micro-batches, on which the clipped gradient depends.
     same_parts = replace(config, trainer=replace(config.trainer, accumulate=2))
     expected = run_on_mesh(ONE, train_from_start, same_parts, None)
+    assert_same_trajectory(trained(mesh, config), expected)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow), ONE], ids=str
+)
+def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path, mesh):
+    config = make_config(store, tmp_path, ComplexConfig(), steps=3)
+    expected = run_on_mesh(ONE, train_from_start, config, None)
+    assert np.iscomplexobj(expected[1]["filter"])
+    torch.manual_seed(config.seed)
+    start = Complex(expected[1]["stem.weight"].shape[1], 1).filter.detach().numpy()
+    moved = expected[1]["filter"] - start
+    assert 1e-4 < np.abs(moved.imag).max() < 0.1
     assert_same_trajectory(trained(mesh, config), expected)
 
 

@@ -60,7 +60,7 @@ def shard_parameters(
 
     Raises:
         UserError: a parameter has an entry for each row of the globe, so that a band of it can't be
-            cut from a shard; or several blocks share a parameter.
+            cut from a shard, no dimensions or complex numbers; or several blocks share a parameter.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -76,6 +76,10 @@ def shard_parameters(
             f"parallel.data_mode: fsdp2 can't shard {cut}, which has an entry for each row of the "
             "globe. Use parallel.data_mode=ddp, or parallel.domain=1."
         )
+    for name, parameter in part.named_parameters():
+        _check_kind(name, parameter)
+        if not parameter.is_contiguous():  # which FSDP2 needs
+            parameter.data = parameter.data.contiguous()
     policy = MixedPrecisionPolicy(_dtype(parallel.param_dtype), _dtype(parallel.reduce_dtype))
     # Only the root casts its output: blocks pass on the dtype that they compute in.
     root_policy = replace(policy, output_dtype=dtype)
@@ -123,6 +127,20 @@ def fsdp_blocks(part: nn.Module) -> list[nn.Module]:
         for block in blocks
         if not isinstance(block, RowLayer) and next(block.parameters(), None) is not None
     ]
+
+
+def _check_kind(name: str, parameter: nn.Parameter) -> None:
+    """Check that FSDP2 can shard a parameter: real numbers with a dimension."""
+    if not parameter.ndim:
+        raise UserError(
+            f"parallel.data_mode: fsdp2 can't shard {name}, a single number without a dimension. "
+            "Give it one, as torch.ones(1) has, or use parallel.data_mode=ddp."
+        )
+    if parameter.is_complex():
+        raise UserError(
+            f"parallel.data_mode: fsdp2 can't shard {name}, whose numbers are complex. Use "
+            "parallel.data_mode=ddp."
+        )
 
 
 def _check_tied(part: nn.Module, blocks: list[str]) -> None:

@@ -259,6 +259,35 @@ def test_parameters_with_a_row_for_each_of_the_globes_are_refused():
         on_processes(2, shard_rows)
 
 
+def shard_odd(manager: DomainParallelManager, parameter: torch.Tensor) -> torch.Tensor:
+    """Shard a model with this parameter beside others, and return the whole of it."""
+    mesh = fsdp_mesh(manager)
+    assert mesh is not None
+    model = nn.Linear(2, 3)
+    model.odd = nn.Parameter(parameter)
+    shard_parameters(model, mesh, ParallelConfig(data=2, data_mode="fsdp2"), torch.float32)
+    assert isinstance(model.odd, DTensor)
+    return model.odd.detach().full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.tensor(1.0), "odd, a single number without a dimension. Give it one, as "),
+        (torch.zeros(3, dtype=torch.complex64), "odd, whose numbers are complex. Use "),
+    ],
+)
+def test_parameters_that_torch_cannot_shard_are_refused(parameter, message):
+    with pytest.raises(RankError, match=rf"^rank \d: parallel.data_mode: fsdp2 can't .*{message}"):
+        on_processes(2, shard_odd, parameter, domain=1)
+
+
+def test_parameters_in_another_order_of_memory_are_sharded():
+    parameter = torch.arange(15.0).view(3, 5).t()
+    for whole in on_processes(2, shard_odd, parameter, domain=1):
+        assert torch.equal(whole, parameter)
+
+
 class Tied(SegmentedModel):
     def __init__(self) -> None:
         super().__init__()

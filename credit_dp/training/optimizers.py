@@ -243,7 +243,7 @@ class Muon(MatrixOptimizer):
 
 # Keys of the state of a side of a matrix: the average of products of gradients, and its basis.
 SIDES = (("left", "left_basis"), ("right", "right_basis"))
-FIRST_ITERATIONS = 10  # of the power iteration from the unit matrix
+FIRST_ITERATIONS = 10  # of the power iteration from `starting_basis`
 SHIFT = 1e-2  # of eigenvalues in the power iteration, in mean eigenvalues
 
 
@@ -258,7 +258,8 @@ class Soap(MatrixOptimizer):
     A gradient of low rank leaves eigenvalues of zero, whose eigenvectors would be those of
     rounding, different on each mesh. Therefore eigenvalues are shifted up, and the first bases come
     from the power iteration, too, not from an eigendecomposition: directions that no gradient tells
-    apart stay as they are.
+    apart stay as they are. It starts from a random basis, the same in every run: unit vectors may
+    have no part of a large eigenvector at all, and the iteration would find it in their rounding.
 
     Args:
         groups, betas, eps: see `MatrixOptimizer`; betas are those of matrices, too, and the second
@@ -346,9 +347,17 @@ def rotate(rows: Tensor, state: dict[str, Tensor], back: bool = False) -> Tensor
     return rows
 
 
+def starting_basis(size: int) -> Tensor:
+    """Return an orthogonal matrix of random numbers, the same in every process."""
+    generator = torch.Generator().manual_seed(size)
+    numbers = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    basis: Tensor = torch.linalg.qr(numbers).Q
+    return basis
+
+
 def first_basis(product: Tensor) -> Tensor:
     """Return approximate eigenvectors of a symmetric matrix as columns, the largest ones first."""
-    basis = torch.eye(len(product), dtype=product.dtype, device=product.device)
+    basis = starting_basis(len(product)).to(product)
     for _ in range(FIRST_ITERATIONS):
         basis = next_basis(product, basis)
     return basis
@@ -356,6 +365,7 @@ def first_basis(product: Tensor) -> Tensor:
 
 def next_basis(product: Tensor, basis: Tensor) -> Tensor:
     """Return better eigenvectors by one step of a power iteration (algorithm 4), shifted."""
-    shift = SHIFT * product.diagonal().mean()
-    refreshed: Tensor = torch.linalg.qr(product @ basis + shift * basis).Q
+    # Divided by the mean eigenvalue, so that no gradient at all leaves the basis, too.
+    scaled = product / product.diagonal().mean().clamp(min=torch.finfo(product.dtype).tiny)
+    refreshed: Tensor = torch.linalg.qr(scaled @ basis + SHIFT * basis).Q
     return refreshed

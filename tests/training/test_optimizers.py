@@ -27,6 +27,7 @@ from credit_dp.training.optim import (
     state_layout,
     whole_state_bytes,
 )
+from credit_dp.training.optimizers import first_basis, starting_basis
 from tests.training.meshes import (
     ONE,
     Mesh,
@@ -153,7 +154,8 @@ def test_soap_is_its_definition(largest: int) -> None:
         g = gradient.reshape(len(value), -1)
         products = [g @ g.T, g.T @ g]
         rotated_sides = [side for side in (0, 1) if g.shape[side] <= largest]
-        bases = memory.setdefault("q", [np.eye(size) for size in g.shape])
+        starts = [starting_basis(n).numpy() if n <= largest else np.eye(n) for n in g.shape]
+        bases = memory.setdefault("q", starts)
         known = memory.setdefault("p", [np.zeros((size, size)) for size in g.shape])
         if step:
             left, right = bases
@@ -201,6 +203,21 @@ def test_soap_keeps_bases_orthogonal() -> None:
             basis = optimizer.state[weight][key]
             torch.testing.assert_close(basis @ basis.mT, torch.eye(len(basis)).double())
     assert weight.isfinite().all()
+
+
+def test_the_first_basis_of_soap_does_not_depend_on_rounding() -> None:
+    """Also where many rows of a gradient are multiples of each other, as with spectral norm."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    gradient = torch.cat(
+        [1e-2 * random(16, 1) @ random(1, 8), random(8, 8) * 0.5 ** torch.arange(8)]
+    )
+    rounded = gradient * (1 + 1e-15 * random(24, 8))
+    found, wanted = (first_basis(g @ g.mT) for g in (rounded, gradient))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:

@@ -216,6 +216,9 @@ def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
     return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."
 
 
+VERSIONS_OF_BLOCK = 8  # of compiled code that a block may have
+
+
 def compile_model(model: nn.Module, device: torch.device) -> None:
     """Compile a model at its first call, in place; names of parameters stay.
 
@@ -238,16 +241,21 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 "name it in the environment variable CXX, or set compile=false."
             )
     units = [module for module in model.modules() if is_fsdp_module(module)]
+    # Each shape has code of its own. By default torch compiles code for any shape when it sees the
+    # second one, also of another block. A step that is computed again could then find this code for
+    # a block that has run other code before, which keeps other tensors.
     if not units:
-        model.compile()
+        model.compile(dynamic=False)
         return
     # The model itself is a unit, too: the first one, and the only one without blocks.
     blocks: list[Any] = units[1:] or units
     for block in blocks:
-        block.forward = torch.compile(block.forward)
-    # Blocks of a class share code, of which torch compiles 8 versions and runs others uncompiled.
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, len(blocks))
+        block.forward = torch.compile(block.forward, dynamic=False)
+    # Blocks of a class share code. Torch compiles 8 versions of it, and runs others uncompiled: a
+    # block has several by itself, for training, validation and scores.
+    config = torch._dynamo.config
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, limit, max(getattr(config, limit), VERSIONS_OF_BLOCK * len(blocks)))
 
 
 def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:

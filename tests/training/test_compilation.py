@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from torch.distributed.fsdp import FSDPModule
 
-from credit_dp.config import Config
+from credit_dp.config import AdamWConfig, Config, DiffusionConfig, StandardLossConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.ranks import close_pools, on_processes
@@ -114,6 +115,60 @@ def compiled_and_recomputed(manager: DomainParallelManager, config: Config) -> T
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
 def test_compiled_steps_that_are_computed_again_train_the_same(config):
     found = run_on_mesh(Mesh(1, 1, 2), compiled_and_recomputed, config)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+def compiled_with_aot_eager(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Train with the compiler's graphs, but without its code for the CPU, which takes minutes."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return record_trajectory(built(replace(config, compile=True), manager))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2, "fsdp2"), Mesh(1, 2, 1, "fsdp2")], ids=str)
+def test_compiled_blocks_of_several_sizes_are_computed_again(config, mesh):
+    """Blocks of all levels share code: each finds again what was compiled for its own size."""
+    trainer = replace(config.trainer, rollout={0: 2}, checkpoint_activations="step")
+    config = replace(config, model=tiny_unet(), trainer=trainer)
+    found = run_on_mesh(mesh, compiled_with_aot_eager, config)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+ENSEMBLE = {
+    "model": replace(tiny_unet(noise=4), channels=[8]),
+    "loss": StandardLossConfig(name="crps", level_weight=True),
+}
+COMPILED: dict[str, tuple[Mesh, dict[str, Any], dict[str, Any]]] = {
+    "rollouts": (Mesh(1, 2, 2, "fsdp2"), {"rollout": {0: 1, 1: 2}, "accumulate": 2}, {}),
+    "diffusion": (
+        Mesh(1, 1, 2),
+        {},
+        {"model": DiffusionConfig(channels=[8], groups=4, noise=4)},
+    ),
+    "ensemble": (
+        Mesh(1, 1, 2, "fsdp2", ensemble=2),
+        {"members": 2, "checkpoint_activations": "step"},
+        ENSEMBLE,
+    ),
+    "average": (
+        Mesh(1, 2, 1, "fsdp2"),
+        {"freeze": ["stem.*"]},
+        {"optimizer": AdamWConfig(lr=1e-2, warmup_steps=1, ema=0.9)},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_models_train_the_same_with_other_keys(config, name):
+    mesh, trainer, changes = COMPILED[name]
+    changes = {**changes, "trainer": replace(config.trainer, **trainer), "compile": False}
+    config = replace(config, **changes)
+    found = run_on_mesh(mesh, compiled_with_aot_eager, config)
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
 
 

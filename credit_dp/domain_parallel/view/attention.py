@@ -77,7 +77,11 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     else:
         from_end = layout.dim - query.ndim
         key, value = (_of_same_samples(x, layout, from_end, view) for x in (key, value))
-    return wrap(func(query.local, key, value, attn_mask=mask, **options), layout, view)
+    result = func(query.local, key, value, attn_mask=mask, **options)
+    if mask is not None and mask.requires_grad and not result.numel():
+        # Of no queries torch forgets the mask: its gradient would be missing on this rank alone.
+        result = result + mask.sum().to(result.dtype)
+    return wrap(result, layout, view)
 
 
 def _cut_alike(query: Any, key: GlobalTensor) -> GlobalTensor:

@@ -954,6 +954,32 @@ def test_equals_the_function_of_the_globe(family, name, ranks):
     check(FAMILIES[family][name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
 
 
+def attend_with_learned_mask(model, x):
+    """Attention in windows of 5 rows, with a mask that is a parameter."""
+    y = F.pad(x, (0, 0, 0, -x.shape[2] % 5)).unflatten(2, (-1, 5))
+    windows = y.permute(0, 2, 4, 3, 1).flatten(0, 2)
+    y = SDPA(windows, windows, windows, attn_mask=model.matrix[:5, :5])
+    y = y.unflatten(0, (len(x), -1, COLUMNS)).permute(0, 4, 1, 3, 2).flatten(2, 3)
+    return y[:, :, : x.shape[2]]
+
+
+def _has_gradient(manager, model, x):
+    model = copy.deepcopy(model)
+    attach_view(model, manager, [tuple(x.shape)])
+    model(shard_tensor(x, manager=manager)).sum().backward()
+    return model.matrix.grad is not None
+
+
+def test_masks_have_gradients_on_ranks_without_windows():
+    model = Model(attend_with_learned_mask).double()
+    # More ranks than channels or columns: bands can't move there.
+    shape = (1, CHANNELS, 9, COLUMNS)
+    assert (
+        on_threads(9, _has_gradient, model, torch.randn(shape, dtype=torch.float64)) == [True] * 9
+    )
+    check(attend_with_learned_mask, shape, 9)
+
+
 def change_every_other_row(model, x):
     x = x + 0
     x[:, :, ::2].mul_(2)

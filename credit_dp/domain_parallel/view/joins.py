@@ -207,7 +207,12 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
     if mode == "constant":
         indices = [i if 0 <= i < size else -1 for i in positions]
     elif mode == "circular":
-        indices = [i % size for i in positions]
+        # Negative widths crop first: circular padding repeats the rows that are left.
+        first = max(0, -north)
+        kept = size - first - max(0, -south)
+        if kept < 1:
+            raise NoRuleError
+        indices = [first + (i - first) % kept for i in positions]
     elif mode == "replicate":
         indices = [min(max(i, 0), size - 1) for i in positions]
     elif mode == "reflect":

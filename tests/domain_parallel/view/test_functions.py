@@ -924,6 +924,11 @@ WRITES = {
         F.pad(tokens(x), (0, 0, 1, -x[0, 0].numel()), value=2.0),
         F.pad(x.flatten(0, 2), (0, 0, -1, -2)),
     ),
+    "circular pads that crop": lambda m, x: (
+        F.pad(x, (0, 0, -1, 2), mode="circular"),
+        F.pad(x, (-1, 1, 1, -2), mode="circular"),
+        F.pad(x.mT, (2, -1, 0, 0), mode="circular"),
+    ),
 }
 
 FAMILIES = {

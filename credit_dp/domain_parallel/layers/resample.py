@@ -303,6 +303,15 @@ class AntialiasedUpsample(nn.Module):
         )
 
 
+def _input_ndim(upsample: nn.Upsample | AntialiasedUpsample) -> int:
+    """Return the number of dimensions of the input as far as the settings say, else 4."""
+    of_modes = {"linear": 1, "trilinear": 3}
+    for setting in (upsample.size, upsample.scale_factor):
+        if isinstance(setting, (tuple, list)):
+            return NON_SPATIAL + len(setting)
+    return NON_SPATIAL + of_modes.get(upsample.mode, 2)
+
+
 def has_one_column(width: int, size: Any, scale_factor: Any) -> bool:
     """Return whether an interpolation of fields with `width` columns returns one column."""
     setting = scale_factor if size is None else size
@@ -312,6 +321,17 @@ def has_one_column(width: int, size: Any, scale_factor: Any) -> bool:
 
 class _Interpolate(InterpolationLayer, ABC):
     """`F.interpolate` with the settings of an `nn.Upsample`."""
+
+    def __init__(
+        self,
+        upsample: nn.Upsample | AntialiasedUpsample,
+        shard_dim: int,
+        manager: DomainParallelManager | None,
+    ) -> None:
+        ndim = _input_ndim(upsample)
+        dim = shard_dim if shard_dim < 0 else shard_dim - ndim
+        super().__init__(upsample, dim, manager, ndim=ndim)
+        self.shard_dim = shard_dim
 
     @property
     def _antialias(self) -> bool:

@@ -182,6 +182,29 @@ def test_scale_factor_by_hand_follows_another_dtype_and_height():
 
 
 @pytest.mark.parametrize(
+    ("options", "dims"),
+    [
+        ({"size": (4, 23, 5), "mode": "nearest", "shard_dim": 3}, (3, 10, 6)),
+        ({"scale_factor": 1.5, "mode": "trilinear", "shard_dim": 3}, (3, 10, 6)),
+        ({"size": (23, 5), "mode": "bilinear", "shard_dim": 2}, (10, 6)),
+        ({"size": 23, "mode": "linear", "shard_dim": 2}, (10,)),
+    ],
+)
+def test_interpolate_counts_its_row_dim_from_the_start(options, dims):
+    x = torch.randn(2, 3, *dims, dtype=torch.float64)
+    settings = {key: value for key, value in options.items() if key != "shard_dim"}
+    row_dim = options["shard_dim"]
+
+    def case(manager):
+        layer = DomainParallelInterpolate(manager=manager, **options)
+        assert layer.shard_dim == row_dim
+        return gather_tensor(layer(shard_tensor(x, row_dim, manager)), row_dim, manager)
+
+    for y in on_threads(3, case):
+        assert error(y, F.interpolate(x, **settings)) < 1e-12
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"size": (4, 6)}, "size is the whole globe's output, got 4 rows"),

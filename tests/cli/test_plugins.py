@@ -295,7 +295,7 @@ class MyModelConfig(OwnModelConfig):
     ("cut", "needed"),
     [
         (False, "my_model.py:20: decides by values of fields or weights. The plan is that of Fals"),
-        (True, "my_model.py:22: shapes or control flow depend on values of integers or masks."),
+        (True, "my_model.py:22: reads values of tensors, by which shapes or control flow may be"),
     ],
 )
 def test_a_plan_says_where_a_model_decides_by_values(

@@ -23,11 +23,11 @@ from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, 
 from credit_dp.domain_parallel.planning.audit import audit, refusal_message
 from credit_dp.domain_parallel.planning.planner import Planner
 from credit_dp.domain_parallel.planning.trace import (
-    DATA_DEPENDENT_ERRORS,
     Trace,
     dtype_and_device,
     named_leaves,
     preserve_model,
+    reads_values,
     tensor_leaves,
     use_fake_tensors,
     user_line_of,
@@ -289,9 +289,9 @@ def _trace_run(
             numbers = python_random_state()
             try:
                 outputs = [leaf for _, leaf in named_leaves(planner.model(*args, **kwargs))]
-            except (UserError, *DATA_DEPENDENT_ERRORS):
-                raise
             except Exception as error:  # user code may raise anything
+                if isinstance(error, UserError) or reads_values(error):
+                    raise
                 if rank is None:
                     raise GlobalForwardError(
                         f"{_location(planner, error)}: fails on the whole globe's input "
@@ -411,8 +411,10 @@ def check_model(
         with preserve_model(model), use_fake_tensors(model):
             try:
                 output = model.eval()(torch.empty(x_shape, dtype=dtype, device=device))
-            except DATA_DEPENDENT_ERRORS:  # unknown on fake tensors, but fine on one rank
-                return
+            except Exception as error:
+                if reads_values(error):  # unknown on fake tensors, but fine on one rank
+                    return
+                raise
     except UserError:
         raise
     except Exception as error:

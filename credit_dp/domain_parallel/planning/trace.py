@@ -314,6 +314,13 @@ def current_autograd_function() -> type | None:
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
+def reads_values(error: BaseException) -> bool:
+    """Return whether code has read values of a tensor, which fake tensors don't have."""
+    # `numpy` and `tolist` raise this error for any subclass of torch's tensor.
+    is_of_subclass = "is not supported for tensor subclasses" in str(error)
+    return isinstance(error, DATA_DEPENDENT_ERRORS) or is_of_subclass
+
+
 @contextmanager
 def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Run on fake tensors, without gradients or autocast; restore buffers and random states.
@@ -344,7 +351,9 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
             _replace_by_fakes(model, fake),
         ):
             yield fake
-    except DATA_DEPENDENT_ERRORS as error:
+    except Exception as error:  # user code may raise anything
+        if not reads_values(error):
+            raise
         raise UserError(
             f"{user_line_of(error)}: control flow or shapes that depend on data can't be planned. "
             "Decide from shapes or configuration instead."

@@ -42,6 +42,7 @@ from credit_dp.domain_parallel.planning.trace import (
     PlanningMode,
     dtype_and_device,
     preserve_model,
+    reads_values,
     tensor_leaves,
     use_fake_tensors,
 )
@@ -546,9 +547,9 @@ def _forward(
         where = ", ".join(filter(None, [recorder.where, _failed_line(error)]))
         if isinstance(error, UserError):
             raise UserError(f"{where}: {error}") from error
-        if isinstance(error, DATA_DEPENDENT_ERRORS):
+        if reads_values(error):
             raise UnplannedError(
-                f"{where}: shapes or control flow depend on values of integers or masks."
+                f"{where}: reads values of tensors, by which shapes or control flow may be decided."
             ) from error
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):

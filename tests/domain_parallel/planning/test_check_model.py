@@ -44,8 +44,16 @@ def test_a_wrong_one_is_one_line(act, expected):
     assert "\n" not in str(error.value)
 
 
-def test_what_depends_on_data_is_left_to_the_plan():
-    check_model(Model(lambda x: x if x.sum() > 0 else -x), 3, 2, (4, 6))
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * float(x.detach().numpy().mean()),
+        lambda x: x * x.detach().flatten().tolist()[0],
+    ],
+)
+def test_what_depends_on_data_is_left_to_the_plan(act):
+    check_model(Model(act), 3, 2, (4, 6))
 
 
 def test_nothing_to_train():

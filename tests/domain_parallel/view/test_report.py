@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -249,6 +250,19 @@ def test_refusals_name_module_and_line_of_the_model_first():
     with pytest.raises(UserError, match=r"^1 \(_Code\), \S+test_report\.py:\d+: mul_: ") as caught:
         _converted(_around(_Code(change)))
     assert "Nor can its layers be converted: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * float(x.detach().numpy().mean()),
+        lambda x: x * x.detach().flatten().tolist()[0],
+    ],
+)
+def test_a_model_that_reads_values_computes_without_a_plan(function, caplog):
+    model = _around(_Code(function))
+    assert attached_view(_converted(copy.deepcopy(model))).plan.trial is None
+    assert re.search(r"1 \(_Code\), \S+test_report\.py:\d+: reads values of", caplog.text)
 
 
 def test_an_unknown_word_is_refused():

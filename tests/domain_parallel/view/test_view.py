@@ -564,6 +564,8 @@ def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
         lambda m, x: x + len(torch.where(x > 0)[0]),
         lambda m, x: x * int((x > 0).sum()),
         lambda m, x: x + x[x > x.mean()].sum(),
+        lambda m, x: x * float(x.detach().numpy().mean()),
+        lambda m, x: x * x.detach().flatten().tolist()[0],
     ],
 )
 def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, ranks, caplog):

@@ -47,6 +47,7 @@ REMOTE_REPORT_SECONDS = 1.0
 END_NOTICE_SECONDS = 0.5
 # Other ranks end later than the first one, so that the launcher names the right one.
 ROOT_CAUSE_SECONDS = 1.5
+EXIT_SECONDS = 5.0  # until a process that is ending has an exit code
 RECONNECT_TIMEOUT = timedelta(seconds=5)
 FOREVER = timedelta(days=365)
 END_KEY = "credit_dp/end"
@@ -161,7 +162,7 @@ class PeerMonitor:
         """Report once in the whole run: an ended process if there is one, otherwise by `report`."""
         ended = self.ended_ranks()
         lost = "" if ended else self.lost_store_process()
-        if (ended or lost or report is not None) and (self.claim_reporting(ended) or lost):
+        if (ended or lost or report is not None) and self.claim_reporting(ended, lost):
             if ended:
                 report_error(self.death_message(ended))
             elif lost:
@@ -172,7 +173,7 @@ class PeerMonitor:
         if ended:
             time.sleep(ROOT_CAUSE_SECONDS)
 
-    def claim_reporting(self, ended: list[int]) -> bool:
+    def claim_reporting(self, ended: list[int], lost: str) -> bool:
         """Return whether this rank reports; each rank can try once, in any of its threads."""
         if not self.claim_attempted.acquire(blocking=False):
             return False
@@ -181,8 +182,9 @@ class PeerMonitor:
         try:
             return self.store.add("credit_dp/floor", 1) == 1
         except RuntimeError:
-            # The store ended with the rank that served it: one rank of each machine reports.
-            return self.ranks.rank == min(set(self.processes) - set(ended))
+            # The store ended with the rank that served it: one rank of each machine reports. Or its
+            # process was killed, as the rank alone knows that had started it.
+            return bool(lost) or self.ranks.rank == min(set(self.processes) - set(ended))
 
     def announce_end(self) -> None:
         """Set the key that all ranks wait for, after the failure has been reported."""
@@ -203,10 +205,12 @@ class PeerMonitor:
         process = self.link.process
         if process is None or not process_has_ended(process.pid):
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # A relay ends in good order when the process that keeps the store has been killed.
-            if process.wait(END_NOTICE_SECONDS) == 0:
-                return ""
+        try:
+            code = process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return ""
+        if code == 0:  # as of a relay, when the process that keeps the store was killed
+            return ""
         if self.link.server is not None:  # which ranks of other nodes still listen to
             with contextlib.suppress(RuntimeError):
                 self.store = connect(*self.link.server, RECONNECT_TIMEOUT)

@@ -1,7 +1,7 @@
 """The processes that keep the rendezvous store of a run on several nodes.
 
 `shared_store` starts them by the path of this file, which therefore imports nothing but Python's
-own library: it is running within 30 ms, and takes 10 MB. There are two kinds.
+own library: it is running within 30 ms, and takes 14 MB. There are two kinds.
 
 - The *server*, beside rank 0, keeps keys and values. Its clients are `torch.distributed.TCPStore`
   of the ranks, so that it answers in the protocol of torch's own server (torch 2.11 to 2.13).

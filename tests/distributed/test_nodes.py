@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import PATIENCE, ROOT, gone, until
+from tests.distributed.processes import ROOT, gone, until
 from tests.distributed.test_failures import SOON, voices
 
 pytestmark = pytest.mark.slow
+
+LONG_PATIENCE = 1200.0  # seconds; on a busy machine 24 ranks take minutes to start
 
 
 def begin_on_nodes(
@@ -37,6 +40,7 @@ def begin_on_nodes(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=partial(resource.setrlimit, *limits) if files else None,
     )
 
@@ -50,7 +54,7 @@ def launch_program(function: str, folder: Path, size: int) -> list[str]:
 
 def finish_on_nodes(program: subprocess.Popen[str]) -> tuple[list[int], str]:
     """Wait for a program, and return the exit codes of its ranks, and their stderr."""
-    out, err = program.communicate(timeout=10 * PATIENCE)
+    out, err = program.communicate(timeout=LONG_PATIENCE)
     return json.loads(out), err
 
 
@@ -77,7 +81,10 @@ class Run:
 
     def start(self) -> None:
         files = [self.folder / f"pid{rank}" for rank in range(6)]
-        until(lambda: all(file.exists() for file in files) or self.program.poll() is not None)
+        until(
+            lambda: all(file.exists() for file in files) or self.program.poll() is not None,
+            LONG_PATIENCE,
+        )
         self.ranks = [int(file.read_text()) for file in files]
         self.processes = store_processes(self.ranks)
 
@@ -86,7 +93,8 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path)
     yield run
-    run.program.kill()
+    with suppress(ProcessLookupError):  # with the ranks
+        os.killpg(run.program.pid, signal.SIGKILL)
     run.program.communicate()
 
 

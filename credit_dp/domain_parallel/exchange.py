@@ -353,7 +353,7 @@ class _RowExchangeFunction(torch.autograd.Function):
         else:
             waits.append(wait)
             ctx.set_materialize_grads(False)  # their only reader may return them by itself
-        return rows
+        return rows.detach()  # autograd lets nobody write to a view that a function returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

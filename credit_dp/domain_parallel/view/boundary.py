@@ -28,6 +28,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
+    is_same_memory,
     whole,
     with_layout,
 )
@@ -70,6 +71,7 @@ class ShowInputs:
         ending = ExitStack()
         _running_forwards.set((*_running_forwards.get(), (module, ending)))
         ending.enter_context(run_in(self.view))
+        self.view.inputs = []
         shown, error = None, None
         try:
             if self.of_stage:
@@ -89,13 +91,18 @@ class ShowInputs:
         for height in heights:
             partition = self.view.manager.partition(height)
             if x.shape[ROW_DIM] == partition.sizes[self.view.rank]:
-                return GlobalTensor(x, Layout(x.ndim + ROW_DIM, 1, partition), self.view)
+                return self._field(x, Layout(x.ndim + ROW_DIM, 1, partition))
         if heights:
             raise UserError(
                 f"rank {self.view.rank}: got {x.shape[ROW_DIM]} rows, planned are the bands of "
                 f"{', '.join(map(str, heights))} rows. Convert with the input_shape of this call."
             )
-        return GlobalTensor(x, None, self.view)
+        return self._field(x, None)
+
+    def _field(self, x: Tensor, layout: Layout | None) -> GlobalTensor:
+        shown = GlobalTensor(x, layout, self.view)
+        self.view.inputs.append((shown, x))
+        return shown
 
     def _show_state(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         layout = layout_outside(shape, self.view)
@@ -105,7 +112,7 @@ class ShowInputs:
                 f"rank {self.view.rank}: got {x.shape[ROW_DIM]} rows, planned is a band of {rows}. "
                 "Build the pipeline with the input_shape of this call."
             )
-        return GlobalTensor(x, layout, self.view)
+        return self._field(x, layout)
 
 
 def layout_outside(shape: Sequence[int], view: GlobalView) -> Layout | None:
@@ -236,6 +243,11 @@ class TakeOutputs:
 
         result = map_tensors(take, output)
         self._take_buffers(module)
+        inputs, self.view.inputs = self.view.inputs, []
+        for shown, x in inputs:
+            # The model may have written to it, or to a view of it.
+            if shown.memory is not None and not is_same_memory(shown.local, x):
+                x.copy_(shown.local)
         return result
 
     def _take(self, x: Tensor) -> Tensor:
@@ -270,4 +282,5 @@ class LeaveModel:
         _running_forwards.set(forwards[:-1])
         ending = forwards[-1][1]
         if ending is not None:
+            self.view.inputs = []
             ending.close()

@@ -28,7 +28,6 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalView,
     Layout,
     bands_of,
-    check_in_place,
     is_band,
     local_of,
     whole,
@@ -297,8 +296,6 @@ def write_at(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(value, Tensor) for value in options.values()):
         raise NoRuleError
     dim %= x.ndim
-    if in_place:
-        check_in_place(x, func.__name__)
     layout, view = _layout_to_write(x, dim, index, source)
     of_each = [part for part in (x, source) if isinstance(part, Tensor) and part.ndim]
     local, *local_source = (with_layout(part, layout, view) for part in of_each)

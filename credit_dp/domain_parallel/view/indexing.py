@@ -29,11 +29,10 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
-    check_in_place,
     exchange_entries,
     is_band,
+    is_same_memory,
     local_of,
-    share_memory,
     shares_storage,
     whole,
     with_layout,
@@ -115,13 +114,7 @@ def _slice_rows(x: GlobalTensor, rows: range) -> Any:
     if not rows:
         raise NoRuleError
     result = keep_range(x, rows.start, rows.stop, rows.step) if rows.step > 0 else None
-    return _view_of(take_rows(x, rows) if result is None else result, x)
-
-
-def _view_of(result: Any, x: GlobalTensor) -> Any:
-    """Return a result that is a view of `x` on one process, and may be a copy here."""
-    share_memory(result, x)
-    return result
+    return take_rows(x, rows) if result is None else result
 
 
 @rule_for("narrow")
@@ -139,7 +132,7 @@ def narrow(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if length == x.shape[dim]:
         return as_view(x.local, layout, x)
     if layout.outer != 1:
-        return _view_of(unfolded(x, [dim]).narrow(dim, start, length), x)
+        return unfolded(x, [dim]).narrow(dim, start, length)
     return _slice_rows(x, range(start, start + length))
 
 
@@ -161,7 +154,7 @@ def unbind(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = arguments["input"]
     layout, dim = layout_of(x), arguments["dim"] % x.ndim
     if dim == layout.dim and layout.outer != 1:
-        return _view_of(unfolded(x, [dim]).unbind(dim), x)
+        return unfolded(x, [dim]).unbind(dim)
     if dim == layout.dim:
         return tuple(x.select(dim, i) for i in range(x.shape[dim]))
     layout = layout.at(layout.dim - (dim < layout.dim))
@@ -180,7 +173,7 @@ def split(func: Function, args: Args, kwargs: Kwargs) -> Any:
         parts = func(x.local, *others, **kwargs)
         return type(parts)(GlobalTensor(part, layout, x.view_) for part in parts)
     if layout.outer != 1:
-        return _view_of(func(unfolded(x, [dim]), *others, **kwargs), x)
+        return func(unfolded(x, [dim]), *others, **kwargs)
     parts = func(torch.empty(x.shape, device="meta"), *others, **kwargs)
     results, start = [], 0
     for part in parts:
@@ -197,14 +190,10 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return _look_up(x, index)
     layout = layout_of(x)
     items = _index_of_each_dim(index, x.ndim)
-    is_view = not any(isinstance(item, Tensor) for item in items)
     position = _position_of_dim(items, layout.dim)
     item = items[position]
     if layout.outer != 1 and not _is_all(item, layout.size):
-        of_dims = zip((item for item in items if item is not None), x.shape, strict=True)
-        cut = [d for d, (item, size) in enumerate(of_dims) if not _is_all(item, size)]
-        result = unfolded(x, cut)[index]
-        return _view_of(result, x) if is_view else result
+        return unfolded(x, _cut_dims(items, x))[index]
     source = x
     if isinstance(item, slice):
         rows = range(layout.size)[item]
@@ -229,14 +218,18 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         dim, _ = _indexed_dim(local_items, source.rows.dim, source.ndim)
         result = GlobalTensor(local, source.rows.at(dim), x.view_)
     result.has_order = source.has_order
-    if is_view and source is not x and shares_storage(result, source):
-        share_memory(result, x)
     return result
 
 
 def _is_all(item: Any, size: int) -> bool:
     """Return whether an index keeps all entries of a dimension."""
     return isinstance(item, slice) and range(size)[item] == range(size)
+
+
+def _cut_dims(items: Sequence[Any], x: Tensor) -> list[int]:
+    """Return the dimensions of which an index does not keep all entries."""
+    of_dims = zip((item for item in items if item is not None), x.shape, strict=True)
+    return [d for d, (item, size) in enumerate(of_dims) if not _is_all(item, size)]
 
 
 def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
@@ -355,6 +348,11 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     items = _index_of_each_dim(index, x.ndim)
     position = _position_of_dim(items, layout.dim)
     item = items[position]
+    if layout.outer != 1 and not (isinstance(item, Tensor) or _is_all(item, layout.size)):
+        moved = unfolded(x, _cut_dims(items, x))
+        moved[index] = value
+        x.local.copy_(with_layout(moved, layout, view))
+        return
     order: list[int] = []
     # Where the rows are in the band, with a dimension for them in any case, and in the value.
     if isinstance(item, Tensor):
@@ -378,9 +376,6 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if layout.outer == 1:
             items[position] = _own_part(rows, layout.partition, view.rank)
             layout = layout._replace(partition=_counts_before(rows, layout.partition))
-        elif not _is_all(item, layout.size):
-            raise NoRuleError
-    check_in_place(x, "__setitem__")
     if isinstance(value, Tensor):
         sliced = [*items[:position], slice(None), *items[position + 1 :]]
         dim, ndim = _indexed_dim(tuple(map(local_of, sliced)), layout_of(x).dim, x.ndim)
@@ -388,7 +383,10 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(item, int) and value.ndim >= dims_after:
             value = value.unsqueeze(value.ndim - dims_after)
         value = _rows_of_value(value, value.ndim - dims_after - 1, layout, view, order)
-    x.local[tuple(map(local_of, items))] = value
+    position_here = tuple(map(local_of, items))
+    if isinstance(value, Tensor) and is_same_memory(x.local[position_here], value):
+        return  # what was written to a view
+    x.local[position_here] = value
 
 
 def _rows_of_value(

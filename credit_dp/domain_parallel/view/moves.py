@@ -41,7 +41,8 @@ class _MoveBands(torch.autograd.Function):
         ctx: Any, local: Tensor, source: Bands, target: Bands, transport: Transport
     ) -> Tensor:
         ctx.arguments = target, source, transport
-        return _exchange_blocks(local, source, target, transport)
+        # Not a view, to which autograd would let nobody write.
+        return _exchange_blocks(local, source, target, transport).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

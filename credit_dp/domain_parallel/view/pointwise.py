@@ -18,8 +18,6 @@ from credit_dp.domain_parallel.view.rules import (
     Kwargs,
     NoRuleError,
     bind,
-    function_name,
-    functions_named,
     is_in_place,
     layout_of,
     require_whole,
@@ -30,7 +28,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalView,
     Layout,
     bands_of,
-    check_in_place,
+    functions_named,
     local_of,
     map_values,
     same_random_numbers,
@@ -138,7 +136,6 @@ def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if in_place:
         target = args[0]
         layout = layout_of(target)
-        check_in_place(target, function_name(func))
         layout = layout.at(layout.dim - target.ndim)
     local_args, local_kwargs = map_values(lambda x: align(x, layout, view), (args, kwargs))
     result = func(*local_args, **local_kwargs)

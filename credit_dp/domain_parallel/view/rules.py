@@ -15,27 +15,25 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.memory import is_assigned_to_itself, note_views, writing
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
     bands_of,
     call_whole,
-    check_in_place,
     cut,
+    functions_named,
     global_tensors,
     is_band,
     local_of,
     note_whole_call,
     same_random_numbers,
-    share_memory,
-    shares_storage,
     whole,
     with_whole_gradients,
 )
@@ -47,24 +45,12 @@ Kwargs = dict[str, Any]
 Rule = Callable[[Function, Args, Kwargs], Any]
 RULES: dict[Any, Rule] = {}
 RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
-NAMESPACES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg, torch.fft)
 # Rows stay where they are if no rank gets more than this factor of the mean.
 LARGEST_IMBALANCE = 1.5
 
 
 class NoRuleError(Exception):
     """A rule does not fit these arguments: the function is called whole."""
-
-
-def functions_named(*names: str) -> list[Any]:
-    """Return torch's functions and methods of these names."""
-    functions: dict[Any, None] = {}
-    for name in names:
-        for namespace in NAMESPACES:
-            function = getattr(namespace, name, None)
-            if function is not None:
-                functions[function] = None
-    return list(functions)
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
@@ -170,21 +156,6 @@ RANDOM = frozenset(
     # The others of torch.nn.init are not overridden: what they call is.
     [nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_]
 )  # fmt: skip
-# Functions whose results share memory with their argument on one process, or may do so.
-VIEWS = frozenset(
-    functions_named(
-        "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "movedim", "narrow",
-        "select", "__getitem__", "unbind", "chunk", "split", "squeeze", "unsqueeze", "expand",
-        "diagonal", "swapaxes", "swapdims", "view_as", "expand_as", "unfold", "tensor_split",
-        "moveaxis", "adjoint", "broadcast_to", "split_with_sizes", "view_as_real",
-        "view_as_complex",
-        "hsplit", "vsplit", "dsplit",
-    )
-) - frozenset([F.unfold])  # fmt: skip
-# Functions that return a view or a copy, by the strides of their argument, which differ for a band.
-MAYBE_VIEWS = frozenset(
-    functions_named("reshape", "flatten", "contiguous", "reshape_as", "ravel", "unflatten")
-)
 # Functions of a tensor's memory, which is not the unsharded one's.
 OF_MEMORY = frozenset(
     functions_named("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "data_ptr")
@@ -209,9 +180,14 @@ def is_in_place(func: Function, kwargs: Kwargs) -> bool:
     return bool(kwargs.get("inplace")) or _is_in_place_by_name(function_name(func))
 
 
+# Methods with such a name that change no values.
+NO_WRITES = frozenset(["requires_grad_", "detach_", "rename_", "share_memory_"])
+
+
 @cache
 def _is_in_place_by_name(name: str) -> bool:
-    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    is_method = name.endswith("_") and not name.endswith("__") and name not in NO_WRITES
+    return name in IN_PLACE_OPERATORS or is_method
 
 
 def is_custom_operator(func: Function) -> bool:
@@ -246,25 +222,61 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     if not args:
         args, kwargs = _first_by_position(kwargs)
-    if "out" in kwargs and kwargs["out"] is None:
-        del kwargs["out"]
-    rule = RULES.get(func)
-    if rule is None and function_name(func) in ("__get__", "__set__"):
-        rule = _attribute
-    elif kwargs.get("out") is not None or func in OF_MEMORY:
+    out = kwargs.pop("out", None)
+    if out is not None:
+        return _write_out(out, func, args, kwargs)
+    if func in OF_MEMORY:
         raise UserError(
             f"{function_name(func)}: writes or reads the memory of a tensor, which is not that of "
             "the globe where rows are sharded. Use functions that return new tensors."
         )
+    if func is Tensor.__setitem__ and is_assigned_to_itself(*args):
+        return None
+    for x in args:
+        if type(x) is GlobalTensor and x.memory is not None:
+            x.local  # noqa: B018  (what is outdated is computed before a rule reads it)
+    if not args or not is_in_place(func, kwargs):
+        results = _compute(func, args, kwargs)
+        note_views(func, results, args, kwargs)
+        return results
+    with writing(args[0]):
+        return _compute(func, args, kwargs)
+
+
+def _compute(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return the results of a function by its rule, or of one that runs whole."""
+    rule = RULES.get(func)
+    if rule is None and function_name(func) in ("__get__", "__set__"):
+        rule = _attribute
     if rule is _attribute:
-        results = _attribute(func, args, kwargs)
-    else:
-        results = _apply_rule(rule, func, args, kwargs)
-        # Not while an exception is handled: it would keep tensors of the rule alive.
-        if results is NO_RULE:
-            results = _whole(func, args, kwargs)
-    _note_shared_memory(func, results, args)
-    return results
+        return _attribute(func, args, kwargs)
+    results = _apply_rule(rule, func, args, kwargs)
+    # Not while an exception is handled: it would keep tensors of the rule alive.
+    return _whole(func, args, kwargs) if results is NO_RULE else results
+
+
+def _write_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Write the results of a function to tensors that exist.
+
+    Raises:
+        UserError: they have another shape or type, which torch would change or convert.
+    """
+    results = func(*args, **kwargs)
+    targets = [out] if isinstance(out, Tensor) else list(out)
+    values = [results] if isinstance(results, Tensor) else list(results)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*targets, *values)):
+        raise UserError(
+            f"{function_name(func)}: out= can't be differentiated. Use the result that the "
+            "function returns."
+        )
+    for target, value in zip(targets, values, strict=True):
+        if (target.shape, target.dtype) != (value.shape, value.dtype):
+            raise UserError(
+                f"{function_name(func)}: out= has shape {tuple(target.shape)} and {target.dtype}, "
+                f"the result {tuple(value.shape)} and {value.dtype}. Make both the same."
+            )
+        target.copy_(value)
+    return out
 
 
 def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -309,20 +321,6 @@ def _transport_calls(x: GlobalTensor | None) -> int:
     return 0 if x is None else x.view_.manager.transport.calls
 
 
-def _note_shared_memory(func: Function, results: Any, args: Args) -> None:
-    """Note which results are views of the first argument; rules note copies that would be."""
-    source = args[0] if args else None
-    if type(source) is not GlobalTensor or results is source:
-        return
-    for x in global_tensors(results):
-        if x.memory is not None and x.memory is source.memory:
-            continue
-        if func in MAYBE_VIEWS:
-            share_memory(x, source, is_certain=False)
-        elif shares_storage(x, source):
-            share_memory(x, source)
-
-
 def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function whole, and cut its results again."""
     tensors = global_tensors((args, kwargs))
@@ -342,10 +340,7 @@ def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
     bands = bands_of(tensors)
     if not bands:
         return results
-    results = tree_map(lambda x: _cut_again(x, bands), results)
-    if func in VIEWS and type(args[0]) is GlobalTensor:
-        share_memory(results, args[0])
-    return results
+    return tree_map(lambda x: _cut_again(x, bands), results)
 
 
 def _random_numbers(
@@ -362,8 +357,6 @@ def _whole_in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     target, *others = args
     tensors = global_tensors((args, kwargs))
     view = tensors[0].view_
-    if type(target) is GlobalTensor:
-        check_in_place(target, name)
     with note_whole_call(view, name, tensors):
         # A tensor of the model, such as a buffer, becomes the same on all ranks.
         changed: Tensor = whole(target)

@@ -32,7 +32,6 @@ from credit_dp.domain_parallel.view.tensor import (
     bands_of,
     is_band,
     local_of,
-    share_memory,
     with_layout,
     wrap,
 )
@@ -158,15 +157,8 @@ def _moved_for_view(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     return x
 
 
-def reshape_to(x: GlobalTensor, shape: tuple[int, ...], is_view: bool = False) -> GlobalTensor:
-    """Return `x` with another shape.
-
-    Args:
-        x: the band.
-        shape: the global shape.
-        is_view: whether the result shares memory with `x` on one process in any case. That of a
-            reshape may.
-    """
+def reshape_to(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
+    """Return `x` with another global shape."""
     source = x
     if not _is_balanced_view(x, layout_of(x), shape):
         source = _moved_for_view(x, shape)
@@ -176,10 +168,7 @@ def reshape_to(x: GlobalTensor, shape: tuple[int, ...], is_view: bool = False) -
         layout = layout._replace(partition=_scaled(layout_of(source).partition, 1, unit))
     local = list(shape)
     local[layout.dim] = layout.outer * layout.partition.sizes[x.view_.rank]
-    result = GlobalTensor(source.local.reshape(local), layout, x.view_)
-    if is_view or source is not x:
-        share_memory(result, x)
-    return result
+    return GlobalTensor(source.local.reshape(local), layout, x.view_)
 
 
 def move_rows(x: GlobalTensor, dims: Sequence[int], preferred: Sequence[int] = ()) -> GlobalTensor:
@@ -237,7 +226,7 @@ def view(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x, *sizes = *args, *kwargs.values()
     if isinstance(sizes[0], torch.dtype):
         raise NoRuleError
-    return reshape_to(x, resolve_shape(sizes, x.numel()), is_view=True)
+    return reshape_to(x, resolve_shape(sizes, x.numel()))
 
 
 @rule_for("reshape")
@@ -264,14 +253,14 @@ def unflatten(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = arguments["input"]
     dim = arguments["dim"] % x.ndim
     sizes = resolve_shape((arguments["sizes"],), x.shape[dim])
-    return reshape_to(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]), is_view=True)
+    return reshape_to(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
 
 
 @rule_for("view_as", "reshape_as")
 def view_as(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Views with another tensor's shape."""
     layout_of(args[0])
-    return reshape_to(args[0], args[1].shape, is_view=func.__name__ == "view_as")
+    return reshape_to(args[0], args[1].shape)
 
 
 @rule_for("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint")

@@ -9,8 +9,6 @@ gathering one returns the sum of all ranks' gradients to the owners of the rows.
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -79,6 +78,7 @@ class GlobalView:
         has_model: whether tensors exist only while a model runs, see `running_views`.
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
+        inputs: the fields of the forward that runs, each with the tensor that it shows.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -90,10 +90,11 @@ class GlobalView:
         self.has_model = False
         self.loss_factor = 1
         self.outputs: Any = None
+        self.inputs: list[tuple[GlobalTensor, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references can't be copied.
-        return {**self.__dict__, "outputs": None}
+        return {**self.__dict__, "outputs": None, "inputs": []}
 
     @property
     def ranks(self) -> int:
@@ -114,6 +115,8 @@ class GlobalView:
         return RowPartition.in_multiples_of(entries, self.ranks, unit)
 
 
+NAMESPACES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg, torch.fft)
+
 # The views whose models run in this thread, from the outermost to the innermost.
 running_views: ContextVar[tuple[GlobalView, ...]] = ContextVar("views that run", default=())
 
@@ -122,23 +125,113 @@ running_views: ContextVar[tuple[GlobalView, ...]] = ContextVar("views that run",
 class SharedMemory:
     """Tensors that share memory on one process, though some may be copies of others here.
 
+    `memory` says how all of them see what is written to one.
+
     Attributes:
-        tensors: weak references, also to tensors that no longer exist.
-        is_certain: whether they do share it: `reshape` and `contiguous` copy where they must.
+        tensors: weak references, also to tensors that no longer exist; the first is that to the
+            tensor that the others are views of.
+        base: another tensor with that one's values, without what is pending.
+        pending: what was written to a view: its path from the base, its values, and whether
+            autograd records the write.
+        links: to memories that may be this one.
+        parent: the one that it may be part of; kept, as other tensors may be parts of it.
+        strides: of the tensor at the beginning of `history`.
+        history: the functions that lead from that tensor to the base.
     """
 
-    def __init__(self, tensor: GlobalTensor) -> None:
-        self.tensors = [weakref.ref(tensor)]
-        self.is_certain = True
+    def __init__(self, x: GlobalTensor, history: tuple[Any, ...] = ()) -> None:
+        self.tensors = [weakref.ref(x)]
+        self._base: GlobalTensor | tuple[Any, ...] = (x.local, x.rows, x.view_)
+        self.pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
+        self.links: list[Link] = []
+        self.parent: SharedMemory | None = None
+        local = x.local
+        self.strides = BandStrides(x.shape, x.rows, local.shape, local.stride(), x.has_order)
+        self.history = history
         self._limit = 8
+        self._link_limit = 8
+
+    @property
+    def base(self) -> GlobalTensor:
+        """Return the tensor; most memories are never written to, and need none."""
+        if isinstance(self._base, tuple):
+            self._base = untracked(*self._base)
+        return self._base
+
+    @base.setter
+    def base(self, x: GlobalTensor) -> None:
+        self._base = x
 
     def add(self, tensor: GlobalTensor) -> None:
         """Add a tensor; of a state that lasts, views of all steps would become many."""
         self.tensors.append(weakref.ref(tensor))
         if len(self.tensors) > self._limit:
-            first, *others = self.tensors  # the first is the tensor that the others are views of
+            first, *others = self.tensors
             self.tensors = [first, *(other for other in others if other() is not None)]
             self._limit = 2 * max(4, len(self.tensors))
+
+    def add_link(self, link: Link) -> None:
+        """Add a link, and keep at least one, as all ranks decide by whether there is one."""
+        self.links.append(link)
+        if len(self.links) > self._link_limit:
+            first, *others = self.links
+            self.links = [first, *(other for other in others if other.other(self) is not None)]
+            self._link_limit = 2 * max(4, len(self.links))
+
+    def alive(self) -> list[GlobalTensor]:
+        """Return the tensors that exist."""
+        return [x for ref in self.tensors if (x := ref()) is not None]
+
+
+@final
+class Link:
+    """Between a memory and that of a result, which may be a view of it or a copy.
+
+    Attributes:
+        source: the memory of the function's argument.
+        path: of the result, if it is a view.
+        target: the memory of the result.
+        writer: the one to whose tensors was written since; None if to none.
+        is_copy: whether it turned out that the result is no view. On this rank it may be one.
+    """
+
+    def __init__(
+        self,
+        source: weakref.ref[SharedMemory],
+        path: tuple[Any, ...],
+        target: weakref.ref[SharedMemory],
+    ) -> None:
+        self.source = source
+        self.path = path
+        self.target = target
+        self.writer: SharedMemory | None = None
+        self.is_copy = False
+
+    def other(self, memory: SharedMemory) -> SharedMemory | None:
+        """Return the memory at the other end, if it still exists."""
+        return self.target() if self.source() is memory else self.source()
+
+    def is_open(self, memory: SharedMemory) -> bool:
+        """Return whether something was written at the other end, which may be seen here."""
+        return self.writer is not None and self.writer is not memory
+
+    def move(self, old: SharedMemory, new: SharedMemory, path: tuple[Any, ...]) -> None:
+        """Replace the memory at the beginning, which is at `path` of another one."""
+        assert self.source() is old
+        self.source, self.path = weakref.ref(new), (*path, *self.path)
+        if self.writer is old:
+            self.writer = new
+
+
+@final
+class BandStrides(NamedTuple):
+    """What the strides of a band tell about those of the globe's tensor."""
+
+    shape: torch.Size
+    rows: Layout | None
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    has_order: bool
 
 
 def saved_tensors_hooks() -> object:
@@ -160,6 +253,10 @@ class GlobalTensor(torch.Tensor):
         view_: the view that it belongs to.
         memory: the tensors that share memory with this one on one process, itself among them; None
             if there are no others.
+        path: the functions that return this tensor, from the base of its memory: see `memory`.
+        is_tracked: whether what shares memory with it is noted.
+        set_aside: its part, while it is not known whether it was changed with another tensor.
+        read_outdated: computes the part of a tensor that was changed with another one.
         has_order: whether dimensions are in memory in the order that they have on one process, as
             far as is known: rows that were moved or gathered, and what runs whole, may differ.
         hooks: what tells under which hooks of saved tensors it was made: see `saved_tensors_hooks`.
@@ -174,6 +271,10 @@ class GlobalTensor(torch.Tensor):
     rows: Layout | None
     view_: GlobalView
     memory: SharedMemory | None
+    path: tuple[Any, ...] = ()
+    is_tracked: bool = True
+    set_aside: Tensor | None = None
+    read_outdated: ClassVar[Callable[[GlobalTensor], Tensor]]
     has_order: bool = True
     hooks: object
     known_rows: KnownRows | None = None
@@ -199,6 +300,12 @@ class GlobalTensor(torch.Tensor):
 
     def __init__(self, *args: Any) -> None:
         pass
+
+    def __getattr__(self, name: str) -> Any:
+        # The part is missing if it is outdated.
+        if name == "local" and self.memory is not None:
+            return GlobalTensor.read_outdated(self)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # Read often: not answered through `__torch_function__`, which takes microseconds.
     @property
@@ -273,6 +380,13 @@ for _name in ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "is_cuda
     setattr(GlobalTensor, _name, property(attrgetter(f"local.{_name}")))
 
 
+def untracked(local: Tensor, layout: Layout | None, view: GlobalView) -> GlobalTensor:
+    """Return a tensor of which it is not noted what shares memory with it."""
+    result = GlobalTensor(local, layout, view)
+    result.is_tracked = False
+    return result
+
+
 def check_no_transform() -> None:
     """Refuse a field inside of a transform that runs whole, whose tensors have other dimensions.
 
@@ -310,41 +424,82 @@ def global_strides(x: GlobalTensor) -> tuple[int, ...]:
     Raises:
         UserError: the band is part of another tensor, was moved, or its order is not certain.
     """
-    result, is_certain = _strides_of_band(x) if x.rows is not None else (x.local.stride(), True)
-    # All ranks refuse alike.
-    summary = torch.tensor([is_certain and x.has_order, *result], device=x.device)
-    everyone = x.view_.manager.transport.all_gather(summary)
-    if isinstance(summary, FakeTensor) or summary.is_meta:
-        is_certain = is_certain and x.has_order
-    else:
-        is_certain = all(bool(other[0]) and torch.equal(other, summary) for other in everyone)
-    if not is_certain:
+    band = BandStrides(x.shape, x.rows, x.local.shape, x.local.stride(), x.has_order)
+    result, is_dense, is_usual = _strides_of_globe(band)
+    # A view on one process that is no view here has been moved.
+    source = x if x.memory is None else x.memory.tensors[0]()
+    is_view = source is not None and shares_storage(source, x)
+    is_certain = x.rows is None or (is_dense and is_view and (x.memory is not None or is_usual))
+    strides = _agreed_strides(result, is_certain and x.has_order, x)
+    if strides is None:
         raise UserError(
             "stride: the memory of the globe's field does not follow from that of its bands. Use "
             "shapes instead."
         )
-    return tuple(result)
+    return strides
 
 
-def _strides_of_band(x: GlobalTensor) -> tuple[Sequence[int], bool]:
-    """Return the strides of the globe's tensor by those of the band, and whether they are certain.
+def strides_on_all_ranks(
+    band: BandStrides, x: GlobalTensor
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the shape and strides of a globe's tensor by those of a band; a collective.
 
-    An order that is not that of the dimensions is certain for views only: elsewhere it depends on
-    how a function was computed.
+    None if they are not certain. The tensor itself may no longer exist: `x` is any other one.
     """
-    sizes, strides = x.local.shape, x.local.stride()
-    order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    is_certain = all(n != 1 or size == 1 for n, size in zip(sizes, x.shape, strict=True))
+    shape, rows, sizes, strides, has_order = band
+    if rows is None:
+        known = _agreed_strides(strides, has_order, x)
+    else:
+        # Without gaps, in the usual order; one row does not tell where rows are in memory.
+        usual = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        own = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
+        dims = zip(sizes, strides, own, strict=True)
+        is_usual = 0 in sizes or all(size == 1 or a == b for size, a, b in dims)
+        is_certain = is_usual and max(rows.partition.sizes) * rows.outer > 1
+        known = _agreed_strides(usual, is_certain and has_order, x)
+    return None if known is None else (tuple(shape), known)
+
+
+def _agreed_strides(
+    strides: Sequence[int], is_certain: bool, x: GlobalTensor
+) -> tuple[int, ...] | None:
+    """Return strides that are certain and the same on all ranks, else None; a collective."""
+    summary = torch.tensor([is_certain, *strides], device=x.device)
+    everyone = x.view_.manager.transport.all_gather(summary)
+    if not (isinstance(summary, FakeTensor) or summary.is_meta):
+        is_certain = all(bool(other[0]) and torch.equal(other, summary) for other in everyone)
+    return tuple(strides) if is_certain else None
+
+
+def _strides_of_globe(band: BandStrides) -> tuple[Sequence[int], bool, bool]:
+    """Return strides of the globe's tensor, whether a band has no gaps, and the usual order.
+
+    Another order is certain for views only: elsewhere it depends on how a function was computed.
+    """
+    _, rows, sizes, strides, _ = band
+    if rows is None:
+        return strides, True, True
+    ndim = len(sizes)
+    order = sorted(range(ndim), key=lambda d: -strides[d])
+    is_dense = all(n != 1 or size == 1 for n, size in zip(sizes, band.shape, strict=True))
     local, entries = 1, 1
-    result = [0] * x.ndim
+    result = [0] * ndim
     for d in reversed(order):
-        is_certain = is_certain and (strides[d] == local or sizes[d] == 1)
+        is_dense = is_dense and (strides[d] == local or sizes[d] == 1)
         result[d] = entries
-        local, entries = local * sizes[d], entries * x.shape[d]
-    # A view on one process that is no view here has been moved.
-    source = x if x.memory is None else x.memory.tensors[0]()
-    is_certain = is_certain and source is not None and shares_storage(source, x)
-    return result, is_certain and (x.memory is not None or order == list(range(x.ndim)))
+        local, entries = local * sizes[d], entries * band.shape[d]
+    return result, is_dense, order == list(range(ndim))
+
+
+def functions_named(*names: str) -> list[Any]:
+    """Return torch's functions and methods of these names."""
+    functions: dict[Any, None] = {}
+    for name in names:
+        for namespace in NAMESPACES:
+            function = getattr(namespace, name, None)
+            if function is not None:
+                functions[function] = None
+    return list(functions)
 
 
 # Types of arguments without others in them. A look-up is ten times as fast as torch's trees, which
@@ -534,54 +689,13 @@ def shares_storage(a: GlobalTensor, b: GlobalTensor) -> bool:
     return shares
 
 
-def share_memory(results: Any, source: GlobalTensor, is_certain: bool = True) -> None:
-    """Note that results share memory with `source` on one process, whether they do here or not.
-
-    Args:
-        results: tensors in a tree.
-        source: the tensor whose memory they have.
-        is_certain: False if they may be copies on one process.
-    """
-    for x in global_tensors(results):
-        if x is source:
-            continue
-        memory = source.memory or SharedMemory(source)
-        memory.add(x)
-        memory.is_certain &= is_certain
-        source.memory = x.memory = memory
-        x.has_order &= source.has_order and shares_storage(x, source)
-
-
-# Of ranks that are threads: a collection that starts during another one does nothing.
-_collecting = threading.Lock()
-
-
-def check_in_place(x: GlobalTensor, name: str) -> None:
-    """Refuse an operation in place whose effect other tensors should see, but would not.
-
-    Raises:
-        UserError: names the function.
-    """
-    if x.memory is None:
-        return
-    if not _has_lost_views(x, x.memory):
-        return
-    # Tensors in reference cycles are freed at another time on each rank, but all refuse alike.
-    with _collecting:
-        gc.collect()
-    if _has_lost_views(x, x.memory):
-        raise UserError(
-            f"{name}: changes a tensor in place that shares memory with another on one process, "
-            "but not where rows are sharded. Use the function that returns a new tensor."
-        )
-
-
-def _has_lost_views(x: GlobalTensor, memory: SharedMemory) -> bool:
-    """Return whether a tensor exists that shares memory with `x` on one process, but not here."""
-    others = [other for ref in memory.tensors if (other := ref()) is not None and other is not x]
-    if not others:
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same entries of a storage, in the same order."""
+    if not torch._C._is_alias_of(a, b) or (a.shape, a.dtype) != (b.shape, b.dtype):  # type: ignore[attr-defined]
         return False
-    return not (memory.is_certain and all(shares_storage(other, x) for other in others))
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    is_same_order = all(size == 1 or first == second for size, first, second in strides)
+    return is_same_order and a.storage_offset() == b.storage_offset()
 
 
 @contextmanager

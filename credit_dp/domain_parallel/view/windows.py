@@ -29,7 +29,6 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
     exchange_entries,
-    share_memory,
     wrap,
 )
 
@@ -87,9 +86,7 @@ def unfold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dim != layout.dim:
         return wrap(x.local.unfold(dim, size, step), layout, x.view_)
     rows, bands = _rows_of_windows(x, Windows(size, step))
-    result = wrap(rows.unfold(dim, size, step), layout._replace(partition=bands), x.view_)
-    share_memory(result, x)
-    return result
+    return wrap(rows.unfold(dim, size, step), layout._replace(partition=bands), x.view_)
 
 
 SETTINGS = ("kernel_size", "dilation", "padding", "stride")

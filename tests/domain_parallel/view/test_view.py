@@ -339,49 +339,6 @@ def test_layers_that_convert_do_without_the_view():
     assert attached_view(_convert(model)) is None
 
 
-def _change_few_rows(model, x):
-    x[:, :, :5].mul_(2)
-    return x
-
-
-def _change_a_view_of_a_copy(model, x):
-    rows = x[:, :, :5]
-    rows[:, 0].mul_(2)
-    return x
-
-
-def _change_some_of_folded_rows(model, x):
-    y = (x * 2).flatten(1, 2)
-    y[:, 3:9].mul_(2)
-    return x + y.mean()
-
-
-def _change_what_has_a_copy(model, x):
-    rows = x[:, :, :5]
-    x[:, :4].mul_(2)
-    return x + rows.mean()
-
-
-def _change_by_an_activation(model, x):
-    F.relu(x[:, :, :5], inplace=True)
-    return x
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        _change_few_rows,
-        _change_a_view_of_a_copy,
-        _change_some_of_folded_rows,
-        _change_what_has_a_copy,
-        _change_by_an_activation,
-    ],
-)
-def test_refuses_to_change_in_place_what_should_share_memory(function):
-    with pytest.raises(UserError, match="in place"):
-        _convert(_Model(function))
-
-
 def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(report, "trial_run", _recorded(report.trial_run, tried))

@@ -1,0 +1,376 @@
+"""Writes in place to parts of a field: every other part that shares memory sees them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.errors import UserError
+from tests.domain_parallel.view.test_functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.ranks import RankError, on_threads
+
+
+def masked_windows(m, x):
+    """Add a mask to part of the attention between windows, as Swin transformers do."""
+    windows = F.pad(x, (0, 0, 0, -x.shape[2] % 4)).unflatten(2, (-1, 4)).permute(0, 2, 4, 1, 3)
+    tokens = windows.flatten(1, 2)
+    dots = tokens.mT @ tokens
+    mask = m.matrix[:4, :4]
+    dots[:, -COLUMNS:] += mask
+    dots[:, COLUMNS - 1 :: COLUMNS] += mask.sin()
+    return dots.softmax(-1), dots[:, -1] * 2
+
+
+def rows_of_all_kinds(m, x):
+    y = x * 1
+    y[:, :, :3] *= 2
+    y[:, :, -2:] += m.rows[:2]
+    y[..., 1::2, 1:] -= x[..., 1::2, 1:].sin()
+    y[:, 2:5, 1] *= m.scale[:3, None]
+    y.select(2, -1).add_(m.rows[3])
+    y.narrow(2, 1, 2).copy_(x[:, :, :2] * 3)
+    y.narrow(-2, -2, 1)[:, 1:3].zero_()
+    y[:, :, 1:][:, :, :2][:, 4:].mul_(3)
+    y[:, :, :4][y[:, :, :4] > 1] = 0.5
+    y[y < -1] *= 0.5
+    torch.where(y > 0, y, y * 0.1, out=None)
+    F.relu(y[:, 5:, :2], inplace=True)
+    return y, y[:, :, :4] ** 2
+
+
+def parts_that_are_read_later(m, x):
+    y = x * 1
+    first, rest = y[:, :, :2], y[:, :, 2:]
+    row, again = y[:, :, 1], y.narrow(2, 1, 1)
+    first.mul_(m.scale[:, None, None])
+    a = (row * 2, again - 1)
+    y[:, :, 1] += 1
+    rest.add_(first[:, :, :1].detach())
+    rest[:, 1, -1] = m.rows[0]
+    return *a, first * 1, rest.cos(), row * again[:, :, 0], y
+
+
+def folded_rows(m, x):
+    y = x * 1
+    tokens = y.flatten(2)
+    tokens[:, :, 3:9] *= 2
+    tokens.mT[:, -5:].add_(m.scale)
+    merged = x.sin().transpose(1, 2).reshape(-1, CHANNELS, COLUMNS)  # a copy on one process, too
+    merged[::2] = 0.5
+    batch = y.flatten(0, 2)
+    batch[1:-1:3] -= m.rows[0]
+    return y, tokens * 1, merged.mean(0).expand(2, -1, -1), batch[2]
+
+
+def windows(m, x):
+    y = F.pad(x, (0, 0, 0, -x.shape[2] % 4))
+    parts = y.view(2, CHANNELS, -1, 4, 3, 2).transpose(3, 4)
+    parts[:, :, -1] *= 2
+    parts[..., 0, :] += m.scale[:, None, None, None]
+    y[:, :, ::3].mul_(3)
+    return y, parts.sum(-2).flatten(3)
+
+
+def views_of_views(m, x):
+    y = x * 1
+    y.permute(0, 2, 3, 1)[:, 1:3].mul_(m.scale)
+    y.unsqueeze(0).squeeze()[..., :2, :].sub_(1)
+    y.mT.view_as(y.mT)[..., -1].mul_(-2)
+    y.diagonal(0, 2, 3).add_(m.scale[:, None])
+    y.unfold(2, 2, 2)[:, :, 0].neg_()
+    y.swapaxes(1, 2)[1, :2] = x.swapaxes(1, 2)[0, :2]
+    y.expand(1, *y.shape)[0, :, 0, 1:3].copy_(m.rows[:2])
+    return y
+
+
+def parts_of_a_split(m, x):
+    y = (x * 1).detach()  # autograd lets nobody write to one of several views
+    y.unbind(2)[1][:, 3].fill_(2)
+    y.split([2, x.shape[2] - 2], 2)[0].mul_(2)
+    y.chunk(3, 2)[-1].exp_()
+    y.tensor_split(2, 2)[1][:, 0] -= x[:, 0, -(x.shape[2] // 2) :].detach()
+    return y * x
+
+
+def results_that_are_views_or_copies(m, x):
+    y = x * 1
+    same, view, copy = y.contiguous(), y.reshape(2, 4, 2, -1, COLUMNS), y.mT.reshape(2, -1)
+    view[:, 1].mul_(2)
+    a = copy * 1
+    same[:, :, :2].sub_(1)
+    b = view * 2
+    y.mT.contiguous()[..., :1].zero_()
+    copy.zero_()
+    flat = y.flatten(1)
+    y.mul_(3)
+    return a.view(x.shape), b.sum(1), y, flat.square().view(x.shape), view[:, 0].sin(), copy
+
+
+def past_autograd(m, x):
+    y = x * m.scale[:, None, None]
+    z = y * 1
+    with torch.no_grad():
+        z[:, :, :3] *= 0.5
+        z[:, :, 1].clamp_(-0.1, 0.1)
+    part = z.detach()[:, 1:]
+    part[:, :, 2:] += m.rows[2 : x.shape[2]]
+    z.data[:, 0, :2] = 3
+    z[:, 2:4, -2:].mul_(m.scale[0])
+    return z.square(), part.sin(), y
+
+
+def a_state_in_a_loop(m, x):
+    state = torch.zeros_like(x)
+    for i in range(x.shape[2]):
+        state[:, :, i] += x[:, :, i] * m.scale[:, None]
+        if i:
+            state[:, :, i] += 0.5 * state[:, :, i - 1].clone()
+    swapped = state.clone()
+    swapped[:, :, :2], swapped[:, :, 2:4] = state[:, :, 2:4], state[:, :, :2]
+    return state, swapped
+
+
+def in_a_checkpoint(m, x):
+    def block(y):
+        y = y * m.scale[:, None, None]
+        y[:, :, 1:3] *= y[:, :, :2].clone().sigmoid()
+        return y.tanh()
+
+    return checkpoint(block, x, use_reentrant=False) + checkpoint(block, x, use_reentrant=True)
+
+
+def to_given_tensors(m, x):
+    y = (x * 1).detach()
+    torch.add(y, x.detach(), out=y[:, :, 1:3].new_zeros(x.shape))
+    result = torch.empty_like(y)
+    same = torch.where(y > 0, y, y * 2, out=result)
+    part = result[:, :, :2]
+    torch.mul(part, part, out=part)
+    values, indices = torch.empty_like(y[:, 0]), torch.empty_like(y[:, 0], dtype=torch.long)
+    torch.max(y, 1, out=(values, indices))
+    return result + x, same is result and same, values, indices
+
+
+WRITES = [
+    masked_windows,
+    rows_of_all_kinds,
+    parts_that_are_read_later,
+    folded_rows,
+    windows,
+    views_of_views,
+    parts_of_a_split,
+    results_that_are_views_or_copies,
+    past_autograd,
+    a_state_in_a_loop,
+    in_a_checkpoint,
+    to_given_tensors,
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("function", WRITES)
+def test_all_parts_of_a_field_see_what_is_written_to_one(function, ranks):
+    height = {2: 7, 3: 13, 4: 9}[ranks]
+    check(function, (2, CHANNELS, height, COLUMNS), ranks, whole=None)
+
+
+def _random_slice(size, rng):
+    start = rng.randrange(size)
+    return rng.choice(
+        [
+            slice(None),
+            slice(start, rng.randint(start + 1, size)),
+            slice(-rng.randint(1, size), None),
+            slice(start % 2, None, 2),
+        ]
+    )
+
+
+def _random_view(y, rng):
+    """Return a view of a tensor, or what may be one."""
+    dim = rng.randrange(y.ndim)
+    size = y.shape[dim]
+    others = [d for d in range(y.ndim) if d != dim]
+    views = [
+        lambda: y[tuple(_random_slice(size, rng) for size in y.shape)],
+        lambda: y[..., rng.randrange(y.shape[-1])],
+        lambda: y.narrow(dim, size // 2, size - size // 2),
+        lambda: y.select(dim, rng.randrange(-size, size)),
+        lambda: y.permute(*others, dim),
+        lambda: y.flatten(max(0, y.ndim - 3), y.ndim - 2),
+        lambda: y.reshape(-1, y.shape[-1]),
+        lambda: y.unflatten(dim, (-1, 2)) if size % 2 == 0 else y.unsqueeze(dim),
+        lambda: y.view(y.shape).detach(),
+        lambda: y.contiguous(),
+        lambda: y * 2,
+    ]
+    return rng.choice(views)()
+
+
+def _write(y, other, w, rng):
+    """Write to a tensor, or to part of it."""
+    part = tuple(_random_slice(size, rng) for size in y.shape)
+    value = other.mean() + w[0]
+    writes = [
+        lambda: y.__setitem__(part, value),
+        lambda: y[part].mul_(value),
+        lambda: y.add_(value),
+        lambda: y.copy_(other if other.shape == y.shape else value),
+        lambda: y.masked_fill_(y.detach() > 0.5, 0.25),
+        lambda: F.leaky_relu(y, 0.5, inplace=True),
+        lambda: y.index_fill_(0, torch.tensor([0]), 0.5),
+    ]
+    write = rng.randrange(len(writes) + 2)
+    if write < len(writes):
+        writes[write]()
+    elif write == len(writes):
+        y[part] += value
+    else:
+        with torch.no_grad():
+            y[part] *= 0.5
+
+
+def random_program(seed):
+    """Return a function that views and writes; the same at each call."""
+
+    def run(m, x):
+        rng = random.Random(seed)
+        tensors = [x * 1]
+        for _ in range(6):
+            y = rng.choice(tensors)
+            tensors.append(_random_view(y, rng))
+            if rng.random() < 0.3:
+                tensors.pop(0)
+            y, other = rng.choice(tensors), rng.choice(tensors)
+            if y.ndim and y.numel():
+                _write(y, other, m.scale, rng)
+        # Of any shape: sums tell, and what can be a field is compared entry by entry.
+        fields = [y * 1 for y in tensors if y.ndim == 4 and y.shape[-2] > 4]
+        return [*fields, *((y * y.detach().cos()).sum() for y in tensors)]
+
+    return run
+
+
+def _runs_on_one_process(function, shape):
+    """Return whether torch accepts a program, which may write to what autograd has saved."""
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    try:
+        sum(y.sum() for y in Model(function).double()(x)).backward()
+    except (RuntimeError, IndexError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 200))]
+)
+def test_random_programs_of_views_and_writes_equal_those_of_one_process(seed):
+    ranks = 2 + seed % 3
+    shape = (2, CHANNELS, 9 + seed % 5, COLUMNS)
+    function = random_program(seed)
+    if not _runs_on_one_process(function, shape):
+        return
+    try:
+        check(function, shape, ranks, whole=None)
+    except RankError as error:  # the order of entries in memory may not be known
+        if "whether both share memory" not in str(error):
+            raise
+
+
+def _same_shape_only(x):
+    torch.add(x.detach(), 1, out=x.detach().new_empty(0))
+
+
+def _with_gradient(x):
+    torch.add(x, 1, out=torch.empty_like(x))
+
+
+def _unknown_strides(x):
+    y = x.permute(0, 2, 3, 1) * 2
+    z = y.reshape(2, -1)
+    y.add_(1)
+    return z + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_same_shape_only, "add: out= has shape"),
+        (_with_gradient, "out= can't be differentiated"),
+        (_unknown_strides, "reshape: its result or argument was changed in place"),
+    ],
+)
+def test_refuses_what_is_not_known(function, message):
+    def run(manager):
+        model = Model(lambda m, x: function(x)).double()
+        attach_view(model, manager, [(2, CHANNELS, 7, COLUMNS)])
+        x = torch.randn(2, CHANNELS, 7, COLUMNS, dtype=torch.float64)
+        with pytest.raises(UserError, match=message):
+            model(shard_tensor(x, manager=manager))
+        return True
+
+    assert on_threads(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_input_of_a_model_is_changed_as_on_one_process(ranks):
+    def change(x):
+        tokens = x.flatten(2)
+        x[:, :, :3] = 0.5
+        x.select(2, -1).mul_(2)
+        tokens[:, 1].add_(1)
+        return tokens.sum(1, keepdim=True).expand(x.shape[0], 2, -1).unflatten(2, x.shape[2:])
+
+    def run(manager, x):
+        model = nn.Identity()
+        model.forward = change
+        attach_view(model, manager, [tuple(x.shape)])
+        band = shard_tensor(x, manager=manager).clone()
+        model(band)
+        return band
+
+    x = torch.randn(2, 3, 7, 4)
+    bands = on_threads(ranks, run, x)
+    expected = x.clone()
+    change(expected)
+    torch.testing.assert_close(torch.cat(bands, 2), expected)
+
+
+def _messages(manager, write):
+    """Return the numbers of messages of a program, and of one that reads and does not write."""
+
+    def run(function):
+        model = Model(lambda m, x: function(x * 1)).double()
+        view = attach_view(model, manager, [(2, CHANNELS, 12, COLUMNS)])
+        x = torch.randn(2, CHANNELS, 12, COLUMNS, dtype=torch.float64)
+        before = manager.transport.traffic.messages
+        model(shard_tensor(x, manager=manager))
+        return manager.transport.traffic.messages - before, dict(view.whole_calls)
+
+    return run(write)
+
+
+def _of_rows(x):
+    rows = x[:, :, :5]
+    rows += 1
+    return rows
+
+
+def _of_rows_and_back(x):
+    x[:, :, :5] += 1
+    return x
+
+
+def test_rows_move_once_to_where_they_are_changed_and_once_back():
+    there = on_threads(3, _messages, lambda x: x[:, :, :5])
+    assert on_threads(3, _messages, _of_rows) == there
+    both = on_threads(3, _messages, _of_rows_and_back)
+    assert sum(n for n, _ in both) == 2 * sum(n for n, _ in there) > 0
+    assert all(not whole for _, whole in both)

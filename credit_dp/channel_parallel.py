@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.errors import UserError
 
@@ -187,10 +186,9 @@ class _TransposeFunction(torch.autograd.Function):
         return _transpose(x, plan, transport, to_channels)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input_grad = _transpose(grad, ctx.plan, ctx.transport, not ctx.to_channels)
-        return input_grad, None, None, None
+        arguments = (grad, ctx.plan, ctx.transport, not ctx.to_channels)
+        return _TransposeFunction.apply(*arguments), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _transpose(

@@ -17,7 +17,7 @@ do the same work; they find their exchange by a name that says what it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -328,6 +328,27 @@ def _flip_and_rotate(rows: Tensor, row_range: RowRange, dim: int, direction: int
     return rows.roll(direction * (rows.shape[-1] // 2), -1) if row_range.rotated else rows
 
 
+def gradients_need_graph() -> bool:
+    """Return whether the gradients of the backward that calls this are to be differentiated again.
+
+    Compiled code is differentiated once.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling()
+
+
+def gradients_with_graph(
+    y: Tensor, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of those inputs of `y` that need them, with a graph of their own.
+
+    For the backward of a function whose gradients are to be differentiated again: `y` is what it
+    returns, computed again in terms of functions that are differentiable any number of times.
+    """
+    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs and x is not None]
+    gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
+    return [next(gradients) if needs else None for needs in needs_grad]
+
+
 class _RowExchangeFunction(torch.autograd.Function):
     """Forward: owners send the rows that others need. Backward: their gradients are sent back.
 
@@ -360,7 +381,7 @@ class _RowExchangeFunction(torch.autograd.Function):
         arguments = (grad, ctx.exchange, ctx.transport, ctx.dim)
         if grad is None:
             grad_x = None
-        elif torch.is_grad_enabled():  # a gradient of the gradient will be taken
+        elif gradients_need_graph():
             grad_x = _ReturnGradientsFunction.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             grad_x = return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim)

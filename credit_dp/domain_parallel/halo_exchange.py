@@ -13,12 +13,10 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
     RowRange,
-    return_gradients,
     rows_with_poles,
     start_fetching,
 )
@@ -115,9 +113,8 @@ class _HaloExchangeFunction(torch.autograd.Function):
         return start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
+        return ctx.exchange.add_to_owners(grad, ctx.transport, ctx.dim), None, None, None
 
 
 def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:

@@ -22,12 +22,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
     empty_rows_like,
-    return_gradients,
     rows_with_poles,
     start_fetching,
 )
@@ -195,7 +193,6 @@ class _SharedExchangeFunction(torch.autograd.Function):
         return tuple(rows.narrow(dim, *window) for window in windows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = zip(grads, ctx.windows, strict=True)
         row_grads = [(grad, window) for grad, window in pairs if grad is not None]
@@ -205,7 +202,7 @@ class _SharedExchangeFunction(torch.autograd.Function):
         total = empty_rows_like(row_grads[0][0], ctx.dim, ctx.exchange.length).zero_()
         for grad, window in row_grads:
             total.narrow(ctx.dim, *window).add_(grad)
-        band_grad = return_gradients(total, ctx.exchange, ctx.transport, ctx.dim)
+        band_grad = ctx.exchange.add_to_owners(total, ctx.transport, ctx.dim)
         return band_grad, None, None, None, None
 
 

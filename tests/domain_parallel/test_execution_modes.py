@@ -76,7 +76,8 @@ def _both(manager, prepare=lambda model: None, dtype=torch.float64):
 def _assert_gradients_equal(manager, whole, sharded, tolerance=MODEL):
     found = dict(sharded.named_parameters())
     wanted = {name: p.grad for name, p in whole.named_parameters()}
-    largest = max(grad.abs().max().item() for grad in wanted.values() if grad is not None)
+    norms = [grad.abs().max().item() for grad in wanted.values() if grad is not None]
+    largest = max(norms, default=0.0)
     for name, grad in wanted.items():
         assert (found[name].grad is None) == (grad is None), name
         if grad is not None:
@@ -328,3 +329,78 @@ def _recomputed_blocks(manager):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_recomputed_blocks(ranks):
     on_threads(ranks, _recomputed_blocks)
+
+
+class _Branches(nn.Module):
+    """Two convolutions that read the same field, and so share an exchange."""
+
+    def __init__(self, *branches):
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x):
+        return sum(branch(x) for branch in self.branches)
+
+
+TWICE = {
+    "halo": lambda: nn.Conv2d(3, 3, 3, padding=1),
+    "halo with reflection": lambda: nn.Conv2d(3, 3, 5, padding=2, padding_mode="reflect"),
+    "circular halo": lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False),
+    "wide halo": lambda: nn.Conv2d(3, 3, 3, padding=6, dilation=6),
+    "stride": lambda: nn.Conv2d(3, 3, 4, 2, 1),
+    "shared exchange": lambda: _Branches(
+        nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 5, padding=2)
+    ),
+    "transposed rows": lambda: nn.Conv2d(3, 3, (25, 3), padding="same", groups=3),
+    "transposed convolution": lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1),
+    "group norm": lambda: nn.GroupNorm(3, 3),
+    "group norm without parameters": lambda: nn.GroupNorm(1, 3, affine=False),
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
+    "layer norm": lambda: nn.LayerNorm(SHAPE[1:]),
+    "rms norm": lambda: nn.RMSNorm(SHAPE[2:]),
+    "softmax": lambda: nn.Softmax(2),
+    "log softmax": lambda: nn.LogSoftmax(2),
+    "max pool": lambda: nn.MaxPool2d(3, 2, 1),
+    "maximum of the globe": lambda: nn.AdaptiveMaxPool2d(1),
+    "bicubic": lambda: nn.Upsample(scale_factor=1.5, mode="bicubic"),
+    "pad": lambda: nn.CircularPad2d((0, 0, 3, 2)),
+}
+
+
+def _penalty(model, x, share=1.0):
+    """Return the square of the gradient of the cubed output, and the gradient of that."""
+    x = x.clone().requires_grad_()
+    y = model(x).pow(3).sum() * share
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    penalty = gradient.square().sum()
+    penalty.backward()
+    return penalty.detach(), x.grad
+
+
+def _penalised(manager, name):
+    with RANDOM_LOCK:
+        torch.manual_seed(0)
+        whole = TWICE[name]().double()
+        x = torch.randn(SHAPE, dtype=torch.float64)
+        model = nn.Sequential(copy.deepcopy(whole))
+        sharded = convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
+    band = shard_tensor(x, manager=manager)
+    is_replicated = name == "maximum of the globe"  # it counts once, not once a rank
+    penalty, grad = _penalty(sharded, band, 1 / manager.domain_parallel_size**is_replicated)
+    expected, expected_grad = _penalty(whole, x)
+    assert error(manager.transport.all_reduce(penalty), expected) <= MODEL
+    assert error(gather_tensor(grad, manager=manager), expected_grad) <= MODEL
+    _assert_gradients_equal(manager, whole, sharded[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", TWICE)
+def test_gradients_of_gradients(name, ranks):
+    on_threads(ranks, _penalised, name)
+
+
+@pytest.mark.parametrize("ranks", PROCESSES)
+@pytest.mark.parametrize("name", ["halo", "group norm"])
+def test_gradients_of_gradients_on_processes(name, ranks):
+    on_processes(ranks, _penalised, name)

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
     empty_rows_like,
+    gradients_need_graph,
+    gradients_with_graph,
     memory_format_of,
     named_in_graphs,
     start_fetching,
@@ -326,10 +327,15 @@ class _BandConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
         settings, halo, found = ctx.settings, ctx.halo, ctx.found
+        if gradients_need_graph():
+            with_graph = _gradients_with_graph(
+                grad, padded, weight, settings, halo, ctx.needs_input_grad[:3]
+            )
+            # Those of known rows are part of the gradient of the band.
+            return *with_graph, *(None,) * (3 + len(ctx.lengths))
         if found is None or not ctx.keeps_rows:
             rows = kept[0] if kept else None
         else:
@@ -416,6 +422,26 @@ def _band_gradients(
     if needs_grad[0]:  # add the gradients that neighbours computed for this band's rows
         finish(grad_x)
     return grad_x, grad_weight, grad_bias
+
+
+def _gradients_with_graph(
+    grad: Tensor,
+    padded: Tensor,
+    weight: Tensor,
+    settings: ConvSettings,
+    halo: Halo,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of band, weight and bias that can be differentiated again."""
+    rows = halo.exchange.apply(halo.column_padding.unpad(padded), halo.transport, halo.dim)
+    rows = halo.column_padding.pad(rows).to(padded.dtype)
+    width = settings.padding[halo.dim]
+    north, south = (rows.narrow(halo.dim, first, width) for first in (0, width))
+    joined = torch.cat([north, padded, south], halo.dim)
+    y = settings.without_row_padding().convolve(joined, weight)
+    grads = gradients_with_graph(y, (padded, weight), needs_grad[:2], grad)
+    dims = [d for d in range(grad.ndim) if d != 1]
+    return [*grads, grad.sum(dims) if needs_grad[2] else None]
 
 
 class CompiledConv(NamedTuple):

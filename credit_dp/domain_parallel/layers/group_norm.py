@@ -10,19 +10,25 @@ in the cache; on GPUs, where starting a kernel costs more than what the cache sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import memory_format_of
+from credit_dp.domain_parallel.exchange import (
+    gradients_need_graph,
+    gradients_with_graph,
+    memory_format_of,
+)
 from credit_dp.domain_parallel.layers.base import Bands
 from credit_dp.domain_parallel.layers.norm import (
+    GlobalReduction,
     ReductionLayer,
     accumulation_dtype,
+    differentiable_standard,
     row_shares,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -73,11 +79,12 @@ class DomainParallelGroupNorm(ReductionLayer):
         """Return the band, normalised by the globe's moments."""
         dtype = accumulation_dtype(x)
         weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
-        rows = bands.input.sizes
-        transport = self.manager.transport
+        # Over all dimensions from the channels of a group on.
+        dims = tuple(range(1 - x.ndim, 0))
+        reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
         area = x.shape[2:].numel() // x.shape[self.dim] * bands.input.height
         y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, self.num_groups, self.eps, rows, area, transport
+            x, weight, bias, self.num_groups, self.eps, area, reduction
         )
         return y
 
@@ -294,26 +301,29 @@ class _GlobalGroupNorm(torch.autograd.Function):
         bias: Tensor | None,
         groups: int,
         eps: float,
-        rows: tuple[int, ...],
         area: int,
-        transport: Transport,
+        reduction: GlobalReduction,
     ) -> Tensor:
-        moments = torch.stack(_global_moments(x, groups, rows, transport))
+        moments = torch.stack(_global_moments(x, groups, reduction.rows, reduction.transport))
         moments = _repeat_per_channel(moments, x)
         ctx.save_for_backward(x, weight, moments)
         ctx.groups = groups
         ctx.eps = eps
-        ctx.transport = transport
         ctx.area = area
+        ctx.reduction = reduction
         center, variance = moments.unbind()
         scale = torch.ones_like(center) if weight is None else weight.expand_as(center)
         shift = torch.zeros_like(center) if bias is None else bias.expand_as(center)
         return _apply_affine(x, groups, _Factors(scale, shift, center, variance), eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, moments = ctx.saved_tensors
+        if gradients_need_graph():
+            grads = _gradients_with_graph(
+                grad, x, weight, ctx.groups, ctx.eps, ctx.reduction, ctx.needs_input_grad[:3]
+            )
+            return *grads, *(None,) * 4
         if _is_channels_last(x):
             grad = grad.contiguous(memory_format=memory_format_of(x))
         center, variance = moments.unbind()
@@ -323,7 +333,8 @@ class _GlobalGroupNorm(torch.autograd.Function):
         grad_x = None
         if needs_x:  # the same on every rank, so that all of them call the collective
             weighted = sums if weight is None else sums * weight
-            totals = ctx.transport.all_reduce(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
+            parts = weighted.unflatten(2, (ctx.groups, -1)).sum(3)
+            totals = ctx.reduction.transport.all_reduce(parts)
             # Gradients of the standardised output with respect to x through standard deviation and
             # mean: minus the means of `grad * standardised x` and of `grad` over the group.
             totals /= -(x.shape[1] // ctx.groups * ctx.area)
@@ -336,8 +347,28 @@ class _GlobalGroupNorm(torch.autograd.Function):
             grad_x,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            *(None,) * 5,
+            *(None,) * 4,
         )
+
+
+def _gradients_with_graph(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    eps: float,
+    reduction: GlobalReduction,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of input, weight and bias that can be differentiated again."""
+    by_group = torch.unflatten(x, 1, (groups, -1))
+    y = differentiable_standard(by_group, True, eps, reduction).flatten(1, 2)
+    if weight is not None:
+        y = y * weight.view(-1, *(1,) * (x.ndim - 2))
+    grad = grad.to(y.dtype)
+    grads = gradients_with_graph(y, (x, weight), needs_grad[:2], grad)
+    dims = [d for d in range(x.ndim) if d != 1]
+    return [*grads, grad.sum(dims) if needs_grad[2] else None]
 
 
 def _channel_gradient_sums(

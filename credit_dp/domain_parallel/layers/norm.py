@@ -14,11 +14,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.exchange import (
+    RowRange,
+    gradients_need_graph,
+    gradients_with_graph,
+)
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.planner import active_planner
@@ -95,7 +98,7 @@ class _SumOverBands(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # a gradient of the gradient will be taken
+        if gradients_need_graph():
             return sum_over_bands(grad, ctx.transport), None
         return ctx.transport.all_reduce(grad.contiguous()), None
 
@@ -172,7 +175,7 @@ def normalise(
     """
     mean, variance = moments
     rstd = (variance + eps).rsqrt_()
-    return _Normalise.apply(x, weight, bias, mean, rstd, reduction)  # type: ignore[no-any-return, no-untyped-call]
+    return _Normalise.apply(x, weight, bias, mean, rstd, reduction, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @final
@@ -188,10 +191,12 @@ class _Normalise(torch.autograd.Function):
         mean: Tensor | None,
         rstd: Tensor,
         reduction: GlobalReduction,
+        eps: float,
     ) -> Tensor:
         # The standardised input is computed again in backward: it is as large as the input.
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.reduction = reduction
+        ctx.eps = eps
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         y = _standardise(x, mean, rstd)
         if weight is not None:
@@ -199,24 +204,49 @@ class _Normalise(torch.autograd.Function):
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad.to(rstd.dtype)
-        standard = _standardise(x, mean, rstd)
         grad_x = grad_weight = grad_bias = None
-        # Gradients of parameters are this band's share; the trainer sums them over the domain.
-        if needs_weight:
-            grad_weight = (grad * standard).sum_to_size(weight.shape).to(weight.dtype)
         if needs_bias:
             shape, dtype = ctx.bias_like
             grad_bias = grad.sum_to_size(shape).to(dtype)
+        if gradients_need_graph():
+            standard = differentiable_standard(x, mean is not None, ctx.eps, ctx.reduction)
+            y = standard if weight is None else standard * weight
+            grad_x, grad_weight = gradients_with_graph(
+                y, (x, weight), (needs_x, needs_weight), grad
+            )
+            return grad_x, grad_weight, grad_bias, *(None,) * 4
+        standard = _standardise(x, mean, rstd)
+        # Gradients of parameters are this band's share; the trainer sums them over the domain.
+        if needs_weight:
+            grad_weight = (grad * standard).sum_to_size(weight.shape).to(weight.dtype)
         if needs_x:  # the same on every rank, as the input's gradient is a collective
             scaled = grad if weight is None else grad * weight
             grad_x = _gradient_through_moments(scaled, standard, mean is not None, ctx.reduction)
             grad_x = grad_x.mul_(rstd).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, *(None,) * 4
+
+
+def differentiable_standard(
+    x: Tensor, centred: bool, eps: float, reduction: GlobalReduction
+) -> Tensor:
+    """Return `x`, less its mean if `centred`, over its standard deviation; collectives.
+
+    In terms of functions that can be differentiated any number of times, as a second derivative
+    needs it. Half precision becomes float32.
+    """
+    x = x.to(accumulation_dtype(x))
+    count = reduction.count(x)
+
+    def mean_of(values: Tensor) -> Tensor:
+        return sum_over_bands(values.sum(reduction.dims, True), reduction.transport) / count
+
+    if centred:
+        x = x - mean_of(x)
+    return x * (mean_of(x.square()) + eps).rsqrt()
 
 
 def _standardise(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:

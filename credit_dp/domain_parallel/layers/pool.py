@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import memory_format_of
@@ -429,8 +428,7 @@ class _FirstMax(torch.autograd.Function):
         return maximum.to(maxima.dtype), indices
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
         # Every rank holds the maximum: its gradient is the sum of theirs, for the band that has it.
         (is_local,) = ctx.saved_tensors
-        return ctx.transport.all_reduce(grad.contiguous()) * is_local, None, None
+        return sum_over_bands(grad, ctx.transport) * is_local, None, None

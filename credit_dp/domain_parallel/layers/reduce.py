@@ -12,7 +12,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
@@ -166,11 +165,10 @@ class _MaxOverBands(torch.autograd.Function):
         return maximum.to(maxima.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # Every rank holds the maximum: its gradient is the sum of theirs.
         (share,) = ctx.saved_tensors
-        return ctx.transport.all_reduce(grad.contiguous()) * share.to(grad.dtype), None, None
+        return sum_over_bands(grad, ctx.transport) * share.to(grad.dtype), None, None
 
 
 @final
@@ -249,11 +247,10 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
         share = grad if ctx.logarithm else grad * y
-        total = ctx.transport.all_reduce(share.sum(ctx.dim, True))
+        total = sum_over_bands(share.sum(ctx.dim, True), ctx.transport)
         grad_x = grad - y.exp() * total if ctx.logarithm else share.sub_(y * total)
         return grad_x, None, None, None
 

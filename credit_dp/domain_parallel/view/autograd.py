@@ -27,7 +27,6 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._functorch import apis, eager_transforms
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
@@ -138,7 +137,7 @@ def _gradients(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Return gradients inside of a model, as on one process; differentiable if they should be.
 
     Raises:
-        UserError: the gradient of a gradient is not known, or a batch of gradients is wanted.
+        UserError: a batch of gradients is wanted.
     """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -154,8 +153,6 @@ def _gradients(func: Function, args: Args, kwargs: Kwargs) -> Any:
     shares = [
         _output_gradient(y, gradient, view) for y, gradient in zip(outputs, given, strict=True)
     ]
-    if arguments.get("create_graph"):
-        _check_differentiable_twice(outputs, inputs)
     local_inputs = [local_of(x) for x in inputs]
     gradients = func([local_of(y) for y in outputs], local_inputs, shares, **arguments)
     return tuple(_total(x, share, view) for x, share in zip(inputs, gradients, strict=True))
@@ -191,47 +188,6 @@ def _total(x: Tensor, share: Tensor | None, view: GlobalView) -> Tensor | None:
     if shown is not None and shown.rows is None:
         share = sum_over_bands(share, view.manager.transport)
     return show(_scaled(share, 1 / view.loss_factor), shown)  # type: ignore[no-any-return]
-
-
-def _check_differentiable_twice(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Check that the backward of every function of ours between tensors is differentiable.
-
-    Raises:
-        UserError: names the function.
-    """
-    for node in _nodes_between(outputs, inputs):
-        backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
-        if hasattr(backward, "__wrapped__"):  # by `once_differentiable`
-            name = type(node).__name__.removeprefix("_").removesuffix("Backward")
-            raise UserError(
-                f"autograd.grad: create_graph=True needs a second derivative of {name} on bands, "
-                "which is not known. Take gradients outside of the model, or parallel.domain=1."
-            )
-
-
-def _nodes_between(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> set[Any]:
-    """Return the nodes of a graph whose backward is needed for the gradients of `inputs`."""
-    ends = {get_gradient_edge(local_of(x)).node for x in inputs if x.requires_grad}
-    nodes = [local_of(y).grad_fn for y in outputs if y.grad_fn is not None]
-    users: dict[Any, list[Any]] = {node: [] for node in nodes}
-    while nodes:
-        node = nodes.pop()
-        if node in ends:
-            continue
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if following not in users:
-                users[following] = []
-                nodes.append(following)
-            users[following].append(node)
-    needed: set[Any] = set()
-    nodes = [end for end in ends if end in users]
-    while nodes:
-        new = [user for user in users[nodes.pop()] if user not in needed]
-        needed.update(new)
-        nodes += new
-    return needed
 
 
 def _refuse_backward(func: Function, args: Args, kwargs: Kwargs) -> Any:

@@ -177,6 +177,16 @@ def _penalty(model, x):
         return x + torch.autograd.grad(y, x, create_graph=True)[0]
 
 
+def _penalty_of_layers(model, x):
+    """Return the field and the gradient of what layers of all kinds make of it."""
+    with torch.enable_grad():
+        x = x * 1 if x.requires_grad else x.requires_grad_()
+        weight = model.block.conv.weight
+        y = F.conv2d(x, weight, padding=1) * F.conv2d(x, weight, padding=2, dilation=2)
+        y = F.group_norm(y, 1).softmax(2) + x.amax(2, True) * F.layer_norm(y, y.shape[1:])
+        return x + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
+
+
 def _gradient_of_a_parameter(model, x):
     with torch.enable_grad():
         bias = model.linear.bias * 1
@@ -233,6 +243,7 @@ FUNCTIONS = {
     "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),
     "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
     "autograd.grad": _penalty,
+    "autograd.grad of layers": _penalty_of_layers,
     "autograd.grad of a parameter": _gradient_of_a_parameter,
     "hooks of tensors": _hook_tensors,
     "hooks of modules": _hook_modules,
@@ -409,13 +420,6 @@ def _batch_of_gradients(model, x):
     return x
 
 
-def _penalty_of_a_convolution(model, x):
-    with torch.enable_grad():
-        x = x * 1 if x.requires_grad else x.requires_grad_()
-        y = F.conv2d(x, model.block.conv.weight, padding=1).square().sum()
-        return x + torch.autograd.grad(y, x, create_graph=True)[0]
-
-
 def _hook_old(model, x):
     model.linear.register_backward_hook(lambda m, gi, go: None)
     return model.linear(x.transpose(1, 3)).transpose(1, 3)
@@ -426,7 +430,6 @@ def _hook_old(model, x):
     [
         (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
         (_backward, "backward"),
-        (_penalty_of_a_convolution, "second derivative of BandConv"),
         (_hook_old, "linear: register_backward_hook"),
         (lambda m, x: torch.vmap(lambda y: y * x.mean())(x), "not its argument"),
         (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], "vjp of sharded fields"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from credit_dp.domain_parallel.planning.trace import tensors_in
+from credit_dp.domain_parallel.planning.shape_memo import tensors_in
 
 
 class UnplannedError(Exception):

@@ -1,10 +1,10 @@
 """Let the ranks of a node reach the rendezvous store over one connection.
 
 torch's store costs the process that serves it a connection to every rank, and one more for each
-copy of a store that a rank has: thousands, in rank 0. On several nodes the store is therefore kept
-by a process of its own, which rank 0 starts, and a relay process on each node carries what the
-ranks there say (`store_process`). A rank's store is torch's `TCPStore` as ever, so that
-nothing that torch does with it changes; it only connects to the relay's port.
+copy of a store that a rank has: thousands, in rank 0. With many ranks on several nodes the store is
+therefore kept by a process of its own, which rank 0 starts, and a relay process on each node
+carries what the ranks there say (`store_process`). A rank's store is torch's `TCPStore` as ever, so
+that nothing that torch does with it changes; it only connects to the relay's port.
 
 The first rank of a node that binds a name of this run starts the relay. The others find the name
 in use, and ask the relay for its port. Where that can't work, a rank connects to rank 0 itself:
@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 
 # Those whose store speaks as `store_process` does: first and last release.
 KNOWN_TORCH = ((2, 11), (2, 13))
-# With 0, each rank connects to rank 0 itself.
+# With 0, each rank connects to rank 0 itself; with 1, connections are shared in smaller runs, too.
 SWITCH = "CREDIT_DP_SHARED_STORE"
+# Ranks of a run whose connections are many: with fewer, torch's own store needs no more than 300.
+MANY_RANKS = 64
 # An agent of torchrun that serves the store, and what differs between its attempts.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 RUN_VARIABLES = (*JOB_VARIABLES, "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -102,13 +104,16 @@ class StoreLink:
 def uses_shared_store(ranks: RankInfo, environment: Mapping[str, str]) -> bool:
     """Whether the ranks of this run share connections; the same on all ranks.
 
-    On one machine the store's connections are few. Agents of torchrun serve the store themselves.
+    On one machine, and in small runs, the store's connections are few. Agents of torchrun serve the
+    store themselves.
     """
+    switch = environment.get(SWITCH, "")
     return (
         sys.platform == "linux"
         and ranks.on_several_nodes
         and environment.get(AGENT_STORE) != "True"
-        and environment.get(SWITCH, "1") != "0"
+        and switch != "0"
+        and (ranks.world_size >= MANY_RANKS or switch == "1")
         and is_known_torch()
     )
 

@@ -76,28 +76,36 @@ def fresh() -> Iterator[Stores]:
     stores.close()
 
 
+MANY = RankInfo(1, 64, 1, 8, 0)
+
+
 def test_the_store_of_the_installed_torch_is_known() -> None:
     """Otherwise compare torch's TCPStoreBackend.hpp with `store_process`, and add the release."""
     assert is_known_torch(), (torch.__version__, KNOWN_TORCH)
 
 
 def test_a_torch_of_another_protocol_keeps_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert uses_shared_store(TWO_NODES[0], {})
+    assert uses_shared_store(TWO_NODES[0], {"CREDIT_DP_SHARED_STORE": "1"})
     for version in ("2.10.1", "2.14.0a0", "3.0.0", "unknown"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert not uses_shared_store(TWO_NODES[0], {})
+        assert not uses_shared_store(TWO_NODES[0], {"CREDIT_DP_SHARED_STORE": "1"})
 
 
 @pytest.mark.parametrize(
     ("ranks", "environment"),
     [
-        pytest.param(RankInfo(1, 4, 1, 4, 0), {}, id="one machine"),
-        pytest.param(TWO_NODES[1], {"TORCHELASTIC_USE_AGENT_STORE": "True"}, id="an agent's store"),
-        pytest.param(TWO_NODES[1], {"CREDIT_DP_SHARED_STORE": "0"}, id="switched off"),
+        pytest.param(RankInfo(1, 64, 1, 64, 0), {}, id="one machine"),
+        pytest.param(RankInfo(1, 63, 1, 8, 0), {}, id="few ranks"),
+        pytest.param(MANY, {"TORCHELASTIC_USE_AGENT_STORE": "True"}, id="an agent's store"),
+        pytest.param(MANY, {"CREDIT_DP_SHARED_STORE": "0"}, id="switched off"),
     ],
 )
 def test_other_runs_keep_torchs_store(ranks: RankInfo, environment: dict[str, str]) -> None:
     assert not uses_shared_store(ranks, environment)
+
+
+def test_many_ranks_on_several_nodes_share_connections() -> None:
+    assert uses_shared_store(MANY, {})
 
 
 def outcomes(store: TCPStore, other: TCPStore) -> list[object]:

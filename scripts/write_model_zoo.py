@@ -42,7 +42,7 @@ def measure_all(names: list[str]) -> None:
 
     calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
     for name, family in all_families().items():
-        if family.refusal or name not in (names or [name]):
+        if name not in (names or [name]):
             continue
         result = compare(family, 3, trains=True)
         whole = dict(sorted(result.whole_calls.items()))
@@ -61,9 +61,6 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     for name, family in all_families().items():
-        if family.refusal:
-            lines.append(f"| {name} | {family.package} | refused | | |")
-            continue
         whole = [f"`{f}` {n} x" for f, n in calls[name]["whole_calls"].items()]
         cells = (
             name,

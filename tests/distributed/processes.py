@@ -1,6 +1,7 @@
 """Programs that launch ranks: starts them, waits for them, and reads how they ended."""
 
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds
+SOON = 15.0  # seconds; the promise is 30
 TORCHRUN = ["-m", "torch.distributed.run"]
 # Ranks of a 2 x 2 x 2 mesh, one along each axis, and their names in messages.
 VICTIMS = [
@@ -98,3 +100,8 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def voices(text: str) -> list[str]:
+    """The first lines of our own program about a failure, without the launcher's lines."""
+    return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)

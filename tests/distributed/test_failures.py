@@ -5,7 +5,6 @@ takes seconds of imports: on 2 x 2 of pipeline, data and domain.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from tests.distributed.processes import (
     ROOT,
+    SOON,
     TORCHRUN,
     VICTIMS,
     Programs,
@@ -27,10 +27,10 @@ from tests.distributed.processes import (
     ends,
     free_port,
     until,
+    voices,
 )
 
 RANKS = 4  # of a launcher
-SOON = 15.0  # seconds; the promise is 30
 ONE_QUICKLY = [
     VICTIMS[0],
     *(pytest.param(*v.values, id=v.id, marks=pytest.mark.slow) for v in VICTIMS[1:]),
@@ -113,11 +113,6 @@ def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FA
     }
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
     return [start([], folder, {**environment, **step, **place}, function) for place in places]
-
-
-def voices(text: str) -> list[str]:
-    """The first lines of our own program about a failure, without the launcher's lines."""
-    return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import ROOT, gone, until
-from tests.distributed.test_failures import SOON, voices
+from tests.distributed.processes import ROOT, SOON, gone, until, voices
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ def _band_edges_are_poles(start, stop, height, mode):
 
 
 def _moments_of_the_band(x, groups, rows, transport):
-    return group_norm._local_moments(x, groups)
+    return group_norm._local_moments(x, groups).unbind()
 
 
 def _phase_of_the_band(self, out, height):

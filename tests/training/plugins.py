@@ -49,7 +49,7 @@ class PartlyUsed(nn.Module):
         self.first = nn.Conv2d(in_channels, 8, 3, padding=1)
         self.head = nn.Linear(8, 10)
         self.last = nn.Conv2d(8, out_channels, 3, padding=1)
-        self.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(functional.silu(self.first(x))) * self.scale.detach().mean()

@@ -434,7 +434,9 @@ def test_ranks_of_an_ensemble_divide_its_members(store, tmp_path):
     with pytest.raises(UserError, match=line):
         on_mesh(config, Mesh(1, 1, 1, ensemble=3))
     plain = make_config(store, tmp_path / "run")
-    with pytest.raises(UserError, match=r"a multiple of 2 and loss=crps, got 1\."):
+    with pytest.raises(
+        UserError, match=r"a multiple of 2, with loss=crps and model\.noise such as 32, got 1\."
+    ):
         on_mesh(plain, Mesh(1, 1, 1, ensemble=2))
     with pytest.raises(
         UserError, match=r"^trainer\.evaluate_members: the 2 ranks of .* got 3\. Ch"

@@ -22,7 +22,6 @@ class Family:
         build: returns the model.
         shape: the shape of its global input.
         others: returns the arguments after the input, which are the same on all ranks.
-        refusal: a part of the message, if it can't be exact.
         tolerance: the largest relative error.
     """
 
@@ -31,7 +30,6 @@ class Family:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     others: Callable[[], tuple[Any, ...]] = tuple
-    refusal: str = ""
     tolerance: float = 1e-11
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -290,13 +290,6 @@ class SlicesInPlace(_Stem):
         return x
 
 
-class ValueDecides(_Stem):
-    """Chooses what it computes by a value of the fields."""
-
-    def act(self, x: Tensor) -> Tensor:
-        return x * 2 if x[0, 0, 0, 0] > 0 else x.abs()
-
-
 class Plain(nn.Sequential):
     """Layers with rules only."""
 
@@ -329,5 +322,4 @@ FAMILIES = [
     _own("frozen_settings", FrozenSettings),
     _own("tall_windows", TallWindows),
     _own("slices_in_place", SlicesInPlace),
-    replace(_own("value_decides", ValueDecides), refusal="control flow or shapes that depend"),
 ]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view.model import attach_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.test_functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import RankError, on_threads
 
 

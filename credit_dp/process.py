@@ -1,4 +1,4 @@
-"""This process: the CPU cores that it may use, and its garbage collector."""
+"""The CPU cores that this process may use, and its garbage collector."""
 
 import gc
 import os

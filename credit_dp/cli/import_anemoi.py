@@ -498,11 +498,11 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, outputs: Sequence[
     experiment.set("loss.latitude_weight", uses("node_weights") or not scalers)
     tendency = next((x for x in ("var_tendency", "stdev_tendency") if uses(x)), None)
     experiment.set("loss.tendency", tendency is not None)
-    # Of these there is no choice here: see their reasons.
+    # No key switches these off here: `REASONS` says why.
     built_in = ("time_steps", "nan_mask_weights", "*")
     others = [name for name in scalers if name not in (*known, "var_tendency", *built_in)]
     notes = [f"no counterpart: {', '.join(others)}"] if others else []
-    # Theirs multiplies errors; here differences are divided before they are squared, or not.
+    # Their scaler multiplies the error. Here differences are divided, and then squared or not.
     is_squared = experiment.choices["loss"] in ("mse", "huber")
     if tendency and is_squared != (tendency == "var_tendency"):
         notes.append("loss.tendency divides differences by the standard deviation of tendencies")

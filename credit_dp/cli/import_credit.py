@@ -33,7 +33,7 @@ CROSSFORMERS = ("crossformer", "wxformer", "wxformer_base")
 MODELS = (*CROSSFORMERS, "camulator", "fuxi", "swin", "unet", "nextgen_wxformer", "debugger")
 LOSSES = ("mse", "mae", "huber")
 ENSEMBLE_LOSSES = ("kcrps", "almost-fair-crps", "ring-crps")
-# Fixers of budgets, and those of this package.
+# Fixers of budgets in miles-credit, and their counterparts in this package.
 FIXERS = {
     "global_mass_fixer": "dry_air",
     "global_water_fixer": "water",
@@ -536,13 +536,13 @@ def _read_fixers(config: ForeignConfig, experiment: Experiment, roles: Roles) ->
         if fixer == "dry_air":
             config.remark(
                 key,
-                "differs: dry air has the same pressure everywhere more or less, theirs multiplies",
+                "differs: adds the same pressure everywhere, where miles-credit multiplies it",
             )
         if config.has(f"{key}.midpoint") and not config.read(f"{key}.midpoint"):
             config.remark(f"{key}.midpoint", "differs: a layer has the values of its level")
         if config.read(f"{key}.grid_type", "sigma") == "sigma":
             _read_hybrid(config, experiment, key)
-        # Sums over their step, which are what a budget needs.
+        # The data have sums over their step, as a budget needs them.
         for name in outputs:
             options = experiment.keys["data.variables"].get(name, {})
             if canonical_name(name) in needs.fluxes:

@@ -43,7 +43,7 @@ class BudgetNeeds:
 
 AIR = ("surface_pressure", "specific_humidity")
 TOTAL_WATER = "specific_total_water"  # vapour and condensates in one, as in miles-credit's data
-# Budgets and diagnostics take these for variables that the data do not have.
+# Budgets and diagnostics use these in place of variables that the data do not have.
 SUBSTITUTES: Mapping[str, str] = {"specific_humidity": TOTAL_WATER}
 BUDGETS: Mapping[str, BudgetNeeds] = {
     "dry_air": BudgetNeeds(AIR),

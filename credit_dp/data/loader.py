@@ -645,10 +645,10 @@ class BatchReader:
 
 @final
 class BatchMemory:
-    """Allocates tensors, in memory that earlier tensors have left if there is some.
+    """Allocates tensors, in the memory of earlier ones that are no longer used, if there is some.
 
-    New memory is slow to write: the system clears every page first. Numpy asks it for large pages
-    and torch does not, so that new memory comes from numpy.
+    New memory is slow to write: the system clears every page first. New memory comes from numpy,
+    which requests large pages from the system; torch does not.
 
     Memory returns when nothing refers to it any more, be it a batch, a view of one of its tensors,
     or what autograd keeps for backward. So nothing that still reads a batch sees the next one.

@@ -183,7 +183,7 @@ class PeerMonitor:
             return self.store.add("credit_dp/floor", 1) == 1
         except RuntimeError:
             # The store ended with the rank that served it: one rank of each machine reports. Or its
-            # process was killed, as the rank alone knows that had started it.
+            # process was killed, which only the rank knows that had started it.
             return bool(lost) or self.ranks.rank == min(set(self.processes) - set(ended))
 
     def announce_end(self) -> None:
@@ -200,7 +200,7 @@ class PeerMonitor:
     def lost_store_process(self) -> str:
         """Return which process of the store this rank has started, if it was killed; "" if not.
 
-        In place of a relay, the connection of this rank that reports failures is a new one.
+        If it was a relay, this rank connects to rank 0 anew, so that it can report failures.
         """
         process = self.link.process
         if process is None or not process_has_ended(process.pid):

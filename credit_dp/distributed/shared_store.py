@@ -3,12 +3,12 @@
 torch's store costs the process that serves it a connection to every rank, and one more for each
 copy of a store that a rank has: thousands, in rank 0. With many ranks on several nodes the store is
 therefore kept by a process of its own, which rank 0 starts, and a relay process on each node
-carries what the ranks there say (`store_process`). A rank's store is torch's `TCPStore` as ever, so
-that nothing that torch does with it changes; it only connects to the relay's port.
+carries the requests of the ranks there (`store_process`). A rank still uses torch's own `TCPStore`,
+which only connects to the relay's port, so that nothing that torch does with it changes.
 
 The first rank of a node that binds a name of this run starts the relay. The others find the name
-in use, and ask the relay for its port. Where that can't work, a rank connects to rank 0 itself:
-both may be mixed in a run.
+in use, and request the port from the relay. Where that can't work, a rank connects to rank 0
+itself: both may be mixed in a run.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from credit_dp.errors import UserError
 
 log = logging.getLogger(__name__)
 
-# Those whose store speaks as `store_process` does: first and last release.
+# The first and the last release whose store has the protocol of `store_process`.
 KNOWN_TORCH = ((2, 11), (2, 13))
 # With 0, each rank connects to rank 0 itself; with 1, connections are shared in smaller runs, too.
 SWITCH = "CREDIT_DP_SHARED_STORE"
 # Ranks of a run whose connections are many: with fewer, torch's own store needs no more than 300.
 MANY_RANKS = 64
-# An agent of torchrun that serves the store, and what differs between its attempts.
+# Set if an agent of torchrun serves the store.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# These differ between runs on the same nodes, and between attempts of a run.
 RUN_VARIABLES = (*JOB_VARIABLES, "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
 ATTEMPTS = 3
-# The name is in use, but nobody listens yet: the rank that has bound it is about to.
+# The name is in use, but no relay listens yet: the rank that has bound it is starting one.
 CONNECT_SECONDS = 10.0
-# For which a relay that gives up after `GROUP_TIMEOUT` may take longer to say so.
+# A relay gives up after `GROUP_TIMEOUT`; its answer may take so much longer.
 ANSWER_SECONDS = 60.0
 STORE_PROCESS = "the process that keeps the store of the run"
 RELAY_PROCESS = "the process that connects this node to the store of the run"
@@ -119,7 +120,7 @@ def uses_shared_store(ranks: RankInfo, environment: Mapping[str, str]) -> bool:
 
 
 def is_known_torch() -> bool:
-    """Whether the store of this torch speaks a protocol that is known here."""
+    """Whether the protocol of this torch's store is known here."""
     import torch  # takes seconds
 
     release = re.match(r"(\d+)\.(\d+)", torch.__version__)
@@ -220,22 +221,22 @@ def find_relay(name: str, address: str, port: int) -> tuple[int | None, StoreLin
     for _ in range(ATTEMPTS):
         started = start_relay(name, address, port)
         process = started or process
-        word, connection = ask_relay(name)
-        if word.startswith("port "):
-            return int(word.removeprefix("port ")), StoreLink(
+        answer, connection = request_port(name)
+        if answer.startswith("port "):
+            return int(answer.removeprefix("port ")), StoreLink(
                 connection, process, RELAY_PROCESS, (address, port)
             )
         if connection is not None:
             connection.close()
-        if word.startswith("error "):
+        if answer.startswith("error "):
             if process is not None:
-                process.wait(ANSWER_SECONDS)  # it has told all ranks, and closes
+                process.wait(ANSWER_SECONDS)  # it has answered all ranks, and ends
             raise UserError(
                 f"MASTER_ADDR: this node can't reach rank 0 at {address}:{port} "
-                f"({word.removeprefix('error ')}). Set MASTER_ADDR to the host of rank 0 and "
+                f"({answer.removeprefix('error ')}). Set MASTER_ADDR to the host of rank 0 and "
                 "MASTER_PORT to a free port, the same on all ranks."
             )
-        if word == "direct":
+        if answer == "direct":
             break
     return None, StoreLink(process=process)
 
@@ -254,8 +255,8 @@ def start_relay(name: str, address: str, port: int) -> subprocess.Popen[bytes] |
             return None
 
 
-def ask_relay(name: str) -> tuple[str, socket.socket | None]:
-    """Return the relay's word, and the connection to it; an empty word if it has ended."""
+def request_port(name: str) -> tuple[str, socket.socket | None]:
+    """Return the relay's answer, and the connection to it; an empty answer if it has ended."""
     end = time.monotonic() + CONNECT_SECONDS
     while True:
         connection = socket.socket(socket.AF_UNIX)

@@ -6,15 +6,15 @@ own library: it is running within 30 ms, and takes 14 MB. There are two kinds.
 - The *server*, beside rank 0, keeps keys and values. Its clients are `torch.distributed.TCPStore`
   of the ranks, so that it answers in the protocol of torch's own server (torch 2.11 to 2.13).
 - A *relay* on each node carries the connections of the node's ranks over one connection to the
-  server. It does not read what they say: a frame is the number of a local connection, the number
+  server. It does not read what they send: a frame is the number of a local connection, the number
   of bytes, and these bytes; no bytes mean that the connection has ended.
 
 Neither is a rank. A rank that is killed takes no other rank's connection along, so that the others
 can still agree on who reports it.
 
-What a process takes from others has limits. A relay serves the processes of its own user alone: its
-socket of the `AF_UNIX` family, where a rank asks for the port, tells it the peer's user, and for
-that port, on the loopback interface, Linux lists the user of each connection. The server listens
+What a process accepts from others has limits. A relay serves the processes of its own user alone.
+Ranks request its port at a socket of the `AF_UNIX` family, for which Linux knows the peer's user;
+of that port, on the loopback interface, Linux lists the user of each connection. The server listens
 on all interfaces, as torch's does.
 """
 
@@ -240,16 +240,16 @@ class Request:
             raise ProtocolError("too long a request")
         if len(self.data) < end:
             raise IncompleteError
-        taken = bytes(self.data[self.offset : end])
+        part = bytes(self.data[self.offset : end])
         self.offset = end
-        return taken
+        return part
 
     def number(self) -> int:
         """Return the next number, of 64 bits."""
         return int.from_bytes(self.take(8), "little", signed=True)
 
     def text(self, limit: int) -> bytes:
-        """Return the next bytes of a length that the request tells."""
+        """Return the next bytes, whose number the request has before them."""
         length = self.number()
         if not 0 <= length <= limit:
             raise ProtocolError(f"{length} bytes")
@@ -315,7 +315,7 @@ class Store:
         self.wake(key)
 
     def wake(self, key: bytes, at_most: int | None = None) -> None:
-        """Tell clients that a key is there: all that wait for it, or so many of the first ones."""
+        """Answer the clients that wait for a key: all of them, or the first `at_most`."""
         clients = self.waiting.pop(key, [])
         count = len(clients) if at_most is None else at_most
         if clients[count:]:
@@ -494,7 +494,7 @@ class Server:
         self.orphaned_at = time.monotonic()
 
     def run(self) -> None:
-        """Serve until rank 0 has ended, and then until nobody is left, but not for long."""
+        """Serve until rank 0 has ended, then at most `GRACE_SECONDS` until no client is left."""
         while self.orphaned_at is None:
             self.loop.step(None)
         while self.sessions and time.monotonic() < self.orphaned_at + GRACE_SECONDS:
@@ -510,7 +510,7 @@ class Session:
         self.connection = Connection(server.loop, peer, self.receive, self.close)
         self.clients: dict[int, Client] = {}
         self.unread = bytearray()
-        self.of_relay: bool | None = None  # until its first bytes tell
+        self.of_relay: bool | None = None  # unknown before its first bytes
 
     def receive(self, data: bytes) -> None:
         """Pass bytes to the client that sent them."""
@@ -569,17 +569,19 @@ class Relay:
     """Carries the connections of this node's ranks over one to the server."""
 
     def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float) -> None:
-        """Args:
-        listener: at which ranks ask for the port; it belongs to the `AF_UNIX` family.
-        address: of the server.
-        patience: seconds after which a server that can't be reached is given up.
+        """Listen for ranks; `run` connects to the server.
+
+        Args:
+            listener: at which ranks request the port; it belongs to the `AF_UNIX` family.
+            address: of the server.
+            patience: seconds after which a server that can't be reached is given up.
         """
         self.loop = Loop()
         self.address = address
         self.patience = patience
-        self.ranks: set[Connection] = set()  # from the question for the port until a rank ends
+        self.ranks: set[Connection] = set()  # from the request for the port until a rank ends
         self.seen_ranks = False
-        self.word = b""  # what ranks are told; nothing until there is a connection to the server
+        self.answer = b""  # to ranks; empty until there is a connection to the server
         self.ports = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self.ports.getsockname()[1]
         self.channels: dict[int, Connection] = {}
@@ -590,12 +592,12 @@ class Relay:
 
     def run(self) -> None:
         """Connect to the server, then relay until it has ended, or all ranks of this node have."""
-        word = "direct" if not knows_peers(self.ports) else self.connect_server()
+        answer = "direct" if not knows_peers(self.ports) else self.connect_server()
         self.loop.listen(self.ports, self.accept_channel)
-        self.word = f"{word}\n".encode()
+        self.answer = f"{answer}\n".encode()
         for rank in list(self.ranks):
-            rank.send(self.word)
-        if word.startswith("error "):
+            rank.send(self.answer)
+        if answer.startswith("error "):
             return
         while self.has_ranks() and (self.server is None or not self.server.closed):
             self.loop.step(None)
@@ -605,7 +607,7 @@ class Relay:
         return not self.seen_ranks or bool(self.ranks) or bool(self.channels)
 
     def connect_server(self) -> str:
-        """Return what to tell the ranks: `port N`, `direct` or `error TEXT`."""
+        """Return the answer to ranks: `port N`, `direct` or `error TEXT`."""
         end = time.monotonic() + self.patience
         while True:
             try:
@@ -635,15 +637,15 @@ class Relay:
         return f"port {self.port}"
 
     def accept_rank(self, peer: socket.socket) -> None:
-        """Tell a rank of this user the port, and keep the connection: its end is the rank's."""
+        """Answer a rank of this user, and keep the connection, which ends with the rank."""
         if peer_user(peer) != os.getuid():
             peer.close()
             return
         rank = Connection(self.loop, peer, lambda _: None, lambda: self.ranks.discard(rank))
         self.ranks.add(rank)
         self.seen_ranks = True
-        if self.word:
-            rank.send(self.word)
+        if self.answer:
+            rank.send(self.answer)
 
     def accept_channel(self, peer: socket.socket) -> None:
         """Relay a connection of this user."""
@@ -714,7 +716,7 @@ def listed_address(address: tuple[str, int]) -> str:
 
 
 def knows_peers(listener: socket.socket) -> bool:
-    """Whether Linux tells the user of a connection to this listener; not in every sandbox."""
+    """Whether Linux lists the user of a connection to this listener; some sandboxes hide it."""
     try:
         with socket.create_connection(listener.getsockname(), timeout=5.0):
             accepted, _ = listener.accept()

@@ -374,7 +374,7 @@ class _RowExchangeFunction(torch.autograd.Function):
         else:
             waits.append(wait)
             ctx.set_materialize_grads(False)  # their only reader may return them by itself
-        # Autograd lets nobody write to a view that a function returns.
+        # Autograd forbids writes to a view that a function returns.
         return rows.detach() if rows._is_view() else rows
 
     @staticmethod

@@ -403,7 +403,7 @@ def check_written(
     if pressure_levels:
         needs.append(("pressure_levels: interpolation", ("surface_pressure", TEMPERATURE), True))
     for what, needed, needs_ground in needs:
-        # Total water is no vapour, and only where both would do it may stand for it.
+        # The column of water vapour needs vapour itself, which total water is not.
         there = outputs if what.endswith(COLUMN_VAPOUR) else outputs | substitutes
         missing = [f"{name} among the model's outputs" for name in needed if name not in there]
         if needs_ground and not has_ground:

@@ -431,7 +431,8 @@ def check_signs(config: ModelConfig, store: Store, statistics: Statistics) -> No
     """Check that the fluxes of budgets have the signs of ERA5, by their global means.
 
     Other data, as of climate models, often have fluxes upwards. A budget would be closed with the
-    wrong sign. Fluxes that are normalised by a function are not checked: their means are others.
+    wrong sign. Fluxes that a function transforms are not checked: the statistics have the mean of
+    its values.
 
     Raises:
         UserError: names the first variable with the other sign.

@@ -354,9 +354,9 @@ class ModelParts:
             loss,
             n_microbatches,
             manager.ranks_per_sample,
-            config.parallel.sums_whole_gradients,
-            members_per_rank(config),
-            without_gradient,
+            sum_whole_gradients=config.parallel.sums_whole_gradients,
+            members=members_per_rank(config),
+            without_gradient=without_gradient,
         )
 
 

@@ -221,7 +221,7 @@ class ModelForwardBackward(ForwardBackward):
         sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
             them.
         members: forecasts of each sample on this rank.
-        without_gradient: parameters of which the output is no function, which DDP leaves out.
+        without_gradient: parameters that the output does not depend on, which DDP leaves out.
     """
 
     def __init__(
@@ -231,6 +231,7 @@ class ModelForwardBackward(ForwardBackward):
         loss: WeightedLoss,
         n_microbatches: int,
         ranks_per_sample: int,
+        *,
         sum_whole_gradients: bool = True,
         members: int = 1,
         without_gradient: Iterable[nn.Parameter] = (),

@@ -462,11 +462,11 @@ class MlflowLog:
 
     Args:
         address: a folder, or the address of a server, `http://...`.
-        is_shared: whether other runs may use the address, too.
         project: name of MLflow's experiment.
         folder: of the training run.
         step: the last step before training starts; 0 for a new run.
         config: of the training run; each key becomes a parameter.
+        is_shared: whether other runs may use the address, too.
     """
 
     def __init__(
@@ -501,7 +501,7 @@ class MlflowLog:
             self.client.log_batch(self.run_id, params=params[first : first + MLFLOW_BATCH])
 
     def _run_of_sweep(self, experiment: str, sweep: Path) -> str:
-        """Return the id of the run that stands for a sweep; jobs may look for it together."""
+        """Return the id of a sweep's run, created by the first of the jobs that call this."""
         path = sweep / "mlflow-id"
         if path.exists():
             return path.read_text().strip()

@@ -140,7 +140,7 @@ def is_dense(parameter: nn.Parameter) -> bool:
     """Whether a parameter, or this rank's shard of it, fills its memory without gaps.
 
     Autograd gives its gradient the same strides then, and the optimizer its moments. The fused
-    update on CPUs relies on this without a check: it takes all four for vectors.
+    update on CPUs relies on this without a check: it treats all four as vectors.
     """
     local = local_tensor(parameter)
     return torch.empty_like(local, device="meta").stride() == local.stride()
@@ -420,7 +420,7 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
             rank * domain ranks + domain rank.
     """
     torch.manual_seed(random_seed(seed, step, data_rank, model_rank))
-    # A model may decide by these which layers run: so do all ranks that share its globe alike.
+    # A model may decide by these which layers run, and all ranks of its globe have to run the same.
     seed_python(random_seed(seed, step, data_rank))
 
 

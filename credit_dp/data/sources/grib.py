@@ -265,7 +265,7 @@ class GribFile:
             key: for error messages.
             sums: whether sums over time are listed, too.
             cut_off: whether a file that is cut off after some messages is opened, too.
-            reduced: whether reduced Gaussian grids, whose rows differ in length, are, too.
+            reduced: whether reduced Gaussian grids are read, too, whose rows differ in length.
 
         Raises:
             UserError: it can't be read, is cut off, has no messages, or grids that differ.
@@ -293,7 +293,7 @@ class GribFile:
                         messages.append(message)
                 file.seek(end)
                 if grid is not None and b"GRIB" in file.read():
-                    # The library takes a message whose sections it can't find for the end.
+                    # For ecCodes a message whose sections it can't find is the end of the file.
                     raise ValueError("more messages follow, which can't be read")
         except (eccodes.CodesInternalError, ValueError) as error:  # ValueError: no such date
             if not (cut_off and messages):

@@ -263,7 +263,7 @@ def _apply_affine(
 ) -> Tensor:
     """Return `(x - center) / sqrt(variance + eps) * scale + shift`.
 
-    With an addend plus `addend[0]` times the factors `addend[1]`.
+    With an addend, `addend[0]` times the factors `addend[1]` is added.
     """
     if torch.compiler.is_dynamo_compiling():  # which fuses the steps
         scale, shift, center, variance = (_as_field(factor, x) for factor in factors)
@@ -321,7 +321,13 @@ class _GlobalGroupNorm(torch.autograd.Function):
         x, weight, moments = ctx.saved_tensors
         if gradients_need_graph():
             grads = _gradients_with_graph(
-                grad, x, weight, ctx.groups, ctx.eps, ctx.reduction, ctx.needs_input_grad[:3]
+                grad,
+                x,
+                weight,
+                ctx.needs_input_grad[:3],
+                groups=ctx.groups,
+                eps=ctx.eps,
+                reduction=ctx.reduction,
             )
             return *grads, *(None,) * 4
         if _is_channels_last(x):
@@ -355,10 +361,11 @@ def _gradients_with_graph(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
+    needs_grad: Sequence[bool],
+    *,
     groups: int,
     eps: float,
     reduction: GlobalReduction,
-    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias that can be differentiated again."""
     by_group = torch.unflatten(x, 1, (groups, -1))

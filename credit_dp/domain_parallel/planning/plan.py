@@ -434,7 +434,7 @@ def check_model(
 def parameters_outside_graph(
     model: nn.Module, in_channels: int, grid: tuple[int, int]
 ) -> tuple[str, ...]:
-    """Return the names of parameters that learn, but of which the output is no function.
+    """Return the names of parameters that learn, but that the output does not depend on.
 
     They get no gradient. Empty if that can't be known without data, or if the model has blocks
     that backward computes again by reentrant checkpointing, which hide their parameters.

@@ -196,7 +196,7 @@ class Assumptions:
             location: file and line of the model that called it.
 
         Raises:
-            EndlessLoopError: of the runs so far, this one has decided too often.
+            EndlessLoopError: the run has decided too often.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             return self.decisions.setdefault(location, 1.0)

@@ -41,7 +41,7 @@ class _MoveBands(torch.autograd.Function):
         ctx: Any, local: Tensor, source: Bands, target: Bands, transport: Transport
     ) -> Tensor:
         ctx.arguments = target, source, transport
-        # Not a view, to which autograd would let nobody write.
+        # Not a view: autograd would forbid writes to it.
         return _exchange_blocks(local, source, target, transport).detach()
 
     @staticmethod

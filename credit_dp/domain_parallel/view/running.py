@@ -72,7 +72,7 @@ class RunningMode(TorchFunctionMode):
         if is_custom_operator(func):
             return with_whole_gradients(func, self.view)(*args, **kwargs)
         if RULES.get(func) is read_values and args and args[0].device.type not in ("cpu", "meta"):
-            # As of fields: the last bits of what ranks compute on GPUs may differ.
+            # As for fields: the last bits of what ranks compute on GPUs may differ.
             shown = (wrap(x, None, self.view) if type(x) in PLAIN else x for x in args)
             return read_values(func, tuple(shown), kwargs)
         if func == SET_DATA and type(args[1]) is GlobalTensor:

@@ -225,7 +225,7 @@ class Link:
 
 @final
 class BandStrides(NamedTuple):
-    """What the strides of a band tell about those of the globe's tensor."""
+    """What a band shows of the strides of the globe's tensor."""
 
     shape: torch.Size
     rows: Layout | None
@@ -450,7 +450,7 @@ def strides_on_all_ranks(
     if rows is None:
         known = _agreed_strides(strides, has_order, x)
     else:
-        # Without gaps, in the usual order; one row does not tell where rows are in memory.
+        # Without gaps, in the usual order. The strides of one row do not show where rows are.
         usual = [prod(shape[d + 1 :]) for d in range(len(shape))]
         own = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
         dims = zip(sizes, strides, own, strict=True)

@@ -290,8 +290,8 @@ class ModelForwardBackward(ForwardBackward):
             if parameter.requires_grad and left_out != (parameter.grad is None):
                 raise UserError(
                     f"parallel.data_mode: ddp needs the same parameters in the loss of every step, "
-                    f"but {name} is only in some. Use it in each step or in none, or set "
-                    "parallel.data_mode=fsdp2."
+                    f"but {name} is only in some. Use it in each step or in none, name it in "
+                    "trainer.freeze, or set parallel.data_mode=fsdp2."
                 )
 
     def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:

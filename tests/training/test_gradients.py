@@ -1,5 +1,8 @@
 """The mean of gradients over ranks, and clipping by their global norm."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.planning.plan import parameters_outside_graph
 from credit_dp.training import forward_backward
 from credit_dp.training.build import wrap_in_ddp
 from credit_dp.training.forecast_step import ForecastStep
@@ -117,3 +121,53 @@ def test_a_parameter_that_is_used_in_some_steps_only_is_refused_by_ddp():
     needed = "ddp needs the same parameters in the loss of every step, but idle is only in some"
     with pytest.raises(RankError, match=needed):
         on_processes(2, backward_of_idle, domain=1)
+
+
+class RecomputedByHand(torch.autograd.Function):
+    """Checkpointing as users write it: the graph does not have the parameters of `block`."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), gradient)
+        return None, x.grad
+
+
+class Recomputing(Idle):
+    """Has a layer that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RecomputedByHand.apply(self.used, self.first(x))
+
+
+class IdleInEvaluation(Idle):
+    """Uses all parameters in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.used(x)
+        return y * self.idle.mean() if self.training else y
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        pytest.param(Idle(), ("idle",), id="idle"),
+        pytest.param(Recomputing(), (), id="recomputed by hand"),
+        pytest.param(IdleInEvaluation().eval(), (), id="built in eval mode"),
+    ],
+)
+def test_only_parameters_without_a_gradient_are_left_out_of_ddp(model, names):
+    mode = model.training
+    assert parameters_outside_graph(model, 1, (4, 4)) == names
+    assert model.training is mode

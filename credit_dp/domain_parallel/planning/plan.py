@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
@@ -436,17 +437,19 @@ def parameters_outside_graph(
 ) -> tuple[str, ...]:
     """Return the names of parameters that learn, but that the output does not depend on.
 
-    They get no gradient. Empty if that can't be known without data, or if the model has blocks
-    that backward computes again by reentrant checkpointing, which hide their parameters.
+    They get no gradient. Empty if that can't be known without data, or if the output depends on an
+    `autograd.Function` in Python: its backward may compute a block again, as that of reentrant
+    checkpointing does, and give gradients to parameters that the graph does not have.
 
     Args:
-        model: before it is converted, in the mode in which it trains; it does not change.
+        model: before it is converted; it does not change.
         in_channels: of its input `(B, in_channels, H, W)`.
         grid: `(H, W)`.
     """
     dtype, device = dtype_and_device(model)
     try:
         with preserve_model(model), use_fake_tensors(model), torch.enable_grad():
+            model.train()  # as a step does, even if the user's code returns it in eval mode
             output = model(
                 torch.empty(CHECK_BATCH_SIZE, in_channels, *grid, dtype=dtype, device=device)
             )
@@ -457,7 +460,7 @@ def parameters_outside_graph(
                 if node in seen:
                     continue
                 seen.add(node)
-                if node.name() == "CheckpointFunctionBackward":
+                if isinstance(node, BackwardCFunction):
                     return ()
                 if hasattr(node, "variable"):
                     used.add(id(node.variable))

@@ -172,7 +172,7 @@ def start_server(port: int) -> StoreLink:
     """Start the process that keeps the store; it listens on all interfaces, as torch's does.
 
     Raises:
-        UserError: the port is in use, or the process can't be started.
+        UserError: the port is in use, or the process can't be started or ends at once.
     """
     try:
         with listen_on_all_interfaces(port) as listener:
@@ -185,7 +185,17 @@ def start_server(port: int) -> StoreLink:
             f"({error.strerror}). Set MASTER_PORT to a free port, the same on all ranks, or "
             f"{SWITCH}=0."
         ) from error
-    return StoreLink(ours, process, STORE_PROCESS)
+    # Otherwise this rank would try for `GROUP_TIMEOUT` to connect to a process that has ended.
+    ours.settimeout(ANSWER_SECONDS)
+    with contextlib.suppress(OSError):
+        if ours.recv(1) == store_process.STARTED:
+            return StoreLink(ours, process, STORE_PROCESS)
+    ours.close()
+    process.kill()
+    raise UserError(
+        f"{SWITCH}: {STORE_PROCESS} does not start; its exit code is {process.wait()}. Set "
+        f"{SWITCH}=0, the same on all ranks, so that rank 0 keeps the store itself."
+    )
 
 
 def listen_on_all_interfaces(port: int) -> socket.socket:

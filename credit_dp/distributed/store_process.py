@@ -67,6 +67,7 @@ MAX_REQUEST_BYTES = 256 * 1024 * 1024
 
 # By which a relay and the server know each other; no client of torch begins so.
 HELLO = b"\xffcredit_dp store 1\n"
+STARTED = b"+"  # what the server tells rank 0
 FRAME = struct.Struct("<II")  # number of the connection, bytes
 MAX_FRAME_BYTES = 1024 * 1024
 READ_BYTES = 64 * 1024
@@ -482,8 +483,8 @@ class Server:
         self.sessions: set[Session] = set()
         self.orphaned_at: float | None = None
         self.loop.listen(listener, self.accept)
-        # Rank 0 holds the other end, and never writes.
-        Connection(self.loop, lifeline, lambda _: None, self.become_orphan)
+        # Rank 0 holds the other end, waits for the first byte, and never writes.
+        Connection(self.loop, lifeline, lambda _: None, self.become_orphan).send(STARTED)
 
     def accept(self, peer: socket.socket) -> None:
         """Serve a new connection."""
@@ -574,11 +575,12 @@ class Relay:
         Args:
             listener: at which ranks request the port; it belongs to the `AF_UNIX` family.
             address: of the server.
-            patience: seconds after which a server that can't be reached is given up.
+            patience: seconds after which a server that can't be reached is given up, and ranks that
+                never request the port: the one that started this process may have been killed.
         """
         self.loop = Loop()
         self.address = address
-        self.patience = patience
+        self.end = time.monotonic() + patience
         self.ranks: set[Connection] = set()  # from the request for the port until a rank ends
         self.seen_ranks = False
         self.answer = b""  # to ranks; empty until there is a connection to the server
@@ -600,21 +602,21 @@ class Relay:
         if answer.startswith("error "):
             return
         while self.has_ranks() and (self.server is None or not self.server.closed):
-            self.loop.step(None)
+            self.loop.step(None if self.seen_ranks else RETRY_SECONDS)
 
     def has_ranks(self) -> bool:
         """Whether a rank may still use this relay."""
-        return not self.seen_ranks or bool(self.ranks) or bool(self.channels)
+        awaited = not self.seen_ranks and time.monotonic() < self.end
+        return awaited or bool(self.ranks) or bool(self.channels)
 
     def connect_server(self) -> str:
         """Return the answer to ranks: `port N`, `direct` or `error TEXT`."""
-        end = time.monotonic() + self.patience
         while True:
             try:
                 server = socket.create_connection(self.address, timeout=5.0)
                 break
             except OSError as error:
-                if time.monotonic() > end:
+                if time.monotonic() > self.end:
                     return f"error {error.strerror or error}"
             self.loop.step(RETRY_SECONDS)
             if not self.has_ranks():

@@ -337,6 +337,25 @@ def test_a_rank_0_that_does_not_come_is_one_line(monkeypatch: pytest.MonkeyPatch
         join_shared_store(TWO_NODES[2], "127.0.0.1", port, {})
 
 
+def test_a_relay_that_no_rank_asks_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as asked:
+        asked.bind(f"\0credit_dp-unasked-{os.getpid()}")
+        asked.listen()
+        address = ["127.0.0.1", str(server.getsockname()[1])]
+        process = shared_store.start_process(["relay"], [asked], [*address, "0.5"])
+        with server.accept()[0] as peer:
+            peer.recv(100)
+            peer.sendall(store_process.HELLO)
+            assert process.wait(30) == 0
+
+
+def test_a_store_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "__file__", "/absent/store_process.py")
+    message = "CREDIT_DP_SHARED_STORE: .* does not start; its exit code is 2"
+    with pytest.raises(UserError, match=message):
+        join_shared_store(TWO_NODES[0], "127.0.0.1", free_port(), {})
+
+
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -255,13 +255,15 @@ class ModelForwardBackward(ForwardBackward):
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
             begin = partial(prepare, self.model, micro)
-            with self._gradient_sync(micro == self.n_microbatches - 1):
+            last = micro == self.n_microbatches - 1
+            before = self._gradient_states() if last else []
+            with self._gradient_sync(last):
                 with profile_region(FORWARD):
                     losses = self._compute_losses(part, begin) / self.n_microbatches
                 with profile_region(BACKWARD):
                     torch.autograd.backward(losses.mean(0).sum() * self.ranks_per_sample)
             self.channel_losses += losses.detach()
-        self._check_all_parameters_used()
+        self._check_all_parameters_used(before)
         return self.channel_losses.mean(0).sum()
 
     def _compute_losses(self, part: Batch, begin: Callable[[int], None]) -> Tensor:
@@ -279,15 +281,31 @@ class ModelForwardBackward(ForwardBackward):
     def _rollout_length(self, batch: Batch) -> int:
         return batch.target.shape[1] // self.channels
 
-    def _check_all_parameters_used(self) -> None:
+    def _learning_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return names and parameters of a model in DDP; none of another one."""
         if not isinstance(self.model, DistributedDataParallel):
-            return
+            return []
         model = self.model.module
         if isinstance(model, ActivationCheckpointWrapper):
             model = model.model
-        for name, parameter in model.named_parameters():
-            left_out = id(parameter) in self.without_gradient
-            if parameter.requires_grad and left_out != (parameter.grad is None):
+        return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def _gradient_states(self) -> list[tuple[int, int] | None]:
+        """Return what changes if backward adds to a gradient, or DDP moves it to where it sends."""
+        gradients = [parameter.grad for _, parameter in self._learning_parameters()]
+        return [None if g is None else (g.data_ptr(), g._version) for g in gradients]
+
+    def _check_all_parameters_used(self, before: list[tuple[int, int] | None]) -> None:
+        """Check the gradients after the last micro-batch, given their states before it.
+
+        DDP sends only what the last backward adds to: a parameter that is used in earlier
+        micro-batches alone keeps this rank's own gradient, and those sent with it do, too.
+        """
+        states = zip(self._learning_parameters(), before, self._gradient_states(), strict=True)
+        for (name, parameter), old, new in states:
+            has_gradient = new is not None
+            was_sent = has_gradient and (new != old or not parameter.numel())
+            if has_gradient if id(parameter) in self.without_gradient else not was_sent:
                 raise UserError(
                     f"parallel.data_mode: ddp needs the same parameters in the loss of every step, "
                     f"but {name} is only in some. Use it in each step or in none, name it in "

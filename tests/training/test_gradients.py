@@ -105,22 +105,34 @@ class Idle(nn.Module):
         return self.used(x)
 
 
-def backward_of_idle(manager: DomainParallelManager) -> None:
-    model = wrap_in_ddp(Idle(), ParallelConfig(data=manager.dp_world_size))
-    one, nothing = torch.ones(1), torch.zeros(1, 0, 4, 4)
+def backward_of_idle(manager: DomainParallelManager, kind: type[Idle]) -> None:
+    """Take a step of two micro-batches."""
+    model = wrap_in_ddp(kind(), ParallelConfig(data=manager.dp_world_size))
+    one, nothing = torch.ones(1), torch.zeros(2, 0, 4, 4)
     scale = one.view(1, 1, 1)
     loss = WeightedLoss(StandardLossConfig(), torch.ones(4), one, scale, 4)
-    x = torch.ones(1, 1, 4, 4)
-    batch = Batch(x, nothing, nothing, 2 * x, np.zeros(1, "datetime64[ns]"))
-    ModelForwardBackward(model, ForecastStep(model, scale), loss, 1, 1)(
+    x = torch.ones(2, 1, 4, 4)
+    batch = Batch(x, nothing, nothing, 2 * x, np.zeros(2, "datetime64[ns]"))
+    ModelForwardBackward(model, ForecastStep(model, scale), loss, 2, 1)(
         batch, lambda part, micro, step: None
     )
 
 
-def test_a_parameter_that_is_used_in_some_steps_only_is_refused_by_ddp():
+class IdleAtLast(Idle):
+    """Uses all parameters in the first call only."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.used(x) * self.idle.mean() if self.calls == 1 else self.used(x)
+
+
+@pytest.mark.parametrize("kind", [Idle, IdleAtLast])
+def test_a_parameter_that_is_used_in_some_steps_only_is_refused_by_ddp(kind):
     needed = "ddp needs the same parameters in the loss of every step, but idle is only in some"
     with pytest.raises(RankError, match=needed):
-        on_processes(2, backward_of_idle, domain=1)
+        on_processes(2, backward_of_idle, kind, domain=1)
 
 
 class RecomputedByHand(torch.autograd.Function):

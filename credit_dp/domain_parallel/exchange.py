@@ -337,14 +337,21 @@ def gradients_need_graph() -> bool:
 
 
 def gradients_with_graph(
-    y: Tensor, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grad: Tensor
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+    grad: Tensor,
 ) -> list[Tensor | None]:
-    """Return the gradients of those inputs of `y` that need them, with a graph of their own.
+    """Return the gradients of those inputs of a function that need them, with a graph of their own.
 
-    For the backward of a function whose gradients are to be differentiated again: `y` is what it
-    returns, computed again in terms of functions that are differentiable any number of times.
+    For the backward of a function whose gradients are to be differentiated again: `function`
+    computes the same in terms of functions that are differentiable any number of times.
     """
-    wanted = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs and x is not None]
+    # Views, as one input may depend on another one: that gradient is not of this function.
+    views = [None if x is None else x.view_as(x) for x in inputs]
+    y = function(*views)
+    wanted = [x for x, needs in zip(views, needs_grad, strict=True) if needs and x is not None]
+    grad = grad.to(y.dtype)
     gradients = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     return [next(gradients) if needs else None for needs in needs_grad]
 

@@ -433,13 +433,16 @@ def _gradients_with_graph(
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of band, weight and bias that can be differentiated again."""
-    rows = halo.exchange.apply(halo.column_padding.unpad(padded), halo.transport, halo.dim)
-    rows = halo.column_padding.pad(rows).to(padded.dtype)
-    width = settings.padding[halo.dim]
-    north, south = (rows.narrow(halo.dim, first, width) for first in (0, width))
-    joined = torch.cat([north, padded, south], halo.dim)
-    y = settings.without_row_padding().convolve(joined, weight)
-    grads = gradients_with_graph(y, (padded, weight), needs_grad[:2], grad)
+
+    def convolve(padded: Tensor, weight: Tensor) -> Tensor:
+        rows = halo.exchange.apply(halo.column_padding.unpad(padded), halo.transport, halo.dim)
+        rows = halo.column_padding.pad(rows).to(padded.dtype)
+        width = settings.padding[halo.dim]
+        north, south = (rows.narrow(halo.dim, first, width) for first in (0, width))
+        joined = torch.cat([north, padded, south], halo.dim)
+        return settings.without_row_padding().convolve(joined, weight)
+
+    grads = gradients_with_graph(convolve, (padded, weight), needs_grad[:2], grad)
     dims = [d for d in range(grad.ndim) if d != 1]
     return [*grads, grad.sum(dims) if needs_grad[2] else None]
 

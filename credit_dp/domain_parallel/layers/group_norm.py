@@ -368,12 +368,13 @@ def _gradients_with_graph(
     reduction: GlobalReduction,
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias that can be differentiated again."""
-    by_group = torch.unflatten(x, 1, (groups, -1))
-    y = differentiable_standard(by_group, True, eps, reduction).flatten(1, 2)
-    if weight is not None:
-        y = y * weight.view(-1, *(1,) * (x.ndim - 2))
-    grad = grad.to(y.dtype)
-    grads = gradients_with_graph(y, (x, weight), needs_grad[:2], grad)
+
+    def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
+        by_group = torch.unflatten(x, 1, (groups, -1))
+        y = differentiable_standard(by_group, True, eps, reduction).flatten(1, 2)
+        return y if weight is None else y * weight.view(-1, *(1,) * (x.ndim - 2))
+
+    grads = gradients_with_graph(scaled_standard, (x, weight), needs_grad[:2], grad)
     dims = [d for d in range(x.ndim) if d != 1]
     return [*grads, grad.sum(dims) if needs_grad[2] else None]
 

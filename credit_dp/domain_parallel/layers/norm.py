@@ -213,10 +213,13 @@ class _Normalise(torch.autograd.Function):
             shape, dtype = ctx.bias_like
             grad_bias = grad.sum_to_size(shape).to(dtype)
         if gradients_need_graph():
-            standard = differentiable_standard(x, mean is not None, ctx.eps, ctx.reduction)
-            y = standard if weight is None else standard * weight
+
+            def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
+                y = differentiable_standard(x, mean is not None, ctx.eps, ctx.reduction)
+                return y if weight is None else y * weight
+
             grad_x, grad_weight = gradients_with_graph(
-                y, (x, weight), (needs_x, needs_weight), grad
+                scaled_standard, (x, weight), (needs_x, needs_weight), grad
             )
             return grad_x, grad_weight, grad_bias, *(None,) * 4
         standard = _standardise(x, mean, rstd)

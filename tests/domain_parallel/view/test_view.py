@@ -194,6 +194,17 @@ def _gradient_of_a_parameter(model, x):
         return x + torch.autograd.grad(y, bias, y, create_graph=True)[0][:, None, None]
 
 
+def _gradient_of_a_shared_parameter(model, x):
+    """Return the field times gradients of parameters that the inputs of their layers depend on."""
+    with torch.enable_grad():
+        weight, bias = model.block.conv.weight * 1, model.linear.bias * 1
+        y = F.conv2d(F.conv2d(x, weight, padding=1), weight, padding=1) * bias[:, None, None]
+        y = F.batch_norm(F.group_norm(y, 1, bias), None, None, bias.exp(), training=True)
+        loss = y.pow(3).mean()
+        gradients = torch.autograd.grad(loss, (weight, bias), create_graph=True)
+        return x * sum(gradient.square().sum() for gradient in gradients)
+
+
 def _hook_tensors(model, x):
     if x.requires_grad:
         x = x * 1
@@ -245,6 +256,7 @@ FUNCTIONS = {
     "autograd.grad": _penalty,
     "autograd.grad of layers": _penalty_of_layers,
     "autograd.grad of a parameter": _gradient_of_a_parameter,
+    "autograd.grad of a shared parameter": _gradient_of_a_shared_parameter,
     "hooks of tensors": _hook_tensors,
     "hooks of modules": _hook_modules,
     "checkpoint within another": _checkpoint_within,

@@ -321,10 +321,9 @@ def _apply_checkpoint(apply: Callable[..., Any], function: Any, preserve: bool, 
 
     def run(*local: Any) -> Any:
         with run_in(view):
-            outputs = function(*map(show, local, fields))
-        leaves, spec = tree_flatten(outputs)
-        results[:] = [spec, [shown_as(x, view) for x in leaves]]
-        return tuple(map(local_of, leaves))
+            leaves, spec = tree_flatten(function(*map(show, local, fields)))
+            results[:] = [spec, [shown_as(x, view) for x in leaves]]
+            return tuple(map(local_of, leaves))  # what is written to them may be pending
 
     local_outputs = apply(CheckpointFunction, run, preserve, *map(local_of, args))
     spec, kinds = results

@@ -263,6 +263,7 @@ def writing(x: Any) -> Iterator[None]:
         memory.pending = (x.path, untracked(x.local, x.rows, x.view_), records)
     else:
         memory.base, memory.pending = untracked(x.local, x.rows, x.view_), None
+    memory.is_recorded |= torch.is_grad_enabled()
     for other in memory.alive():
         if other is not x:
             _outdate(other)
@@ -470,7 +471,8 @@ def _join(link: Link, source: SharedMemory, target: SharedMemory, writer: Shared
     if writer is target:
         _write_back(source)
         _write_back(target)
-        source.pending = (link.path, target.base, True)
+        source.pending = (link.path, target.base, target.is_recorded)
+        source.is_recorded |= target.is_recorded
     for tensor in target.alive():
         tensor.memory, tensor.path = source, (*link.path, *tensor.path)
         source.add(tensor)

@@ -133,6 +133,7 @@ class SharedMemory:
         base: another tensor with that one's values, without what is pending.
         pending: what was written to a view: its path from the base, its values, and whether
             autograd records the write.
+        is_recorded: whether autograd has recorded a write to one of them.
         links: to memories that may be this one.
         parent: the one that it may be part of; kept, as other tensors may be parts of it.
         strides: of the tensor at the beginning of `history`.
@@ -143,6 +144,7 @@ class SharedMemory:
         self.tensors = [weakref.ref(x)]
         self._base: GlobalTensor | tuple[Any, ...] = (x.local, x.rows, x.view_)
         self.pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
+        self.is_recorded = False
         self.links: list[Link] = []
         self.parent: SharedMemory | None = None
         local = x.local

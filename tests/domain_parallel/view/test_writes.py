@@ -126,6 +126,16 @@ def past_autograd(m, x):
     return z.square(), part.sin(), y
 
 
+def past_autograd_to_what_may_be_a_view(m, x):
+    y = x * 1
+    z = (x * m.scale[:, None, None]).sin()
+    with torch.no_grad():
+        y.reshape(2, -1).mul_(0.5)
+        z.flatten(2)[:, :, 3:].add_(y.flatten(2)[:, :, 3:])
+        z.contiguous()[:, 1].zero_()
+    return y, z.square()
+
+
 def a_state_in_a_loop(m, x):
     state = torch.zeros_like(x)
     for i in range(x.shape[2]):
@@ -177,6 +187,7 @@ WRITES = [
     parts_of_a_split,
     results_that_are_views_or_copies,
     past_autograd,
+    past_autograd_to_what_may_be_a_view,
     a_state_in_a_loop,
     in_a_checkpoint,
     to_given_tensors,

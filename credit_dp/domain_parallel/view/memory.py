@@ -146,10 +146,8 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
         elif func in MAYBE_VIEWS and not (
             step.name != "contiguous" and _only_splits(source.shape, x.shape)
         ):
-            if source.rows is not None or not source.has_order:
-                _link(x, source, step)
-            elif shares_storage(x, source):
-                _add_view(x, source, step)
+            # Also of what all ranks hold: not all of them may know the order of its dimensions.
+            _link(x, source, step)
         elif func not in VIEWS:
             _add_view(x, source, None if x.local is source.local else step)
         elif _is_view(func, args):

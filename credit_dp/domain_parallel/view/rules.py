@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
@@ -236,11 +237,39 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if type(x) is GlobalTensor and x.memory is not None:
             x.local  # noqa: B018  (what is outdated is computed before a rule reads it)
     if not args or not is_in_place(func, kwargs):
+        tensors = global_tensors((args, kwargs))
+        orders = [x.view_.lost_orders for x in tensors[:1]]
         results = _compute(func, args, kwargs)
+        if orders != [x.view_.lost_orders for x in tensors[:1]] or any(
+            x.has_lost_order for x in tensors
+        ):
+            _lose_order(func, results, tensors)
         note_views(func, results, args, kwargs)
         return results
     with writing(args[0]):
         return _compute(func, args, kwargs)
+
+
+# Functions whose results have the usual order in memory, whatever that of their arguments is.
+OF_USUAL_ORDER = frozenset(functions_named("linear", "layer_norm", "contiguous", "index_select"))
+# Functions whose results have it, too, but for that of `torch.channels_last`, which they keep.
+OF_IMAGE_ORDER = frozenset(functions_named("roll", "pad", "cat", "concat", "stack"))
+
+
+def _lose_order(func: Function, results: Any, tensors: Sequence[GlobalTensor]) -> None:
+    """Note that results may have another order of dimensions in memory than on one process."""
+    if func in OF_USUAL_ORDER or (func in OF_IMAGE_ORDER and not any(map(_may_be_image, tensors))):
+        return
+    for x in global_tensors(results):
+        if all(x is not other for other in tensors):
+            x.has_order, x.has_lost_order = False, True
+
+
+def _may_be_image(x: GlobalTensor) -> bool:
+    """Return whether channels may be the last dimension in memory."""
+    if x.ndim not in (4, 5):
+        return False
+    return x.has_lost_order or suggest_memory_format(x.local) is not torch.contiguous_format
 
 
 def _compute(func: Function, args: Args, kwargs: Kwargs) -> Any:

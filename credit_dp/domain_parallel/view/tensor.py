@@ -79,6 +79,7 @@ class GlobalView:
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
+        lost_orders: how often the order of dimensions in memory was lost as rows moved.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -91,6 +92,7 @@ class GlobalView:
         self.loss_factor = 1
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
+        self.lost_orders = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references can't be copied.
@@ -261,6 +263,8 @@ class GlobalTensor(torch.Tensor):
         read_outdated: computes the part of a tensor that was changed with another one.
         has_order: whether dimensions are in memory in the order that they have on one process, as
             far as is known: rows that were moved or gathered, and what runs whole, may differ.
+        has_lost_order: whether results of functions of it may have their dimensions in another
+            order, as rows are sent in the usual one. Not the same on all ranks.
         hooks: what tells under which hooks of saved tensors it was made: see `saved_tensors_hooks`.
         known_rows: rows of other bands that convolutions have fetched.
         call_function: computes torch's functions; set by `rules`, which needs this class.
@@ -278,6 +282,7 @@ class GlobalTensor(torch.Tensor):
     set_aside: Tensor | None = None
     read_outdated: ClassVar[Callable[[GlobalTensor], Tensor]]
     has_order: bool = True
+    has_lost_order: bool = False
     hooks: object
     known_rows: KnownRows | None = None
     call_function: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -578,6 +583,13 @@ def _unfold_outer(x: Tensor, layout: Layout, entries: int) -> Tensor:
     return x.reshape(*x.shape[:dim], layout.outer, entries, *x.shape[dim + 1 :])
 
 
+def note_order(x: GlobalTensor) -> None:
+    """Note that a tensor's rows are sent, which arrive with dimensions in the usual order."""
+    of_dims = zip(x.local.shape, x.local.stride(), strict=True)
+    strides = [stride for size, stride in of_dims if size > 1 and stride > 0]
+    x.view_.lost_orders += x.has_lost_order or strides != sorted(strides, reverse=True)
+
+
 def exchange_entries(
     x: GlobalTensor, required: Sequence[tuple[RowRange, ...]], result: Layout | None
 ) -> GlobalTensor:
@@ -595,6 +607,8 @@ def exchange_entries(
     local = _unfold_outer(x.local, layout, layout.partition.sizes[view.rank])
     dim = layout.dim + (layout.outer > 1)
     moved = exchange.apply(local, view.manager.transport, dim - local.ndim)
+    if moved is not local:
+        note_order(x)
     if layout.outer > 1:
         moved = moved.flatten(layout.dim, dim)
     taken = GlobalTensor(moved, result, view)
@@ -639,6 +653,7 @@ def with_layout(x: Any, layout: Layout, view: GlobalView) -> Tensor:
         )
         return exchange_entries(x, required, layout).local
     if x.rows.dim != layout.dim:
+        note_order(x)
         return move_bands(x.local, x.rows, layout, view.manager.transport)
     return cut(whole(x), layout, view)
 

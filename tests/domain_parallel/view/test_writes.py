@@ -136,6 +136,16 @@ def past_autograd_to_what_may_be_a_view(m, x):
     return y, z.square()
 
 
+def after_rows_have_moved(m, x):
+    y = x[:, :, :5] * 2
+    tokens = y.reshape(2, -1)
+    y.add_(1)
+    rolled = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, 0, 1, 1)).roll(1, 1)
+    flat = rolled.flatten(1)
+    rolled.mul_(m.scale)
+    return tokens * 1, flat.sin(), rolled
+
+
 def a_state_in_a_loop(m, x):
     state = torch.zeros_like(x)
     for i in range(x.shape[2]):
@@ -188,6 +198,7 @@ WRITES = [
     results_that_are_views_or_copies,
     past_autograd,
     past_autograd_to_what_may_be_a_view,
+    after_rows_have_moved,
     a_state_in_a_loop,
     in_a_checkpoint,
     to_given_tensors,
@@ -319,12 +330,30 @@ def _unknown_strides(x):
     return z + 1
 
 
+def _of_moved_rows(x, function=lambda y: y * 2):
+    y = function(x.permute(0, 2, 3, 1)[:, :5])
+    z = y.reshape(2, -1)
+    y.add_(1)
+    return z + 1
+
+
+def _clone_of_moved_rows(x):
+    return _of_moved_rows(x, torch.clone)
+
+
+def _pair_of_moved_rows(x):
+    return _of_moved_rows(x, lambda y: torch.where(y[:, :2] > 0, y[:, :2], y[:, -2:]))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (_same_shape_only, "add: out= has shape"),
         (_with_gradient, "out= can't be differentiated"),
         (_unknown_strides, "reshape: its result or argument was changed in place"),
+        (_of_moved_rows, "reshape: its result or argument was changed in place"),
+        (_clone_of_moved_rows, "reshape: its result or argument was changed in place"),
+        (_pair_of_moved_rows, "reshape: its result or argument was changed in place"),
     ],
 )
 def test_refuses_what_is_not_known(function, message):

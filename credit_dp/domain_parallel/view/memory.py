@@ -435,6 +435,7 @@ def _decide(link: Link, reader: SharedMemory, x: GlobalTensor) -> None:
     if link.path[-1].detaches:
         while (other := _open_link(writer)) is not None:
             _decide(other, writer, x)
+            writer = link.other(reader) or writer  # which may have become part of another one
         _pass_values(link, writer, reader)
     elif _is_view_of_globe(link, target, x):
         _join(link, source, target, writer)
@@ -477,6 +478,9 @@ def _join(link: Link, source: SharedMemory, target: SharedMemory, writer: Shared
     for each in target.links:
         each.move(target, source, link.path)
         source.add_link(each)
+        other = each.other(source)
+        if other is not None and other.parent is target:
+            other.parent = source
 
 
 def _is_view_of_globe(link: Link, target: SharedMemory, x: GlobalTensor) -> bool:

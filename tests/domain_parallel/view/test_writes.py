@@ -136,6 +136,19 @@ def past_autograd_to_what_may_be_a_view(m, x):
     return y, z.square()
 
 
+def views_that_outlive_their_source(m, x):
+    y = x * 1
+    view = y.reshape(2, 2, -1)
+    first, second = view.detach(), view.reshape(4, -1).detach()
+    view.mul_(2)
+    z = y * 1
+    first.add_(1)
+    before = second + m.scale[2]
+    del y, view
+    first.add_(1)
+    return z, first * m.scale[0], second * m.scale[1], before
+
+
 def after_rows_have_moved(m, x):
     y = x[:, :, :5] * 2
     tokens = y.reshape(2, -1)
@@ -198,6 +211,7 @@ WRITES = [
     results_that_are_views_or_copies,
     past_autograd,
     past_autograd_to_what_may_be_a_view,
+    views_that_outlive_their_source,
     after_rows_have_moved,
     a_state_in_a_loop,
     in_a_checkpoint,

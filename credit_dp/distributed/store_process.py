@@ -294,7 +294,7 @@ def counter_value(value: bytes) -> int:
     try:
         return int(value)
     except ValueError as error:
-        raise ProtocolError("a counter that is no number") from error
+        raise ProtocolError("a counter that is not a number") from error
 
 
 @final

@@ -115,11 +115,11 @@ def test_whatever_is_killed_ends_all_ranks_and_one_line_names_it(run: Run, victi
     }[victim]
     os.kill(killed, signal.SIGKILL)
     died = time.monotonic()
-    codes, said = finish_on_nodes(run.program)
+    codes, output = finish_on_nodes(run.program)
     assert time.monotonic() - died < SOON
     assert all(code != 0 for code in codes)
-    spoken = voices(said)
-    assert len(spoken) == 1, said
+    spoken = voices(output)
+    assert len(spoken) == 1, output
     assert spoken[0].startswith(line)
     helpers = [pid for kind in run.processes.values() for pid in kind.values()]
     until(lambda: all(map(gone, helpers)))
@@ -142,7 +142,7 @@ def descriptors(rank: int, ranks: int, nodes: int, gloo: bool) -> int:
         gloo: whether a group of all ranks is over gloo, as on CPUs.
     """
     lowest_of_node = rank % (ranks // nodes) == 0
-    neighbours = ranks // nodes - 1  # whom the lowest rank of a node tells of a failure
+    neighbours = ranks // nodes - 1  # to which the lowest rank of a node reports a failure
     to_store = CONNECTIONS_TO_STORE - (not lowest_of_node) + 1  # and one to the store's process
     depth = (ranks - 1).bit_length()  # of the tree along which checkpoints gather
     # The children of a rank in it have one bit more in front, and rank 0 has no parent.
@@ -157,8 +157,8 @@ def test_connections_are_those_of_the_model(tmp_path: Path, ranks: int, per_node
     program = begin_on_nodes(
         ranks, per_node, launch_program("count_connections", tmp_path, ranks), files=64
     )
-    codes, said = finish_on_nodes(program)
-    assert codes == [0] * ranks, said
+    codes, output = finish_on_nodes(program)
+    assert codes == [0] * ranks, output
     counted = [
         json.loads(next(tmp_path.glob(f"of-rank-*/counted{rank}")).read_text())
         for rank in range(ranks)
@@ -204,7 +204,7 @@ def test_24_ranks_train_and_save_with_64_files_each(tmp_path: Path, cache: Path)
     )
     run = tmp_path / "run"
     program = ["train.py", *keys, "parallel.domain=1", "parallel.data=24", f"run.dir={run}"]
-    codes, said = finish_on_nodes(begin_on_nodes(24, 6, program, files=64, **environment))
-    assert codes == [0] * 24, said
+    codes, output = finish_on_nodes(begin_on_nodes(24, 6, program, files=64, **environment))
+    assert codes == [0] * 24, output
     assert (run / "metrics.csv").exists()
     assert list(run.glob("checkpoint/*"))

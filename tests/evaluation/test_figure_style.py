@@ -152,7 +152,9 @@ def draw_sweep(folder: Path) -> None:
     figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
     assert figure is not None
     png_bytes(figure)
-    timing = StepTiming(sweep.jobs[0], (1, 1, 2), 1, "8x8", 4, 9, 0.5, 0.0, None, None)
+    timing = StepTiming(
+        sweep.jobs[0], {"pipeline": 1, "data": 1, "domain": 2}, "8x8", 4, 9, 0.5, 0.0, None, None
+    )
     png_bytes(draw_scaling([ScalingSeries("strong", "domain", "8x8", (timing,))]))
 
 

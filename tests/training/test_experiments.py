@@ -73,7 +73,7 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
         ("debug", []),
         ("overfit_one_batch", []),
         ("finetune", ["init_from=/run"]),
-        ("ensemble", ["init_from=/run"]),
+        ("ensemble", ["init_from=/run", "data.batch_size=4"]),  # of 4 samples with 8 steps each
     ],
 )
 def test_it_trains(tmp_path, name, more):

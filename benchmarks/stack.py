@@ -1,14 +1,18 @@
 """Measure what sharding adds to 4 x [Conv2d 3x3, GroupNorm, SiLU]: `python benchmarks/stack.py`.
 
 Two ranks have half a globe each. `band` is the same stack on the same half without any exchange:
-its results are wrong at the edge, but it shows the cost without messages.
+its results are wrong at the edge, but it shows the cost without messages. `meeting` is the same,
+but the ranks wait for each other wherever the sharded stack needs rows or sums.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from peak import forget_peak, peak, resident
 from pinned import RANKS, Contestants, field, layout, on_pinned_ranks, team
 from side_by_side import Entry, Row, ratio, times
@@ -30,11 +34,40 @@ def plain() -> nn.Sequential:
     return model.to(memory_format=layout())
 
 
+class _Meet(torch.autograd.Function):
+    """Waits for the other ranks, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(1))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(1))
+        return grad
+
+
+class Meeting(nn.Module):
+    """A layer before which the ranks wait for each other."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result of the layer."""
+        return self.layer(_Meet.apply(x))
+
+
 def build(manager: DomainParallelManager, kind: str) -> nn.Module:
-    """Build one of the contestants: `band` or `sharded`."""
+    """Build one of the contestants: `band`, `meeting` or `sharded`."""
     model = plain()
     if kind == "band":
         return model
+    if kind == "meeting":
+        meets = (nn.Conv2d, nn.GroupNorm)
+        return nn.Sequential(*(Meeting(x) if isinstance(x, meets) else x for x in model))
     return convert_to_domain_parallel(model, manager, input_shape=SHAPE)
 
 
@@ -46,7 +79,7 @@ def step(model: nn.Module, x: Tensor) -> None:
 def contestants(manager: DomainParallelManager) -> Contestants:
     """Return a step of each contestant."""
     x = field(*BAND, requires_grad=True)
-    models = {kind: build(manager, kind) for kind in KINDS}
+    models = {kind: build(manager, kind) for kind in (*KINDS, "meeting")}
     return {kind: partial(step, model, x) for kind, model in models.items()}
 
 
@@ -85,15 +118,17 @@ def saved_shares(manager: DomainParallelManager) -> float:
 
 
 def rows(rounds: int) -> list[Row]:
-    """Return time, and growth of peak memory (the median of three starts) with the saved bytes."""
+    """Return times, and growth of peak memory (the median of three starts) with the saved bytes."""
     with team(contestants) as ranks:
         entries = [
             Entry("first", ranks, "band"),
             Entry("sharded", ranks, "sharded"),
+            Entry("meeting", ranks, "meeting"),
             Entry("second", ranks, "band"),
         ]
         found = times(entries, rounds)
     against = ratio(found["sharded"], found["first"], found["second"])
+    meeting = ratio(found["meeting"], found["first"], found["second"])
     memory = {
         kind: sorted(max(on_pinned_ranks(growth, kind)) for _ in range(3))[1] for kind in KINDS
     }
@@ -104,6 +139,10 @@ def rows(rounds: int) -> list[Row]:
             stack, "its band without exchange", against.best, 1.05, against.typical, against.spread,
             with_spread=True,
             note=f"{1e3 * min(found['sharded']):.0f} ms",
+        ),
+        Row(
+            f"band of {stack}, whose ranks only wait for each other", "its band without exchange",
+            meeting.best, None, meeting.typical, meeting.spread,
         ),
         Row(
             f"peak memory of {stack}", "its band without exchange",

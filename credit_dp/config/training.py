@@ -149,6 +149,17 @@ class TrainerConfig:
         now = step if self.rollout_unit == "step" else step // steps_per_epoch
         return self.rollout[max(start for start in self.rollout if start <= now)]
 
+    def forecast_steps(self, steps: int, steps_per_epoch: int) -> int:
+        """Return the number of forecast steps in the first `steps` optimizer steps."""
+        unit = 1 if self.rollout_unit == "step" else steps_per_epoch
+        starts = [unit * start for start in sorted(self.rollout)]
+        ends = [min(end, steps) for end in (*starts[1:], steps)]
+        lengths = [self.rollout[start] for start in sorted(self.rollout)]
+        return sum(
+            max(0, end - start) * length
+            for start, end, length in zip(starts, ends, lengths, strict=True)
+        )
+
 
 @dataclass
 class LossConfig:

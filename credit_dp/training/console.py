@@ -1,5 +1,7 @@
 """Shows the progress of a run on the terminal, and estimates how long it will take."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,16 +55,22 @@ class Screen:
             self.console.print(renderable, soft_wrap=isinstance(renderable, str), markup=False)
 
     @contextmanager
-    def bar(self, label: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
-        """Show a progress bar from `done` to `total`; lines where there is no terminal."""
+    def bar(
+        self, label: str, total: int, done: int = 0, work: Callable[[int], float] = float
+    ) -> Iterator[ProgressBar]:
+        """Show a progress bar from `done` to `total`; lines where there is no terminal.
+
+        `work(n)` is the work of the first n of them, in any unit: the remaining time is estimated
+        from it. By default all take as long.
+        """
         if self.console is None:
             yield lambda done, note="": None
         elif self.console.is_terminal:
             with live_progress(self.console) as progress:
-                task = progress.add_task(label, total=total, completed=done, note="")
-                yield LiveBar(progress, task)
+                task = progress.add_task(label, total=total, completed=done, note="", left="")
+                yield LiveBar(progress, task, RemainingTime(total, done, work))
         else:
-            yield ProgressLines(self.show, label, total, done)
+            yield ProgressLines(self.show, label, RemainingTime(total, done, work))
 
     @contextmanager
     def report(self) -> Iterator[Callable[[str, float], None]]:
@@ -82,39 +90,59 @@ class Screen:
 
 
 @final
+class RemainingTime:
+    """Estimates the remaining time from the work done since the start; see `Screen.bar`."""
+
+    def __init__(self, total: int, done: int, work: Callable[[int], float]) -> None:
+        self.total = total
+        self.first = done
+        self.work = work
+        self.started = time.monotonic()
+
+    def seconds(self, done: int) -> float:
+        """Return the seconds that the rest will take, 0 if nothing has been done yet."""
+        work_done = self.work(done) - self.work(self.first)
+        if not work_done:
+            return 0.0
+        elapsed = time.monotonic() - self.started
+        return elapsed * (self.work(self.total) - self.work(done)) / work_done
+
+
+@final
 class LiveBar:
     """A progress bar on a terminal."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def __init__(self, progress: Progress, task: TaskID, remaining: RemainingTime) -> None:
         self.progress = progress
         self.task = task
+        self.remaining = remaining
 
     def __call__(self, done: int, note: str = "") -> None:
         """Move the bar."""
-        self.progress.update(self.task, completed=done, note=note)
+        left = f"{format_duration(self.remaining.seconds(done))} left"
+        self.progress.update(self.task, completed=done, note=note, left=left)
 
 
 @final
 class ProgressLines:
     """Shows progress as a line every few seconds and one at the end, for logs and pipes."""
 
-    def __init__(self, show: Callable[[str], None], label: str, total: int, done: int) -> None:
+    def __init__(self, show: Callable[[str], None], label: str, remaining: RemainingTime) -> None:
         self.show = show
         self.label = label
-        self.total = total
-        self.first = done
-        self.started = time.monotonic()
-        self.last_shown = self.started
+        self.remaining = remaining
+        self.last_shown = remaining.started
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show a line if `LINE_INTERVAL_SECONDS` have passed, or if all is done."""
         now = time.monotonic()
-        if done < self.total and now - self.last_shown < LINE_INTERVAL_SECONDS:
+        remaining = self.remaining
+        if done < remaining.total and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
         self.last_shown = now
-        speed = (done - self.first) / max(now - self.started, 1e-9)
-        left = (self.total - done) / speed if speed > 0 else 0.0
-        parts = [f"{self.label} {done}/{self.total}", note, f"{speed:.2f}/s", f"{left:.0f} s left"]
+        speed = (done - remaining.first) / max(now - remaining.started, 1e-9)
+        left = format_duration(remaining.seconds(done))
+        parts = [f"{self.label} {done}/{remaining.total}", note, f"{speed:.2f}/s", f"{left} left"]
         self.show("  ".join(part for part in parts if part))
 
 
@@ -168,7 +196,8 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
     columns: list[str | ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
     if counts:
         columns += [MofNCompleteColumn(), TextColumn("{task.fields[note]}"), SpeedColumn()]
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    columns += [TextColumn("{task.fields[left]}") if counts else TimeRemainingColumn()]
+    return Progress(*columns, console=console)
 
 
 def screen_for(rank: int) -> Screen:
@@ -217,12 +246,16 @@ class EtaMessage:
         step: the last step before training starts.
         total: steps of the run.
         per_epoch: steps of an epoch.
+        work: the work of the first n steps, see `Screen.bar`.
     """
 
-    def __init__(self, step: int, total: int, per_epoch: int) -> None:
+    def __init__(
+        self, step: int, total: int, per_epoch: int, work: Callable[[int], float] = float
+    ) -> None:
         self.first = step + 1
         self.total = total
         self.per_epoch = per_epoch
+        self.work = work
         self._started = 0.0
 
     def __call__(self, step: int) -> str | None:
@@ -234,7 +267,9 @@ class EtaMessage:
             return None
         seconds_per_step = (now - self._started) / (ETA_STEPS - 1)
         epoch = format_duration(seconds_per_step * self.per_epoch)
-        rest = format_duration(seconds_per_step * (self.total - step))
+        work_per_step = (self.work(step) - self.work(self.first)) / (ETA_STEPS - 1)
+        work_left = self.work(self.total) - self.work(step)
+        rest = format_duration(seconds_per_step * work_left / work_per_step)
         return f"about {epoch} for an epoch, done in about {rest}"
 
 

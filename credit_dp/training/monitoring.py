@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Self, final
@@ -177,6 +178,7 @@ class TrainingMonitor:
         validation_error: of the validation after the last step, or None: the RMSE, of ensembles
             the CRPS.
         note: text for the progress bar.
+        work: see `Screen.bar`.
     """
 
     def __init__(
@@ -196,7 +198,10 @@ class TrainingMonitor:
         self.note = ""
         self._loss = self._validated = ""
         step, total = training.trainer.state.step, config.trainer.steps
-        self._eta = EtaMessage(step, total, steps_per_epoch(config, training))
+        per_epoch = steps_per_epoch(config, training)
+        # A step takes as long as its rollout is.
+        self.work = partial(config.trainer.forecast_steps, steps_per_epoch=per_epoch)
+        self._eta = EtaMessage(step, total, per_epoch, self.work)
 
     def profiling(self) -> AbstractContextManager[object]:
         """Return the context of the loop, in which this rank's trace is recorded, if it has one."""

@@ -286,7 +286,7 @@ class _Run:
         folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), 0
         with (
             self.training.loader,
-            self.screen.bar("training", steps, state.step) as bar,
+            self.screen.bar("training", steps, state.step, monitor.work) as bar,
             CheckpointSaver(folder, self.config.trainer, state.step) as checkpoints,
             monitor.profiling(),
         ):

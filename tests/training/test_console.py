@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from credit_dp.training import console
 from credit_dp.training.console import Screen
 
 
@@ -66,3 +67,13 @@ def test_any_rank_tells_of_preparations_that_it_makes(capsys):
     with Screen(None).report() as report:
         report("climate", 0.5)
     assert capsys.readouterr().out == "climate 50 %\n"
+
+
+def test_the_remaining_time_is_that_of_the_remaining_work(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    screen, text = shown(terminal=False)
+    with screen.bar("training", 100, 50, work=lambda n: max(0, n - 50) ** 2) as bar:
+        clock[0] = 20.0
+        bar(60)
+    assert text.getvalue() == "training 60/100  0.50/s  8 min left\n"  # 20 s for 100 of 2,500

@@ -1,7 +1,10 @@
 """The summary before a run starts; its estimates equal what a run measures."""
 
+from functools import partial
+
 import pytest
 
+from credit_dp.config import TrainerConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.training import console
 from credit_dp.training.console import EtaMessage, format_duration
@@ -76,6 +79,25 @@ def test_the_remaining_time_is_logged_once(monkeypatch):
     message = EtaMessage(step=5, total=105, per_epoch=40)
     lines = {step: line for step in range(6, 106) if (line := message(step)) is not None}
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
+
+
+def test_longer_rollouts_take_longer(monkeypatch):
+    rollout = TrainerConfig(rollout={0: 1, 40: 4, 80: 8})
+    work = partial(rollout.forecast_steps, steps_per_epoch=30)
+    counted = [sum(rollout.rollout_at(k, 30) for k in range(n)) for n in range(120)]
+    assert [work(n) for n in range(120)] == counted
+    clock = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
+    message = EtaMessage(step=0, total=100, per_epoch=40, work=work)
+    lines = [line for step in range(1, 101) if (line := message(step)) is not None]
+    # 20 steps of 1 forecast step, 40 of 4, 20 of 8
+    assert lines == [f"about 2 min for an epoch, done in about {3 * (20 + 160 + 160) // 60} min"]
+
+
+def test_rollouts_by_epoch_are_counted():
+    rollout = TrainerConfig(rollout={0: 1, 2: 3}, rollout_unit="epoch")
+    counted = [sum(rollout.rollout_at(k, 7) for k in range(n)) for n in range(40)]
+    assert [rollout.forecast_steps(n, 7) for n in range(40)] == counted
 
 
 def test_a_run_of_few_steps_logs_no_remaining_time():

@@ -424,7 +424,7 @@ def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
     from credit_dp.data.sampling import SampleSequence, sample_times
     from credit_dp.training.checkpoint import check_model_shapes, model_shapes
     from credit_dp.training.checkpoint_files import read_metadata
-    from credit_dp.training.shards import translate_read_errors
+    from credit_dp.training.checkpoint_shards import translate_read_errors
     from credit_dp.training.state import model_tensors
 
     metadata = read_metadata("resume", path)

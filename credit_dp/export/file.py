@@ -30,7 +30,7 @@ from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError
 from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
-from credit_dp.training.shards import CHECKSUMS_KEY, Shards, checksums
+from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Shards, checksums
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"

@@ -65,10 +65,10 @@ from credit_dp.pipeline_parallel.placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
 from credit_dp.training.build import DTYPES, build_model_parts
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
+from credit_dp.training.checkpoint_shards import translate_read_errors
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
-from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
 KEY = "checkpoint"  # prefix of error messages

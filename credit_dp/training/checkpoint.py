@@ -51,10 +51,7 @@ from credit_dp.training.checkpoint_files import (
     finite_or_none,
     step_folder,
 )
-from credit_dp.training.data_description import check_data
-from credit_dp.training.parameter_shards import is_dtensor
-from credit_dp.training.run_folder import provenance
-from credit_dp.training.shards import (
+from credit_dp.training.checkpoint_shards import (
     Shape,
     Shards,
     TensorPart,
@@ -63,6 +60,9 @@ from credit_dp.training.shards import (
     translate_read_errors,
     write_shard,
 )
+from credit_dp.training.data_description import check_data
+from credit_dp.training.parameter_shards import is_dtensor
+from credit_dp.training.run_folder import provenance
 from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint"]

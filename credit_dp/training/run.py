@@ -40,6 +40,7 @@ from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build import Training, build_training, check_plugins
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
+from credit_dp.training.checkpoint_shards import translate_read_errors
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.loggers import Tracker, open_tracker
 from credit_dp.training.monitoring import TrainingMonitor, Validation
@@ -51,7 +52,6 @@ from credit_dp.training.run_folder import (
     resolved_yaml,
     write_run_file,
 )
-from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
 

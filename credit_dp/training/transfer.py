@@ -39,6 +39,7 @@ from credit_dp.training.checkpoint import (
     open_checkpoint,
 )
 from credit_dp.training.checkpoint_files import Metadata
+from credit_dp.training.checkpoint_shards import Shape, Shards, translate_read_errors
 from credit_dp.training.data_description import (
     DataDescription,
     differently_normalised_channels,
@@ -47,7 +48,6 @@ from credit_dp.training.data_description import (
 )
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
-from credit_dp.training.shards import Shape, Shards, translate_read_errors
 from credit_dp.training.state import (
     AVERAGE_PREFIX,
     MODEL_PREFIX,

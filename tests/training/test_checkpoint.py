@@ -21,7 +21,7 @@ from credit_dp.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from credit_dp.training.shards import ShardReader, Shards, TensorPart, write_shard
+from credit_dp.training.checkpoint_shards import ShardReader, Shards, TensorPart, write_shard
 from tests.checkpoints import save_checkpoint
 from tests.full_disk import full_disk
 from tests.training.states import (
@@ -388,7 +388,7 @@ def test_a_flipped_bit_of_a_tensors_place_or_of_a_number_is_found(tmp_path):
 
 
 def test_only_the_blocks_of_the_entries_that_are_read_are_checked(tmp_path, monkeypatch):
-    monkeypatch.setattr("credit_dp.training.shards.BLOCK_BYTES", 64)
+    monkeypatch.setattr("credit_dp.training.checkpoint_shards.BLOCK_BYTES", 64)
     tensor = torch.arange(40.0).view(10, 4)  # four rows in a block
     write_shard(tmp_path / "a.safetensors", [TensorPart("t", (5, 0), tensor)])
     write_shard(tmp_path / "b.safetensors", [TensorPart("t", (0, 0), -tensor[:5])])

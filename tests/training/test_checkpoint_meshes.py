@@ -23,7 +23,7 @@ from credit_dp.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from credit_dp.training.shards import Shape, TensorPart
+from credit_dp.training.checkpoint_shards import Shape, TensorPart
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.runs import alone

@@ -219,9 +219,9 @@ def inspect_data(config: Config) -> DataSummary:
             f"sums    {store.num_skipped} times are left out: some hours of their sums are missing"
         )
     if store.config.statistics_files:
-        from credit_dp.data.statistics_given import check_given_statistics
+        from credit_dp.data.statistics_files import check_statistics_files
 
-        check_given_statistics(store)
+        check_statistics_files(store)
     return DataSummary(store, store, [*lines, *first_date_lines(store, bool(remote))])
 
 

@@ -643,7 +643,7 @@ def _compute(store: "Store", path: Path, keys: Mapping[str, Any], screen: "Scree
 
 def _describe_run(run: "StatisticsRun") -> str:
     """Return lines about the fields that will be read."""
-    from credit_dp.data.statistics_given import covers_all_hours
+    from credit_dp.data.statistics_files import covers_all_hours
 
     store = run.store
     dates = store.times[run.dates.indices].astype("M8[m]")

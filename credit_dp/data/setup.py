@@ -57,7 +57,7 @@ from credit_dp.data.statistics import (
     merge_moments,
     statistics_path,
 )
-from credit_dp.data.statistics_given import load_given_statistics, load_or_compute_statistics
+from credit_dp.data.statistics_files import load_or_compute_statistics, load_statistics_files
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, all_pieces, stream_windows
 from credit_dp.data.transforms import sample_quantiles
@@ -92,7 +92,7 @@ def prepare_training_data(
 
     Raises:
         UserError: store or statistics don't fit the config; see `Store.open`, `Statistics.of` and
-            `load_given_statistics`.
+            `load_statistics_files`.
         NotComputedError: a part is missing and may not be created.
     """
     progress = progress or _no_progress
@@ -100,7 +100,7 @@ def prepare_training_data(
     store = Store.open(with_quickstart_store(config, progress, compute=compute))
     store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     if config.statistics_files:
-        statistics, every = load_given_statistics(store, folder, progress, compute=compute)
+        statistics, every = load_statistics_files(store, folder, progress, compute=compute)
         climatology = _load_or_fit_climatology(store, folder, every, progress, compute=compute)
         return TrainingData(store, statistics, climatology)
     climatology = _load_or_fit_climatology(

@@ -12,8 +12,8 @@ from credit_dp.config.data import VariableConfig
 from credit_dp.data.loader import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.statistics import StatisticsFile, input_description, statistics_path
-from credit_dp.data.statistics_given import (
-    check_given_statistics,
+from credit_dp.data.statistics_files import (
+    check_statistics_files,
     covers_all_hours,
     load_or_compute_statistics,
 )
@@ -321,7 +321,7 @@ def test_what_foreign_files_lack_is_named(path, tmp_path, change, parts):
 def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
     files = [written(foreign(LONG, seed) / (2 - seed), tmp_path / f"{seed}.nc") for seed in (0, 1)]
     with pytest.raises(UserError, match=r"the mean of .* is 14.*Change data\.statistics"):
-        check_given_statistics(Store.open(stores.config(path, statistics=files, levels=[850])))
+        check_statistics_files(Store.open(stores.config(path, statistics=files, levels=[850])))
 
 
 @pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])

@@ -51,16 +51,16 @@ SAMPLED_DATES = 500  # enough for the tendency std to better than a percent
 logger = logging.getLogger(__name__)
 
 
-class GivenStatistics(NamedTuple):
+class SampledStatistics(NamedTuple):
     """Statistics of every N-th training date, and that N."""
 
     statistics: Statistics
     every: int
 
 
-def load_given_statistics(
+def load_statistics_files(
     store: Store, folder: Path, progress: ProgressCallback, *, compute: bool = True
-) -> GivenStatistics:
+) -> SampledStatistics:
     """Read the files of `data.statistics` and compute what external files lack.
 
     Statistics of static fields are computed now. Others come from a sample of the training dates:
@@ -90,7 +90,7 @@ def load_given_statistics(
         where,
         lambda every: load_or_compute_statistics(store, folder, every, progress, compute=compute),
     )
-    return GivenStatistics(Statistics.of(table, store, where), 1)
+    return SampledStatistics(Statistics.of(table, store, where), 1)
 
 
 def _add_missing(
@@ -134,11 +134,11 @@ def _add_missing(
         table[name] = {**computed[name], **given}
 
 
-def check_given_statistics(store: Store) -> None:
+def check_statistics_files(store: Store) -> None:
     """Refuse files of `data.statistics` that don't fit the config, without computing anything.
 
     Raises:
-        UserError: see `load_given_statistics`.
+        UserError: see `load_statistics_files`.
     """
     entries = store.config.statistics_files
     native = _load_native_file(entries)
@@ -205,7 +205,7 @@ def covers_all_hours(every: int, step_hours: int) -> bool:
     return gcd(every * step_hours, 24) == gcd(step_hours, 24)
 
 
-def _native_statistics(native: StatisticsFile, store: Store, where: str) -> GivenStatistics:
+def _native_statistics(native: StatisticsFile, store: Store, where: str) -> SampledStatistics:
     native.check(store, where)
     check_statistics_range(native.channels, store, where, "Change data.statistics")
     if native.every > 1:
@@ -214,7 +214,7 @@ def _native_statistics(native: StatisticsFile, store: Store, where: str) -> Give
             where,
             native.every,
         )
-    return GivenStatistics(Statistics.of(native.channels, store, where), native.every)
+    return SampledStatistics(Statistics.of(native.channels, store, where), native.every)
 
 
 def _check_untransformed(store: Store, where: str) -> None:

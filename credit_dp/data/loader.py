@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -22,11 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.config import VariableConfig
 from credit_dp.data.blocks import SampleBlocks
-from credit_dp.data.channels import Channels
 from credit_dp.data.dates import HasTimes, Times, split_slice
-from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.sampling import (
     ONE_STEP,
     RolloutLengths,
@@ -34,11 +31,10 @@ from credit_dp.data.sampling import (
     frame_offsets,
     sample_times,
 )
-from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
-from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 
 __all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
@@ -49,7 +45,6 @@ T = TypeVar("T")
 Tasks = SimpleQueue[Callable[[], None] | None]
 
 CLOSE_TIMEOUT = 5.0  # seconds to wait for running reads when a loader is closed
-NOT_NORMALISED = VariableConfig(normalise="none")
 
 
 @dataclass(frozen=True)
@@ -389,102 +384,6 @@ def _log_gaps(store: Store, split: str, frames: int, samples: int, steps: int) -
 
 
 @final
-class Normaliser:
-    """Scales the channels of a store for the network, in `dtype` on `device`.
-
-    `data.variables.NAME.normalise` chooses how; computed forcings and statics are not changed.
-
-    Attributes:
-        dtype: of the normalised fields.
-        tendency_scale: `(outputs, 1, 1)`, std of one-step changes in normalised units. A model's
-            output times this scale is the change of the normalised state in one step.
-        outputs, forcing: scale the output and the forcing channels.
-        scale, fills: of the output channels, see `ChannelScaler`.
-        std: `(outputs, 1, 1)`, standard deviation of the normalised output channels.
-    """
-
-    def __init__(
-        self,
-        statistics: Statistics,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        variables: Mapping[str, VariableConfig] | None = None,
-        channels: Channels | None = None,
-    ) -> None:
-        """Without `variables` and `channels`, every channel is standardised."""
-        self.dtype = dtype
-        configs: dict[str, VariableConfig] = {}
-        if channels is not None:
-            computed = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], NOT_NORMALISED)
-            configs = {**(variables or {}), **computed}
-
-        def scaler(prefix: str, names: Sequence[str] | None) -> ChannelScaler:
-            of_channels = ChannelStatistics.of(statistics, prefix)
-            if names is None:
-                names = [""] * len(of_channels.mean)
-            return ChannelScaler(names, configs, of_channels, dtype, device)
-
-        outputs = (
-            None if channels is None else [channel.variable for channel in channels.output_channels]
-        )
-        self.outputs = scaler("", outputs)
-        self.scale = self.outputs.scale
-        self.fills = self.outputs.fills
-        self.forcing = scaler("forcing_", None if channels is None else channels.forcing)
-        self._static = scaler("static_", None if channels is None else channels.static)
-        self.tendency_scale = self.outputs.divide_by_scale(statistics.tendency_std)
-        self.std = self.outputs.divide_by_scale(statistics.std)
-
-    @classmethod
-    def of(
-        cls, data: TrainingData, dtype: torch.dtype, device: torch.device | None = None
-    ) -> "Normaliser":
-        """Return the normaliser of a store with its statistics and config."""
-        store = data.store
-        return cls(data.statistics, dtype, device, store.config.variables, store.channels)
-
-    def shift_and_scale(self, part: str) -> tuple[Tensor, Tensor]:
-        """Return shift and scale, `(C, 1, 1)` each, of the channels of a part of a batch.
-
-        Args:
-            part: `state` or `target` (all outputs), `forcing` or `static`.
-        """
-        scaler = {"forcing": self.forcing, "static": self._static}.get(part, self.outputs)
-        return scaler.shift, scaler.scale
-
-    def normalise_state(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
-        """Normalise prognostic or all output channels, `(..., C, h, W)`.
-
-        Args:
-            fields: in the store's units.
-            out: the tensor of the same shape to write to and return; None creates one.
-        """
-        return self.outputs.normalise(fields, out)
-
-    def normalise_outputs(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
-        """Normalise the output channels, `(..., outputs, h, W)`; see `normalise_state`."""
-        return self.outputs.normalise(fields, out)
-
-    def normalise_forcing(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
-        """Normalise the forcings, `(..., F, h, W)`; see `normalise_state`."""
-        return self.forcing.normalise(fields, out)
-
-    def normalise_static(self, fields: NDArray[np.float32]) -> Tensor:
-        """Normalise the static fields, `(..., S, h, W)`; see `normalise_state`."""
-        return self._static.normalise(fields)
-
-    def denormalise(self, state: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return normalised prognostic or output channels in the store's units.
-
-        Variables that can't be negative are clamped at zero; points outside the mask are NaN.
-
-        Shapes:
-            `(..., C, h, W)`; `mask`: `(outputs, h, W)`, True where there are values.
-        """
-        return self.outputs.denormalise(state, mask)
-
-
-@final
 class BatchReader:
     """Reads samples into batches; several threads may call it at once."""
 
@@ -559,7 +458,7 @@ class BatchReader:
         # Also if a block was refused: the error is raised here.
         states, forcings, outputs = self._read(batch.times[index], length)
         if states is not None:
-            self._normaliser.normalise_state(states, batch.state[index].view(states.shape))
+            self._normaliser.normalise_outputs(states, batch.state[index].view(states.shape))
         if forcings is not None:
             self._normaliser.normalise_forcing(forcings, batch.forcing[index].view(forcings.shape))
         if outputs is not None:

@@ -1,4 +1,8 @@
-"""Normalisation of channels: a transform, a shift, a scale and a fill value for NaN."""
+"""Normalisation of channels: a transform, a shift, a scale and a fill value for NaN.
+
+A `ChannelScaler` normalises some channels and inverts that; `Normaliser` has those of all channels
+of a store.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import VariableConfig
+from credit_dp.data.channels import Channels
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.setup import TrainingData
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import (
     QUANTILE_SCORES,
@@ -248,3 +255,101 @@ def _tensor(fields: NDArray[np.float32]) -> Tensor:
     if min(fields.strides, default=0) < 0 or not fields.flags.writeable:
         fields = fields.copy()
     return torch.from_numpy(fields)
+
+
+# Fields such as sines of the time are of order one already.
+_COMPUTED = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], VariableConfig(normalise="none"))
+
+
+def with_computed_fields(variables: Mapping[str, VariableConfig]) -> dict[str, VariableConfig]:
+    """Return the configs of variables, with those of computed fields, which are not normalised."""
+    return {**variables, **_COMPUTED}
+
+
+@final
+class Normaliser:
+    """Scales the channels of a store for the network.
+
+    `data.variables.NAME.normalise` chooses how; computed forcings and statics are not changed.
+
+    Attributes:
+        outputs, forcing, static: scale the output, the forcing and the static channels.
+        scale, fills: of the output channels, see `ChannelScaler`.
+        tendency_scale: `(outputs, 1, 1)`, std of one-step changes in normalised units. A model's
+            output times this scale is the change of the normalised state in one step.
+        std: `(outputs, 1, 1)`, standard deviation of the normalised output channels.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        channels: Channels,
+        variables: Mapping[str, VariableConfig],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        """Derive the scales of all channels.
+
+        Args:
+            statistics: of the channels.
+            channels: of a store.
+            variables: configs by variable; the default config for all others.
+            dtype, device: of the normalised fields.
+        """
+        configs = with_computed_fields(variables)
+
+        def scaler(names: Sequence[str], prefix: str = "") -> ChannelScaler:
+            of_channels = ChannelStatistics.of(statistics, prefix)
+            return ChannelScaler(names, configs, of_channels, dtype, device)
+
+        self.outputs = scaler([channel.variable for channel in channels.output_channels])
+        self.forcing = scaler(channels.forcing, "forcing_")
+        self.static = scaler(channels.static, "static_")
+        self.scale = self.outputs.scale
+        self.fills = self.outputs.fills
+        self.tendency_scale = self.outputs.divide_by_scale(statistics.tendency_std)
+        self.std = self.outputs.divide_by_scale(statistics.std)
+
+    @classmethod
+    def of(
+        cls, data: TrainingData, dtype: torch.dtype, device: torch.device | None = None
+    ) -> "Normaliser":
+        """Return the normaliser of a store with its statistics and config."""
+        store = data.store
+        return cls(data.statistics, store.channels, store.config.variables, dtype, device)
+
+    def shift_and_scale(self, part: str) -> tuple[Tensor, Tensor]:
+        """Return shift and scale, `(C, 1, 1)` each, of the channels of a part of a batch.
+
+        Args:
+            part: `state` or `target` (all outputs), `forcing` or `static`.
+        """
+        scaler = {"forcing": self.forcing, "static": self.static}.get(part, self.outputs)
+        return scaler.shift, scaler.scale
+
+    def normalise_outputs(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+        """Normalise the output channels or the first of them, as states are: `(..., C, h, W)`.
+
+        Args:
+            fields: in the store's units.
+            out: the tensor of the same shape to write to and return; None creates one.
+        """
+        return self.outputs.normalise(fields, out)
+
+    def normalise_forcing(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+        """Normalise the forcings, `(..., F, h, W)`; see `normalise_outputs`."""
+        return self.forcing.normalise(fields, out)
+
+    def normalise_static(self, fields: NDArray[np.float32]) -> Tensor:
+        """Normalise the static fields, `(..., S, h, W)`; see `normalise_outputs`."""
+        return self.static.normalise(fields)
+
+    def denormalise(self, fields: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return normalised outputs, or the first of them, in the store's units.
+
+        Variables that can't be negative are clamped at zero; points outside the mask are NaN.
+
+        Shapes:
+            `(..., C, h, W)`; `mask`: `(outputs, h, W)`, True where there are values.
+        """
+        return self.outputs.denormalise(fields, mask)

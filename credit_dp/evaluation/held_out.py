@@ -18,8 +18,8 @@ from torch import Tensor
 from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.dates import HasTimes, Times
 from credit_dp.data.grid import row_weights
-from credit_dp.data.loader import Normaliser
 from credit_dp.data.sampling import frame_offsets, initial_times
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
@@ -141,11 +141,11 @@ class HeldOutData:
 
     def states(self, times: Times) -> Tensor:
         """Return normalised prognostic fields, `(B, C, h, W)`."""
-        return self.normaliser.normalise_state(self.prepared.store.read_states(times, self.rows))
+        return self.normaliser.normalise_outputs(self.prepared.store.read_states(times, self.rows))
 
     def fields(self, times: Times) -> Tensor:
         """Return normalised output fields, prognostic and diagnostic, `(B, C + D, h, W)`."""
-        return self.normaliser.normalise_state(self.prepared.store.read_outputs(times, self.rows))
+        return self.normaliser.normalise_outputs(self.prepared.store.read_outputs(times, self.rows))
 
     def newest_fields(self, times: Times, initial_states: Tensor) -> Tensor:
         """Return `fields` at `times`, from the initial states unless diagnostic fields exist.
@@ -168,12 +168,12 @@ class HeldOutData:
         unique_times, inverse = np.unique(times[:, None] + self._frames, return_inverse=True)
         states = self.prepared.store.read_states(unique_times, self.rows)
         states = states[inverse.reshape(len(times), -1)]
-        return self.normaliser.normalise_state(states).flatten(1, 2)
+        return self.normaliser.normalise_outputs(states).flatten(1, 2)
 
     def climatology(self, times: Times) -> Tensor:
         """Return normalised fields of the climatology, `(B, C + D, h, W)`."""
         fields = [self.prepared.climatology.field(time, self.rows) for time in times]
-        return self.normaliser.normalise_state(np.stack(fields))
+        return self.normaliser.normalise_outputs(np.stack(fields))
 
     def denormalise(self, fields: Tensor) -> Tensor:
         """Return fields in the store's units, `(B, C + D, h, W)`; NaN on points without values."""

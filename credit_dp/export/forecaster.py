@@ -18,8 +18,8 @@ from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
+from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.scaling import ChannelScaler, ChannelStatistics, with_computed_fields
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
 from credit_dp.domain_parallel.transport import SingleRankTransport
@@ -36,8 +36,6 @@ from credit_dp.training.checkpoint import check_model_shapes
 from credit_dp.training.diffusion import Sampler
 from credit_dp.training.forecast_step import ForecastStep, Model
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
-
-UNNORMALISED = VariableConfig(normalise="none")
 
 
 @final
@@ -58,10 +56,8 @@ class ChannelNormaliser:
         statistics: Statistics,
         prefix: str = "",
     ) -> None:
-        # Computed fields such as sines of the time are of order one already.
-        computed = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], UNNORMALISED)
         self._names = names
-        self._variables = {**variables, **computed}
+        self._variables = with_computed_fields(variables)
         self._extent = ChannelStatistics.of(statistics, prefix)
         self._scales: dict[tuple[torch.dtype, torch.device], ChannelScaler] = {}
 

@@ -27,9 +27,9 @@ from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
-from credit_dp.data.loader import Normaliser
 from credit_dp.data.rechunk.request import CONSERVATIVE
 from credit_dp.data.sampling import frame_offsets
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
 from credit_dp.data.sources.opening import open_source
@@ -552,24 +552,15 @@ class InitialStates:
         self._valid = None if masks is None else torch.from_numpy(masks).to(like.device)
         self._amplitude = request.perturb
         states = self.store.channels.num_states
-        self._std = self._normalised_std(prepared)[:states]
+        self._std = self.normaliser.std[:states]
         self._perturbations = Perturbations(
             request.perturb_seed, self.store.latitude[rows], self.store.longitude, states
         )
 
-    def _normalised_std(self, prepared: TrainingData) -> Tensor:
-        """Return the standard deviation of each channel in normalised units, `(outputs, 1, 1)`."""
-        # `tendency_scale` is the tendency's deviation over the channel's scale: times std over
-        # the tendency's deviation that is std over scale, whatever the normalisation.
-        statistics = prepared.statistics
-        changes = np.where(statistics.tendency_std > 0, statistics.tendency_std, 1.0)
-        ratio = torch.from_numpy(statistics.std / changes)[:, None, None]
-        return self.normaliser.tendency_scale * ratio.to(self.normaliser.tendency_scale)
-
     def initial_state(self, job: ForecastJob) -> Tensor:
         """Return the input states of a forecast, `(1, frames * C, h, W)`, the newest last."""
         times = self.times[job.time] + self._frames
-        states = self.normaliser.normalise_state(self._read_states(times, self.rows))
+        states = self.normaliser.normalise_outputs(self._read_states(times, self.rows))
         if self._amplitude:
             noise = torch.from_numpy(self._perturbations.draw(self.times[job.time], job)).to(states)
             # The same noise on all input states: the tendency between them does not change.

@@ -47,8 +47,9 @@ from credit_dp.config import (
     members_per_rank,
     microbatches_per_step,
 )
-from credit_dp.data.loader import BatchSelection, Loader, Normaliser
+from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model

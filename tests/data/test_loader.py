@@ -14,10 +14,10 @@ from credit_dp.data.loader import (
     BatchReader,
     BatchSelection,
     Loader,
-    Normaliser,
     count_samples_across_gaps,
 )
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import all_finite
 from credit_dp.errors import UserError
@@ -290,7 +290,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             )
         for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
             fields = ready.store.read_state(time - back * stores.STEP, WHOLE)
-            assert torch.equal(state, normaliser.normalise_state(fields))
+            assert torch.equal(state, normaliser.normalise_outputs(fields))
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
     assert batch.state.shape == (2, 3, 12, 8)
     assert batch.target.shape == (2, 6, 12, 8)
     fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
-    wanted = Normaliser.of(ready, torch.float64).normalise_state(fields)
+    wanted = Normaliser.of(ready, torch.float64).normalise_outputs(fields)
     assert torch.equal(batch.target, wanted)
 
 
@@ -471,9 +471,9 @@ def test_a_batch_that_fails_is_not_copied_ahead(ready, copy_events, monkeypatch)
 
 
 def test_normalising_and_inverting(ready):
-    normaliser = Normaliser(ready.statistics, torch.float64)
+    normaliser = Normaliser.of(ready, torch.float64)
     field = ready.store.read_state(stores.START, WHOLE)
-    state = normaliser.normalise_state(field)
+    state = normaliser.normalise_outputs(field)
     assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
     scale = ready.statistics.tendency_std / ready.statistics.std
     assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.data.grid import row_weights
-from credit_dp.data.loader import Normaliser
+from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError

@@ -101,9 +101,9 @@ def prepare_training_data(
     store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     if config.statistics_files:
         statistics, every = load_statistics_files(store, folder, progress, compute=compute)
-        climatology = _load_or_fit_climatology(store, folder, every, progress, compute=compute)
+        climatology = load_or_fit_climatology(store, folder, every, progress, compute=compute)
         return TrainingData(store, statistics, climatology)
-    climatology = _load_or_fit_climatology(
+    climatology = load_or_fit_climatology(
         store, folder, 1, progress, with_statistics=True, compute=compute
     )
     file = load_or_compute_statistics(store, folder, 1, progress, compute=compute)
@@ -113,7 +113,7 @@ def prepare_training_data(
     return TrainingData(store, statistics, climatology)
 
 
-def run_training_pass(
+def _run_training_pass(
     store: Store,
     dates: TrainingDates,
     fit: ClimatologyFit,
@@ -220,18 +220,22 @@ def _build_quickstart(
     return path
 
 
-def _load_or_fit_climatology(
+def load_or_fit_climatology(
     store: Store,
     folder: Path,
     every: int,
     progress: ProgressCallback,
     with_statistics: bool = False,
     *,
-    compute: bool,
+    compute: bool = True,
 ) -> Climatology:
     """Return the climatology, from the cache or fitted to every N-th training date.
 
     With `with_statistics`, missing statistics are computed in the same pass.
+
+    Raises:
+        UserError: a field can't be read, or no two of the dates are a step apart.
+        NotComputedError: it is missing, and `compute` is False.
     """
     path = climatology_path(store, folder, every)
     climatology = Climatology.load(path, store.channels)
@@ -260,7 +264,7 @@ def _fit_climatology(
     fit = ClimatologyFit(store, dates, fit_folder)
     file = statistics_path(store, folder, every)
     with_statistics = with_statistics and StatisticsFile.load(file) is None
-    table = run_training_pass(store, dates, fit, with_statistics, progress)
+    table = _run_training_pass(store, dates, fit, with_statistics, progress)
     if table is not None:
         # Raises if a channel is constant, before such statistics get into the cache.
         Statistics.of(table, store, store.config.store)

@@ -20,7 +20,7 @@ from credit_dp.config.data import VariableConfig
 from credit_dp.data.cache import ProgressCallback, cache_folder
 from credit_dp.data.channels import suggest_names
 from credit_dp.data.dates import date_interval, format_minute
-from credit_dp.data.setup import load_or_sample_ranges
+from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.opening import open_source
@@ -31,7 +31,6 @@ from credit_dp.evaluation.climatology import (
     ClimatologyPeriod,
     ClimatologySource,
     StoredClimatology,
-    load_or_fit_climatology,
 )
 from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
 
@@ -252,7 +251,8 @@ def align(
             config, dates=DatesConfig(period.span, period.span, period.span)
         )
         truth = Store(source, config)
-        truth = truth.with_ranges(load_or_sample_ranges(truth, cache_folder(request.cache)))
+        folder = cache_folder(request.cache)
+        truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
     # Rows have one order, north first, but columns may begin at any longitude.
     check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
     columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
@@ -270,7 +270,7 @@ def align(
     else:
         description = period.description
         with translate_error_keys("truth"):
-            climatology = load_or_fit_climatology(truth, request.cache, report)
+            climatology = load_or_fit_climatology(truth, folder, 1, report)
     return AlignedForecast(forecast, truth, climatology, description, initials, leads, columns)
 
 

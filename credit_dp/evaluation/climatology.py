@@ -1,7 +1,7 @@
 """The climatology that forecasts are compared with: from a store, or fitted to the truth.
 
-`StoredClimatology` reads a store by hour and day of the year; `load_or_fit_climatology` fits one
-to the dates that `ClimatologyPeriod` chooses.
+`StoredClimatology` reads a store by hour and day of the year. `ClimatologyPeriod` chooses the dates
+that one is fitted to, as for a run (`load_or_fit_climatology` in `credit_dp.data.setup`).
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,8 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import ProgressCallback, cache_folder, create_once
 from credit_dp.data.channels import Channel, suggest_names
-from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.dates import date_interval, format_minute
-from credit_dp.data.setup import run_training_pass
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.base import (
     HORIZONTAL,
@@ -27,8 +24,6 @@ from credit_dp.data.sources.base import (
     standardise_dims,
 )
 from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
-from credit_dp.data.store import Store
-from credit_dp.data.streaming import TrainingDates
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name
@@ -263,23 +258,3 @@ class ClimatologyPeriod:
         self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
             ", which includes dates of the forecasts" if overlaps else ""
         )
-
-
-def load_or_fit_climatology(store: Store, cache: str, report: ProgressCallback) -> Climatology:
-    """Return the climatology of the store's training dates, from the cache or fitted now.
-
-    Raises:
-        UserError: a field can't be read, or no two of the dates are a step apart.
-    """
-    path = climatology_path(store, cache_folder(cache))
-    climatology = Climatology.load(path, store.channels)
-    if climatology is None:
-        # Of several processes, one fits and the others wait; these get no folder.
-        with create_once(path, lambda x: Climatology.load(x, store.channels) is not None) as folder:
-            if folder is not None:
-                dates = TrainingDates.of(store)
-                run_training_pass(store, dates, ClimatologyFit(store, dates, folder), False, report)
-        climatology = Climatology.load(path, store.channels)
-    if climatology is None:
-        raise OSError(f"{path}: the climatology was just written, but can't be read back")
-    return climatology

@@ -15,7 +15,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp.checks import expand_home
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.overrides import parse_overrides, quote
-from credit_dp.config import Config, as_dict
+from credit_dp.config import Config, as_dict, flatten_keys
 from credit_dp.config.model import with_legacy_defaults
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import RunFolder
@@ -123,17 +123,6 @@ def check_reproduced(path: Path, saved: Mapping[str, Any], composed: Config) -> 
                 f"--again: {path} has {'.'.join(map(str, key))}={value!r}, but here it becomes "
                 f"{reproduced!r}. The version of credit_dp or the files in conf/ have changed."
             )
-
-
-def flatten_keys(
-    table: Mapping[Any, Any], parents: tuple[Any, ...] = ()
-) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return all values of nested tables with their paths; an empty table counts as a value."""
-    values: list[tuple[tuple[Any, ...], Any]] = []
-    for key, value in table.items():
-        nested = isinstance(value, dict) and value
-        values += flatten_keys(value, (*parents, key)) if nested else [((*parents, key), value)]
-    return values
 
 
 def tuples_to_lists(value: object) -> object:

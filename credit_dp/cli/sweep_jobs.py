@@ -25,8 +25,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import quote
-from credit_dp.cli.saved_config import flatten_keys, tuples_to_lists
-from credit_dp.config import Config, as_dict
+from credit_dp.cli.saved_config import tuples_to_lists
+from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated
 from credit_dp.distributed.slurm import slurm_job_id
@@ -277,7 +277,7 @@ def first_difference(path: Path, config: Config) -> str | None:
 
 def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
     """Return all values by dotted key, with tuples as lists."""
-    return {".".join(map(str, key)): tuples_to_lists(value) for key, value in flatten_keys(table)}
+    return {key: tuples_to_lists(value) for key, value in by_dotted_key(table).items()}
 
 
 def override_choices(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:

@@ -7,7 +7,7 @@ raises a `UserError` that names the key; OmegaConf reports values that are still
 No torch in here: `--help` and `--cfg job` have to answer in under a second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -448,3 +448,19 @@ def microbatches_per_step(config: Config) -> int:
 def as_dict(config: Config) -> dict[str, Any]:
     """Return the config as plain lists, dicts, numbers and texts, for YAML and JSON."""
     return asdict(config)
+
+
+def flatten_keys(
+    table: Mapping[Any, Any], parents: tuple[Any, ...] = ()
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return all values of nested tables with their paths; an empty table counts as a value."""
+    values: list[tuple[tuple[Any, ...], Any]] = []
+    for key, value in table.items():
+        nested = isinstance(value, dict) and value
+        values += flatten_keys(value, (*parents, key)) if nested else [((*parents, key), value)]
+    return values
+
+
+def by_dotted_key(table: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return all values of nested tables by keys such as `data.dates.train`."""
+    return {".".join(map(str, path)): value for path, value in flatten_keys(table)}

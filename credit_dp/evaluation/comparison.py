@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp.config import by_dotted_key
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
@@ -120,7 +121,7 @@ def read_result(folder: Path, name: str) -> EvaluationResult:
 
 def _read_run(folder: Path, name: str) -> EvaluationResult:
     content = _read_json(folder / METRICS_FILE)
-    config = dict(_flatten_config(_read_yaml(folder / CONFIG_FILE)))
+    config = by_dotted_key(_read_config(folder / CONFIG_FILE))
     setup = {
         aspect: [(key, config[key]) for key in config if key.startswith(keys)]
         for aspect, keys in RUN_SETUP_KEYS.items()
@@ -190,25 +191,19 @@ def _read_json(path: Path) -> Any:
         raise _damaged_error(path, error) from error
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_config(path: Path) -> dict[Any, Any]:
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        config = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(config, dict):
+            raise TypeError("it is no table of keys")
+        return config
+    except (OSError, TypeError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise _damaged_error(path, error) from error
 
 
 def _damaged_error(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:80] or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}). Create it again, or leave it out.")
-
-
-def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the keys of a nested config, joined with dots, and their values."""
-    if not isinstance(config, dict) or not config:
-        yield prefix, config
-        return
-    for key, value in config.items():
-        yield from _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates

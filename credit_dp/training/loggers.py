@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile
 from types import ModuleType
 from typing import Any, Protocol, Self, final
 
-from credit_dp.config import LoggerConfig
+from credit_dp.config import LoggerConfig, by_dotted_key
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import translate_write_errors, write_run_file
 
@@ -496,7 +496,8 @@ class MlflowLog:
         run = self.client.create_run(experiment, run_name=folder.name, tags=tags)
         self.run_id = str(run.info.run_id)
         write_run_file(id_file, self.run_id + "\n")
-        params = [param_type(mlflow_name(key), str(value)) for key, value in flat_config(config)]
+        pairs = by_dotted_key(config).items()
+        params = [param_type(mlflow_name(key), str(value)) for key, value in pairs]
         for first in range(0, len(params), MLFLOW_BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + MLFLOW_BATCH])
 
@@ -567,20 +568,10 @@ def mlflow_name(name: str) -> str:
     return NOT_IN_MLFLOW_NAMES.sub("_", name.replace("/", ".").replace("+", ""))
 
 
-def flat_config(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the keys of a config as paths with dots, and their values."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        is_table = isinstance(value, dict) and value
-        path = f"{prefix}{key}"
-        pairs += flat_config(value, f"{path}.") if is_table else [(path, value)]
-    return pairs
-
-
 def import_mlflow() -> tuple[Any, Any, Any]:
     """Return MLflow's client and its classes of metrics and parameters, imported only if used."""
-    # Recent versions refuse files, which need no database, unless this is set. They also report
-    # their use to the makers of MLflow unless told not to.
+    # Recent versions refuse files, which need no database, unless the first is set. The second
+    # keeps MLflow from reporting its use.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # A server that is not there is found out at once, not after a minute of attempts.

@@ -14,8 +14,14 @@ from credit_dp.cli import compose, run
 from credit_dp.cli import train as train_command
 from credit_dp.cli.compose import CONFIG_GROUPS, SCHEMAS, Composer, conf_folder, without_hydra
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import flatten_keys
-from credit_dp.config import Config, DataConfig, DatesConfig, TrainerConfig
+from credit_dp.config import (
+    Config,
+    DataConfig,
+    DatesConfig,
+    TrainerConfig,
+    by_dotted_key,
+    flatten_keys,
+)
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.cli.invocation import answer, refusal
@@ -88,7 +94,7 @@ DEFAULTS = {
 def keys_of(composed: DictConfig, group: str) -> dict[str, Any]:
     table = OmegaConf.to_container(composed[group])
     assert isinstance(table, dict)
-    return {".".join(map(str, key)): value for key, value in flatten_keys(table)}
+    return by_dotted_key(table)
 
 
 @pytest.mark.parametrize("choice", DEFAULTS)

@@ -15,7 +15,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from credit_dp.checks import expand_home
-from credit_dp.cli.compose import check_rows, check_run_folder, folder_key, run_folder
+from credit_dp.cli.compose import check_rows
+from credit_dp.cli.folders import check_run_folder, folder_key, run_folder
 from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import SPLITS

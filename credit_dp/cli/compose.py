@@ -3,22 +3,17 @@
 In this order: `Composer` merges `conf/`, the user's own folder and the overrides; `to_config` turns
 the result into dataclasses, which check their values; `check_run_config` checks keys against each
 other. A single run does each of these once, in `credit_dp.cli.train`; ranks that it starts receive
-the dataclasses. The functions in between are about the run's folder: its name, its lock, and
-checkpoints in it.
+the dataclasses.
 """
 
-import contextlib
 import copy
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, final
 
-from filelock import FileLock, Timeout
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -40,6 +35,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp import checks
 from credit_dp import config as credit_dp_config
 from credit_dp.checks import did_you_mean
+from credit_dp.cli.folders import run_folder, sweep_folder
 from credit_dp.cli.overrides import check_key, check_lists, explain_error, unknown_key_message
 from credit_dp.config import (
     Config,
@@ -48,15 +44,12 @@ from credit_dp.config import (
     OwnModelConfig,
     OwnOptimizerConfig,
     OwnScheduleConfig,
-    RunConfig,
 )
 from credit_dp.config.data import AUTO, ROLES, SPLITS
 from credit_dp.config.model import MODELS
 from credit_dp.config.training import LR_SCHEDULES
 from credit_dp.errors import UserError
 from credit_dp.plugins import Plugin, find_plugins, one_line_message, registration_hint, schema_node
-from credit_dp.training.checkpoint_files import list_checkpoints
-from credit_dp.training.run_folder import RunFolder
 from credit_dp.variable_names import canonical_name
 
 
@@ -78,9 +71,6 @@ class UserConfigSource(FileConfigSource):
         )
 
 
-LOCK_FILE = ".run.lock"
-
-
 def register_resolvers() -> None:
     """Register the interpolations that the files in conf/ use."""
     # Cached, because the default names contain the time: Hydra resolves them several times for one
@@ -90,18 +80,6 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
     OmegaConf.register_new_resolver("of_quickstart", if_quickstart, replace=True)
     OmegaConf.register_new_resolver("hours_of_steps", hours_of_steps, replace=True)
-
-
-def run_folder(name: str | None, folder: str) -> str:
-    """Return the folder of a run."""
-    return os.path.expanduser(folder) or f"outputs/{name or unique_name()}"
-
-
-def sweep_folder(name: str | None, folder: str) -> str:
-    """Return the folder of a sweep, which numbers its runs in it."""
-    return os.path.expanduser(folder) or (
-        f"outputs/{name}" if name else f"multirun/{unique_name()}"
-    )
 
 
 def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
@@ -130,87 +108,6 @@ def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
     """
     step = DataConfig(step=str(OmegaConf.select(_root_, "data.step"))).step_hours
     return [step * count for count in counts]
-
-
-def unique_name() -> str:
-    """Return a name that no other run has: the time in microseconds and the job or process."""
-    job = os.environ.get("SLURM_JOB_ID", os.getpid())
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{job}"
-
-
-def folder_key(run: RunConfig) -> str:
-    """Return the key that determines the folder, for messages."""
-    return "run.dir" if run.dir else "run.name"
-
-
-@contextlib.contextmanager
-def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
-    """Turn errors of Hydra making the run's folder into one line.
-
-    Hydra makes the folder before it calls any function of this package.
-
-    Raises:
-        UserError: the folder can't be made or written to.
-    """
-    try:
-        yield
-    except OSError as error:
-        folder = run.dir or (f"outputs/{run.name}" if run.name else default)
-        raise UserError(
-            f"run.dir: cannot write to {error.filename or folder} ({error.strerror}). "
-            "Give another folder, or free some space."
-        ) from error
-
-
-def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
-    """Refuse to start a new run in a folder with another run's checkpoints.
-
-    Raises:
-        UserError: there are some, and `resume` does not start from them.
-    """
-    checkpoints = RunFolder(folder).checkpoints
-    steps = list_checkpoints(checkpoints)
-    if not steps or config.resume == "auto":
-        return
-    resumable = {path.resolve() for path in (folder, checkpoints, *steps)}
-    if config.resume and Path(config.resume).expanduser().resolve() in resumable:
-        return
-    raise UserError(
-        f"{key}: {folder} holds the checkpoint of an earlier run. "
-        f"Continue that run with resume=auto, or give another {key}."
-    )
-
-
-def check_unlocked(folder: Path, key: str = "run.name") -> None:
-    """Refuse a folder that another run is writing to, without writing there.
-
-    Raises:
-        UserError: see `lock_folder`.
-    """
-    if (folder / LOCK_FILE).exists():
-        with lock_folder(folder, key):
-            pass
-
-
-@contextlib.contextmanager
-def lock_folder(folder: Path, key: str = "run.name") -> Iterator[None]:
-    """Lock the folder while a run writes to it; the system releases it if the process dies.
-
-    Raises:
-        UserError: another run holds the lock, or the folder can't be written to.
-    """
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"{key}: another run is writing to {folder}. Give another {key}.") from None
-    except OSError as error:
-        raise UserError(f"run.dir: cannot write to {folder} ({error.strerror})") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]

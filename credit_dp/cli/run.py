@@ -15,16 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from credit_dp.cli.check import check_prepared_for_launcher
-from credit_dp.cli.compose import (
-    Composer,
-    check_run_config,
+from credit_dp.cli.compose import Composer, check_run_config, to_config
+from credit_dp.cli.folders import (
     check_run_folder,
     check_unlocked,
     explain_folder_errors,
     folder_key,
     lock_folder,
     run_folder,
-    to_config,
 )
 from credit_dp.cli.output import print_line
 from credit_dp.cli.sweep_jobs import earlier_state, failure_cause, record_job

@@ -21,7 +21,8 @@ from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
 from credit_dp.cli.arguments import Command, read_keys, run_subcommand
-from credit_dp.cli.compose import Composer, check_run_config, explain_folder_errors
+from credit_dp.cli.compose import Composer, check_run_config
+from credit_dp.cli.folders import explain_folder_errors
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.run import report_errors, run_job_in_folder

@@ -24,13 +24,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from credit_dp.cli.check import check_prepared
-from credit_dp.cli.compose import (
-    Composer,
-    check_run_config,
-    check_unlocked,
-    explain_folder_errors,
-    folder_key,
-)
+from credit_dp.cli.compose import Composer, check_run_config
+from credit_dp.cli.folders import check_unlocked, explain_folder_errors, folder_key
 from credit_dp.cli.output import print_line
 from credit_dp.cli.sweep_jobs import (
     SUBMISSION_FILE,

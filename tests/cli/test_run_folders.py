@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.compose import lock_folder, unique_name
+from credit_dp.cli.folders import lock_folder, unique_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_dp.cli.compose import lock_folder
+from credit_dp.cli.folders import lock_folder
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.worker import run_rank

@@ -233,10 +233,10 @@ def check_cache(config: Config) -> None:
         UserError: names the folder that can't be written to.
     """
     folder = expand_home("data.cache", config.data.cache).absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        kind = "is not writable" if there.is_dir() else "is not a folder"
-        raise UserError(f"data.cache: {there} {kind}. Set data.cache to another folder.")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        kind = "is not writable" if existing.is_dir() else "is not a folder"
+        raise UserError(f"data.cache: {existing} {kind}. Set data.cache to another folder.")
 
 
 def check_loss(config: Config, data: DataSummary) -> None:

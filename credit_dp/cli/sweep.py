@@ -437,10 +437,10 @@ def run_sweep_job(composed: DictConfig) -> int:
     """
     code = report_errors(lambda: run_job_in_folder(composed))
     choices = HydraConfig.get().runtime.choices
-    here = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
-    if here and code == EXIT_PREEMPTED:
+    is_in_process = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
+    if is_in_process and code == EXIT_PREEMPTED:
         raise Terminated(signal.SIGUSR1)
-    if code and not here:
+    if code and not is_in_process:
         raise RunError(code)
     return code
 

@@ -2,7 +2,7 @@
 
 A band is a rank's shard along latitude. `RowPartition` holds the bands of one number of rows,
 `BandTable` the partitions of all heights that a model's levels have. The partition of a height is
-the same for all layers and on all ranks: whoever knows the height knows every rank's rows.
+the same for all layers and on all ranks: the height alone says which rows each rank has.
 """
 
 from __future__ import annotations

@@ -284,10 +284,10 @@ class NamedChannels(nn.Module):
 
         Total water is all of them in one.
         """
-        there = {self.name(channel) for channel in self.channels[:count]}
-        if TOTAL_WATER in there:
+        names = {self.name(channel) for channel in self.channels[:count]}
+        if TOTAL_WATER in names:
             return [TOTAL_WATER]
-        return [VAPOUR, *(name for name in CONDENSATES if name in there)]
+        return [VAPOUR, *(name for name in CONDENSATES if name in names)]
 
     def select(self, name: str) -> slice:
         """Return the channels of a variable, which are adjacent.

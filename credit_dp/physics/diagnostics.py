@@ -404,8 +404,8 @@ def check_written(
         needs.append(("pressure_levels: interpolation", ("surface_pressure", TEMPERATURE), True))
     for what, needed, needs_ground in needs:
         # The column of water vapour needs vapour itself, which total water is not.
-        there = outputs if what.endswith(COLUMN_VAPOUR) else outputs | substitutes
-        missing = [f"{name} among the model's outputs" for name in needed if name not in there]
+        available = outputs if what.endswith(COLUMN_VAPOUR) else outputs | substitutes
+        missing = [f"{name} among the model's outputs" for name in needed if name not in available]
         if needs_ground and not has_ground:
             missing.append(f"{GROUND} in data.static")
         if missing:

@@ -249,8 +249,8 @@ def _signs_and_offsets(store: Store, normaliser: Normaliser) -> dict[str, tuple[
     for part, of_part in names.items():
         shift, scale = normaliser.shift_and_scale(part)
         shift, scale = shift[: len(of_part)], scale[: len(of_part)]
-        odd = [changes_sign(name, store.config.variable_config(name)) for name in of_part]
-        flips = constant_tensor(odd, shift.device, torch.bool)[:, None, None]
+        changed = [changes_sign(name, store.config.variable_config(name)) for name in of_part]
+        flips = constant_tensor(changed, shift.device, torch.bool)[:, None, None]
         signs = torch.where(flips, -1.0, 1.0).to(shift)
         found[part] = (signs, torch.where(flips, -2 * shift / scale, 0.0))
     return found

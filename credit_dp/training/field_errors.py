@@ -221,7 +221,7 @@ class SphereTable:
         Shapes:
             `(..., h, W)` -> `(..., N, 2)`, real and imaginary parts.
         """
-        # Orders up to less than half the columns are told apart.
+        # A row distinguishes orders up to less than half its columns.
         orders = min(self._degrees, (fields.shape[-1] + 1) // 2)
         waves = torch.view_as_real(torch.fft.rfft(fields, norm="forward")[..., :orders])
         functions = self._functions[:orders, :orders]

@@ -239,7 +239,7 @@ class TrainingMonitor:
             self.profiler.step()
 
     def show_missing_trace(self) -> None:
-        """Say so if a trace was asked for and the run was too short for one."""
+        """Say so if the run was too short for its trace."""
         if self.profiler is not None and not self.profiler.written:
             self.screen.show("no trace: trainer.profile needs at least 3 steps to record one")
 

@@ -1,7 +1,7 @@
 """Stops training on a signal: all ranks after the same step, with a checkpoint of that step.
 
 A signal may reach one rank only, or each rank during another step. Ranks agree on it within the
-message by which every step checks its loss (`training.diagnostics`), so that it costs no message of
+message by which every step checks its loss (`training.non_finite`), so that it costs no message of
 its own: a rank puts `signal_marks` into that message, and `agreed_signal` reads the sum.
 """
 

@@ -18,7 +18,7 @@ from credit_dp.distributed import RankInfo, signals
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import CheckpointSaver
-from credit_dp.training.diagnostics import NonFiniteGuard, StepCheck
+from credit_dp.training.non_finite import NonFiniteGuard, StepCheck
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.run import run
 from credit_dp.training.state import GradientHistory

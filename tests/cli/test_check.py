@@ -51,7 +51,9 @@ def run_on(where: object, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_it_reports_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path) -> None:
+def test_a_check_reports_the_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = answer(monkeypatch, *run_on(store))
     assert (code, err) == (0, "")
@@ -67,13 +69,13 @@ def test_it_reports_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, st
 
 
 @pytest.mark.slow
-def test_it_says_which_dates_are_chosen(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+def test_a_check_says_which_dates_are_chosen(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     out = answer(monkeypatch, *run_on(store), "data.dates=auto", "trainer.evaluate_hours=[6]")[1]
     assert "dates   auto: train 2000-01-01T00 to 2000-01-08T18 (32 times), valid" in out
 
 
 @pytest.mark.slow
-def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_check_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     present = [i for i in range(40) if i not in (3, 10, 11)]
     path = stores.write(data_with(present), tmp_path / "s.zarr")
     out = answer(monkeypatch, *run_on(path))[1]
@@ -82,7 +84,9 @@ def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_it_says_which_sums_are_not_whole(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+def test_a_check_says_which_sums_are_incomplete(
+    monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
     sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
     out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
     assert "sums    1 times are left out: some hours of their sums are missing" in out

@@ -36,7 +36,7 @@ def refused(*arguments):
 
 
 @pytest.mark.slow
-def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
+def test_the_command_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}") == 0
     lines = capsys.readouterr().out.splitlines()

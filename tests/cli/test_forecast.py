@@ -38,7 +38,7 @@ def refused(monkeypatch, *words: object) -> str:
     return line.removeprefix("error: ").rstrip()
 
 
-def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
+def test_a_forecast_is_in_the_folder_of_the_run(run, monkeypatch):
     code, out, err = forecast_command(monkeypatch, f"checkpoint={run}", *TIMES)
     assert (code, err) == (0, "")
     found = run / "forecast.zarr"
@@ -58,7 +58,7 @@ def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
     shutil.rmtree(found)
 
 
-def test_it_goes_on_from_a_file(run, monkeypatch, tmp_path):
+def test_a_forecast_starts_from_a_file(run, monkeypatch, tmp_path):
     words = [f"checkpoint={run}", "lead=6h", "device=cpu", f"out={tmp_path}/g.grib"]
     with xr.open_zarr(run.parent / f"{ROWS}x16.zarr", consolidated=False) as data:
         state = data.sel(time="2000-01-04T12").drop_encoding()

@@ -240,7 +240,7 @@ def test_any_layout_of_memory_is_read_and_left_alone(form):
     assert np.array_equal(given, fields)
 
 
-def test_it_writes_into_the_given_tensor():
+def test_normalised_fields_are_written_to_a_given_tensor():
     fields = outputs()
     of_all = normaliser(torch.float32, total_precipitation={"normalise": f"log1p({EPS})"})
     room = torch.empty(2, 3, 5, 4, 6)

@@ -121,7 +121,7 @@ def collected(
 
 
 @pytest.mark.slow
-def test_they_are_those_of_the_definition(config: Config) -> None:
+def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> None:
     scores, last = collected(alone(), config)
     store, statistics = (prepared := prepare_training_data(config.data)).store, prepared.statistics
     whole, six = slice(0, ROWS), np.timedelta64(6, "h")

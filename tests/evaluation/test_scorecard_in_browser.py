@@ -122,7 +122,9 @@ def requests(browser: webdriver.Chrome) -> list[str]:
     return [event["params"]["request"]["url"] for event in sent]
 
 
-def test_it_needs_no_network_and_raises_no_error(opened: webdriver.Chrome, scorecard: Path) -> None:
+def test_the_page_needs_no_network_and_raises_no_error(
+    opened: webdriver.Chrome, scorecard: Path
+) -> None:
     urls = requests(opened)
     assert scorecard.as_uri() in urls
     assert [url for url in urls if not url.startswith(("file:", "data:"))] == []
@@ -184,7 +186,7 @@ def test_text_stands_out_and_headings_are_in_order(opened: webdriver.Chrome) -> 
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_it_is_light_in_a_browser_that_prefers_dark(
+def test_the_page_is_light_in_a_browser_that_prefers_dark(
     browser: webdriver.Chrome, scorecard: Path
 ) -> None:
     """The plots are made for a white page."""

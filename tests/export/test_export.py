@@ -96,7 +96,7 @@ def forecast(config: Config, training: Training, count: int) -> tuple[list[objec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "run", "checkpoint"])
-def test_it_is_the_model_that_was_trained(run, file, source):
+def test_the_loaded_model_is_the_trained_one(run, file, source):
     folder, config, training = run
     places = {"file": file, "run": folder, "checkpoint": folder / "checkpoint/step-00000002"}
     model = credit_dp.load(places[source])
@@ -141,7 +141,7 @@ def test_quantiles_go_with_the_model(tmp_path):
             assert torch.equal(model(*given), wanted)
 
 
-def test_it_says_what_it_is(run, file):
+def test_the_loaded_model_describes_itself(run, file):
     _, config, _ = run
     model = credit_dp.load(file)
     store = prepare_training_data(config.data).store
@@ -177,7 +177,7 @@ def test_the_file_is_plain_and_says_it_all(run, file):
     assert set(json.loads(texts["units_of_outputs"])) == set(outputs)
 
 
-def test_it_moves_and_has_gradients(run, file):
+def test_the_loaded_model_moves_and_has_gradients(run, file):
     _, config, training = run
     (fields, times, solar), _ = forecast(config, training, 1)
     model = credit_dp.load(file).float()

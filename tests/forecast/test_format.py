@@ -140,7 +140,7 @@ def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
     assert not (tmp_path / "f.partial").exists()
 
 
-def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
+def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
     store = Path(config.data.store)
     monkeypatch.chdir(store.parent)
     settings = forecast_config(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")

@@ -105,7 +105,7 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["averages", *(pytest.param(m, marks=SLOW) for m in MODELS)])
-def test_it_is_what_evaluation_makes(config, tmp_path, name):
+def test_a_forecast_is_that_of_the_evaluation(config, tmp_path, name):
     if name in MODELS:
         config = train(tmp_path, MODELS[name])
     training = built(config, alone())

@@ -19,7 +19,7 @@ ONE = {"format": "netcdf_file"}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
+def test_the_file_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
     out = forecast(forecast_config(config, tmp_path / "f.nc", **ONE), ranks)
     if ranks > 1:
         whole = forecast(forecast_config(config, tmp_path / "f.zarr"), ranks)

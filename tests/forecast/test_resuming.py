@@ -57,7 +57,7 @@ def steps_of(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_it_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
+def test_a_forecast_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
     settings = forecast_config(config, tmp_path / "f", format=form)
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)

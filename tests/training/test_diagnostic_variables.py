@@ -92,7 +92,7 @@ def test_only_the_state_is_added_to_and_goes_in_again():
     assert seen == [[-1, -2, 0, 0, 8], [0, 0, 1, 20, 9]]
 
 
-def test_they_have_weights_of_level_and_variable():
+def test_diagnostic_variables_have_weights_of_level_and_variable():
     channels = (Channel("temperature", 500), Channel("cloud", 1000), Channel(RAIN))
     config = StandardLossConfig(level_weight=True, variable_weight={RAIN: 2.0, "cloud": 3.0})
     found = channel_weights(config, channels)

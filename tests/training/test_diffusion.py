@@ -388,7 +388,7 @@ SLOW = [
         *(pytest.param(*c, id="-".join(map(str, c)), marks=pytest.mark.slow) for c in SLOW),
     ],
 )
-def test_it_trains_as_on_one_process(reference, model, mesh):
+def test_a_diffusion_model_trains_as_on_one_process(reference, model, mesh):
     config, wanted = reference(model)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
 

@@ -76,7 +76,7 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
         ("ensemble", ["init_from=/run", "data.batch_size=4"]),  # of 4 samples with 8 steps each
     ],
 )
-def test_it_trains(tmp_path, name, more):
+def test_an_experiment_trains(tmp_path, name, more):
     config = config_of(tmp_path, f"experiment={name}", *more)
     assert len(losses(config, steps=2)) >= 1
 

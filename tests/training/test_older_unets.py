@@ -71,7 +71,7 @@ def same_weights(one: Training, other: Training) -> bool:
 
 
 @pytest.mark.slow
-def test_it_resumes_only_with_its_own_upsampling(older):
+def test_an_older_unet_resumes_only_with_its_own_upsampling(older):
     training, _ = state_with(older, "transpose")
     assert not same_weights(older[1], training)
     load_checkpoint(older[2], training.trainer.state)
@@ -119,7 +119,7 @@ def test_loading_and_exporting_give_the_same_model(older, tmp_path, source):
 
 
 @pytest.mark.slow
-def test_it_makes_forecasts(older, tmp_path):
+def test_an_older_unet_makes_forecasts(older, tmp_path):
     path = older[2]
     out = tmp_path / "forecast.zarr"
     words = [f"checkpoint={path}", f"init={INIT}", "lead=6h", f"out={out}", "device=cpu"]

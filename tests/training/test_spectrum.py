@@ -41,7 +41,7 @@ def test_a_wave_has_its_strength_wherever_it_lies(width, number):
 
 
 @given(seed=SEEDS, width=WIDTHS)
-def test_it_is_never_more_than_the_mean_squared_difference(seed, width):
+def test_the_error_is_never_more_than_the_mean_squared_difference(seed, width):
     x, y = rows(seed, width), rows(seed + 1, width)
     error = spectrum_error(x, y)
     assert error.shape == (3,)
@@ -49,14 +49,14 @@ def test_it_is_never_more_than_the_mean_squared_difference(seed, width):
 
 
 @given(seed=SEEDS, width=WIDTHS, factor=st.floats(0, 2))
-def test_it_is_all_of_it_where_only_the_strength_differs(seed, width, factor):
+def test_the_error_is_the_mean_squared_difference_where_only_amplitudes_differ(seed, width, factor):
     x = rows(seed, width)
     wanted = ((1 - factor) * x).square().mean(-1)
     torch.testing.assert_close(spectrum_error(factor * x, x), wanted, rtol=1e-3, atol=1e-3)
 
 
 @given(seed=SEEDS, width=WIDTHS, shift=st.integers(0, 24))
-def test_it_does_not_see_where(seed, width, shift):
+def test_the_error_does_not_depend_on_longitude(seed, width, shift):
     x = rows(seed, width)
     assert spectrum_error(x.roll(shift, -1), x).max().item() < 1e-20
 

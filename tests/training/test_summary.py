@@ -49,7 +49,7 @@ def test_the_estimate_is_what_is_measured(config, steps):
 
 
 @pytest.mark.slow
-def test_it_fits_on_a_screen(config):
+def test_the_summary_fits_on_a_screen(config):
     training = built(config, alone())
     training.loader.close()
     lines = summary_lines(config, prepare_training_data(config.data), training, alone())

@@ -69,7 +69,7 @@ def test_a_stage_that_is_frozen_has_no_averages():
     assert average.updates == 1
 
 
-def test_it_takes_the_place_of_the_weights_and_gives_it_back():
+def test_the_average_replaces_the_weights_and_restores_them():
     weight = nn.Parameter(torch.ones(3))
     average = WeightAverage({"w": weight}, 0.5)
     weight.data.zero_()

@@ -1,4 +1,4 @@
-"""The validation RMSE: its value on any mesh; it does not change training."""
+"""What is watched while a run trains: the validation on any mesh, and batches of `one_batch`."""
 
 from dataclasses import replace
 
@@ -12,7 +12,12 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import evenly_spaced_indices
 from credit_dp.training.console import Screen
-from credit_dp.training.monitoring import MAX_INITIAL_TIMES, TrainingMonitor, Validation
+from credit_dp.training.monitoring import (
+    MAX_INITIAL_TIMES,
+    TrainingMonitor,
+    Validation,
+    repeat_first_batch,
+)
 from tests.ranks import on_processes
 from tests.training.runs import (
     alone,
@@ -72,7 +77,7 @@ def test_training_does_not_notice_it(config):
 
 
 @pytest.mark.slow
-def test_it_is_the_mean_of_normalised_rmse(config):
+def test_the_validation_is_the_mean_of_normalised_rmse(config):
     training = built(config, alone())
     training.loader.close()
     prepared = prepare_training_data(config.data)
@@ -117,3 +122,16 @@ def test_dates_without_room_for_a_forecast_are_refused(config):
 )
 def test_places_are_evenly_spread(count, places):
     assert evenly_spaced_indices(count, 4).tolist() == places
+
+
+@pytest.mark.slow
+def test_the_repeated_batch_is_the_first_in_a_resumed_run_too(tmp_path):
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run")
+    training = built(config, alone())
+    with training.loader as loader:
+        wanted = next(loader)
+        next(loader)
+        batches = repeat_first_batch(loader)
+        for batch in (next(batches), next(batches)):
+            assert torch.equal(batch.target, wanted.target)
+        assert loader.state_dict()["position"] == 0

@@ -1,7 +1,8 @@
-"""The dates of the train, valid and test splits on a store's time axis.
+"""The dates of the train, valid and test splits on a store's time axis, and times on a step.
 
 `split_slice` turns `[first, last]` of the config into a slice of times. `resolve_dates` chooses the
-dates that the config leaves to `auto`.
+dates that the config leaves to `auto`. The functions at the end find times that are whole steps
+apart, and those that a sum over a step needs.
 """
 
 from collections.abc import Sequence
@@ -189,6 +190,50 @@ def _has_split_dates(config: DataConfig, split: str, times: Times) -> bool:
     except UserError:
         return False
     return True
+
+
+def time_spacing(times: Times) -> np.timedelta64:
+    """Return the most common distance of neighbouring times; zero for a single time."""
+    if len(times) < 2:
+        return np.timedelta64(0, "ns")
+    # Neither the smallest nor the mean: gaps and single extra times should not count.
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    common: np.timedelta64 = steps[np.argmax(counts)]
+    return common
+
+
+def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
+    """Return the indices of times that are whole steps after midnight 1970-01-01.
+
+    If there are none, return those of times that are whole steps after the first time.
+    """
+    # Counting from a fixed date selects the same hours of the day in stores with different first
+    # times.
+    epoch = np.datetime64(0, "ns")
+    indices = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
+    return (
+        indices if len(indices) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
+    )
+
+
+def accumulation_windows(
+    times: Times, indices: NDArray[np.intp], step: np.timedelta64
+) -> NDArray[np.intp]:
+    """Return the indices of all times in `(t - step, t]`, earliest first; -1 for absent times.
+
+    Args:
+        times: all times of the store.
+        indices: `(T,)`, of the times `t`.
+        step: the length of a window.
+
+    Returns:
+        `(T, N)`.
+    """
+    offsets = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
+    window_times = times[indices][:, None] - offsets
+    # searchsorted returns the next time's index for an absent time, or one beyond the end.
+    window_indices = np.minimum(np.searchsorted(times, window_times), len(times) - 1)
+    return np.where(times[window_indices] == window_times, window_indices, -1)
 
 
 def one_step_pairs(times: Times, step_hours: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -13,16 +13,11 @@ from numpy.typing import NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
+from credit_dp.data.dates import accumulation_windows, indices_on_step, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.sources.base import Fields, Source, Times, as_slice, is_listed
-from credit_dp.data.units import (
-    accumulation_windows,
-    indices_on_step,
-    is_accumulated,
-    parse_conversion,
-    time_spacing,
-)
+from credit_dp.data.units import is_accumulated, parse_conversion
 from credit_dp.errors import UserError
 from credit_dp.variable_names import long_name
 

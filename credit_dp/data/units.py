@@ -14,11 +14,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.sources.base import Source, Times, VariableInfo
+from credit_dp.data.sources.base import Source, VariableInfo
 from credit_dp.errors import UserError
 from credit_dp.variable_names import canonical_name
 
@@ -519,50 +516,6 @@ def is_accumulated(name: str, config: DataConfig) -> bool:
     """Whether a variable is a sum since the previous time, by the config, otherwise by its name."""
     given = config.variable_config(name).accumulated
     return canonical_name(name) in ACCUMULATED if given is None else given
-
-
-def time_spacing(times: Times) -> np.timedelta64:
-    """Return the most common distance of neighbouring times; zero for a single time."""
-    if len(times) < 2:
-        return np.timedelta64(0, "ns")
-    # Neither the smallest nor the mean: gaps and single extra times should not count.
-    steps, counts = np.unique(np.diff(times), return_counts=True)
-    common: np.timedelta64 = steps[np.argmax(counts)]
-    return common
-
-
-def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
-    """Return the indices of times that are whole steps after midnight 1970-01-01.
-
-    If there are none, return those of times that are whole steps after the first time.
-    """
-    # Counting from a fixed date selects the same hours of the day in stores with different first
-    # times.
-    epoch = np.datetime64(0, "ns")
-    indices = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
-    return (
-        indices if len(indices) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
-    )
-
-
-def accumulation_windows(
-    times: Times, indices: NDArray[np.intp], step: np.timedelta64
-) -> NDArray[np.intp]:
-    """Return the indices of all times in `(t - step, t]`, earliest first; -1 for absent times.
-
-    Args:
-        times: all times of the store.
-        indices: `(T,)`, of the times `t`.
-        step: the length of a window.
-
-    Returns:
-        `(T, N)`.
-    """
-    offsets = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
-    window_times = times[indices][:, None] - offsets
-    # searchsorted returns the next time's index for an absent time, or one beyond the end.
-    window_indices = np.minimum(np.searchsorted(times, window_times), len(times) - 1)
-    return np.where(times[window_indices] == window_times, window_indices, -1)
 
 
 # ERA5's names, as in the Climate Data Store and WeatherBench 2; other names are translated first.

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
+from credit_dp.data.dates import accumulation_windows, indices_on_step, time_spacing
 from credit_dp.data.store import Store
-from credit_dp.data.units import accumulation_windows, indices_on_step, time_spacing
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -18,12 +18,12 @@ from credit_dp.data.sources.base import (
     Fields,
     Indexer,
     Source,
-    StoredNames,
     Times,
     VariableInfo,
     as_slice,
     check_coordinates,
 )
+from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.stacked import (
     StackedArray,
     coordinate_dataset,

@@ -20,11 +20,11 @@ from credit_dp.data.sources.base import (
     Fields,
     Indexer,
     Source,
-    StoredNames,
     Times,
     VariableInfo,
     check_coordinates,
 )
+from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.stacked import (
     StackedArray,
     coordinate_dataset,

@@ -30,7 +30,6 @@ from credit_dp.data.sources.base import (
     Indexer,
     ReadCounter,
     Source,
-    StoredNames,
     Times,
     VariableInfo,
     as_slice,
@@ -42,6 +41,7 @@ from credit_dp.data.sources.base import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.storage import (
     CompleteStore,
     CountingStore,

@@ -1,0 +1,398 @@
+"""Combines sources: `FilesSource` along time, `JoinedSource` by variables.
+
+Which of them is used for what `data.store` names: `opening.py`. A `JoinedSource` may hold
+`FilesSource`s, not the other way round.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import groupby, pairwise
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.channels import Channel
+from credit_dp.data.dates import format_minute
+from credit_dp.data.sources.base import (
+    AliasedVariables,
+    Fields,
+    Indexer,
+    Source,
+    Times,
+    VariableInfo,
+    all_names,
+    as_slice,
+    is_listed,
+)
+from credit_dp.errors import UserError
+
+GRID_TOLERANCE = 5e-5  # degrees: more than the rounding of coordinates in float32
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class FilesSource(Source):
+    """Sources that follow each other in time and agree in everything else.
+
+    A variable that one source lacks, or has on other levels or in other units, is listed with a
+    problem, so that only its use is refused. Static fields are read from the first source.
+    """
+
+    def __init__(self, sources: Sequence[Source], where: str) -> None:
+        """Sort the sources in time.
+
+        Args:
+            sources: in any order.
+            where: the address for messages, such as the pattern that the files match.
+
+        Raises:
+            UserError: their times overlap, or their latitudes or longitudes differ.
+        """
+        self.where = where
+        self._sources = sorted(sources, key=lambda source: source.times[0])
+        _check_times(self._sources)
+        first = self._sources[0]
+        for source in self._sources[1:]:
+            _check_same_grid(first, source)
+        self.times: Times = np.concatenate([source.times for source in self._sources])
+        # The index in `times` of each source's first time, and their number at the end.
+        self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
+        self.latitude: NDArray[np.float64] = first.latitude
+        self.longitude: NDArray[np.float64] = first.longitude
+        self.title = first.title
+        self.hybrid = first.hybrid
+        self.counters = [counter for source in sources for counter in source.counters]
+        self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
+
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`: file by file."""
+        if not self.variables[channels[0].variable].has_time:
+            return self._sources[0].read(channels, times, rows)
+        time_indices = np.arange(len(self.times))[times]
+        files = np.searchsorted(self._starts, time_indices, side="right") - 1
+        height, width = self.grid
+        north, south, _ = rows.indices(height)
+        fields = np.empty(
+            (len(time_indices), len(channels), south - north, width), dtype=np.float32
+        )
+        # Each file is read once, whatever the order of the requested times.
+        for file in np.unique(files).tolist():
+            in_file = files == file
+            times_in_file = as_slice(time_indices[in_file] - self._starts[file])
+            fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
+        return fields
+
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """See `Source`; as in the first source."""
+        return self._sources[0].group_by_chunk(channels)
+
+    def times_per_file(self, channel: Channel) -> int:
+        """See `Source`; as in the first source."""
+        return self._sources[0].times_per_file(channel)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`; as in the first source."""
+        return self._sources[0].chunk_shape(channel)
+
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`."""
+        if not self.variables[channel.variable].has_time:
+            return self._sources[0].location(channel, time, row, column)
+        file = int(np.searchsorted(self._starts, time, side="right")) - 1
+        return self._sources[file].location(channel, time - int(self._starts[file]), row, column)
+
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`; chunks of different files have different numbers."""
+        files = np.searchsorted(self._starts, times, side="right") - 1
+        numbers = np.empty_like(times)
+        first = 0
+        # Files number their chunks from 0: shift them by the chunks of all files before.
+        for file, source in enumerate(self._sources):
+            in_file = files == file
+            numbers[in_file] = first + source.chunk_numbers(
+                channel, times[in_file] - self._starts[file]
+            )
+            # Numbers continue from source to source, because no chunk spans two of them.
+            last = np.array([len(source.times) - 1])
+            first += int(source.chunk_numbers(channel, last)[0]) + 1
+        return numbers
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`; one entry for each source."""
+        return [source.description(variables) for source in self._sources]
+
+
+def _check_times(sources: Sequence[Source]) -> None:
+    """Refuse sources, sorted in time, whose times overlap."""
+    for earlier, later in pairwise(sources):
+        if later.times[0] <= earlier.times[-1]:
+            raise UserError(
+                f"{later.where}: its times from {format_minute(later.times[0])} on overlap those "
+                f"of {earlier.where}, which end at {format_minute(earlier.times[-1])}. Change "
+                "data.store so that each time is in one of its files."
+            )
+
+
+def _check_same_grid(first: Source, other: Source) -> None:
+    for name in ("latitude", "longitude"):
+        expected, actual = getattr(first, name), getattr(other, name)
+        if not np.array_equal(expected, actual):
+            raise UserError(
+                f"{other.where}: its {name} ({_format_range(actual)}) is not exactly that of "
+                f"{first.where} ({_format_range(expected)}). Change data.store."
+            )
+
+
+def _format_range(values: NDArray[np.float64]) -> str:
+    return f"{len(values)} from {values[0]:g} to {values[-1]:g}"
+
+
+def _merge_variables(sources: Sequence[Source]) -> AliasedVariables:
+    """Merge the variables of all sources; one that differs between them gets a problem."""
+    merged: dict[str, VariableInfo] = {}
+    by_source = [(source, source.variables) for source in sources]
+    for name in dict.fromkeys(name for _, variables in by_source for name in all_names(variables)):
+        versions = [(source, variables.get(name)) for source, variables in by_source]
+        without = next((source for source, variable in versions if variable is None), None)
+        with_it = [(source, variable) for source, variable in versions if variable is not None]
+        first, variable = with_it[0]
+        problem = variable.problem
+        if without is not None:
+            problem = f"is not in {without.where}, while it is in {first.where}"
+        for source, other in with_it[1:]:
+            if other != variable:
+                problem = problem or _difference(variable, first, other, source)
+        merged[name] = replace(variable, problem=problem)
+    listed = dict.fromkeys(name for source in sources for name in source.variables)
+    return AliasedVariables({name: merged[name] for name in listed}, merged)
+
+
+def _difference(
+    variable: VariableInfo, first: Source, other_variable: VariableInfo, other: Source
+) -> str:
+    if other_variable.problem:
+        return f"in {other.where} {other_variable.problem}"
+    for field in ("has_time", "levels", "units"):
+        value, other_value = getattr(variable, field), getattr(other_variable, field)
+        if value != other_value:
+            if field == "has_time":
+                changing, constant = (other, first) if other_value else (first, other)
+                return f"changes in time in {changing.where}, but not in {constant.where}"
+            return (
+                f"has other {field} in {other.where} ({other_value}) than in {first.where} "
+                f"({value})"
+            )
+    return ""
+
+
+@final
+class JoinedSource(Source):
+    """Sources with different variables on one grid, at the times that all of them have.
+
+    A variable that several stores have is read from the first one; a store that has it under the
+    config's name comes before a store that has it under another.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        timeless: Sequence[Source] = (),
+        static: Collection[str] = (),
+    ) -> None:
+        """Join sources by variables.
+
+        Args:
+            sources: stores with times.
+            timeless: stores of static fields; if they have a time, it is ignored.
+            static: names that are used as static fields. They are read from a timeless store if
+                one has them; all other names from a store in which they change in time.
+
+        Raises:
+            UserError: the grids differ, or there is no time in common.
+        """
+        all_sources = [*sources, *timeless]
+        first = all_sources[0]
+        self.where = " with ".join(source.where for source in all_sources)
+        self.latitude = first.latitude
+        self.longitude = first.longitude
+        for other in all_sources[1:]:
+            _check_grid(first, other)
+        self.times: Times = _common_times(sources)
+        # The common times have other indices in each store.
+        self._time_indices = [np.searchsorted(source.times, self.times) for source in sources]
+        self._sources = all_sources
+        self._variables_by_source = [source.variables for source in sources]
+        self._variables_by_source += [_without_time(source.variables) for source in timeless]
+        self._owners: dict[str, int] = {}
+        for name in dict.fromkeys(
+            name for variables in self._variables_by_source for name in all_names(variables)
+        ):
+            # A variable that no store can read has no owner, but stays listed, with its problem.
+            owners = self._owners_of(name, name in static)
+            if owners:
+                self._owners[name] = owners[0]
+        self.title = first.title
+        given = (source.hybrid for source in all_sources)
+        self.hybrid = next((hybrid for hybrid in given if hybrid is not None), None)
+        self.counters = [counter for source in all_sources for counter in source.counters]
+        self.variables: Mapping[str, VariableInfo] = self._variables()
+
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`: store by store."""
+        owners = [self._owner(channel) for channel in channels]
+        if len(set(owners)) == 1:
+            return self._read_from(owners[0], channels, times, rows)
+        fields: Fields | None = None
+        # One read of each store, with all of its channels, as they may share chunks.
+        for owner in dict.fromkeys(owners):
+            positions = [position for position, other in enumerate(owners) if other == owner]
+            part = self._read_from(
+                owner, [channels[position] for position in positions], times, rows
+            )
+            if fields is None:
+                shape = (part.shape[0], len(channels), *part.shape[2:])
+                fields = np.empty(shape, dtype=np.float32)
+            fields[:, positions] = part
+        return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
+
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """See `Source`; channels of different stores share no chunk."""
+        return [
+            group
+            for owner, run in groupby(channels, self._owner)
+            for group in self._sources[owner].group_by_chunk(list(run))
+        ]
+
+    def times_per_file(self, channel: Channel) -> int:
+        """See `Source`."""
+        return self._sources[self._owner(channel)].times_per_file(channel)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        return self._sources[self._owner(channel)].chunk_shape(channel)
+
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`."""
+        owner = self._owner(channel)
+        # A static field is at index 0 in its own store, too.
+        if self._variables_by_source[owner][channel.variable].has_time:
+            time = int(self._time_indices[owner][time])
+        return self._sources[owner].location(channel, time, row, column)
+
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`."""
+        owner = self._owner(channel)
+        return self._sources[owner].chunk_numbers(channel, self._time_indices[owner][times])
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`; one entry for each store, with the variables that are read from it."""
+        names_by_source: list[list[str]] = [[] for _ in self._sources]
+        for name in variables:
+            names_by_source[self._owners[name]].append(name)
+        return [
+            source.description(names)
+            for source, names in zip(self._sources, names_by_source, strict=True)
+        ]
+
+    def _owners_of(self, name: str, static: bool) -> list[int]:
+        """Return the numbers of the stores that can provide a variable, the best first."""
+
+        def order(number: int) -> tuple[bool, bool, bool]:
+            """Return a sorting key: the preferred stores have False first.
+
+            They have a matching time dependence, then no times (for static fields), then the
+            very name of the config.
+            """
+            variables = self._variables_by_source[number]
+            has_times = number < len(self._time_indices)
+            return (
+                variables[name].has_time == static,
+                static and has_times,
+                not is_listed(name, variables),
+            )
+
+        candidates = [
+            (number, variables.get(name))
+            for number, variables in enumerate(self._variables_by_source)
+        ]
+        return sorted((n for n, x in candidates if x is not None and not x.problem), key=order)
+
+    def _owner(self, channel: Channel) -> int:
+        """Return the number of the store that a channel is read from."""
+        return self._owners[channel.variable]
+
+    def _read_from(
+        self, owner: int, channels: Sequence[Channel], times: Indexer, rows: slice
+    ) -> Fields:
+        """Read channels of one store: either all change in time or none does."""
+        source = self._sources[owner]
+        if self._variables_by_source[owner][channels[0].variable].has_time:
+            times = as_slice(self._time_indices[owner][times])
+        return source.read(channels, times, rows)
+
+    def _variables(self) -> AliasedVariables:
+        """Return the metadata of all variables; unreadable ones stay, for their error message."""
+        listed: dict[str, VariableInfo] = {}
+        # Backwards, so that the entry of the first store is the one that stays.
+        for variables in reversed(self._variables_by_source):
+            listed |= variables
+        owned = {
+            name: self._variables_by_source[owner][name] for name, owner in self._owners.items()
+        }
+        return AliasedVariables({name: owned.get(name, listed[name]) for name in listed}, owned)
+
+
+def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
+    """Return the variables of a store of static fields, marked as constant in time."""
+    static = {name: replace(variables[name], has_time=False) for name in all_names(variables)}
+    return AliasedVariables({name: static[name] for name in variables}, static)
+
+
+def _check_grid(first: Source, other: Source) -> None:
+    """Refuse a store whose grid differs from that of the first one."""
+    for name, expected, actual in (
+        ("latitude", first.latitude, other.latitude),
+        ("longitude", first.longitude, other.longitude),
+    ):
+        if len(expected) != len(actual) or np.abs(expected - actual).max() > GRID_TOLERANCE:
+            raise UserError(
+                f"{other.where}: is not on the grid of {first.where}: its {name} is "
+                f"{_format_axis(actual)}, not {_format_axis(expected)}. Stores that are joined "
+                "need one grid: change data.store, or regrid one with `credit-dp data prepare`."
+            )
+
+
+def _format_axis(degrees: NDArray[np.float64]) -> str:
+    return f"{len(degrees)} values from {degrees[0]:g} to {degrees[-1]:g}"
+
+
+def _common_times(sources: Sequence[Source]) -> Times:
+    """Return the times that all sources have.
+
+    Raises:
+        UserError: there is no time in common.
+    """
+    common: Times = reduce(np.intersect1d, [source.times for source in sources])
+    if len(common) == 0:
+        ranges = ", ".join(
+            f"{source.where} has {source.times[0].astype('M8[m]')} to "
+            f"{source.times[-1].astype('M8[m]')}"
+            for source in sources
+        )
+        raise UserError(
+            f"data.store: stores that are joined need times in common, but {ranges}. "
+            "Change data.store."
+        )
+    for source in sources:
+        if len(source.times) > len(common):
+            logger.info(
+                "%s: uses %d of %d times, which are in all other stores, too",
+                source.where,
+                len(common),
+                len(source.times),
+            )
+    return common

@@ -27,11 +27,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.data.units import canonical_unit, is_accumulated
 from credit_dp.errors import UserError
-from credit_dp.evaluation.climatology import (
-    ClimatologyPeriod,
-    ClimatologySource,
-    StoredClimatology,
-)
+from credit_dp.evaluation.climatology import ClimatologyPeriod, ClimatologySource, StoredClimatology
 from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
 
 HOUR = np.timedelta64(1, "h")

@@ -34,13 +34,8 @@ from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed, seed_python
-from credit_dp.training.optimizers import SIDES, Lion, Muon, Soap, matrix_shape
-from credit_dp.training.own_optimizer import (
-    ADAMW,
-    StateLayout,
-    build_plugin_optimizer,
-    probe_plugin_optimizer,
-)
+from credit_dp.training.optimizers import ADAMW, SIDES, Lion, Muon, Soap, StateLayout, matrix_shape
+from credit_dp.training.plugin_optimizer import build_plugin_optimizer, probe_plugin_optimizer
 from credit_dp.training.replicas import local_tensor
 
 LION = StateLayout({}, moments=1)

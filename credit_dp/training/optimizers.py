@@ -4,11 +4,12 @@
 whole matrices: where FSDP2 shards parameters, all of their ranks gather one matrix after the other,
 compute the same update, and keep their shards of it. State is saved and resumed as AdamW's is:
 tensors of the parameter's shape, and numbers; `Soap` also has square matrices, which all ranks have
-whole.
+whole. `StateLayout` describes the state of any optimizer.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,6 +21,27 @@ from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
 
 Groups = Sequence[dict[str, Any]]
+
+
+@final
+@dataclass(frozen=True)
+class StateLayout:
+    """The tensors that an optimizer keeps of each parameter between steps.
+
+    Attributes:
+        scalars: an example of each single number (for instance a step counter), by key.
+        moments: the number of tensors with the parameter's shape.
+        keys: the sets of keys that a parameter may have; None: any.
+        whole: keys of tensors of another shape, which all ranks have whole.
+    """
+
+    scalars: Mapping[str, Tensor]
+    moments: int
+    keys: frozenset[frozenset[str]] | None = None
+    whole: frozenset[str] = frozenset()
+
+
+ADAMW = StateLayout({"step": torch.zeros(())}, moments=2)
 
 
 @final

@@ -23,8 +23,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_shards import Shape
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.optim import WeightAverage, restore_schedule
-from credit_dp.training.optimizers import MatrixOptimizer
-from credit_dp.training.own_optimizer import ADAMW, StateLayout
+from credit_dp.training.optimizers import ADAMW, MatrixOptimizer, StateLayout
 from credit_dp.training.parameter_shards import is_fsdp_module
 
 # Names of tensors in a checkpoint; a prefix is followed by the name in the model.

@@ -90,7 +90,7 @@ def test_trying_draws_nothing_and_changes_nothing():
     assert all(torch.equal(p, wanted[n]) for n, p in before.items())
 
 
-def test_an_own_optimizer_has_the_groups_and_the_rates_of_ours():
+def test_a_plugin_has_the_groups_and_the_rates_of_ours():
     own, ours = (
         build_optimizer(parameters(), config)
         for config in (TorchOptimizerConfig(lr=0.2, weight_decay=0.3), AdamWConfig(lr=0.2))

@@ -8,8 +8,7 @@ parts of the parameters (fsdp2, a pipeline), updating a part must give that part
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from credit_dp.config import OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.plugins import report_plugin_errors
+from credit_dp.training.optimizers import StateLayout
 from credit_dp.training.parameter_shards import is_dtensor
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -29,27 +29,6 @@ STATE_REQUIREMENT = (
     "Checkpoints hold tensors of the parameter's shape and dtype, and single numbers in tensors, "
     "by keys without dots."
 )
-
-
-@final
-@dataclass(frozen=True)
-class StateLayout:
-    """The tensors that an optimizer keeps of each parameter between steps.
-
-    Attributes:
-        scalars: an example of each single number (for instance a step counter), by key.
-        moments: the number of tensors with the parameter's shape.
-        keys: the sets of keys that a parameter may have; None: any.
-        whole: keys of tensors of another shape, which all ranks have whole.
-    """
-
-    scalars: Mapping[str, Tensor]
-    moments: int
-    keys: frozenset[frozenset[str]] | None = None
-    whole: frozenset[str] = frozenset()
-
-
-ADAMW = StateLayout({"step": torch.zeros(())}, moments=2)
 
 
 def build_plugin_optimizer(config: OwnOptimizerConfig, groups: ParamGroups) -> Optimizer:

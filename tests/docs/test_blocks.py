@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -187,3 +188,34 @@ def test_files_that_the_map_names_exist():
         if not (ROOT / "credit_dp" / name.removeprefix("credit_dp/")).exists()
     ]
     assert not missing
+
+
+def _definitions(path):
+    """Return the names that a module defines, and those of methods as `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (x.name for x in node.body if isinstance(x, ast.FunctionDef))
+            names |= {f"{node.name}.{name}" for name in methods}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def test_calls_that_the_map_names_exist():
+    text = (ROOT / "docs/architecture.md").read_text()
+    calls = re.findall(r"`([a-z_/]+\.py)`: `([\w.]+)`", text)
+    assert len(calls) > 50
+    missing = [
+        (path, name) for path, name in calls if name not in _definitions(ROOT / "credit_dp" / path)
+    ]
+    assert not missing
+
+
+def test_the_list_of_files_is_complete():
+    package = ROOT / "credit_dp"
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    listed = re.findall(r"`([a-z_/]+\.py)`", (ROOT / "docs/files.md").read_text())
+    assert sorted(listed) == sorted(files), "docs/files.md: each file of the package, once"

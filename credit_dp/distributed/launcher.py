@@ -120,26 +120,40 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
         )
     if launcher.ranks.rank > 0 or launcher.name == "torchrun":  # whose agent may listen there
         return address
-    try:
-        # Without listening: other ranks may try to connect already.
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
-    except OSError as error:
-        # The user may have given a name that only leads to this host, as that of a service.
-        if error.errno == errno.EADDRNOTAVAIL and "MASTER_ADDR" not in environment:
-            raise UserError(
-                f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, not on {address}, the first "
-                "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
-                "port, the same on all ranks."
-            ) from error
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"MASTER_PORT: port {port} of {address} is in use. Set MASTER_PORT to a free port, "
-                "the same on all ranks."
-            ) from error
-        # What else may be wrong, such as a name that is unknown here, torch says.
+    problems = {error.errno for error in bind_problems(address, port)} - {errno.EAFNOSUPPORT}
+    if errno.EADDRINUSE in problems:
+        raise UserError(
+            f"MASTER_PORT: port {port} of {address} is in use. Set MASTER_PORT to a free port, "
+            "the same on all ranks."
+        )
+    # The user may have given a name that only leads to this host, as that of a service.
+    if problems == {errno.EADDRNOTAVAIL} and "MASTER_ADDR" not in environment:
+        raise UserError(
+            f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, not on {address}, the first "
+            "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
+            "port, the same on all ranks."
+        )
+    # What else may be wrong, such as a name that is unknown here, torch says.
     return address
+
+
+def bind_problems(address: str, port: int) -> list[OSError]:
+    """Return why this host can't listen there, for IPv4 and IPv6; nothing if it can for one."""
+    problems = []
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return [error]
+    for family, kind, protocol, _, name in found:
+        try:
+            # Without listening: other ranks may try to connect already.
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(name)
+        except OSError as error:
+            problems.append(error)
+    in_use = any(error.errno == errno.EADDRINUSE for error in problems)
+    return problems if in_use or len(problems) == len(found) else []
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:

@@ -352,20 +352,30 @@ def test_rank_0_on_another_host_than_expected_is_refused() -> None:
     assert rendezvous_host(other, {}) == "192.0.2.1"
 
 
-def test_a_port_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", *(["::1"] if has_ipv6() else [])])
+def test_a_port_in_use_is_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        launcher = Launcher("mpirun", RankInfo(0, 2, 0, 2), "127.0.0.1", port)
-        for environment in ({}, {"MASTER_ADDR": "127.0.0.1"}):
-            with pytest.raises(UserError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"):
+        launcher = Launcher("mpirun", RankInfo(0, 2, 0, 2), host, port)
+        for environment in ({}, {"MASTER_ADDR": host}):
+            with pytest.raises(UserError, match=f"MASTER_PORT: port {port} of {host} is in use"):
                 rendezvous_host(launcher, environment)
-    assert rendezvous_host(launcher, {}) == "127.0.0.1"
+    assert rendezvous_host(launcher, {}) == host
 
     def unknown_name(*_: object) -> None:
         raise OSError(errno.ENOENT, "unknown name")
 
     monkeypatch.setattr(socket.socket, "bind", unknown_name)  # torch reports it
-    assert rendezvous_host(launcher, {}) == "127.0.0.1"
+    assert rendezvous_host(launcher, {}) == host
 
 
 def test_submitit_on_this_machine() -> None:

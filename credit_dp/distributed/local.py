@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -88,9 +88,8 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
                 processes.append(start_rank(ranks, folder, run, config))
             received: list[int] = []
             with handle_stop(partial(forward_signal, processes, received)):
-                failed = wait_for_all(processes, Path(folder))
-            # Read before `kill`, which would give the surviving ranks an exit code as well.
-            exit_codes = [(rank, process.exitcode) for rank, process in enumerate(processes)]
+                # Before `kill`, which gives the surviving ranks an exit code as well.
+                failed, exit_codes = wait_for_all(processes, Path(folder))
         finally:
             kill(processes)
         outcomes = [read_outcome(Path(folder), rank) for rank in range(world_size)]
@@ -124,31 +123,34 @@ def start_rank(ranks: RankInfo, folder: str, run: str, config: Config) -> ForkSe
     return process
 
 
-def wait_for_all(processes: list[ForkServerProcess], folder: Path) -> bool:
-    """Wait until every rank has returned or one has failed; return whether one has failed.
+def wait_for_all(
+    processes: Sequence[ForkServerProcess], folder: Path
+) -> tuple[bool, list[tuple[int, int | None]]]:
+    """Wait until every rank has returned or one has failed.
 
     After the first failure the other ranks have a moment to report theirs: the first rank to end
     need not be the first that failed.
+
+    Returns:
+        whether one has failed; rank and exit code of those that have ended, in order.
     """
     waiting = dict(enumerate(processes))
+    ended: list[tuple[int, int | None]] = []
+    deadline: float | None = None
     while waiting:
-        wait([process.sentinel for process in waiting.values()])
-        ended = [rank for rank, process in waiting.items() if not process.is_alive()]
-        for rank in ended:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        wait([process.sentinel for process in waiting.values()], left)
+        for rank, process in list(waiting.items()):
+            if process.is_alive():
+                continue
             del waiting[rank]
+            ended.append((rank, process.exitcode))
             outcome = read_outcome(folder, rank)
-            if outcome is None or outcome.kind != "returned":
-                wait_briefly(list(waiting.values()))
-                return True
-    return False
-
-
-def wait_briefly(processes: list[ForkServerProcess]) -> None:
-    """Wait until these processes have ended, for at most `FAILURE_GRACE_SECONDS`."""
-    deadline = time.monotonic() + FAILURE_GRACE_SECONDS
-    while processes and (left := deadline - time.monotonic()) > 0:
-        wait([process.sentinel for process in processes], timeout=left)
-        processes = [process for process in processes if process.is_alive()]
+            if deadline is None and (outcome is None or outcome.kind != "returned"):
+                deadline = time.monotonic() + FAILURE_GRACE_SECONDS
+    return deadline is not None, ended
 
 
 def kill(processes: list[ForkServerProcess]) -> None:
@@ -167,12 +169,20 @@ def report_failure(
     exit_codes: list[tuple[int, int | None]],
     parallel: ParallelConfig,
 ) -> int:
-    """Report the cause of a failed run, not its consequences, and return the exit code."""
+    """Report the cause of a failed run, not its consequences, and return the exit code.
+
+    Args:
+        outcomes: of all ranks.
+        exit_codes: rank and exit code of those that have ended, in order.
+        parallel: by which ranks are named.
+    """
     silent = [(r, code) for r, code in exit_codes if outcomes[r] is None and code is not None]
     failures = [o for o in outcomes if o is not None and o.kind != "returned"]
-    # nccl and gloo abort a rank whose peer has failed: if any rank reported an error, an abort is
-    # its consequence.
-    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT or not failures]
+    # nccl and gloo abort a rank whose peer has failed: if any rank reported an error or was killed,
+    # an abort is its consequence.
+    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT] or (
+        [] if failures else silent
+    )
     if causes:
         rank, code = causes[0]
         report_error(death_message(mesh_rank_name(rank, parallel), code))

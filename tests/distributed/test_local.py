@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.config import ParallelConfig
+from credit_dp.distributed.local import report_failure
+from credit_dp.distributed.report import RankOutcome
 from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
-from tests.distributed.processes import begin, finish, gone, hanging, until
+from tests.distributed.processes import begin, finish, gone, hanging, until, voices
 
 
 @pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
@@ -52,6 +55,51 @@ def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
     assert code == 1
     assert err.startswith("error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGKILL")
     assert all(gone(pid) for pid in pids)
+
+
+def failed(rank: int, kind: str = "crashed") -> RankOutcome:
+    return RankOutcome(rank, kind, 1, "Traceback", time=rank)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "exit_codes", "line"),
+    [
+        pytest.param(
+            [None, None, None],
+            [(2, -signal.SIGABRT), (1, -signal.SIGKILL), (0, -signal.SIGABRT)],
+            "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL",
+            id="killed before aborted",
+        ),
+        pytest.param(
+            [None, None, None],
+            [(2, -signal.SIGSEGV), (0, -signal.SIGKILL)],
+            "error: rank 2 (pipeline 0, data 0, domain 2) was killed by SIGSEGV",
+            id="in the order of time",
+        ),
+        pytest.param(
+            [None, None, None],
+            [(1, -signal.SIGABRT), (0, -signal.SIGABRT)],
+            "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGABRT",
+            id="the first abort",
+        ),
+        pytest.param(
+            [None, failed(1), failed(2)],
+            [(0, -signal.SIGABRT), (2, 1), (1, 1)],
+            "rank 1 (pipeline 0, data 0, domain 1) failed:",
+            id="an error before an abort",
+        ),
+    ],
+)
+def test_the_cause_is_reported_and_not_its_consequences(
+    outcomes: list[RankOutcome | None],
+    exit_codes: list[tuple[int, int]],
+    line: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert report_failure(outcomes, exit_codes, ParallelConfig(domain=3)) == 1
+    message = capfd.readouterr().err
+    assert message.startswith(line)
+    assert len(voices(message)) == 1
 
 
 @pytest.mark.slow

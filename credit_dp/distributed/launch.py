@@ -10,6 +10,7 @@ from credit_dp.distributed.local import run_processes, start_fork_server
 from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
 from credit_dp.distributed.report import mesh_rank_name, report_crash, report_error
+from credit_dp.distributed.shared_store import AGENT_STORE
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
 from credit_dp.distributed.worker import run_rank
 from credit_dp.errors import UserError
@@ -75,7 +76,12 @@ def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
     os.environ.setdefault("MASTER_ADDR", rendezvous_host(launcher, os.environ))
     os.environ.setdefault("MASTER_PORT", str(launcher.port))
     ranks = launcher.ranks
-    monitor = PeerMonitor(ranks, config.parallel)
+    monitor = PeerMonitor(
+        ranks,
+        config.parallel,
+        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        agent=os.environ.get(AGENT_STORE) == "True",
+    )
     with handle_stop_in_thread(monitor.stop):
         try:
             code = run_rank(config, ranks, run, "env://", monitor.start_monitoring)

@@ -5,20 +5,31 @@ be stuck in C++ for minutes. So every rank
 
 1. publishes its process id in the rendezvous store and reads those of its machine,
 2. waits in a thread for the key `credit_dp/end` of the store: the lowest rank of a machine at the
-   store, the others at a socket of that rank,
+   store, the others at a socket of that rank, which also closes when a rank ends: both ends of it
+   notice a killed rank within milliseconds, long before other ranks fail as a consequence,
 3. on a failure or a signal, looks which processes have ended, and adds 1 to a counter in the store:
    exactly one rank, the first, reports,
 4. ends soon after the key is set, whatever its main thread waits for, unless it has finished.
+
+The first rank to report need not be on the machine of the rank that ended first. It sets the key,
+and waits a moment for the answers of the other machines: which of their ranks have ended, and when.
+A rank that ends as a consequence, or by a signal, marks this in a file that the ranks of its
+machine share (`EndMarks`), so that it is not taken for one that was killed.
 
 So the store has two connections to each rank, torch's own and one for steps 3 and 4, and one more
 to each machine. The second one can't be opened when it is needed: a process that is being killed
 still accepts connections, and torch would try for minutes. On several nodes they all go through
 processes that are no ranks (`shared_store`), which a killed rank does not take along; the rank that
 has started such a process reports its end.
+
+Without these processes the store ends with rank 0. Then a rank on rank 0's machine reports, and
+answers at the port of the store that it has done so. If nobody answers there, a rank on another
+machine reports that the machine of rank 0 was lost.
 """
 
 import contextlib
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -27,26 +38,45 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import final
 
 from credit_dp.config import ParallelConfig
+from credit_dp.distributed import store_process
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.process_groups import GROUP_TIMEOUT
-from credit_dp.distributed.report import mesh_rank_name, report_error, wait_for_first_rank
-from credit_dp.distributed.shared_store import RendezvousStore, StoreLink, connect
+from credit_dp.distributed.report import (
+    mesh_rank_name,
+    report_crash,
+    report_error,
+    wait_for_first_rank,
+)
+from credit_dp.distributed.shared_store import (
+    RendezvousStore,
+    StoreLink,
+    connect,
+    listen_on_all_interfaces,
+)
 from credit_dp.distributed.signals import Terminated
 
 # Until a killed process shows as ended; its peers may notice the broken connection earlier.
 DETECTION_SECONDS = 0.2
 # The ranks on the machine of an ended rank report it; other machines leave them this time.
 REMOTE_REPORT_SECONDS = 1.0
+# Signals of a launcher reach all ranks; on a busy machine one may have ended so long before.
+SIGNAL_SECONDS = 1.0
+# In which every machine answers which of its ranks have ended.
+ANSWER_SECONDS = 5
+# In which a rank of rank 0's machine has reported the end of rank 0.
+STAND_IN_SECONDS = 3.0
 # The reporting rank may serve the store: it lives on until the others have read the key.
 END_NOTICE_SECONDS = 0.5
 # Other ranks end later than the first one, so that the launcher names the right one.
 ROOT_CAUSE_SECONDS = 1.5
+REPORTING_SECONDS = 15.0  # for which a thread waits for another one that reports
 EXIT_SECONDS = 5.0  # until a process that is ending has an exit code
 RECONNECT_TIMEOUT = timedelta(seconds=5)
 FOREVER = timedelta(days=365)
@@ -54,21 +84,112 @@ END_KEY = "credit_dp/end"
 PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
 LAST_RANK_SECONDS = 600.0  # for which a finished rank waits for the last one
 
+# What the lowest rank of a machine sends the others; nothing if it was killed.
+REPORTED, STORE_LOST = b"e", b"s"
+NOT_MARKED, ON_PURPOSE = 0, 255  # `EndMarks`; other numbers are signals
+# Who answers at the port of the store.
+STORE, STAND_IN, NOBODY = b"s", b"!", b""
+PING_BYTES = 64
+
+
+@final
+@dataclass(frozen=True)
+class EndedRank:
+    """A rank that has ended, and not as a consequence of another one's end.
+
+    Attributes:
+        rank: of the run.
+        signal: number of the signal on which it ended itself; 0 if it was killed, or ended by a
+            crash of its own.
+        time: when this was noticed, in nanoseconds since 1970.
+    """
+
+    rank: int
+    signal: int
+    time: int
+
+    @classmethod
+    def parse(cls, text: str) -> "EndedRank":
+        """Return the rank of a text."""
+        return cls(*map(int, text.split(":")))
+
+    def __str__(self) -> str:
+        return f"{self.rank}:{self.signal}:{self.time}"
+
+
+@final
+class EndMarks:
+    """A file without a name that the ranks of a machine share: why each of them ended itself.
+
+    It outlives the ranks that have written it, and needs no store.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = new_nameless_file()
+        self.descriptor = descriptor
+
+    def write(self, rank: int, mark: int) -> None:
+        """Mark that a rank is about to end."""
+        with contextlib.suppress(OSError):  # no space: it counts as killed
+            os.pwrite(self.descriptor, bytes([mark]), rank)
+
+    def read(self, rank: int) -> int:
+        """Return the mark of a rank; 0 without one."""
+        return (os.pread(self.descriptor, 1, rank) or b"\0")[0]
+
+    def send(self, connection: socket.socket) -> None:
+        """Share the file with the rank at the other end."""
+        with contextlib.suppress(OSError):  # that rank has ended already
+            socket.send_fds(connection, [b"f"], [self.descriptor])
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> "EndMarks":
+        """Return the file that the rank at the other end shares; a new one if it has ended."""
+        with contextlib.suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            if descriptors:
+                os.set_inheritable(descriptors[0], False)
+                return cls(descriptors[0])
+        return cls()
+
 
 @final
 class PeerMonitor:
-    """Watches the processes of the other ranks; before `start_monitoring` it knows only its own."""
+    """Watches the processes of the other ranks; before `start_monitoring` it knows only its own.
 
-    def __init__(self, ranks: RankInfo, parallel: ParallelConfig) -> None:
+    Args:
+        ranks: this rank.
+        parallel: by which ranks are named.
+        store_address: host and port of the store; None if there is no network.
+        agent: whether an agent of torchrun serves the store.
+    """
+
+    def __init__(
+        self,
+        ranks: RankInfo,
+        parallel: ParallelConfig,
+        store_address: tuple[str, int] | None = None,
+        agent: bool = False,
+    ) -> None:
         self.ranks = ranks
         self.parallel = parallel
+        self.store_address = store_address
+        self.agent = agent
         self.store: RendezvousStore | None = None
         self.rendezvous_store: RendezvousStore | None = None
         self.link = StoreLink()
         self.processes: dict[int, int] = {}  # rank -> process id, on this machine
+        self.machines: dict[int, list[int]] = {}  # lowest rank of each machine -> its ranks
+        self.marks: EndMarks | None = None  # None on a machine of one rank
+        self.noticed: dict[int, int] = {}  # ended rank -> when, in nanoseconds
         self.listener: threading.Thread | None = None
         self.finished = False
-        self.claim_attempted = threading.Lock()  # never released: a rank tries once
+        self.ending = False  # the key is set, or the store is lost
+        self.stopping = False  # by a signal
+        # Held while this rank reports, so that none of its threads ends the process meanwhile.
+        self.reporting = threading.Lock()
+        self.attempted = False  # a rank tries to report once
 
     def start_monitoring(self, store: RendezvousStore, link: StoreLink) -> None:
         """Exchange process ids over the store and start the listening thread; collective."""
@@ -79,6 +200,10 @@ class PeerMonitor:
         self.processes = {
             rank: int(pid) for rank, (name, pid) in enumerate(entries) if name == machine
         }
+        by_name: dict[str, list[int]] = {}
+        for rank, (name, _) in enumerate(entries):
+            by_name.setdefault(name, []).append(rank)
+        self.machines = {on_machine[0]: on_machine for on_machine in by_name.values()}
         # Keep the store alive until all ranks have left, if this rank serves it or its process.
         self.rendezvous_store, self.link = store, link
         # Another connection for other threads: a call of the main thread blocks its own.
@@ -87,46 +212,84 @@ class PeerMonitor:
         key = f"credit_dp/socket/{lowest}"
         if self.ranks.rank == lowest:
             others = accept_connections(len(self.processes) - 1, partial(store.set, key))
+            if others:
+                self.marks = EndMarks()
+                for connection in others:
+                    self.marks.send(connection)
+                threading.Thread(target=self.watch_ranks, args=(others,), daemon=True).start()
             wait = partial(self.wait_at_store, store.clone(), others)
         else:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(store.get(key).decode())
+            self.marks = EndMarks.receive(connection)
             wait = partial(self.wait_at_socket, connection)
         self.listener = threading.Thread(target=wait, daemon=True)
         self.listener.start()
 
+    # Threads that wait for the end of the run or of a rank
+
     def wait_at_store(self, store: RendezvousStore, others: Sequence[socket.socket]) -> None:
         """Wait for the end of the run, and tell the other ranks of this machine."""
-        word = b""
+        word = STORE_LOST
         with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
             store.wait([END_KEY], FOREVER)
-            word = b"e"
+            word = REPORTED
+        self.ending = True
         for connection in others:
             with contextlib.suppress(OSError):  # that rank has ended already
                 connection.sendall(word)
-            connection.close()
-        self.end_process(reported=bool(word))
+                connection.shutdown(socket.SHUT_RDWR)  # `watch_ranks` closes it
+        if word == REPORTED:
+            self.answer_reporter(store)
+        self.end_process(word)
 
     def wait_at_socket(self, connection: socket.socket) -> None:
         """Wait for the word of the rank that waits at the store, or for the end of its process."""
         word = b""
         with connection, contextlib.suppress(OSError):
             word = connection.recv(1)
-        self.end_process(reported=bool(word))
+        self.ending = bool(word)
+        self.end_process(word)
 
-    def end_process(self, reported: bool) -> None:
-        """End the process if this rank has not finished.
+    def watch_ranks(self, others: Sequence[socket.socket]) -> None:
+        """Wait until the connection of a rank of this machine closes: that rank has ended."""
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.PollSelector())
+            for connection in others:
+                selector.register(stack.enter_context(connection), selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                if not self.ending and self.wait_for_ended_rank():
+                    self.end_process(b"")
+
+    def end_process(self, word: bytes) -> None:
+        """End the process if this rank has not finished; before, report why if that may be missing.
 
         Args:
-            reported: whether a rank has reported the failure; if not, this rank may have to.
+            word: `REPORTED`, `STORE_LOST`, or none if a rank of this machine has ended.
         """
-        if reported:
-            self.claim_attempted.acquire(blocking=False)
-        elif not self.finished:
+        if word == REPORTED:
+            if self.reporting.acquire(timeout=REPORTING_SECONDS):
+                self.attempted = True
+                self.reporting.release()
+        elif word != STORE_LOST:
+            self.wait_for_ended_rank()
             self.report_once(None)
+        elif not self.finished:  # else rank 0 may have left, after the last rank has finished
+            self.wait_for_ended_rank()
+            self.report_once(None, store_lost=True)
         if not self.finished:
             time.sleep(ROOT_CAUSE_SECONDS)
+            self.mark_end()
             os._exit(1)
+
+    def mark_end(self) -> None:
+        """Let the other ranks of this machine know that this rank is not the first to end."""
+        if self.marks is not None and not self.stopping:
+            self.marks.write(self.ranks.rank, ON_PURPOSE)
+
+    # What the main thread calls
 
     def wait_for_all_ranks(self) -> None:
         """Wait until all ranks have finished, so that none takes a finished rank for a lost one."""
@@ -136,9 +299,13 @@ class PeerMonitor:
         if self.store.add("credit_dp/left", 1) == self.ranks.world_size:
             self.store.set(END_KEY, "")
         self.listener.join(LAST_RANK_SECONDS)
+        self.mark_end()
 
     def stop(self, number: int) -> None:
         """End the process on a signal; report an ended rank first, if that is why it came."""
+        self.stopping = True
+        if self.marks is not None:
+            self.marks.write(self.ranks.rank, number)
         if number == signal.SIGINT and self.ranks.rank == 0:
             sys.stderr.write("\ninterrupted\n")
         # Launchers send SIGTERM to all ranks when one has ended. After this rank has finished, an
@@ -151,57 +318,181 @@ class PeerMonitor:
     def report_failure(self, report: Callable[[], None]) -> None:
         """Report this rank's failure, or the ended rank behind it, unless another rank has."""
         # An exception is often the consequence of a peer that was killed: look for one first.
-        time.sleep(DETECTION_SECONDS)
-        if not self.ended_ranks():
+        if not self.wait_for_ended_rank():
             wait_for_first_rank(self.ranks.rank)
-            if len(self.processes) < self.ranks.world_size and self.store is not None:
+            if len(self.machines) > 1:
                 time.sleep(REMOTE_REPORT_SECONDS)
         self.report_once(report)
+        self.mark_end()
 
-    def report_once(self, report: Callable[[], None] | None) -> None:
+    # Who reports what
+
+    def report_once(self, report: Callable[[], None] | None, store_lost: bool = False) -> None:
         """Report once in the whole run: an ended process if there is one, otherwise by `report`."""
-        ended = self.ended_ranks()
-        lost = "" if ended else self.lost_store_process()
-        if (ended or lost or report is not None) and self.claim_reporting(ended, lost):
-            if ended:
-                report_error(self.death_message(ended))
-            elif lost:
-                report_error(f"{lost} ended (killed, or out of memory?); all ranks were stopped")
-            elif report is not None:
-                report()
-            self.announce_end()
+        ended: list[EndedRank] = []
+        # Not for ever: the store may be on a machine that does not answer.
+        if not self.reporting.acquire(timeout=REPORTING_SECONDS):
+            return
+        try:
+            if not self.attempted:
+                ended = self.ended_ranks()
+                lost = "" if ended else self.lost_store_process()
+                if ended or lost or report is not None or store_lost:
+                    self.attempted = True
+                    self._report(ended, lost, report)
+        finally:
+            self.reporting.release()
         if ended:
             time.sleep(ROOT_CAUSE_SECONDS)
 
-    def claim_reporting(self, ended: list[int], lost: str) -> bool:
-        """Return whether this rank reports; each rank can try once, in any of its threads."""
-        if not self.claim_attempted.acquire(blocking=False):
-            return False
-        if self.store is None:
+    def _report(self, ended: list[EndedRank], lost: str, report: Callable[[], None] | None) -> None:
+        silent: list[int] = []
+        claimed = self.claim_in_store()
+        # Of this machine alone the relay may have been killed.
+        if claimed is None and (ended or lost or report is not None) and self.reconnect():
+            claimed = self.claim_in_store()
+        if claimed:
+            more, silent = self.ask_machines()
+            ended = in_order([*ended, *more])
+        elif claimed is None and self.reports_without_store(lost):
+            if 0 not in self.processes or not (ended or lost or report):
+                ended, lost = [], ""
+                report = partial(report_error, self.lost_store_message())
+        else:
+            return
+        if ended:
+            report_error(self.death_message(ended))
+        elif lost:
+            report_error(f"{lost} ended (killed, or out of memory?); all ranks were stopped")
+        elif report is not None:
+            report()
+        if silent:
+            report_crash(
+                f"no answer from {rank_list(silent)} on other machines (killed, or are the "
+                "machines or the network lost?)"
+            )
+        if self.store is not None:
+            time.sleep(END_NOTICE_SECONDS)
+
+    def claim_in_store(self) -> bool | None:
+        """Return whether this rank is the first to report, and let all others end; None: no store.
+
+        Another rank learns what happened on the machine of this one.
+        """
+        if self.store is None:  # the ranks have not met: each of them reports
             return True
         try:
-            return self.store.add("credit_dp/floor", 1) == 1
+            first = self.store.add("credit_dp/floor", 1) == 1
         except RuntimeError:
-            # The store ended with the rank that served it: one rank of each machine reports. Or its
-            # process was killed, which only the rank knows that had started it.
-            return bool(lost) or self.ranks.rank == min(set(self.processes) - set(ended))
-
-    def announce_end(self) -> None:
-        """Set the key that all ranks wait for, after the failure has been reported."""
-        with contextlib.suppress(RuntimeError):  # without a store the others notice that themselves
-            if self.store is not None:
+            return None
+        with contextlib.suppress(RuntimeError):
+            if first:
                 self.store.set(END_KEY, "")
-                time.sleep(END_NOTICE_SECONDS)
+            else:
+                self.answer_reporter(self.store)
+        return first
 
-    def ended_ranks(self) -> list[int]:
-        """Return the ranks of this machine whose process has ended."""
-        return [rank for rank, pid in self.processes.items() if process_has_ended(pid)]
+    def answer_reporter(self, store: RendezvousStore) -> None:
+        """Let the rank that reports know which ranks of this machine have ended."""
+        with contextlib.suppress(RuntimeError):
+            text = " ".join(map(str, self.ended_ranks()))
+            store.set(answer_key(min(self.processes)), text)
+
+    def ask_machines(self) -> tuple[list[EndedRank], list[int]]:
+        """Return the ended ranks of other machines, and the ranks of machines that do not answer.
+
+        They answer when they have read the key. So the cause is reported wherever it was, and
+        whichever rank noticed something first.
+        """
+        keys = {
+            answer_key(lowest): on_machine
+            for lowest, on_machine in self.machines.items()
+            if self.ranks.rank not in on_machine
+        }
+        if not keys or self.store is None:
+            return [], []
+        ended: list[EndedRank] = []
+        with contextlib.suppress(RuntimeError):  # the store has ended meanwhile
+            for _ in range(ANSWER_SECONDS):
+                with contextlib.suppress(RuntimeError):  # not all in time
+                    self.store.wait(list(keys), timedelta(seconds=1))
+                for key in [key for key in keys if self.store.check([key])]:
+                    ended += map(EndedRank.parse, self.store.get(key).decode().split())
+                    del keys[key]
+                if not keys:
+                    break
+        return ended, [rank for on_machine in keys.values() for rank in on_machine]
+
+    def reports_without_store(self, lost: str) -> bool:
+        """Return whether this rank reports, where no store can tell: one rank of the run does.
+
+        That is on rank 0's machine the lowest rank that is left, or the one that started a process
+        of the store which was killed. If no rank there has reported, it is the lowest rank that is
+        left on the next machine.
+        """
+        lowest_left = min(
+            rank for rank, pid in self.processes.items() if not process_has_ended(pid)
+        )
+        if 0 in self.processes:
+            reports = bool(lost) or self.ranks.rank == lowest_left
+            if reports and len(self.machines) > 1 and self.store_address is not None:
+                port = self.store_address[1]
+                threading.Thread(target=stand_in_for_store, args=(port,), daemon=True).start()
+            return reports
+        next_machine = min(lowest for lowest in self.machines if lowest > 0)
+        if next_machine not in self.processes or self.ranks.rank != lowest_left:
+            return False
+        patience = STAND_IN_SECONDS if len(self.machines[0]) > 1 else 0.0
+        return self.who_answers(patience) == NOBODY and not self.stopping
+
+    def who_answers(self, patience: float) -> bytes:
+        """Return who answers at the port of the store.
+
+        Args:
+            patience: seconds in which nobody has to answer; a signal ends them.
+        """
+        end = time.monotonic() + patience
+        while self.store_address is not None:
+            answer = ask_at_port(self.store_address)
+            if answer != NOBODY or time.monotonic() > end or self.stopping:
+                return answer
+            time.sleep(0.05)
+        return NOBODY
+
+    def reconnect(self) -> bool:
+        """Connect to the store anew; return whether that was possible."""
+        if self.store_address is not None and self.who_answers(patience=0.0) == STORE:
+            with contextlib.suppress(RuntimeError):
+                self.store = connect(*self.store_address, RECONNECT_TIMEOUT)
+                return True
+        return False
+
+    def ended_ranks(self) -> list[EndedRank]:
+        """Return the ranks of this machine that have ended, but not as a consequence, in order.
+
+        Those that ended themselves on a signal are left out if a signal also ends this rank.
+        """
+        found = []
+        for rank, pid in self.processes.items():
+            if process_has_ended(pid):
+                # Read now: the rank writes it before it ends.
+                mark = NOT_MARKED if self.marks is None else self.marks.read(rank)
+                noticed = self.noticed.setdefault(rank, time.time_ns())
+                if mark == NOT_MARKED or (mark != ON_PURPOSE and not self.stopping):
+                    found.append(EndedRank(rank, mark, noticed))
+        return in_order(found)
+
+    def wait_for_ended_rank(self) -> bool:
+        """Wait for a rank that has closed its connections to show as ended; return if one does."""
+        end = time.monotonic() + DETECTION_SECONDS
+        while not (ended := self.ended_ranks()) and time.monotonic() < end:
+            time.sleep(0.01)
+        if ended and ended[0].signal:
+            time.sleep(SIGNAL_SECONDS)  # meanwhile `stop` ends this rank if all get the signal
+        return bool(ended)
 
     def lost_store_process(self) -> str:
-        """Return which process of the store this rank has started, if it was killed; "" if not.
-
-        If it was a relay, this rank connects to rank 0 anew, so that it can report failures.
-        """
+        """Return which process of the store this rank has started, if it was killed; "" if not."""
         process = self.link.process
         if process is None or not process_has_ended(process.pid):
             return ""
@@ -211,20 +502,81 @@ class PeerMonitor:
             return ""
         if code == 0:  # as of a relay, when the process that keeps the store was killed
             return ""
-        if self.link.server is not None:  # which ranks of other nodes still listen to
-            with contextlib.suppress(RuntimeError):
-                self.store = connect(*self.link.server, RECONNECT_TIMEOUT)
         return self.link.name
 
-    def death_message(self, ended: list[int]) -> str:
-        """Return the error line for ranks that ended without reporting."""
-        parallel = self.parallel
-        first = mesh_rank_name(ended[0], parallel)
-        others = f", and so did {len(ended) - 1} others" if len(ended) > 1 else ""
-        return (
-            f"{first} ended without a message (killed, or out of memory?){others}; "
-            "the other ranks were stopped"
+    def death_message(self, ended: Sequence[EndedRank]) -> str:
+        """Return the error line for ranks that ended without reporting, in this order."""
+        first = mesh_rank_name(ended[0].rank, self.parallel)
+        how = (
+            f"was ended by {signal.Signals(ended[0].signal).name}"
+            if ended[0].signal
+            else "ended without a message (killed, or out of memory?)"
         )
+        more = sum(each.signal == ended[0].signal for each in ended[1:])
+        others = f", and so did {more} other{'s' if more > 1 else ''}" if more else ""
+        return f"{first} {how}{others}; the other ranks were stopped"
+
+    def lost_store_message(self) -> str:
+        """Return the error line for a store that was lost for a reason that no rank has seen."""
+        if self.agent and self.store_address is not None:
+            host, port = self.store_address
+            return (
+                f"torchrun's agent at {host}:{port}, which keeps the store of the run, ended, or "
+                "its machine or the network to it was lost; all ranks were stopped"
+            )
+        return (
+            f"{mesh_rank_name(0, self.parallel)} ended, or its machine or the network to it was "
+            "lost; the other ranks were stopped"
+        )
+
+
+def in_order(ended: Sequence[EndedRank]) -> list[EndedRank]:
+    """Return ended ranks, the first cause first: those that were killed, then by a signal."""
+    return sorted(ended, key=lambda each: (each.signal > 0, each.time, each.rank))
+
+
+def answer_key(lowest: int) -> str:
+    """Return the key of the store at which the machine with this lowest rank answers."""
+    return f"credit_dp/answer/{lowest}"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return the ranks as text: `rank 3`, or `ranks 4, 5, 6 and 3 more`."""
+    first = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first}{more}"
+
+
+def stand_in_for_store(port: int) -> None:
+    """Answer at the port of a store that has ended: a rank beside it has reported why."""
+    end = time.monotonic() + STAND_IN_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), listen_on_all_interfaces(port) as listener:
+            listener.settimeout(STAND_IN_SECONDS)
+            while time.monotonic() < end:
+                with listener.accept()[0] as peer:
+                    peer.settimeout(1.0)
+                    peer.sendall(STAND_IN)
+                    peer.recv(PING_BYTES)  # otherwise closing would discard the answer
+        time.sleep(0.05)  # the port is not free yet
+
+
+def ask_at_port(address: tuple[str, int]) -> bytes:
+    """Return who answers at the port of the store: `STORE`, `STAND_IN` or `NOBODY`."""
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=1.0) as peer:
+        peer.sendall(store_process.ping())
+        if answer := peer.recv(1):
+            return STAND_IN if answer == STAND_IN else STORE
+    return NOBODY
+
+
+def new_nameless_file() -> int:
+    """Return the descriptor of an empty file that ends with its last descriptor."""
+    in_memory: Callable[[str], int] | None = getattr(os, "memfd_create", None)
+    if in_memory is not None:  # on Linux, where no full disk matters
+        return in_memory("credit_dp")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def accept_connections(count: int, publish: Callable[[str], None]) -> list[socket.socket]:
@@ -259,11 +611,14 @@ def machine_id() -> str:
 def process_has_ended(pid: int) -> bool:
     """Return whether a process has ended; zombies and exiting processes have."""
     try:
-        os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except ProcessLookupError:
-        return True
-    except OSError:  # no /proc on this system
+    except OSError:  # it has ended, perhaps just now; or there is no /proc on this system
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # of another user
+            return False
         return False
     # After the command's name in brackets come the state and, six fields later, the flags.
     return fields[0] == "Z" or bool(int(fields[6]) & PF_EXITING)

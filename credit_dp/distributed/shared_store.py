@@ -48,6 +48,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # These differ between runs on the same nodes, and between attempts of a run.
 RUN_VARIABLES = (*JOB_VARIABLES, "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
 ATTEMPTS = 3
+# Ranks report a death within milliseconds, and on a busy machine within seconds.
+REPORT_SECONDS = 10.0
 # The name is in use, but no relay listens yet: the rank that has bound it is starting one.
 CONNECT_SECONDS = 10.0
 # A relay gives up after `GROUP_TIMEOUT`; its answer may take so much longer.
@@ -77,6 +79,9 @@ class RendezvousStore(Protocol):
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Wait until all keys exist."""
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys exist."""
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set for how long reading waits."""
 
@@ -93,13 +98,11 @@ class StoreLink:
         connection: to a process that ends soon after the last rank has closed it.
         process: that this rank has started; None: another rank of the node has.
         name: of that process, for messages.
-        server: address and port of rank 0, if that process is a relay.
     """
 
     connection: socket.socket | None = None
     process: subprocess.Popen[bytes] | None = None
     name: str = ""
-    server: tuple[str, int] | None = None
 
 
 def uses_shared_store(ranks: RankInfo, environment: Mapping[str, str]) -> bool:
@@ -143,7 +146,9 @@ def join_shared_store(
         UserError: rank 0 can't be reached.
     """
     if ranks.rank == 0:
-        link = start_server(port)
+        # On its machine other ranks report the death of rank 0. If there are none, the store ends
+        # at once, which ranks on other machines notice.
+        link = start_server(port, grace=REPORT_SECONDS if ranks.local_world_size > 1 else 0.0)
         return connect("127.0.0.1", port), link
     if ranks.local_world_size > 1:
         name = relay_name(ranks, address, port, environment)
@@ -168,8 +173,12 @@ def connect(address: str, port: int, timeout: timedelta = GROUP_TIMEOUT) -> Rend
     return cast(RendezvousStore, store)
 
 
-def start_server(port: int) -> StoreLink:
+def start_server(port: int, grace: float) -> StoreLink:
     """Start the process that keeps the store; it listens on all interfaces, as torch's does.
+
+    Args:
+        port: at which it listens.
+        grace: seconds that it outlives this rank while others are connected.
 
     Raises:
         UserError: the port is in use, or the process can't be started or ends at once.
@@ -178,7 +187,7 @@ def start_server(port: int) -> StoreLink:
         with listen_on_all_interfaces(port) as listener:
             ours, others = socket.socketpair()
             with others:
-                process = start_process(["server"], [listener, others])
+                process = start_process(["server"], [listener, others], [str(grace)])
     except OSError as error:
         raise UserError(
             f"MASTER_PORT: rank 0 can't keep the store of the run at port {port} "
@@ -233,9 +242,7 @@ def find_relay(name: str, address: str, port: int) -> tuple[int | None, StoreLin
         process = started or process
         answer, connection = request_port(name)
         if answer.startswith("port "):
-            return int(answer.removeprefix("port ")), StoreLink(
-                connection, process, RELAY_PROCESS, (address, port)
-            )
+            return int(answer.removeprefix("port ")), StoreLink(connection, process, RELAY_PROCESS)
         if connection is not None:
             connection.close()
         if answer.startswith("error "):

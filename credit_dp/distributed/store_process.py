@@ -57,6 +57,7 @@ from typing import final
     BARRIER,
 ) = range(19)
 MAGIC_NUMBER = 0x3C85F7CE  # follows VALIDATE
+STORE_NONCE = b"ping"  # a server returns it
 READY, NOT_READY = b"\0", b"\1"
 STOP_WAITING, WAIT_CANCELED = b"\0", b"\1"
 # The same limits as torch's server has, in bytes and keys, and one for a whole request.
@@ -72,8 +73,7 @@ FRAME = struct.Struct("<II")  # number of the connection, bytes
 MAX_FRAME_BYTES = 1024 * 1024
 READ_BYTES = 64 * 1024
 
-# Seconds. The server outlives rank 0 so that the others can report its death.
-GRACE_SECONDS = 3.0
+# Seconds.
 # A server that is busy answers later than one that is not ours.
 HELLO_SECONDS = 60.0
 RETRY_SECONDS = 0.2
@@ -284,6 +284,11 @@ def number_bytes(number: int) -> bytes:
         raise ProtocolError(str(error)) from error
 
 
+def ping() -> bytes:
+    """Return the first bytes of a client that a server answers at once."""
+    return bytes([VALIDATE]) + MAGIC_NUMBER.to_bytes(4, "little") + bytes([PING]) + STORE_NONCE
+
+
 def text_bytes(value: bytes) -> bytes:
     """Return bytes with their length in front."""
     return number_bytes(len(value)) + value
@@ -477,7 +482,15 @@ class Client:
 class Server:
     """Answers ranks that connect themselves, and those behind relays."""
 
-    def __init__(self, listener: socket.socket, lifeline: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, lifeline: socket.socket, grace: float) -> None:
+        """Listen for ranks.
+
+        Args:
+            listener: at which they connect.
+            lifeline: closes when rank 0 ends.
+            grace: seconds in which the others can report the death of rank 0.
+        """
+        self.grace = grace
         self.loop = Loop()
         self.store = Store()
         self.sessions: set[Session] = set()
@@ -495,10 +508,10 @@ class Server:
         self.orphaned_at = time.monotonic()
 
     def run(self) -> None:
-        """Serve until rank 0 has ended, then at most `GRACE_SECONDS` until no client is left."""
+        """Serve until rank 0 has ended, then for the time of grace until no client is left."""
         while self.orphaned_at is None:
             self.loop.step(None)
-        while self.sessions and time.monotonic() < self.orphaned_at + GRACE_SECONDS:
+        while self.sessions and time.monotonic() < self.orphaned_at + self.grace:
             self.loop.step(RETRY_SECONDS)
 
 
@@ -729,9 +742,9 @@ def knows_peers(listener: socket.socket) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Run `server LISTENER LIFELINE` or `relay LISTENER HOST PORT PATIENCE`.
+    """Run `server LISTENER LIFELINE GRACE` or `relay LISTENER HOST PORT PATIENCE`.
 
-    The listeners are numbers of descriptors.
+    The first ones are numbers of descriptors.
     """
     # Launchers send signals to all processes of a job. The ranks decide when the run ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -739,7 +752,10 @@ def main(arguments: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kind, listener, *others = arguments
     if kind == "server":
-        Server(socket.socket(fileno=int(listener)), socket.socket(fileno=int(others[0]))).run()
+        lifeline, grace = others
+        Server(
+            socket.socket(fileno=int(listener)), socket.socket(fileno=int(lifeline)), float(grace)
+        ).run()
     else:
         host, port, patience = others
         Relay(socket.socket(fileno=int(listener)), (host, int(port)), float(patience)).run()

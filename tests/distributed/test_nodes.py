@@ -107,10 +107,8 @@ def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) 
     assert list(run.processes["server"]) == [0]
     starter = next(rank for rank in starters if rank > 1)
     other = starter ^ 1
-    # The ranks that end because rank 0 has gone may be noticed first on a busy machine.
-    any_rank = r"error: rank \d+ \(.* ended without a message"
     killed, line = {
-        "rank 0": (run.ranks[0], any_rank),
+        "rank 0": (run.ranks[0], r"error: rank 0 \(.* ended without a message"),
         "starter": (run.ranks[starter], rf"error: rank {starter} \("),
         "other": (run.ranks[other], rf"error: rank {other} \("),
         "server": (run.processes["server"][0], "error: the process that keeps the store of the"),
@@ -126,6 +124,31 @@ def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) 
     assert re.match(line, spoken[0]), codes
     helpers = [pid for kind in run.processes.values() for pid in kind.values()]
     until(lambda: all(map(gone, helpers)))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize(
+    ("size", "per_node", "line"),
+    [
+        (6, 2, r"error: rank 0 \(.*\) ended without a message"),
+        (3, 1, r"error: rank 0 \(.*\) ended, or its machine or the network to it was lost"),
+    ],
+)
+def test_rank_0_is_named_though_the_others_wait_for_each_other(
+    tmp_path: Path, size: int, per_node: int, line: str, shared: str
+) -> None:
+    """One rank of another node notices the death of rank 0 in its collective; then others do."""
+    arguments = launch_program("wait_in_ring", tmp_path, size)
+    program = begin_on_nodes(
+        size, per_node, arguments, SEEN=str(tmp_path), CREDIT_DP_SHARED_STORE=shared
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(size)]
+    until(lambda: all(file.exists() for file in files) or program.poll() is not None, LONG_PATIENCE)
+    os.kill(int(files[0].read_text()), signal.SIGKILL)
+    codes, output = finish_on_nodes(program)
+    assert all(code != 0 for code in codes)
+    [spoken] = voices(output)
+    assert re.match(line, spoken), output
 
 
 def served_connections(nodes: int) -> int:

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.view.memory import note_hook
 from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
 from credit_dp.domain_parallel.view.running import RunningMode, run_in, running_view
 from credit_dp.domain_parallel.view.tensor import (
@@ -111,13 +112,17 @@ def register_hook(view: GlobalView, x: Tensor, hook: Callable[[Any], Any]) -> An
     shown = shown_as(x, view)
     if is_of_library(hook):
         return local_of(x).register_hook(hook)
+    if type(x) is GlobalTensor:
+        note_hook(x)
 
     def local_hook(share: Tensor) -> Tensor | None:
         with run_in(view):
             result = hook(show_gradient(share, shown))
             return None if result is None else gradient_share(result, shown)
 
-    return local_of(x).register_hook(local_hook)
+    local = local_of(x)
+    local.grad_fn  # noqa: B018  (torch crashes if it has not noticed that another view was written)
+    return local.register_hook(local_hook)
 
 
 def _register_hook_of_field(func: Function, args: Args, kwargs: Kwargs) -> Any:

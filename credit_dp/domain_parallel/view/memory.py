@@ -231,6 +231,7 @@ def _link(x: GlobalTensor, source: GlobalTensor, step: ViewStep) -> None:
     memory = _memory_of(source)
     x.memory, x.path = SharedMemory(x, (*memory.history, *source.path, step)), ()
     x.memory.strides, x.memory.parent = memory.strides, memory
+    x.memory.is_part, x.memory.has_hooks = True, memory.has_hooks
     link = Link(weakref.ref(memory), (*source.path, step), weakref.ref(x.memory))
     memory.add_link(link)
     x.memory.add_link(link)
@@ -248,6 +249,7 @@ def writing(x: Any) -> Iterator[None]:
         return
     x.local  # noqa: B018  (computed anew if others have been written)
     memory = x.memory
+    _bypass_hooks(x, memory)
     if memory.pending is not None and memory.pending[0] is not x.path:
         _write_back(memory)
     if memory.links and not _is_alone(x, memory):
@@ -262,10 +264,72 @@ def writing(x: Any) -> Iterator[None]:
     else:
         memory.base, memory.pending = untracked(x.local, x.rows, x.view_), None
     memory.is_recorded |= torch.is_grad_enabled()
+    memory.is_written = memory.is_written or _hides_write(x, memory)
     for other in memory.alive():
         if other is not x:
             _outdate(other)
     _outdate_linked(memory, None)
+
+
+def note_hook(x: GlobalTensor) -> None:
+    """Note that a tensor has a hook of its gradient.
+
+    Raises:
+        UserError: one of those that share memory with it was written before. What was computed
+            since need not depend on the tensor that gets the hook, as it would on one process.
+    """
+    x.local  # noqa: B018  (computed anew if others have been written)
+    if x.memory is None:
+        return
+    family = _family(x.memory)
+    if any(memory.is_written for memory in family):
+        raise _hook_error()
+    if x.path or x.memory.is_part:
+        for memory in family:
+            memory.has_hooks = True
+
+
+def _bypass_hooks(x: GlobalTensor, memory: SharedMemory) -> None:
+    """Compute a view that is to be written from its base, past views that have hooks.
+
+    On one process a write to a view is one to its base: hooks that views had before see no gradient
+    of it, those of the base do.
+
+    Raises:
+        UserError: whether the tensor, or one with a hook, is a view is not known.
+    """
+    if not memory.has_hooks:
+        return
+    if memory.is_part:
+        raise _hook_error()
+    if x.path:
+        _write_back(memory)
+        _outdate(x)
+        _compute(x, memory)
+
+
+def _hides_write(x: GlobalTensor, memory: SharedMemory) -> bool:
+    """Return whether tensors that share memory with one that is written do not depend on it."""
+    if not (x.path or memory.links):  # the others are computed from it
+        return False
+    return any(other is not x for each in _family(memory) for other in each.alive())
+
+
+def _family(memory: SharedMemory) -> list[SharedMemory]:
+    """Return a memory and all that may be one with it."""
+    family = [memory]
+    for each in family:
+        others = [link.other(each) for link in each.links if not link.is_copy]
+        family += [other for other in others if other is not None and other not in family]
+    return family
+
+
+def _hook_error() -> UserError:
+    return UserError(
+        "register_hook: a field with a hook shares memory with one that is changed in place, and "
+        "the gradient that the hook would see on one process is not known. Use a function that "
+        "returns a new tensor instead of the change."
+    )
 
 
 def _is_alone(x: GlobalTensor, memory: SharedMemory) -> bool:
@@ -440,13 +504,14 @@ def _decide(link: Link, reader: SharedMemory, x: GlobalTensor) -> None:
     elif _is_view_of_globe(link, target, x):
         _join(link, source, target, writer)
     else:
-        link.is_copy, target.parent = True, None
+        link.is_copy, target.parent, target.is_part = True, None, False
 
 
 def _pass_values(link: Link, writer: SharedMemory, reader: SharedMemory) -> None:
     """Copy values past autograd between tensors that share memory, of which one is detached."""
     _write_back(writer)
     _write_back(reader)
+    reader.is_written = True
     with torch.enable_grad():
         reader.base.local = reader.base.local.clone()
     with torch.no_grad():
@@ -472,6 +537,8 @@ def _join(link: Link, source: SharedMemory, target: SharedMemory, writer: Shared
         _write_back(target)
         source.pending = (link.path, target.base, target.is_recorded)
         source.is_recorded |= target.is_recorded
+    source.is_written |= target.is_written
+    source.has_hooks |= target.has_hooks
     for tensor in target.alive():
         tensor.memory, tensor.path = source, (*link.path, *tensor.path)
         source.add(tensor)

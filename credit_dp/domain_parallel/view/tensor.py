@@ -136,6 +136,9 @@ class SharedMemory:
         pending: what was written to a view: its path from the base, its values, and whether
             autograd records the write.
         is_recorded: whether autograd has recorded a write to one of them.
+        is_written: whether one of them was written so that the graph of others does not show it.
+        has_hooks: whether one that is a view, or may be one, has hooks of its gradient.
+        is_part: whether it may be a part of another memory.
         links: to memories that may be this one.
         parent: the one that it may be part of; kept, as other tensors may be parts of it.
         strides: of the tensor at the beginning of `history`.
@@ -147,6 +150,9 @@ class SharedMemory:
         self._base: GlobalTensor | tuple[Any, ...] = (x.local, x.rows, x.view_)
         self.pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
         self.is_recorded = False
+        self.is_written = False
+        self.has_hooks = False
+        self.is_part = False
         self.links: list[Link] = []
         self.parent: SharedMemory | None = None
         local = x.local

@@ -188,6 +188,44 @@ def in_a_checkpoint(m, x):
     return both, y.sin(), rows.cos(), z.sin(), others.cos()
 
 
+def _clip(gradient):
+    return gradient.clamp(-0.3, 0.3)
+
+
+def _double(gradient):
+    return 2 * gradient
+
+
+def with_hooks_before_writes(m, x):
+    y, z, state = x * 1, x.sin(), x * 2
+    view = y[:, :, :5]
+    for tensor in (y, view, z, state):
+        tensor.register_hook(_clip)
+    seen = view + 1  # the hook sees the gradient of this, and none of the write
+    view.mul_(m.scale[:, None, None])
+    part = z.permute(0, 2, 3, 1)[:, 1:]
+    part[:, :2].register_hook(_double)
+    part[:, :4].add_(m.scale)
+    other = state[:, :, 1] * 1
+    state.mul_(3)
+    state[:, :, 1:3] = y[:, :, 2:4]
+    return seen.sum(2), view * 2, y.cos(), part.sin(), z, other, state
+
+
+def with_hooks_after_writes(m, x):
+    y, z = x * 1, x.sin()
+    view = y[:, :, 1:4]
+    y.mul_(2)
+    y.register_hook(_clip)
+    view.grad_fn  # noqa: B018  (without it torch crashes, as what it views was written)
+    view.register_hook(_double)
+    tokens = z.flatten(2).mT
+    del z
+    tokens.mul_(m.scale)
+    tokens.register_hook(_clip)
+    return y, view * view, tokens.sin().mT.unflatten(2, x.shape[2:])
+
+
 def to_given_tensors(m, x):
     y = (x * 1).detach()
     torch.add(y, x.detach(), out=y[:, :, 1:3].new_zeros(x.shape))
@@ -215,6 +253,8 @@ WRITES = [
     after_rows_have_moved,
     a_state_in_a_loop,
     in_a_checkpoint,
+    with_hooks_before_writes,
+    with_hooks_after_writes,
     to_given_tensors,
 ]
 
@@ -282,17 +322,21 @@ def _write(y, other, w, rng):
             y[part] *= 0.5
 
 
-def random_program(seed):
+def random_program(seed, hooks=False):
     """Return a function that views and writes; the same at each call."""
 
     def run(m, x):
         rng = random.Random(seed)
         tensors = [x * 1]
-        for _ in range(6):
-            y = rng.choice(tensors)
-            tensors.append(_random_view(y, rng))
+        for i in range(6):
+            tensors.append(_random_view(rng.choice(tensors), rng))
+            for _ in range(3 if hooks and i == 0 else 0):
+                tensors.append(_random_view(rng.choice(tensors[:2]), rng))
             if rng.random() < 0.3:
                 tensors.pop(0)
+            for y in tensors if hooks and i == 0 else ():
+                if y.grad_fn is not None and rng.random() < 0.5:
+                    y.register_hook(rng.choice([_clip, _double]))
             y, other = rng.choice(tensors), rng.choice(tensors)
             if y.ndim and y.numel():
                 _write(y, other, m.scale, rng)
@@ -327,6 +371,36 @@ def test_random_programs_of_views_and_writes_equal_those_of_one_process(seed):
     except RankError as error:  # the order of entries in memory may not be known
         if "whether both share memory" not in str(error):
             raise
+
+
+@pytest.mark.parametrize(
+    "seed", [8, 15, *(pytest.param(i, marks=pytest.mark.slow) for i in range(16, 120))]
+)
+def test_hooks_of_random_programs_see_the_gradients_of_one_process_or_are_refused(seed):
+    shape = (2, CHANNELS, 9 + seed % 5, COLUMNS)
+    function = random_program(seed, hooks=True)
+    if not _runs_on_one_process(function, shape):
+        return
+    try:
+        check(function, shape, 2 + seed % 3, whole=None)
+    except RankError as error:
+        if not any(text in str(error) for text in ("whether both share", "register_hook")):
+            raise
+
+
+def _hook_of_a_base(x):
+    x[:, :, :3].mul_(2)
+    first = x[:, :, :2]
+    first.mul_(2)
+    x.register_hook(_clip)
+    return first
+
+
+def _hook_of_what_may_be_a_view(x):
+    y = x.mT.reshape(2, -1)
+    y.register_hook(_clip)
+    y.mul_(2)
+    return x
 
 
 def _same_shape_only(x):
@@ -368,6 +442,8 @@ def _pair_of_moved_rows(x):
         (_of_moved_rows, "reshape: its result or argument was changed in place"),
         (_clone_of_moved_rows, "reshape: its result or argument was changed in place"),
         (_pair_of_moved_rows, "reshape: its result or argument was changed in place"),
+        (_hook_of_a_base, "register_hook: a field with a hook shares memory"),
+        (_hook_of_what_may_be_a_view, "register_hook: a field with a hook shares memory"),
     ],
 )
 def test_refuses_what_is_not_known(function, message):

@@ -95,7 +95,10 @@ class SampleBlocks:
         channels = self._store.channels
         forced_steps = len(forcing) // max(1, len(channels.forcing))
         forcings = forcing.view(forced_steps, len(channels.forcing), *forcing.shape[1:])
-        for number, index in enumerate(self._store.time_indices(times).tolist()):
+        # The store may lack later times, if nothing is read at them.
+        later_forcings = max(0, forced_steps - 1) if self._stored else 0
+        needed = times if len(target) else times[: frames + later_forcings]
+        for number, index in enumerate(self._store.time_indices(needed).tolist()):
             step = number - frames
             if step < 0:
                 fields = state[number * channels.num_states : (number + 1) * channels.num_states]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.loader import BatchMemory, BatchReader, BatchSelection, Loader
+from credit_dp.data.loader import BatchMemory, BatchReader, BatchSelection, Loader, Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources import stacked
@@ -131,6 +131,28 @@ def test_rollouts_frames_and_selections(path, only_blocks, monkeypatch, frames, 
     ready = prepare_training_data(stores.config(path, **settings(**names)))
     how = {"frames": frames, "longest": longest, "selection": selection, "rows": slice(2, 11)}
     assert_same_without_blocks(ready, monkeypatch, **how)
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("length", [1, 3])
+def test_inputs_of_the_last_times_need_no_target(path, only_blocks, last_only, length):
+    ready = prepare_training_data(stores.config(path, **settings()))
+    normaliser = Normaliser.of(ready, torch.float32)
+    selection = BatchSelection(inputs=not last_only, target=False)
+    reader = BatchReader(
+        ready.store, normaliser, torch.float32, slice(2, 9), frames=2, selection=selection
+    )
+    times = ready.store.times
+    newest = len(times) - (1 if last_only else length)
+    batch = reader.allocate(times[newest : newest + 1], length)
+    reader.read_sample(batch, 0, length)
+    first = newest if last_only else newest - 1
+    states = ready.store.read_states(times[first : newest + 1], slice(2, 9))
+    assert torch.equal(batch.state[0].view(states.shape), normaliser.normalise_state(states))
+    if not last_only:
+        forcings = ready.store.read_forcing(times[newest:], slice(2, 9))
+        expected = normaliser.normalise_forcing(forcings)
+        assert torch.equal(batch.forcing[0].view(forcings.shape), expected)
 
 
 PLAIN_ROWS = 24

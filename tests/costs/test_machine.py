@@ -94,9 +94,9 @@ def test_what_is_computed_meanwhile_hides_messages_on_a_gpu() -> None:
     assert exchange_seconds(work, AHEAD, 1, "float32") == near(2 * (0.004 - 0.002))
 
 
-def test_a_convolution_computes_while_rows_travel() -> None:
+def test_the_convolution_of_a_large_band_computes_while_rows_travel() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1, stride=2))
-    work = step_work(model, (1, 3, 16, 16), 2)
+    work = step_work(model, (1, 3, 256, 256), 2)
     computing = [sum(cost.flops * n for cost, n in costs) for _, costs in work.overlaps.elements()]
     # Forward of the first one; the second one waits. Backward of the second one returns rows.
     assert sorted(flops > 0 for flops in computing) == [False, False, True]

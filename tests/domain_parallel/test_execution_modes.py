@@ -125,6 +125,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", PROCESSES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_step_is_the_same(ranks, way):
@@ -139,6 +140,7 @@ def _recomputed_on_gloo(manager):
     _same_step(manager, prepare=_recomputing)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_recomputed_activations_on_gloo_ranks(ranks):
     on_processes(ranks, _recomputed_on_gloo)
@@ -155,6 +157,7 @@ def _without_gradients(manager):
             assert error(gather_tensor(y, manager=manager), whole(x)) <= MODEL
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_no_gradients(ranks):
     on_threads(ranks, _without_gradients)
@@ -182,6 +185,7 @@ def _gradient(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", TWO_OR_THREE)
 def test_autocast(ranks):
     on_threads(ranks, _autocast)
@@ -196,6 +200,7 @@ def _autocast_with_reflected_columns(manager):
     assert y.dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("overlap")
 def test_autocast_with_reflected_columns():
     on_threads(2, _autocast_with_reflected_columns)
 
@@ -218,6 +223,7 @@ def _compiled(manager, planned):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("planned", [True, False])
 def test_compiled(planned):
     on_processes(2, _compiled, planned)
@@ -251,6 +257,7 @@ def _few_layers_compiled(manager):
     assert_same_as_whole_globe(manager, _few_layers, (), SHAPE, backend="aot_eager")
 
 
+@pytest.mark.usefixtures("overlap")
 def test_sharded_layers_compile_to_one_graph():
     on_processes(2, _few_layers_compiled)
 
@@ -326,6 +333,7 @@ def _recomputed_blocks(manager):
     _assert_gradients_equal(manager, whole, sharded)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_recomputed_blocks(ranks):
     on_threads(ranks, _recomputed_blocks)
@@ -397,6 +405,13 @@ def _penalised(manager, name):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", TWICE)
 def test_gradients_of_gradients(name, ranks):
+    on_threads(ranks, _penalised, name)
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in TWICE if "halo" in name])
+def test_gradients_of_gradients_of_small_bands(name, ranks):
     on_threads(ranks, _penalised, name)
 
 

@@ -62,20 +62,35 @@ def _no_halo_in_the_weight_gradient(self, total, of_taps):
 _INPUT_SPAN = conv._RowConv.input_span
 
 
+MUTANTS = [
+    (exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
+    (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
+    (group_norm, "_global_moments", _moments_of_the_band, "output"),
+    (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
+    (conv._RowConv, "input_span", _one_row_off, "output"),
+    (base, "rows_with_poles", _poles_are_neighbours, "output"),
+]
+
+
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "match"),
     [
-        (exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
-        (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
-        (group_norm, "_global_moments", _moments_of_the_band, "output"),
-        (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
-        (conv._RowConv, "input_span", _one_row_off, "output"),
-        (base, "rows_with_poles", _poles_are_neighbours, "output"),
+        *MUTANTS,
         (conv_bands, "edges_of", _halo_on_the_wrong_side, "output"),
         (conv_bands.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
 def test_a_broken_core_is_noticed(monkeypatch, where, name, mutant, match):
+    _assert_noticed(monkeypatch, where, name, mutant, match)
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize(("where", "name", "mutant", "match"), MUTANTS)
+def test_a_broken_core_is_noticed_in_small_bands(monkeypatch, where, name, mutant, match):
+    _assert_noticed(monkeypatch, where, name, mutant, match)
+
+
+def _assert_noticed(monkeypatch, where, name, mutant, match):
     case = (3, assert_same_as_whole_globe, _build, (), (1, 2, 13, 5))
     on_threads(*case)
     monkeypatch.setattr(where, name, mutant)

@@ -126,6 +126,7 @@ def test_blocks_of_models_send_nothing_twice(name):
     assert sum(on_processes(3, compare, model, x, paths))
 
 
+@pytest.mark.usefixtures("overlap")
 def test_blocks_of_another_model_share_exchanges_when_computed_again():
     model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
@@ -177,6 +178,7 @@ def across(manager, model, x):
     assert sent[0]["messages"] == sent[1]["messages"]  # nothing but the gradients of rows
 
 
+@pytest.mark.usefixtures("overlap")
 def test_blocks_that_read_the_same_tensor_fetch_their_own_rows():
     x = torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     on_processes(3, across, Across().double(), x)

@@ -135,6 +135,7 @@ def test_a_model_launches_no_more_and_what_is_planned(name):
     assert counted.views <= views
 
 
+@pytest.mark.usefixtures("overlap")
 def test_the_plan_counts_what_is_launched():
     model = Layer(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8), PeriodicConv2d(8, 6, stride=2))
     shape = (1, 6, 16, 8)

@@ -49,6 +49,7 @@ def _share(manager):
     return saved / total
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("run", [on_threads, on_processes])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_saves_its_share(run, ranks):

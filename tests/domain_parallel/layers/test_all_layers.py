@@ -49,6 +49,7 @@ def _stack(norm):
     return nn.Sequential(*layers, *([nn.GroupNorm(2, 4)] if norm else []), nn.Conv2d(4, 3, 5, 1, 2))
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("height", [8, 61])
 @pytest.mark.parametrize("ranks", PROCESSES)
@@ -103,6 +104,7 @@ def _checkpointed():
     return _Checkpointed(*(_stack(True) for _ in range(2)), nn.Conv2d(3, 2, 1))[:1]
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_checkpointed_layers_exchange_again(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _checkpointed, (), (2, 2, 16, 5), 1e-11)

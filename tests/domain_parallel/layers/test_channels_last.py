@@ -128,6 +128,15 @@ def test_layers_keep_channels_last(name):
     assert all(on_threads(3, layer_keeps, name))
 
 
+SMALL = [name for name in LAYERS if "convolution" in name or name in ("depthwise", "long")]
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("name", SMALL)
+def test_convolutions_of_small_bands_keep_channels_last(name):
+    assert all(on_threads(3, layer_keeps, name))
+
+
 class InChannelsLast(Layer):
     """A layer whose input and whose output's gradient are channels last."""
 
@@ -145,6 +154,12 @@ class InChannelsLast(Layer):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_exact_in_channels_last(ranks, name):
     on_threads(ranks, assert_same_as_whole_globe, InChannelsLast, (name,), (2, 6, 24, 8), 1e-11)
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("name", SMALL)
+def test_convolutions_of_small_bands_are_exact_in_channels_last(name):
+    on_threads(3, assert_same_as_whole_globe, InChannelsLast, (name,), (2, 6, 24, 8), 1e-11)
 
 
 def test_a_group_norm_keeps_channels_last_on_gpus(monkeypatch):

@@ -86,6 +86,7 @@ def _assert_exact(spatial, case, batch=(2,)):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data())
 def test_conv(spatial, data):
@@ -94,6 +95,7 @@ def test_conv(spatial, data):
     _assert_exact(spatial, case)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
 def test_without_a_batch(mode, stride):
@@ -101,6 +103,7 @@ def test_without_a_batch(mode, stride):
     _assert_exact(2, (3, options, 11), batch=())
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -132,6 +135,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_on_gloo_ranks(ranks, name):
@@ -141,6 +145,7 @@ def test_on_gloo_ranks(ranks, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_padding_modes_on_gloo_ranks(mode):
     args = (_padded, (mode,), (2, 2, 18, 5))
@@ -250,6 +255,7 @@ def _twice():
     return nn.Sequential(conv, nn.SiLU(), nn.Sequential(conv))
 
 
+@pytest.mark.usefixtures("overlap")
 def test_a_layer_under_two_names():
     on_threads(3, assert_same_as_whole_globe, _twice, (), (2, 2, 9, 6))
 
@@ -306,6 +312,7 @@ def _by_hand(manager, wrapper, conv, rows, shape):
     torch.testing.assert_close(y, mine, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("wrapper", "conv", "rows", "shape"),

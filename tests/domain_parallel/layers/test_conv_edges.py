@@ -83,11 +83,13 @@ class _Residual(nn.Module):
         return x + self.conv(x)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_residual_keeps_its_cotangent(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _residual, (), (2, 4, 9, 5), 1e-11)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_exact_on_gloo_ranks(ranks, mode):
@@ -168,6 +170,19 @@ def test_bands_are_convolved_while_halos_travel():
     on_threads(3, _overlap)
 
 
+def _overlaps(manager):
+    """Return whether the convolution of bands of 4 and 3 rows, 48 and 36 entries, overlaps."""
+    layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1), manager=manager)
+    y = layer(shard_tensor(torch.randn(1, 2, 7, 6), manager=manager))
+    return {"_BandConvBackward": True, "ConvolutionBackward0": False}[y.grad_fn.name()]
+
+
+@pytest.mark.parametrize("entries", [36, 47, 48])
+def test_ranks_agree_whether_bands_are_small(monkeypatch, entries):
+    monkeypatch.setattr(conv, "SMALL_BAND_ENTRIES", entries)
+    assert on_threads(2, _overlaps) == [entries < 48] * 2
+
+
 def _wide(manager, width):
     """Return the most rows of a tensor that a dilated convolution keeps, and its messages.
 
@@ -202,6 +217,7 @@ def _dtype(manager, dtype):
     assert band.grad.dtype == layer.weight.grad.dtype == dtype
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_types_are_those_of_the_whole_layer(dtype):
     on_threads(2, _dtype, dtype)

@@ -122,6 +122,7 @@ def _assert_same(manager, name):
         assert error(sums[key], parameter.grad, 1e-3 * largest) < 1e-11, key
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_weights(name):
     on_threads(3, _assert_same, name)

@@ -28,6 +28,7 @@ def _periodic(kernel, stride, poles):
 POLES = ["reflect", "zeros", "mirror", "earth"]
 
 
+@pytest.mark.usefixtures("overlap")
 @given(
     ranks=st.sampled_from([2, 3, 4, 8]),
     height=st.integers(5, 20),
@@ -41,12 +42,14 @@ def test_periodic_conv(ranks, height, kernel, stride, poles):
     on_threads(ranks, assert_same_as_whole_globe, _periodic, (kernel, stride, poles), shape)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("poles", POLES)
 def test_one_row_per_rank(poles):
     args = (_periodic, (7, 1, poles), (1, 2, 8, 7))
     on_threads(8, assert_same_as_whole_globe, *args)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_on_gloo_ranks(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _periodic, (5, 2, "reflect"), (2, 2, 17, 7))
@@ -68,6 +71,7 @@ class _Others(nn.Sequential):
     row_rules = {_EvenAndDilated: "periodic_conv"}  # noqa: RUF012
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize(
     "args", [(1, 4), (2, 4, 2), (3, 3, 2, 0, 2), (0, 5), (2, (5, 1), (1, 3)), (1, 1)]
 )

@@ -858,6 +858,13 @@ def test_equals_the_function_of_the_globe(family, name, ranks):
     check(FAMILIES[family][name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
 
 
+@pytest.mark.usefixtures("strict_rules", "small_bands")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", [name for name in LAYERS if "convolution" in name])
+def test_convolutions_that_fetch_their_rows_first(name, ranks):
+    check(LAYERS[name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
+
+
 def attend_with_learned_mask(model, x):
     """Attention in windows of 5 rows, with a mask that is a parameter."""
     y = F.pad(x, (0, 0, 0, -x.shape[2] % 5)).unflatten(2, (-1, 5))
@@ -937,19 +944,20 @@ def _rows_sent(manager, convolutions, shape):
         ((1, 2, 3, 1), [3, 6, 6, 3], False),
         ((3, 1, 2), [3, 6, 6, 3], False),
         # Bands of 4 rows: the kernel reaches over the next one, of which it needs no row, or half.
-        # Halos wider than the band are not kept: backward fetches their rows again.
+        # Halos wider than the band are not kept: backward fetches their rows again. Of small bands
+        # all rows are kept.
         ((8,), [4, 4, 4, 4], True),
         ((6,), [4, 6, 6, 4], True),
         ((4, 6, 8), [8, 12, 12, 8], False),
     ],
 )
-def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again):
+def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again, overlap):
     shape = (2, CHANNELS, 16, COLUMNS)
     sent = on_threads(4, _rows_sent, dilations, shape)
     assert [forward for forward, _ in sent] == rows
     # Every rank returns the gradients of as many rows as it has received.
     totals = [sum(of_ranks) for of_ranks in zip(*sent, strict=True)]
-    assert totals == [sum(rows), (1 + again) * sum(rows)]
+    assert totals == [sum(rows), (1 + (again and overlap)) * sum(rows)]
 
 
 def ask_for_a_gradient_in_between(model, x):
@@ -977,6 +985,7 @@ def one_field_by_two_names(model, x):
     return y + checkpoint(lambda z: block(z, x), x, use_reentrant=False)
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "function", [ask_for_a_gradient_in_between, write_to_data_in_between, one_field_by_two_names]
@@ -1010,6 +1019,7 @@ class Heads(nn.ModuleList):
         return [head(x) for head in self]
 
 
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("order", [(0, 1), (1, 3, 0), (3,)])
 @pytest.mark.parametrize("of_input", [True, False])
 def test_convolutions_of_one_field_have_backward_passes_of_their_own(of_input, order):

@@ -11,7 +11,9 @@ model calls, the shapes, and where the rows of its arguments and results are:
 - A convolution, pool or interpolation needs the rows under its kernel. Each row that another rank
   owns is sent once, even if several functions read it.
 - Views, rolls, slices and concatenation move entries to the rank that holds them in the result.
-- Queries of attention stay; keys and values are sent to all other ranks.
+- Of attention over rows each rank computes some heads or samples, for which their queries, keys and
+  values are sent and results returned, or the queries of its rows, for which keys and values are
+  sent to all other ranks. With few heads the ranks of a group share one.
 - Norms, sums and means send their statistics.
 
 Gradients return the same bytes, if the tensor has one.
@@ -279,10 +281,19 @@ class LeastTraffic:
                     self._send_all(func, x)
 
     def _attention(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
-        if y.rows is not None and y.rows.dim == y.ndim - 2:
-            for x in args[1:3]:
-                if isinstance(x, GlobalTensor) and x.rows is not None:
-                    self._send_all(func, x)
+        if y.rows is None or y.rows.dim != y.ndim - 2:
+            return
+        query, *others = args[:3]
+        others = [x for x in others if isinstance(x, GlobalTensor) and x.rows is not None]
+        moved = query.numel() + y.numel()
+        gathered = sum(x.numel() for x in others) * (self.ranks - 1)
+        groups = {1} | {
+            n
+            for n in range(2, self.ranks + 1)
+            if self.ranks % n == 0 and any(size % n == 0 for size in y.shape[:-2])
+        }
+        entries = min(moved * (1 - 1 / n) + gathered / n for n in groups if n == 1 or others)
+        self._add(func, entries * y.element_size(), query, *others)
 
     def _send_all(self, func: Any, x: GlobalTensor) -> None:
         self._add(func, x.numel() * x.element_size() * (self.ranks - 1), x)

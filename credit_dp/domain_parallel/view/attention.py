@@ -1,16 +1,23 @@
-"""Rules of attention: queries stay where they are, keys and values travel.
+"""Rules of attention over rows: each rank computes some heads, or the queries of its rows.
 
-No rank holds the scores of all queries.
+A rank that computes some heads gets their queries, keys and values of all rows, and sends their
+results back: it holds and sends a share of each that falls with the number of ranks. If there are
+fewer heads than ranks, ranks share the queries of each head. Queries stay where they are, and keys
+and values travel, where that sends less: as for few keys, or with one head.
+
+No rank holds the scores of all queries and heads.
 """
 
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.moves import Blocks, fetch_blocks, return_blocks
 from credit_dp.domain_parallel.view.rules import (
     Args,
     Function,
@@ -27,7 +34,10 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
+    falls_into_equal_parts,
     is_band,
+    local_of,
+    note_order,
     whole,
     with_layout,
     wrap,
@@ -65,6 +75,9 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
         query = move_rows(query, [layout.dim])
         layout = layout_of(query)
     view = query.view_
+    shares = _best_shares(query, key, value, mask, options)
+    if shares is not None:
+        return _attend_in_blocks(func, (query, key, value), mask, options, shares)
     if mask is not None:
         mask = _mask(mask, query.ndim, layout, view)
     if layout.dim == query.ndim - 2:
@@ -72,16 +85,24 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
             if mask is not None:
                 raise NoRuleError
             options["is_causal"] = False
-            mask = _causal_mask(layout, view, key)
+            rows = layout.partition.rows(view.rank)
+            mask = _causal_mask(rows, layout, key)
         key, value = whole(key), whole(value)
     else:
         from_end = layout.dim - query.ndim
         key, value = (_of_same_samples(x, layout, from_end, view) for x in (key, value))
-    result = func(query.local, key, value, attn_mask=mask, **options)
+    return wrap(_call(func, query.local, key, value, mask, options), layout, view)
+
+
+def _call(
+    func: Function, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Kwargs
+) -> Tensor:
+    """Return the attention of this rank's queries."""
+    result: Tensor = func(query, key, value, attn_mask=mask, **options)
     if mask is not None and mask.requires_grad and not result.numel():
         # Of no queries torch forgets the mask: its gradient would be missing on this rank alone.
         result = result + mask.sum().to(result.dtype)
-    return wrap(result, layout, view)
+    return result
 
 
 def _cut_alike(query: Any, key: GlobalTensor) -> GlobalTensor:
@@ -110,10 +131,9 @@ def _of_same_samples(x: Any, layout: Layout, from_end: int, view: GlobalView) ->
     return with_layout(x, layout.at(x.ndim + from_end), view)
 
 
-def _causal_mask(layout: Layout, view: GlobalView, key: Tensor) -> Tensor:
-    """Return which keys this rank's queries may see: those up to their own position."""
+def _causal_mask(rows: slice, layout: Layout, key: Tensor) -> Tensor:
+    """Return which keys the queries of some rows may see: those up to their own position."""
     entries = layout.partition.height
-    rows = layout.partition.rows(view.rank)
     positions = torch.arange(rows.start, rows.stop, device=key.device)
     outer = torch.arange(layout.outer, device=key.device) * entries
     queries = (outer[:, None] + positions).flatten()
@@ -150,3 +170,102 @@ def _attend_to_bands(query: Any, key: Any, value: Any, mask: Any, options: dict[
         scale = 1 / sqrt(query.shape[-1])
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     return torch.matmul(scores.softmax(-1), value)
+
+
+# ---------------------------------------------------------------- blocks of heads
+
+
+@final
+class _Shares(NamedTuple):
+    """How ranks share attention: `groups` ranks after each other have a part of the heads each.
+
+    Attributes:
+        dim: the dimension that is shared, of heads or of samples; negative.
+        groups: the number of parts of it.
+    """
+
+    dim: int
+    groups: int
+
+    def heads(self, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
+        """Return for each rank its first head and the end."""
+        bounds = RowPartition.balanced(count, self.groups).bounds
+        parts = (rank % self.groups for rank in range(ranks))
+        return tuple((bounds[part], bounds[part + 1]) for part in parts)
+
+    def rows(self, bands: RowPartition) -> tuple[tuple[int, int], ...]:
+        """Return for each rank the rows of its queries: those of all ranks around it."""
+        firsts = (rank - rank % self.groups for rank in range(bands.ranks))
+        return tuple((bands.bounds[first], bands.bounds[first + self.groups]) for first in firsts)
+
+
+def _best_shares(
+    query: GlobalTensor, key: Any, value: Any, mask: Any, options: Kwargs
+) -> _Shares | None:
+    """Return the shares with the fewest bytes, of equal ones those that hold least.
+
+    None if it is best that queries stay, or if rows are not among queries, keys and values.
+    """
+    tensors = (query, key, value)
+    if not (is_band(key) and is_band(value)) or is_band(mask) or options.get("enable_gqa"):
+        return None
+    if any(layout_of(x).dim != x.ndim - 2 or layout_of(x).outer != 1 for x in tensors):
+        return None
+    if any((x.ndim, x.dtype) != (query.ndim, query.dtype) for x in tensors):
+        return None
+    if options["is_causal"] and mask is not None:
+        return None
+    ranks = query.view_.ranks
+    moved: int = query.numel() + query.numel() // max(query.shape[-1], 1) * value.shape[-1]
+    gathered: int = key.numel() + value.numel()
+
+    def entries(groups: int) -> int:
+        """Return how many entries all ranks send, times the number of ranks."""
+        alike = ranks // groups
+        return moved * (ranks - alike) + gathered * (ranks - 1) * alike
+
+    choices = [
+        (entries(groups), -groups, dim)
+        for dim in range(-query.ndim, -2)
+        for groups in range(2, ranks + 1)
+        if ranks % groups == 0
+        and len({x.shape[dim] for x in tensors}) == 1
+        and falls_into_equal_parts(query.shape[dim], groups)
+    ]
+    if not choices or min(choices)[0] > entries(1):
+        return None
+    _, groups, dim = min(choices)
+    return _Shares(dim, -groups)
+
+
+def _attend_in_blocks(
+    func: Function,
+    tensors: tuple[GlobalTensor, GlobalTensor, GlobalTensor],
+    mask: Any,
+    options: Kwargs,
+    shares: _Shares,
+) -> GlobalTensor:
+    """Return attention of which each rank computes a block of heads and queries; a collective."""
+    query, view = tensors[0], tensors[0].view_
+    layout, transport = layout_of(query), view.manager.transport
+    heads = shares.heads(query.shape[shares.dim], view.ranks)
+    rows = shares.rows(layout.partition)
+    blocks = [Blocks(layout.partition, shares.dim, rows, heads)]
+    for x in tensors[1:]:
+        bands = layout_of(x).partition
+        blocks.append(Blocks(bands, shares.dim, ((0, bands.height),) * view.ranks, heads))
+    for x in tensors:
+        note_order(x)
+    own_query, own_key, own_value = fetch_blocks([x.local for x in tensors], blocks, transport)
+    own_rows, own_heads = slice(*rows[view.rank]), slice(*heads[view.rank])
+    if mask is not None:
+        mask = local_of(mask)
+        for dim, own in ((shares.dim, own_heads), (-2, own_rows)):
+            if mask.ndim >= -dim and mask.shape[dim] != 1:
+                mask = mask.narrow(dim, own.start, own.stop - own.start)
+    elif options["is_causal"] and shares.groups < view.ranks:
+        options["is_causal"] = False
+        mask = _causal_mask(own_rows, layout, own_key)
+    result = _call(func, own_query, own_key, own_value, mask, options)
+    (local,) = return_blocks([result], blocks[:1], transport)
+    return GlobalTensor(local, layout, view)

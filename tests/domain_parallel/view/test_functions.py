@@ -43,6 +43,49 @@ def heads(x):
 SDPA = F.scaled_dot_product_attention
 
 
+def several_heads(x, count):
+    """Return `(B, count, tokens, 2)` with rows among the tokens."""
+    return tokens(x)[..., : 2 * count].unflatten(-1, (count, 2)).transpose(1, 2)
+
+
+def attend_in_heads(model, x):
+    """Attention with as many heads as ranks, or samples: each rank computes some."""
+    four, three = several_heads(x, 4), several_heads(x, 3)
+    return (
+        SDPA(four, four.flip(2), four * 2),
+        SDPA(three, three.flip(2), three * 2, scale=0.3),
+        SDPA(four.flatten(0, 1), four.flip(2).flatten(0, 1), (four * 2).flatten(0, 1)),
+        SDPA(four[:1], four[1:], tokens(x)[:1].unflatten(-1, (4, 2)).transpose(1, 2)),
+        SDPA(three[:1], three[1:], three[:1].repeat(1, 1, 1, 4)),
+    )
+
+
+def attend_in_heads_with_masks(model, x):
+    four = several_heads(x, 4)
+    count = four.shape[2]
+    mask = torch.linspace(-1, 1, count * count, dtype=x.dtype).view(count, count)
+    of_heads = mask * model.matrix[:4, 0, None, None]
+    return (
+        SDPA(four, four.flip(2), four, attn_mask=mask > -0.9),
+        SDPA(four, four.flip(2), four, attn_mask=of_heads),
+        SDPA(four[:1], four[:1].flip(2), four[1:], attn_mask=of_heads[:, :1]),
+        SDPA(four[:1], four[:1].flip(2), four[1:], is_causal=True),
+        SDPA(four[:1, :2], four[:1, 2:], four[1:, 2:], is_causal=True),
+    )
+
+
+def attend_to_other_rows(model, x):
+    """Attention with fewer or more keys than queries, whose bands are others."""
+    four = several_heads(x, 4)
+    return (
+        SDPA(
+            four, four[:, :, ::2], four[:, :, 1::2] if len(four[0, 0]) % 2 == 0 else four[:, :, ::2]
+        ),
+        SDPA(four[:, :, 4:-3], four, four * 2),
+        SDPA(four, four[:, :, :5], four[:, :, -5:]),
+    )
+
+
 def attend(x, **options):
     q = heads(x)
     return SDPA(q, q.flip(2), q * 2, **options)
@@ -115,6 +158,9 @@ ATTENTION = {
     "masks": attend_with_mask,
     "columns": attend_by_columns,
     "heads": attend_by_heads,
+    "several heads": attend_in_heads,
+    "several heads with masks": attend_in_heads_with_masks,
+    "keys of other rows": attend_to_other_rows,
     "grouped queries": grouped_queries,
     "class queries": attend_class,
     "rows in features": lambda m, x: SDPA(x.mT, x.mT, x.mT),
@@ -830,6 +876,7 @@ WRITES = {
     ),
 }
 
+
 FAMILIES = {
     "writes": WRITES,
     "windows": WINDOWS,
@@ -920,6 +967,56 @@ def test_results_equal_to_an_input_are_copies():
 
 def test_every_other_row_is_changed_in_place_where_it_stays():
     check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)
+
+
+def _attention_costs(manager, count, shape):
+    """Return what a rank sends in a forward and in a backward, and holds, relative to the tokens.
+
+    With attention of `count` heads.
+    """
+
+    def attend_and_scale(model, x):
+        q = tokens(x).unflatten(-1, (count, -1)).transpose(1, 2)
+        return image(SDPA(q * 2, q * 3, q * 4).transpose(1, 2).flatten(2), x)
+
+    model = Model(attend_and_scale).double()
+    attach_view(model, manager, [shape])
+    x = torch.randn(shape, dtype=torch.float64)
+    local = shard_tensor(x, manager=manager)
+    traffic = manager.transport.traffic
+    before = traffic.bytes
+    saved = {}
+
+    def keep(y):
+        saved[y.untyped_storage()._cdata] = y
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+        y = model(local)
+    forward = traffic.bytes - before
+    held = sum(y.untyped_storage().nbytes() for y in saved.values() if y.ndim > 3)
+    y.sum().backward()
+    size = x.numel() * x.element_size()
+    return forward / size, (traffic.bytes - before - forward) / size, held / size
+
+
+@pytest.mark.parametrize(
+    ("heads", "sent", "held"),
+    [
+        # Each rank has the queries, keys and values of two heads, and sends their results back: of
+        # four tensors, 3/4 of its quarter. It holds its part of those and the input.
+        (8, 4 * 3 / 16, 5 / 4),
+        # Pairs of ranks share a head: its keys and values are sent to both.
+        (2, 2 * (1 / 4 * 1 / 2) + 2 * (1 / 4 * 3 / 2), 2 * 1 / 2 + 3 / 4),
+        # With one head keys and values are sent to all.
+        (1, 2 * 3 / 4, 2 + 3 / 4),
+    ],
+)
+def test_attention_sends_and_holds_what_its_heads_need(heads, sent, held):
+    costs = on_threads(4, _attention_costs, heads, (1, CHANNELS, 16, COLUMNS))
+    assert [forward for forward, _, _ in costs] == [sent] * 4
+    assert [backward for _, backward, _ in costs] == [sent] * 4
+    assert max(of_rank for _, _, of_rank in costs) <= held
 
 
 def _rows_sent(manager, convolutions, shape):

@@ -171,7 +171,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
             "climatology_dates: has no effect together with climatology=. Leave one out."
         )
     regions = to_texts("regions", keys["regions"])
-    check_regions("regions", regions)
+    check_regions(regions)
     for name, limits in keys["limits"].items():
         checks.limits(f"limits.{name}", limits)
     home = os.environ.get("HOME", ".")

@@ -104,14 +104,14 @@ REGIONS: Mapping[str, Region] = MappingProxyType(
 )
 
 
-def check_regions(key: str, names: Sequence[str]) -> None:
+def check_regions(names: Sequence[str]) -> None:
     """Refuse a name that is not in `REGIONS`, or that occurs twice.
 
     Raises:
-        UserError: names the key and the region.
+        UserError: names the region.
     """
     for name in names:
-        checks.one_of(key, name, tuple(REGIONS))
+        checks.one_of("regions", name, tuple(REGIONS))
     repeated = next((name for name in names if list(names).count(name) > 1), None)
     if repeated is not None:
-        raise UserError(f"{key}: names {repeated} twice. Name each region once.")
+        raise UserError(f"regions: names {repeated} twice. Name each region once.")

@@ -152,19 +152,13 @@ class Store:
         """Whether any forcing is read from the store instead of computed."""
         return bool(self._forcing)
 
-    def read_state(self, time: np.datetime64, rows: slice) -> Fields:
-        """Read the prognostic channels at one time, `(C, rows, W)`.
-
-        Raises:
-            UserError: the time is not in the store, or a value is missing or out of range.
-        """
-        fields: Fields = self.read_states(np.array([time]), rows)[0]
-        return fields
-
     def read_states(self, times: Times, rows: slice) -> Fields:
-        """Read the prognostic channels at several times, `(T, C, rows, W)`; see `read_state`.
+        """Read the prognostic channels at several times, `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
+
+        Raises:
+            UserError: a time is not in the store, or a value is missing or out of range.
         """
         return self._read(self.channels.prognostic, self.time_indices(times), rows)
 

@@ -54,7 +54,7 @@ def all_gather_tensor(local: Tensor) -> Tensor:
     return gathered.cpu()
 
 
-def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Return the result of `action`, or raise the same error on every rank; collective.
 
     Raises:
@@ -62,7 +62,7 @@ def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = 
     """
     outcome = run_catching(action)
     # Ranks that failed take part as well: the others wait for them here.
-    messages = [line for line in all_gather_object(outcome.message, group) if line is not None]
+    messages = [line for line in all_gather_object(outcome.message) if line is not None]
     if messages:
         raise UserError(messages[0])
     return result_or_raise(outcome)
@@ -96,9 +96,7 @@ def result_or_raise(outcome: Outcome[T]) -> T:
     return outcome.result  # type: ignore[return-value]  # there was no error
 
 
-def gather_from_all_ranks(
-    action: Callable[[], T], group: dist.ProcessGroup | None = None
-) -> list[T]:
+def gather_from_all_ranks(action: Callable[[], T]) -> list[T]:
     """Return the results of `action` on all ranks, or raise the same error on every rank.
 
     Collective, like `run_on_all_ranks`; the results are pickled, so they should be small.
@@ -106,7 +104,7 @@ def gather_from_all_ranks(
     Raises:
         UserError: the error of the lowest rank whose `action` raised one.
     """
-    outcomes = all_gather_object(run_catching(action), group)
+    outcomes = all_gather_object(run_catching(action))
     return [result_or_raise(outcome) for outcome in outcomes]
 
 

@@ -229,7 +229,7 @@ class GridGeometry:
         Raises:
             UserError: a region does not exist, or has no point.
         """
-        check_regions("regions", regions)
+        check_regions(regions)
         return cls(
             {name: RegionPoints.of(name, truth) for name in dict.fromkeys([GLOBAL, *regions])},
             latitude_band_weights(truth.latitude),

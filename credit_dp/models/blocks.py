@@ -123,11 +123,6 @@ class NoiseModulation(nn.Module):
         return x * (1 + scale.view(sizes)) + shift.view(sizes)
 
 
-def noise_modulations(noise: int, channels: int, dim: int = 1) -> list[nn.Module]:
-    """Return a `NoiseModulation` in a list, which is empty without noise."""
-    return [NoiseModulation(noise, channels, dim)] if noise else []
-
-
 def draw_noise(model: nn.Module, keys: Sequence[tuple[int, ...]]) -> None:
     """Draw the noise of the coming forward pass, normal numbers, the same for all layers.
 

@@ -22,7 +22,6 @@ from credit_dp.fields import Fields
 from credit_dp.models.blocks import (
     NoiseModulation,
     StochasticDepth,
-    noise_modulations,
     run_block,
     stochastic_depth_or_identity,
     stochastic_depth_rates,
@@ -326,6 +325,11 @@ RESOLUTION_CHANGES = {(1, 0): ("down",), (3, 0): ("up",)}
 INITIAL_GAIN = 0.1  # initial weights of the norms at the end of a block's branches
 
 
+def _noise_modulations(noise: int, channels: int) -> list[nn.Module]:
+    """Return a layer of noise on the last dimension in a list, which is empty without noise."""
+    return [NoiseModulation(noise, channels, dim=-1)] if noise else []
+
+
 @final
 class EarthBlock(nn.Module):
     """Attention in windows and an MLP, each normalised before it is added to its input.
@@ -343,7 +347,7 @@ class EarthBlock(nn.Module):
             attention,
             nn.Dropout(config.dropout),
             nn.LayerNorm(width),
-            *noise_modulations(config.noise, width, dim=-1),
+            *_noise_modulations(config.noise, width),
             stochastic_depth_or_identity(rate),
         )
         self.perceptron = nn.Sequential(
@@ -353,7 +357,7 @@ class EarthBlock(nn.Module):
             nn.Linear(hidden, width),
             nn.Dropout(config.dropout),
             nn.LayerNorm(width),
-            *noise_modulations(config.noise, width, dim=-1),
+            *_noise_modulations(config.noise, width),
             stochastic_depth_or_identity(rate),
         )
 

@@ -291,7 +291,7 @@ def test_values_that_are_not_finite(tmp_path, name, kind, place, where, value):
 def test_time_that_the_store_lacks(good):
     store = Store.open(stores.config(good))
     with pytest.raises(UserError, match="no time 2000-01-01T03:00"):
-        store.read_state(stores.START + np.timedelta64(3, "h"), slice(0, 2))
+        store.read_states([stores.START + np.timedelta64(3, "h")], slice(0, 2))
 
 
 def test_step_that_the_store_does_not_have(good):

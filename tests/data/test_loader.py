@@ -52,7 +52,7 @@ def test_batch_is_what_the_store_holds_normalised(ready):
     assert batch.times.tolist() == stores.times(SAMPLES)[sequence.indices(0)].tolist()
     for sample, time in enumerate(batch.times):
         for side, at in ((batch.state, time), (batch.target, time + stores.STEP)):
-            field = store.read_state(at, WHOLE).astype(np.float64)
+            field = store.read_states([at], WHOLE)[0].astype(np.float64)
             wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
             assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
         field = store.read_forcing_at(time, WHOLE) - statistics.forcing_mean[:, None, None]
@@ -289,7 +289,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
                 found, normaliser.normalise_forcing(ready.store.read_forcing_at(at, WHOLE))
             )
         for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
-            fields = ready.store.read_state(time - back * stores.STEP, WHOLE)
+            fields = ready.store.read_states([time - back * stores.STEP], WHOLE)[0]
             assert torch.equal(state, normaliser.normalise_outputs(fields))
 
 
@@ -472,7 +472,7 @@ def test_a_batch_that_fails_is_not_copied_ahead(ready, copy_events, monkeypatch)
 
 def test_normalising_and_inverting(ready):
     normaliser = Normaliser.of(ready, torch.float64)
-    field = ready.store.read_state(stores.START, WHOLE)
+    field = ready.store.read_states([stores.START], WHOLE)[0]
     state = normaliser.normalise_outputs(field)
     assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
     scale = ready.statistics.tendency_std / ready.statistics.std

@@ -108,7 +108,7 @@ def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
     data = masked_dataset()
     data["sea_surface_temperature"].values[3:, 9] = 271
     store = opened(tmp_path, data)
-    assert np.isnan(store.read_state(store.times[5], slice(8, 12))[3]).all()
+    assert np.isnan(store.read_states([store.times[5]], slice(8, 12))[0][3]).all()
 
 
 def test_the_mask_is_that_of_the_first_training_date(tmp_path):
@@ -195,7 +195,7 @@ def test_units_are_converted_once_however_often_a_field_is_read(tmp_path):
     store = opened(tmp_path, data, variables=variables)
     expected = masked_dataset()["sea_surface_temperature"].values[4]
     for _ in range(2):
-        found = store.read_state(store.times[4], slice(0, 12))[3]
+        found = store.read_states([store.times[4]], slice(0, 12))[0][3]
         assert np.allclose(found, expected, atol=1e-4, equal_nan=True)
         static = store.read_static(slice(0, 12))[2]
         assert np.allclose(static, masked_dataset()["land_sea_mask"].values, rtol=1e-6)

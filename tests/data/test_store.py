@@ -44,8 +44,8 @@ def test_any_layout_reads_as_the_same_fields(
     assert store.latitude[0] == 90
     assert store.latitude[-1] == -90
     assert np.array_equal(store.longitude, data["longitude"].values)
-    assert np.array_equal(store.read_state(time, slice(0, 9)), whole)
-    bands = [store.read_state(time, rows) for rows in (slice(0, cut), slice(cut, 9))]
+    assert np.array_equal(store.read_states([time], slice(0, 9))[0], whole)
+    bands = [store.read_states([time], rows)[0] for rows in (slice(0, cut), slice(cut, 9))]
     assert np.array_equal(np.concatenate(bands, axis=1), whole)
     statics = data.sortby("latitude", ascending=False)[config.static].to_array().values
     assert np.array_equal(store.read_static(slice(cut, 9)), statics[:, cut:])
@@ -96,7 +96,7 @@ def test_packed_integers_are_unpacked(tmp_path):
     data.to_zarr(path, zarr_format=2, encoding={"temperature": packing})
     store = Store.open(stores.config(path, prognostic=["temperature"]))
     whole = stores.expected(data, store.config, stores.START)
-    assert np.abs(store.read_state(stores.START, slice(0, 12)) - whole).max() < 0.006
+    assert np.abs(store.read_states([stores.START], slice(0, 12))[0] - whole).max() < 0.006
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -109,7 +109,7 @@ def test_a_band_costs_exactly_its_own_bytes(tmp_path, ranks, rising):
     assert store.bytes_read == 0
     for rank in range(ranks):
         before, chunks = store.bytes_read, store.chunk_reads
-        store.read_state(stores.START, slice(rank * rows, (rank + 1) * rows))
+        store.read_states([stores.START], slice(rank * rows, (rank + 1) * rows))
         assert store.bytes_read - before == 7 * rows * 8 * 4
         assert store.chunk_reads - chunks == 3
 
@@ -130,7 +130,7 @@ def test_of_a_shard_only_the_needed_inner_chunks_are_read(tmp_path):
     )
     config = stores.config(path, prognostic=["geopotential"])
     store = Store.open(config)
-    field = store.read_state(stores.START, slice(4, 8))
+    field = store.read_states([stores.START], slice(4, 8))[0]
     assert np.array_equal(field, stores.expected(stores.dataset(), config, stores.START)[:, 4:8])
     assert store.bytes_read == 3 * 4 * 8 * 4
     assert store.chunk_reads == 1

@@ -69,7 +69,7 @@ def test_scores_are_those_of_the_definition(config):
                 store.read_forcing_at(start + k * np.timedelta64(6, "h"), whole)[0]
                 for k in range(lead)
             ]
-            now, truth = store.read_state(start, whole), store.read_state(valid, whole)
+            now, truth = store.read_states([start], whole)[0], store.read_states([valid], whole)[0]
             moved = 0.5 * np.sum(forcing, axis=0) * statistics.tendency_std[:, None, None]
             guesses = (now + moved, now, prepared.climatology.field(valid, whole))
             error = np.stack([guess - truth for guess in guesses]).astype(np.float64)
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_definition(config):
     assert scores.hours == (6, 12)
     assert scores.channels[0] == "geopotential_500"
     valid = starts[0] + np.timedelta64(12, "h")
-    assert field.truth == pytest.approx(store.read_state(valid, whole)[0], rel=1e-6)
+    assert field.truth == pytest.approx(store.read_states([valid], whole)[0][0], rel=1e-6)
 
 
 def rise_after_two(x: torch.Tensor) -> torch.Tensor:

@@ -83,11 +83,7 @@ def _length(byte_range: ByteRequest | None) -> int | None:
 
 
 class CountingStore(WrapperStore[Store]):
-    """Counts the bytes and chunks that are read through it; metadata is not counted.
-
-    The index at the end of a shard is counted separately: it is the overhead of reading a part of
-    a shard.
-    """
+    """Counts the bytes and chunks that are read through it; not metadata and indices of shards."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -99,7 +95,6 @@ class CountingStore(WrapperStore[Store]):
         """Start counting from zero."""
         self.data_bytes = 0
         self.chunk_reads = 0
-        self.index_bytes = 0
         self.absent_chunks = 0
 
     async def get(
@@ -112,10 +107,8 @@ class CountingStore(WrapperStore[Store]):
         with self._lock:
             if value is None:
                 self.absent_chunks += 1
-            # The last bytes of a file: this is how zarr reads the index of a shard.
-            elif isinstance(byte_range, SuffixByteRequest):
-                self.index_bytes += len(value)
-            else:
+            # Not the last bytes of a file: this is how zarr reads the index of a shard.
+            elif not isinstance(byte_range, SuffixByteRequest):
                 self.data_bytes += len(value)
                 self.chunk_reads += 1
         return value

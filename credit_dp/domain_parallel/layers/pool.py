@@ -73,9 +73,9 @@ class PoolLayer(StencilLayer):
         values = [value] if isinstance(value, int) else list(value)
         return values * self._spatial_ndim if len(values) == 1 else values
 
-    def setting_without_rows(self, name: str) -> list[int]:
-        """Return a setting, with 0 along the rows."""
-        values = self.setting(name)
+    def padding_without_rows(self) -> list[int]:
+        """Return the padding, with 0 along the rows."""
+        values = self.setting("padding")
         values[self.dim] = 0
         return values
 
@@ -125,9 +125,7 @@ class _AveragePool(PoolLayer, ABC):
         settings: list[Any] = [
             self.setting("kernel_size"),
             self.setting("stride"),
-            self.setting_without_rows("padding")
-            if hasattr(self.__dict__["wrapped"], "padding")
-            else 0,
+            self.padding_without_rows() if hasattr(self.__dict__["wrapped"], "padding") else 0,
             self.ceil_mode,
             self._counts_padding,
         ]
@@ -287,7 +285,7 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
         settings = (
             self.setting("kernel_size"),
             self.setting("stride"),
-            self.setting_without_rows("padding"),
+            self.padding_without_rows(),
             self.setting("dilation"),
             self.ceil_mode,
         )

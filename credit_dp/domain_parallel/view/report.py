@@ -45,9 +45,9 @@ DEFAULT_LIMIT = 1.5
 MAX_LINES = 8
 
 
-def whole_call_lines(calls: Sequence[WholeCall], most: int = MAX_LINES) -> list[str]:
-    """Return a line for each of the calls that run whole, at most so many, and how many more."""
-    lines = [whole_call_line(call) for call in calls[:most]]
+def whole_call_lines(calls: Sequence[WholeCall]) -> list[str]:
+    """Return a line for each of the first calls that run whole, and how many more there are."""
+    lines = [whole_call_line(call) for call in calls[:MAX_LINES]]
     more = len(calls) - len(lines)
     return [*lines, f"and {more} more"] if more > 0 else lines
 

@@ -119,7 +119,9 @@ def test_samples_of_a_run_are_bit_identical(written, name):
     time = np.datetime64("2020-02-29T06", "ns")
     whole = stores.expected(renamed, config, time)
     cut = layout.rows // 3
-    bands = [store.read_state(time, rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
+    bands = [
+        store.read_states([time], rows)[0] for rows in (slice(0, cut), slice(cut, layout.rows))
+    ]
     assert np.array_equal(np.concatenate(bands, axis=1), whole)
     bands = [store.read_static(rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
     assert np.array_equal(np.concatenate(bands, axis=1)[0], renamed[static].values)

@@ -118,10 +118,10 @@ def test_the_exact_name_wins(tmp_path):
     for entries in ([whole], parts, parts[::-1]):
         for name in ("t2m", "2m_temperature"):
             store = Store.open(config(entries, prognostic=[name], **lists))
-            read = store.read_state(store.times[3], slice(0, 13))
+            read = store.read_states([store.times[3]], slice(0, 13))[0]
             assert np.array_equal(read[0], data[name].values[3])
         other = Store.open(config(entries, prognostic=["2t"], **lists))
-        assert other.read_state(other.times[3], slice(0, 13)).shape == (1, 13, 12)
+        assert other.read_states([other.times[3]], slice(0, 13))[0].shape == (1, 13, 12)
 
 
 def test_a_missing_variable_is_answered_with_possible_names(written):
@@ -265,7 +265,9 @@ def test_a_level_that_is_only_a_coordinate_counts(tmp_path):
         "geopotential_500",
         "temperature_500",
     ]
-    assert np.array_equal(store.read_state(store.times[2], slice(0, 13))[0], one["z"].values[2])
+    assert np.array_equal(
+        store.read_states([store.times[2]], slice(0, 13))[0][0], one["z"].values[2]
+    )
     with pytest.raises(UserError, match="no variable geopotential_at_surface"):
         Store.open(config(entries, **(lists | {"static": ["geopotential_at_surface"]})))
 

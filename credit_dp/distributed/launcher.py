@@ -110,7 +110,8 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
     Otherwise all of them would wait for minutes.
 
     Raises:
-        UserError: the host is unknown or, on rank 0, another one, or its port is in use.
+        UserError: the host is unknown or, on rank 0, another one, or has no address there, or its
+            port is in use.
     """
     address, port = launcher.address, launcher.port
     if address is None:
@@ -133,7 +134,12 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
             "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
             "port, the same on all ranks."
         )
-    # What else may be wrong, such as a name that is unknown here, torch says.
+    if socket.EAI_NONAME in problems:  # torch would look it up again and again for 10 minutes
+        raise UserError(
+            f"MASTER_ADDR: the name {address} is unknown on {socket.gethostname()}, which runs "
+            "rank 0. Set MASTER_ADDR to a name or an address of this host, the same on all ranks."
+        )
+    # What else may be wrong, such as no answer of the name server for now, torch says.
     return address
 
 
@@ -144,6 +150,8 @@ def bind_problems(address: str, port: int) -> list[OSError]:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return [error]
+    except UnicodeError as error:  # no name of a host: `a..b`
+        return [socket.gaierror(socket.EAI_NONAME, str(error))]
     for family, kind, protocol, _, name in found:
         try:
             # Without listening: other ranks may try to connect already.

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -350,6 +351,25 @@ def test_rank_0_on_another_host_than_expected_is_refused() -> None:
     assert rendezvous_host(launcher, {"MASTER_ADDR": "192.0.2.1"}) == "192.0.2.1"
     other = Launcher("mpirun", RankInfo(1, 8, 1, 4), "192.0.2.1", 20_000)
     assert rendezvous_host(other, {}) == "192.0.2.1"
+
+
+@pytest.mark.parametrize("name", ["no-such-host", "a..b"])
+def test_a_host_without_an_address_is_refused_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+
+    def unknown(host: str, *arguments: object, **more: object) -> object:
+        if host == "no-such-host":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *arguments, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    launcher = Launcher("srun", RankInfo(0, 8, 0, 4), name, 20_000)
+    with pytest.raises(UserError, match=f"^MASTER_ADDR: the name {re.escape(name)} is unknown on"):
+        rendezvous_host(launcher, {"MASTER_ADDR": name})
+    other = Launcher("srun", RankInfo(1, 8, 1, 4), name, 20_000)
+    assert rendezvous_host(other, {"MASTER_ADDR": name}) == name
 
 
 def has_ipv6() -> bool:

@@ -1,4 +1,4 @@
-"""Exceptions for mistakes that the user can mend; the message says how."""
+"""Exceptions for mistakes that the user can mend, and words of messages."""
 
 
 class UserError(Exception):
@@ -10,3 +10,9 @@ class UserError(Exception):
 
 class UnreachableError(UserError):
     """Remote data that this machine can't reach; the config itself may be right."""
+
+
+def counted(count: float, noun: str) -> str:
+    """Return a number and its noun: `1 field`, `1,200 fields`."""
+    number = f"{int(count):,}" if count == int(count) else f"{count:g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"

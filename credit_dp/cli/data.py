@@ -28,7 +28,7 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
@@ -242,19 +242,20 @@ def _dates(report: "StoreReport") -> list[str]:
     dates = report.dates
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
-        f"{dates.spacing_hours:g} hours, {_gaps(len(dates.gaps), dates.missing)}"
+        f"{counted(dates.spacing_hours, 'hour')}, {_gaps(len(dates.gaps), dates.missing)}"
     ]
     lines += [
         f"        {gap.missing} missing between {gap.after} and {gap.before}"
         for gap in dates.gaps[:GAPS_SHOWN]
     ]
     if len(dates.gaps) > GAPS_SHOWN:
-        lines.append(f"        and {len(dates.gaps) - GAPS_SHOWN} more gaps: see --json")
+        more = counted(len(dates.gaps) - GAPS_SHOWN, "more gap")
+        lines.append(f"        and {more}: see --json")
     return lines
 
 
 def _gaps(count: int, missing: int) -> str:
-    return f"{count} gaps, {missing} times missing" if count else "no gaps"
+    return f"{counted(count, 'gap')}, {counted(missing, 'time')} missing" if count else "no gaps"
 
 
 def _variables(report: "StoreReport") -> list[str]:
@@ -392,8 +393,8 @@ def _run_preparation(job: "RechunkJob") -> None:
     samples = job.verify()
     job.finish()
     screen.show(
-        f"{job.target.out}: {times} times, {samples} random samples equal to the store's. "
-        f"Train with data=prepared {shell_argument('data.store', str(job.target.out))}"
+        f"{job.target.out}: {counted(times, 'time')}, {samples} random samples equal to the "
+        f"store's. Train with data=prepared {shell_argument('data.store', str(job.target.out))}"
     )
 
 
@@ -413,8 +414,9 @@ def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
     ]
     headings = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
     lines = [
-        f"{selected.metadata.origin}: {times} times ({selected.times[0].astype('M8[h]')} to "
-        f"{selected.times[-1].astype('M8[h]')}), {channels} channels, {height} x {columns}",
+        f"{selected.metadata.origin}: {counted(times, 'time')} "
+        f"({selected.times[0].astype('M8[h]')} to {selected.times[-1].astype('M8[h]')}), "
+        f"{counted(channels, 'channel')}, {height} x {columns}",
         f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
         *format_table(headings, rows, left=1),
         f"codec {estimate.codec}, {job.chunk_rows} rows in a chunk: "
@@ -650,7 +652,7 @@ def _describe_run(run: "StatisticsRun") -> str:
     nth = f", every={run.every} of the training dates" if run.every > 1 else ""
     variables = dict.fromkeys(c.variable for piece in run.pieces for c in piece.channels)
     lines = [
-        f"{store.source.where}: {len(dates)} dates, {dates[0]} to {dates[-1]}{nth}; "
+        f"{store.source.where}: {counted(len(dates), 'date')}, {dates[0]} to {dates[-1]}{nth}; "
         f"{_format_fields(run, run.num_fields)} of fields of {store.grid[0]} x {store.grid[1]}",
         f"variables: {', '.join(variables)}",
     ]

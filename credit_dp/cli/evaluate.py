@@ -19,7 +19,7 @@ from credit_dp.cli.arguments import (
     to_whole_numbers,
 )
 from credit_dp.cli.output import format_table
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from credit_dp.evaluation.alignment import ScoreRequest
@@ -208,7 +208,7 @@ def summary_lines(card: "Scorecard") -> list[str]:
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = [
-        f"{card.forecast}: {len(card.initial_times)} initial times"
+        f"{card.forecast}: {counted(len(card.initial_times), 'initial time')}"
         + (f", {card.members} members" if card.members > 1 else ""),
         f"climatology: {card.climatology}",
     ]

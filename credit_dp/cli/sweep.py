@@ -32,7 +32,7 @@ from credit_dp.config import Config
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.report import report_error
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.files import write_bytes_atomic
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import choose_metric
@@ -188,7 +188,7 @@ def table_lines(table: SweepTable) -> list[str]:
     return [
         *format_table(all_headings, rows, left=len(keys) + 3),
         "",
-        f"{len(rows)} runs: {counts}",
+        f"{counted(len(rows), 'run')}: {counts}",
         *causes,
     ]
 

@@ -53,7 +53,7 @@ from credit_dp.distributed.signals import (
     handle_stop,
 )
 from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.process import usable_cores
 
 POLL_SECONDS = 0.1  # between two checks of the running jobs
@@ -152,7 +152,7 @@ class LocalSweep:
                 self.collect()
         failed = [code for _, code in sorted(self.codes.items()) if code not in (0, EXIT_PREEMPTED)]
         stopped = EXIT_PREEMPTED in self.codes.values() or self.stopping
-        print_line(f"{len(self.codes)} jobs ended, {len(failed)} of them failed")
+        print_line(f"{counted(len(self.codes), 'job')} ended, {len(failed)} of them failed")
         return failed[0] if failed else EXIT_PREEMPTED if stopped else 0
 
     def start(self, job: Job, placement: Placement) -> None:
@@ -315,7 +315,8 @@ def submit(
         write_submission(job, job_id)  # so that it is not submitted twice
     array_id = job_ids[0].partition("_")[0]
     print_line(
-        f"submitted {len(jobs)} jobs as {array_id} (squeue --jobs {array_id}; scancel {array_id}); "
+        f"submitted {counted(len(jobs), 'job')} as {array_id} "
+        f"(squeue --jobs {array_id}; scancel {array_id}); "
         f"each writes to its folder in {folder}. The same command again submits unfinished jobs."
     )
     return 0
@@ -335,7 +336,7 @@ def drop_queued(jobs: Sequence[Job]) -> list[Job]:
     queued = queued_job_ids()
     remaining = [job for job in jobs if submitted_job_id(job) not in queued]
     if len(remaining) < len(jobs):
-        print_line(f"{len(jobs) - len(remaining)} jobs are in the queue already")
+        print_line(f"in the queue already: {counted(len(jobs) - len(remaining), 'job')}")
     return remaining
 
 
@@ -532,7 +533,7 @@ def sweep_as_jobs(
     jobs = plan_jobs(composer, choices, sweep)
     remaining = [job for job in jobs if job.state != "finished"]
     if len(remaining) < len(jobs):
-        print_line(f"{len(jobs) - len(remaining)} of {len(jobs)} jobs are done already")
+        print_line(f"done already: {len(jobs) - len(remaining)} of {counted(len(jobs), 'job')}")
     for job in remaining:
         check_job_config(job.config)
     if launcher == "slurm":

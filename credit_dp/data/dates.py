@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import AUTO, SPLITS
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 
 Interval = tuple[np.datetime64, np.datetime64]
 Times = NDArray[np.datetime64]
@@ -111,7 +111,8 @@ def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
             dates[split] = getattr(requested, split)
     reason = f", as the store lacks dates of data={config.name}" if replaced_splits else ""
     chosen = (
-        f"{split} {' to '.join(dates[split])} ({counts[split]} times)" for split in auto_splits
+        f"{split} {' to '.join(dates[split])} ({counted(counts[split], 'time')})"
+        for split in auto_splits
     )
     note = f"{AUTO}{reason}: {', '.join(chosen)}" if auto_splits else ""
     return ResolvedDates(DatesConfig(dates["train"], dates["valid"], dates["test"]), note)

@@ -36,6 +36,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.store import Store
+from credit_dp.errors import counted
 
 __all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
 
@@ -372,14 +373,15 @@ def _log_gaps(store: Store, split: str, frames: int, samples: int, steps: int) -
     skipped = count_samples_across_gaps(store, split, frames, samples, steps)
     if skipped:
         logger.info(
-            "data.dates.%s: %d samples; %d more span a gap in time and are skipped",
+            "data.dates.%s: %s; skipped across gaps in time: %d more",
             split,
-            samples,
+            counted(samples, "sample"),
             skipped,
         )
     if store.num_skipped:
         logger.info(
-            "%d times lack some of the hours that are added up, and are left out", store.num_skipped
+            "left out, as some of the hours that are added up are missing: %s",
+            counted(store.num_skipped, "time"),
         )
 
 

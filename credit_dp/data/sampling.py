@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.data.dates import HasTimes, Times, split_slice, times_with_steps
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.random_streams import random_stream
 
 
@@ -53,15 +53,15 @@ def sample_times(store: HasTimes, split: str, frames: int = 1, steps: int = 1) -
     samples = times_with_steps(times, config.step_hours, frames - 1, steps)
     if not len(samples) and frames == steps == 1:
         raise UserError(
-            f"{config.store}: no two dates of data.dates.{split} are {config.step_hours} "
-            f"hours apart. Change data.step or data.dates.{split}."
+            f"{config.store}: no two dates of data.dates.{split} are "
+            f"{counted(config.step_hours, 'hour')} apart. Change data.step or data.dates.{split}."
         )
     if not len(samples):
         lengths = {"model.frames": frames, "the longest of trainer.rollout": steps}
         remedy = " or ".join(key for key, count in lengths.items() if count > 1)
         raise UserError(
             f"{config.store}: a sample needs {frames + steps} dates of data.dates.{split}, each "
-            f"{config.step_hours} hours after the one before, and there are none. "
+            f"{counted(config.step_hours, 'hour')} after the one before, and there are none. "
             f"Lower {remedy}, or change data.step or data.dates.{split}."
         )
     return samples
@@ -98,8 +98,8 @@ def initial_times(
         from_frames = f" from {frames} states" if frames > 1 else ""
         lower_frames = " or model.frames" if frames > 1 else ""
         raise UserError(
-            f"{config.store}: no forecast of {max(lead_hours)} hours{from_frames} fits into "
-            f"data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
+            f"{config.store}: no forecast of {counted(max(lead_hours), 'hour')}{from_frames} fits "
+            f"into data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
             f"{lower_frames}."
         )
     return np.array(selected, dtype="datetime64[ns]")
@@ -133,8 +133,9 @@ class SampleSequence:
             )
         if count < batch_size:
             raise UserError(
-                f"data.batch_size: one batch needs {batch_size} samples, but data.dates.train has "
-                f"{count}. Lower data.batch_size or give data.dates.train more dates."
+                f"data.batch_size: one batch needs {counted(batch_size, 'sample')}, but "
+                f"data.dates.train has {count}. Lower data.batch_size or give data.dates.train "
+                "more dates."
             )
         self.count = count
         self.batch_size = batch_size

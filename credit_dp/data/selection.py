@@ -18,7 +18,7 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.sources.base import Fields, Source, Times, as_slice, is_listed
 from credit_dp.data.units import is_accumulated, parse_conversion
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import long_name
 
 COMPUTED_BY_ROLE: Mapping[str, Collection[str]] = {
@@ -337,7 +337,7 @@ def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[n
     step = 3600 * config.step_hours
     if spacing and spacing % step and step % spacing:
         raise UserError(
-            f"{where}: its times are {spacing / 3600:g} hours apart, so no two of them in a "
-            f"row are {config.step} apart. Set data.step to a multiple of {spacing / 3600:g}h."
+            f"{where}: its times are {counted(spacing / 3600, 'hour')} apart, so no two of them in "
+            f"a row are {config.step} apart. Set data.step to a multiple of {spacing / 3600:g}h."
         )
     return indices_on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))

@@ -24,7 +24,7 @@ from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 
 Indices = NDArray[np.intp]
 RowSplitter = Callable[[tuple[Channel, ...]], list[slice]]  # channels -> bands of rows
@@ -63,7 +63,8 @@ class TrainingDates:
             nth = f"every={every}: " if every > 1 else ""
             raise UserError(
                 f"{store.config.store}: {nth}no two dates of data.dates.train are "
-                f"{store.config.step_hours} hours apart. Change data.step or data.dates.train."
+                f"{counted(store.config.step_hours, 'hour')} apart. Change data.step or "
+                "data.dates.train."
             )
         return dates
 

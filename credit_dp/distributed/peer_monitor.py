@@ -61,6 +61,7 @@ from credit_dp.distributed.shared_store import (
     listen_on_all_interfaces,
 )
 from credit_dp.distributed.signals import Terminated
+from credit_dp.errors import counted
 
 # Until a killed process shows as ended; its peers may notice the broken connection earlier.
 DETECTION_SECONDS = 0.2
@@ -513,7 +514,7 @@ class PeerMonitor:
             else "ended without a message (killed, or out of memory?)"
         )
         more = sum(each.signal == ended[0].signal for each in ended[1:])
-        others = f", and so did {more} other{'s' if more > 1 else ''}" if more else ""
+        others = f", and so did {counted(more, 'other')}" if more else ""
         return f"{first} {how}{others}; the other ranks were stopped"
 
     def lost_store_message(self) -> str:

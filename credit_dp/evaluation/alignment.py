@@ -26,7 +26,7 @@ from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.data.units import canonical_unit, is_accumulated
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.climatology import ClimatologyPeriod, ClimatologySource, StoredClimatology
 from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
 
@@ -135,8 +135,8 @@ def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray
         if hour not in hours:
             available = ", ".join(f"{hour:g}" for hour in hours)
             raise UserError(
-                f"{forecast.where}: no lead time of {hour} hours. Available: {available}. "
-                "Change hours."
+                f"{forecast.where}: no lead time of {counted(hour, 'hour')}. Available: "
+                f"{available}. Change hours."
             )
     return np.flatnonzero(np.isin(hours, request.hours or hours))
 
@@ -294,10 +294,12 @@ def truth_step_hours(
     span = int(forecast.span / HOUR)
     if len(stated) < len(summed) or forecast.span % HOUR or step % span:
         unstated = next((name for name in summed if name not in stated), "")
-        why = f"{unstated} does not state its span" if unstated else f"times are {step} hours apart"
+        apart = f"times are {counted(step, 'hour')} apart"
+        why = f"{unstated} does not state its span" if unstated else apart
         raise UserError(
-            f"{forecast.where}: {stated[0]} is a sum over {forecast.span / HOUR:g} hours, but "
-            f"{why}. Leave one of them out with variables=[...]."
+            f"{forecast.where}: {stated[0]} is a sum over "
+            f"{counted(forecast.span / HOUR, 'hour')}, but {why}. Leave one of them out with "
+            "variables=[...]."
         )
     return span
 
@@ -370,7 +372,7 @@ def _check_times(
         time = valid[missing].min()
         raise UserError(
             f"{truth.source.where}: the truth has no {format_minute(time)}, a time that is needed "
-            f"({np.count_nonzero(missing.any(axis=1))} of {len(times)} initial times are affected; "
+            f"by {np.count_nonzero(missing.any(axis=1))} of {counted(len(times), 'initial time')} ("
             f"the truth has {format_minute(truth.times[0])} to "
             f"{format_minute(truth.times[-1])}). Choose initial times with dates=[first,last] or "
             "lead times with hours=[...]."

@@ -24,7 +24,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.limits import extremes
 from credit_dp.data.sources.base import Times
 from credit_dp.data.store import Store
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import AlignedForecast, translate_error_keys
 from credit_dp.evaluation.forecast_store import reorder_columns
 
@@ -353,8 +353,8 @@ class GroupReader:
 def missing_values_error(where: str, what: str, points: int) -> UserError:
     """Return the error for a field with missing values."""
     return UserError(
-        f"{where}: {what} has NaN or infinite values on {points} points where the truth has "
-        "values. Complete it, or leave it out with variables=, dates= or hours=."
+        f"{where}: {what} has NaN or infinite values on {counted(points, 'point')} where the "
+        "truth has values. Complete it, or leave it out with variables=, dates= or hours=."
     )
 
 

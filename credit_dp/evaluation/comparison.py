@@ -23,7 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.config import by_dotted_key
 from credit_dp.data.grid import GLOBAL
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     SERIES,
     SOURCE_LINES,
@@ -396,7 +396,8 @@ def _omission_warnings(results: Sequence[EvaluationResult], mismatched: set[str]
         }
         lines += [f"left out: {result.name} has no {channel}" for channel in sorted(missing)[:3]]
         if len(missing) > 3:
-            lines.append(f"left out: {result.name} lacks {len(missing) - 3} more channels")
+            more = counted(len(missing) - 3, "more channel")
+            lines.append(f"left out: {result.name} lacks {more}")
     return lines
 
 

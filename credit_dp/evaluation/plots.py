@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from credit_dp.data.grid import FULL_CIRCLE, row_edges
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
     REFERENCE,
@@ -293,7 +293,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
         UserError: the file can't be written.
     """
     metric = METRICS["rmse"]
-    title = f"{metric.label} over {scores.samples} initial times"
+    title = f"{metric.label} over {counted(scores.samples, 'initial time')}"
     figure, panels = create_panels(len(channels), title)
     for axes, c in zip(panels, channels, strict=True):
         values = {source: scores.rmse[s, :, c] for s, source in enumerate(metric.sources)}
@@ -311,7 +311,8 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
     Raises:
         UserError: the file can't be written.
     """
-    title = f"Zonal power spectra, {last.hours} h forecasts from {scores.samples} initial times"
+    forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
+    title = f"Zonal power spectra, {forecasts}"
     drawn = channels_to_draw(scores, last)
     figure, panels = create_panels(len(drawn) * len(LATITUDE_BANDS), title)
     for index, axes in enumerate(panels):
@@ -345,6 +346,6 @@ def draw_last_lead_errors(
     unit = scores.units[last.map_channel]
     name = scores.channels[last.map_channel]
     figure = draw_error_maps(grid, last.rmse, last.bias, unit)
-    forecasts = f"{last.hours} h forecasts from {scores.samples} initial times"
+    forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
     figure.suptitle(f"{escape_mathtext(name)}, {forecasts}")
     save_figure(figure, path)

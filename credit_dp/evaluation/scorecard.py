@@ -20,7 +20,7 @@ from rich.table import Table
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.maps import Lines, MapGrid
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
@@ -180,7 +180,7 @@ class HeldOutScores:
 
         A narrow terminal wraps the unit, never a number of a single lead time.
         """
-        title = f"RMSE on held-out dates ({self.samples} initial times)"
+        title = f"RMSE on held-out dates ({counted(self.samples, 'initial time')})"
         # Narrow padding: two lead times fit into 80 characters.
         table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variable", no_wrap=True)

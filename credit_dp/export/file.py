@@ -27,7 +27,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QuantileMap
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
 from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Shards, checksums
@@ -574,8 +574,8 @@ def scores_table(scores: dict[str, Any] | None) -> str:
     if scores is None:
         return "None: the run was not scored with these weights."
     lines = [
-        f"Root-mean-square errors on held-out dates ({scores['initial_times']} initial times), in "
-        "each channel's unit.",
+        f"Root-mean-square errors on held-out dates "
+        f"({counted(scores['initial_times'], 'initial time')}), in each channel's unit.",
         "",
         "| channel | lead time | model | persistence | climatology |",
         "|---|---|---|---|---|",

@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
 from credit_dp.forecast.format import ForecastFormat, format_from_json
 from credit_dp.forecast.grib import GribWriter
@@ -71,8 +71,9 @@ class CheckResult(NamedTuple):
     def lines(self) -> list[str]:
         """Return text for the screen: a summary, then the first missing and damaged fields."""
         form = self.form
-        members = f"{form.members} members, " if form.members else ""
-        size = f"{len(form.times)} initial times, {members}{len(form.hours)} lead times"
+        members = f"{counted(form.members, 'member')}, " if form.members else ""
+        times, leads = len(form.times), len(form.hours)
+        size = f"{counted(times, 'initial time')}, {members}{counted(leads, 'lead time')}"
         if self.complete:
             return [f"{self.path}: complete ({size})"]
         written = self.fields - len(self.missing)
@@ -245,7 +246,8 @@ def _check_field(
     finite = np.isfinite(values)
     if name not in writer.masked_variables:
         if not finite.all():
-            yield f"{where}: has NaN or infinite values on {np.count_nonzero(~finite)} points"
+            points = counted(int(np.count_nonzero(~finite)), "point")
+            yield f"{where}: has NaN or infinite values on {points}"
         return
     # The valid points of a masked variable never change; a checksum is enough to compare them.
     mask = zlib.crc32(np.packbits(finite).tobytes())

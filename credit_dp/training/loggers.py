@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig, by_dotted_key
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.training.run_folder import translate_write_errors, write_run_file
 
 
@@ -270,7 +270,8 @@ class CsvLog:
     def close(self, failed: bool) -> None:
         """Warn of missing rows; the file itself is closed after each row."""
         if self.lost_rows:
-            logger.warning("%s: %s rows could not be written.", self.path, self.lost_rows)
+            rows = counted(self.lost_rows, "row")
+            logger.warning("%s: %s could not be written.", self.path, rows)
 
     def _append(self, row: Row) -> None:
         """Append a row completely or not at all."""

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 import credit_dp
 from credit_dp.config import Config
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.files import write_text_atomic
 from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 
@@ -191,7 +191,7 @@ def provenance_text() -> str:
     names = untracked_files()
     lines += [f"not in git: {name}" for name in names[:MAX_UNTRACKED_NAMES]]
     if len(names) > MAX_UNTRACKED_NAMES:
-        lines.append(f"not in git: {len(names) - MAX_UNTRACKED_NAMES} more files")
+        lines.append(f"not in git: {counted(len(names) - MAX_UNTRACKED_NAMES, 'more file')}")
     patch = git_diff()
     if len(patch) > MAX_PATCH_CHARACTERS:
         lines.append(

@@ -21,6 +21,7 @@ from credit_dp.domain_parallel.costs.report import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import whole_call_lines
+from credit_dp.errors import counted
 from credit_dp.training.build import Training
 from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import whole_state_bytes
@@ -210,8 +211,8 @@ def data_line(config: Config, prepared: TrainingData, training: Training) -> str
     samples = training.loader.state_dict()["count"]
     fields = store.channels.num_states
     return (
-        f"{config.data.name}, {first} to {last}, {samples:,} samples of {fields} fields on "
-        f"{rows} x {columns} points"
+        f"{config.data.name}, {first} to {last}, {counted(samples, 'sample')} of "
+        f"{counted(fields, 'field')} on {rows} x {columns} points"
     )
 
 
@@ -226,7 +227,7 @@ def batch_line(config: Config, manager: DomainParallelManager) -> str:
     each = f", {members} members of each" if members > 1 else ""
     if manager.ensemble_parallel_size > 1:
         each += f", {members_per_rank(config)} of them on each ensemble rank"
-    return f"{batch} samples{on_each_rank}{each}{microbatches}"
+    return f"{counted(batch, 'sample')}{on_each_rank}{each}{microbatches}"
 
 
 def training_line(config: Config, training: Training) -> str:
@@ -234,8 +235,8 @@ def training_line(config: Config, training: Training) -> str:
     steps = config.trainer.steps
     per_epoch = steps_per_epoch(config, training)
     done = training.trainer.state.step
-    line = f"{steps:,} steps, {done:,} of them done" if done else f"{steps:,} steps"
-    line += f", {steps / per_epoch:.3g} epochs of {per_epoch:,} steps"
+    line = counted(steps, "step") + (f", {done:,} of them done" if done else "")
+    line += f", {steps / per_epoch:.3g} epochs of {counted(per_epoch, 'step')}"
     lengths = dict(sorted(config.trainer.rollout.items()))
     if lengths == {0: 1}:
         return line
@@ -254,7 +255,8 @@ def sent_line(estimate: RunEstimate) -> str:
     """Return what rank 0 sends in a step: rows, members, gradients; empty for a single rank."""
     parts = []
     if estimate.messages:
-        parts.append(f"{decimal(estimate.sent_bytes)} of rows in {estimate.messages} messages")
+        messages = counted(estimate.messages, "message")
+        parts.append(f"{decimal(estimate.sent_bytes)} of rows in {messages}")
     if estimate.members_bytes:
         parts.append(f"{decimal(estimate.members_bytes)} of members")
     if estimate.reduced_bytes:

@@ -74,7 +74,7 @@ def test_a_forecast_starts_from_a_file(run, monkeypatch, tmp_path):
     assert (code, err) == (0, "")
     assert f"{tmp_path}/g.grib" in out
     code, out, _ = forecast_command(monkeypatch, "check", tmp_path / "g.grib")
-    assert (code, out) == (0, f"{tmp_path}/g.grib: complete (1 initial times, 1 lead times)\n")
+    assert (code, out) == (0, f"{tmp_path}/g.grib: complete (1 initial time, 1 lead time)\n")
 
 
 def test_checks_of_what_is_no_forecast(run, tmp_path, monkeypatch):

@@ -253,7 +253,7 @@ def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
     assert count_samples_across_gaps(ready.store, "train", 3, 0) == 3
     with caplog.at_level(logging.INFO, "credit_dp"):
         Loader(ready, "train", WHOLE, SampleSequence(4, 2)).close()
-    assert "4 samples; 1 more span a gap in time" in caplog.text
+    assert "4 samples; skipped across gaps in time: 1 more" in caplog.text
 
 
 def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):

@@ -138,9 +138,7 @@ def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) 
     values[1, 2, 0, 3, 2] = np.inf
     broken = made.assign(temperature=(made["temperature"].dims, values))
     said = refusal(folder, forecasts.write(broken, tmp_path / "nan.zarr"))
-    assert (
-        "temperature from 2000-01-02T12:00 at 24 h has NaN or infinite values on 1 points" in said
-    )
+    assert "temperature from 2000-01-02T12:00 at 24 h has NaN or infinite values on 1 point" in said
     path = forecasts.write(made, tmp_path / "gone.zarr")
     min(file for file in (path / "geopotential" / "c").rglob("*") if file.is_file()).unlink()
     assert "geopotential from 2000-01-02T00:00 at 0 h can't be read" in refusal(folder, path)

@@ -228,10 +228,10 @@ def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Pa
     (first / "2/metrics.json").rmdir()
     code, out, err = cluster.train(*SWEEP, SLURM, "run.name=sweep")
     assert (code, err) == (0, "")
-    assert "3 of 4 jobs are done already" in out
-    assert "submitted 1 jobs as " in out
+    assert "done already: 3 of 4 jobs" in out
+    assert "submitted 1 job as " in out
     assert [job.name for job in read_sweep(first).jobs] == list("0123")
-    assert "1 jobs are in the queue already" in cluster.train(*SWEEP, SLURM, "run.name=sweep")[1]
+    assert "in the queue already: 1 job\n" in cluster.train(*SWEEP, SLURM, "run.name=sweep")[1]
     until(lambda: record(first / "2")["state"] == "done", "the repeated job")
     assert [record(first / n) for n in "013"] == before
     assert f"resumed after step {STEPS}" in (first / "2/job.log").read_text()

@@ -188,7 +188,7 @@ def view_model(
         logger.info("domain parallel: %s", whole_call_line(call))
     if calls and manager.rank == 0:
         logger.warning(
-            "domain parallel: %d functions run whole on every rank; the largest: %s",
+            "domain parallel: functions that run whole on every rank: %d; the largest: %s",
             len(calls),
             whole_call_line(calls[0]),
         )

@@ -180,7 +180,7 @@ def test_whole_calls_are_reported_with_module_line_bytes_and_memory(caplog):
     assert call.work is None
     assert call.location.startswith(f"{__file__}:")
     assert trial.largest_gathered == size
-    assert caplog.records[-1].message.startswith("domain parallel: 2 functions run whole")
+    assert "functions that run whole on every rank: 2;" in caplog.records[-1].message
     assert "test_report.py:" in caplog.text
 
 

@@ -259,13 +259,26 @@ def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
     assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +6h, rows 0 to 2"]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_damaged_grid_section_is_no_other_grid(tmp_path, number):
+    path = write(a_format(), tmp_path / "f")
+    content = path.read_bytes()
+    start = GribFile.open(path, "path").messages[number].offset
+    for position in (start + 83, start + 97):  # the type of the grid, and its latitude
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"damaged after {number} message.*checksum is wrong"):
+            GribFile.open(path, "path")
+
+
 def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
     path = write(a_format(), tmp_path / "f")
     content = bytearray(path.read_bytes())
     section_2 = GribFile.open(path, "path").messages[1].offset + 16 + 21
     content[section_2 + 3] ^= 4  # its length
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"after 1 messages \(more messages follow, which can't"):
+    with pytest.raises(UserError, match=r"after 1 message \(more messages follow, which can't"):
         GribFile.open(path, "path")
     assert not check_forecast(str(path)).complete
 

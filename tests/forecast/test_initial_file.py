@@ -453,7 +453,7 @@ FAULTS = {
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
     "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",
     "region": r"latitude must cover the globe .*Change init_file",
-    "grids": r"has messages on more than one grid",
+    "grids": r"has messages on more than one grid, or is damaged",
     "twice": r"has 2t at 2000-01-04T00:00 more than once. Select one",
     "gaps": r"2m_temperature has no value at 2000-01-04T00:00, row 3, column 5, and 1 such point",
     "hot": r"2m_temperature is 2\d+.* at 2000-01-04T00:00, row .*its limits are",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.base import GRID_TYPES
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import UPPER_AIR_NAMES, long_name
 
 Field = NDArray[np.float32]
@@ -276,17 +276,21 @@ class GribFile:
         complete = True
         types = ("instant", "accum") if sums else ("instant",)
         try:
-            with LIBRARY_LOCK, path.open("rb") as file:
+            with LIBRARY_LOCK, path.open("rb") as file, path.open("rb") as to_check:
                 offset, part, end = -1, 0, 0
                 for handle in _handles(eccodes, file):
                     last, offset = offset, int(eccodes.codes_get_message_offset(handle))
                     part = part + 1 if offset == last else 0
                     end = offset + int(eccodes.codes_get(handle, "totalLength"))
-                    grid = grid or _read_grid(eccodes, handle, path, key, reduced)
+                    if grid is None:
+                        _check_sum(to_check, offset)
+                        grid = _read_grid(eccodes, handle, path, key, reduced)
                     if eccodes.codes_get(handle, "md5GridSection") != grid.checksum:
+                        _check_sum(to_check, offset)
                         raise UserError(
-                            f"{key}: {path} has messages on more than one grid. Split it, for "
-                            f"example with `grib_copy`, or change {key}."
+                            f"{key}: {path} has messages on more than one grid, or is damaged. "
+                            "Split it, for example with `grib_copy`, fetch it again, or change "
+                            f"{key}."
                         )
                     message = _read_header(eccodes, handle, offset, part)
                     if message is not None and eccodes.codes_get(handle, "stepType") in types:
@@ -298,8 +302,9 @@ class GribFile:
         except (eccodes.CodesInternalError, ValueError) as error:  # ValueError: no such date
             if not (cut_off and messages):
                 raise UserError(
-                    f"{key}: {path} is cut off or damaged after {len(messages)} messages "
-                    f"({error}). Fetch it again, or change {key}."
+                    f"{key}: {path} is cut off or damaged after "
+                    f"{counted(len(messages), 'message')} ({error}). Fetch it again, or change "
+                    f"{key}."
                 ) from error
             complete = False
         except OSError as error:

@@ -22,7 +22,7 @@ from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
-from credit_dp.errors import UnreachableError, UserError
+from credit_dp.errors import UnreachableError, UserError, counted
 
 if TYPE_CHECKING:
     from credit_dp.costs.budget import StepPlan
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_UNREACHABLE = 3  # exit code if the data are remote and can't be reached
 ANSWER_SECONDS = 20.0  # time for a remote store to answer
-# Fields of the first date are read only if they are at most this large, locally and remotely.
+# Fields of as many dates are read as are at most this large together, locally and remotely.
 READ_BYTES = 2**29
 REMOTE_READ_BYTES = 2**25
 # Libraries that log each of their retries.
@@ -217,13 +217,16 @@ def inspect_data(config: Config) -> DataSummary:
     lines += sample_lines(config, store)
     if store.num_skipped:
         lines.append(
-            f"sums    {store.num_skipped} times are left out: some hours of their sums are missing"
+            "sums    left out, as some hours of their sums are missing: "
+            + counted(store.num_skipped, "time")
         )
     if store.config.statistics_files:
         from credit_dp.data.statistics_files import check_statistics_files
 
         check_statistics_files(store)
-    return DataSummary(store, store, [*lines, *first_date_lines(store, bool(remote))])
+    splits = [split for split in SPLITS if split != "valid" or config.trainer.validate_every]
+    lines += sampled_date_lines(store, splits, bool(remote))
+    return DataSummary(store, store, lines)
 
 
 def check_cache(config: Config) -> None:
@@ -323,8 +326,8 @@ def data_line(where: str, times: "HasTimes", fields: int, grid: tuple[int, int])
     """Return a line with the times, fields and grid of the data."""
     first, last = times.times[[0, -1]].astype("M8[m]")
     return (
-        f"data    {where}: {len(times.times):,} times, {first} to {last}, "
-        f"{fields} fields on {grid[0]} x {grid[1]} points"
+        f"data    {where}: {counted(len(times.times), 'time')}, {first} to {last}, "
+        f"{counted(fields, 'field')} on {grid[0]} x {grid[1]} points"
     )
 
 
@@ -350,43 +353,61 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
     stride = trainer.evaluate_stride_hours
     forecasts = len(initial_times(times, "test", hours, stride, frames))
     lines = [
-        f"samples {count:,} for training, {sequence.batches_per_epoch:,} steps of {batch_size} in "
-        f"an epoch; {forecasts:,} forecasts to {max(hours)} h for testing"
+        f"samples {count:,} for training, {counted(sequence.batches_per_epoch, 'step')} of "
+        f"{batch_size} in an epoch; {counted(forecasts, 'forecast')} to {max(hours)} h for testing"
     ]
     gaps = report_time_axis(times.times)
     if gaps.missing:
         skipped = count_samples_across_gaps(times, "train", frames, count, rollout)
         lines.append(
-            f"gaps    {len(gaps.gaps):,} in the times, {gaps.missing:,} are missing; {skipped:,} "
-            "training samples span one and are skipped"
+            f"gaps    {len(gaps.gaps):,} in the times, missing: {counted(gaps.missing, 'time')}; "
+            f"skipped across them: {counted(skipped, 'training sample')}"
         )
     return lines
 
 
-def first_date_lines(store: "Store", remote: bool) -> list[str]:
-    """Read the first training date, or return a line that says it is too large to be read.
+def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> list[str]:
+    """Read the first, last and middle date of some splits, as far as these are cheap to read.
+
+    Args:
+        store: that is checked.
+        splits: that the run reads.
+        remote: whether the store is remote.
+
+    Returns:
+        A line with the dates that were read.
 
     Raises:
         UserError: a value is missing or outside its limits.
     """
     from credit_dp.data.dates import split_slice
 
-    first = store.times[split_slice(store.config, "train", store.times).start]
     times_per_chunk = max(
         store.source.times_per_file(channel) for channel in store.channels.output_channels
     )
     fields = store.channels.num_outputs + len(store.channels.forcing)
     # A chunk is decoded as a unit, with all times that it holds, in float32.
     size = 4 * times_per_chunk * fields * store.grid[0] * store.grid[1]
-    if size > (REMOTE_READ_BYTES if remote else READ_BYTES):
-        return [
-            f"values  not read: the fields of {first.astype('M8[m]')} take {format_bytes(size)}"
-        ]
+    spans = [split_slice(store.config, split, store.times) for split in splits]
+    firsts, lasts = [span.start for span in spans], [span.stop - 1 for span in spans]
+    middles = [(first + last) // 2 for first, last in zip(firsts, lasts, strict=True)]
+    affordable = (REMOTE_READ_BYTES if remote else READ_BYTES) // size
+    indices = list(dict.fromkeys([*firsts, *lasts, *middles]))[:affordable]
+    if not indices:
+        first = store.times[firsts[0]].astype("M8[m]")
+        return [f"values  not read: the fields of {first} take {format_bytes(size)}"]
     all_rows = slice(None)
     store.valid_mask(all_rows)
     store.read_static(all_rows)
-    store.read_outputs_and_forcing(first[None], all_rows)
-    return []
+    for index in indices:
+        times = store.times[index : index + 1]
+        if index in lasts:  # of which only a target is needed
+            store.read_outputs(times, all_rows)
+        else:
+            store.read_outputs_and_forcing(times, all_rows)
+    dates = ", ".join(str(store.times[index].astype("M8[m]")) for index in sorted(indices))
+    others = sum(span.stop - span.start for span in spans) - len(indices)
+    return [f"values  read at {dates}; not read at {others:,} other dates"]
 
 
 def resolve_resume(config: Config) -> tuple[Config, Path | None]:

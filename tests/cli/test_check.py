@@ -80,7 +80,7 @@ def test_a_check_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     path = stores.write(data_with(present), tmp_path / "s.zarr")
     out = answer(monkeypatch, *run_on(path))[1]
     assert "samples 22 for training" in out
-    assert "2 in the times, 3 are missing; 2 training samples span one and are skipped" in out
+    assert "2 in the times, missing: 3 times; skipped across them: 2 training samples\n" in out
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_check_says_which_sums_are_incomplete(
 ) -> None:
     sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
     out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
-    assert "sums    1 times are left out: some hours of their sums are missing" in out
+    assert "sums    left out, as some hours of their sums are missing: 1 time\n" in out
 
 
 def with_gap(data: xr.Dataset) -> xr.Dataset:
@@ -162,6 +162,21 @@ def test_the_first_fields_and_their_units_are_looked_at(
     monkeypatch.setattr(check, "READ_BYTES", 0)
     if change is with_gap:
         assert "values  not read" in answer(monkeypatch, *run_on(path))[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [13, 27, 39])
+def test_the_first_middle_and_last_dates_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path, index: int
+) -> None:
+    line = "values  read at 2000-01-01T00:00, 2000-01-04T06:00, 2000-01-07T18:00, "
+    assert line in answer(monkeypatch, *run_on(store))[1]
+    data = data_with()
+    values = data["temperature"].values.copy()
+    values[index, 1, 5, 2] = np.nan
+    path = stores.write(data.assign(temperature=(stores.DIMS, values)), tmp_path / "s.zarr")
+    day = str(data["time"].values[index].astype("M8[m]"))
+    assert f"temperature has NaN at {day}" in refusal(monkeypatch, *run_on(path))
 
 
 @pytest.mark.slow

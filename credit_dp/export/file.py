@@ -30,7 +30,13 @@ from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
 from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
-from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Shards, checksums
+from credit_dp.training.checkpoint_shards import (
+    CHECKSUMS_KEY,
+    Shards,
+    as_pairs,
+    checksums,
+    pair_names,
+)
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"
@@ -348,6 +354,10 @@ def read_safetensors(path: Path) -> TrainedModel:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
+    try:
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in pair_names(texts)}
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
     damaged = first_damaged(texts, tensors)
     if damaged is not None:
         raise UserError(
@@ -390,8 +400,9 @@ def write_safetensors(trained: TrainedModel, path: Path) -> None:
     tensors = {**trained.weights, STATIC_TENSOR: trained.static}
     if trained.valid is not None:
         tensors[VALID_TENSOR] = trained.valid
-    texts = trained.metadata.to_texts()
-    content = save(tensors, {**texts, CHECKSUMS_KEY: json.dumps(file_checksums(texts, tensors))})
+    stored, pairs = as_pairs(tensors)
+    texts = {**trained.metadata.to_texts(), **pairs}
+    content = save(stored, {**texts, CHECKSUMS_KEY: json.dumps(file_checksums(texts, tensors))})
     write_bytes(path, content)
 
 

@@ -52,6 +52,7 @@ READ_ERRORS = (
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 SAVED_OFFSETS_KEY = "saved_offsets"
 CHECKSUMS_KEY = "checksums"
+PAIRS_KEY = "complex_pairs"  # names of complex numbers that are written as pairs of real ones
 BLOCK_BYTES = 2**20  # of a block with its own checksum: what is read in vain at each end of a slice
 
 
@@ -128,6 +129,22 @@ def block_checksums(tensor: Tensor, rows_in_block: int, start: int) -> list[int]
     return [zlib.crc32(content[at : at + size], start) for at in blocks]
 
 
+def as_pairs(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors as a file can hold them, and what its header says about that.
+
+    safetensors has no complex128: real and imaginary parts become a last dimension.
+    """
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    stored = {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
+    return {**tensors, **stored}, {PAIRS_KEY: json.dumps(pairs)} if pairs else {}
+
+
+def pair_names(header: Mapping[str, str] | None) -> list[str]:
+    """Return the names of complex tensors that a file has as pairs of real numbers."""
+    names: list[str] = json.loads((header or {}).get(PAIRS_KEY, "[]"))
+    return names
+
+
 def shard_name(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001{SHARD_SUFFIX}"
@@ -141,13 +158,15 @@ def write_shard(path: Path, parts: Sequence[TensorPart]) -> None:
     """
     tensors = {part.name: part.tensor.detach().cpu().contiguous() for part in parts}
     offsets = {part.name: part.offsets for part in parts}
+    stored, pairs = as_pairs(tensors)
     header = {
+        **pairs,
         "format": "pt",
         OFFSETS_KEY: json.dumps({n: {SAVED_OFFSETS_KEY: at} for n, at in offsets.items()}),
         CHECKSUMS_KEY: json.dumps({n: checksums(n, offsets[n], t) for n, t in tensors.items()}),
     }
     with path.open("wb") as file:
-        file.write(save(tensors, header))
+        file.write(save(stored, header))
         file.flush()
         os.fsync(file.fileno())
 
@@ -277,12 +296,15 @@ def read_header(path: Path) -> dict[str, tuple[Shape, Shape, torch.dtype]]:
 
     with safe_open(str(path), framework="pt") as file:
         places = json.loads((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
+        pairs = pair_names(file.metadata())
         header = {}
         for name in file.keys():  # noqa: SIM118 - `safe_open` can't be iterated
             part = file.get_slice(name)
-            shape = tuple(part.get_shape())
+            shape, dtype = tuple(part.get_shape()), _getdtype(part.get_dtype())
+            if name in pairs:
+                shape, dtype = shape[:-1], torch.complex128
             offsets = tuple(places[name][SAVED_OFFSETS_KEY]) if places else (0,) * len(shape)
-            header[name] = (offsets, shape, _getdtype(part.get_dtype()))
+            header[name] = (offsets, shape, dtype)
         return header
 
 
@@ -304,6 +326,7 @@ class ShardReader:
         self._file = file
         written = (file.metadata() or {}).get(CHECKSUMS_KEY)
         self._checksums: dict[str, list[int]] | None = json.loads(written or "null")
+        self._pairs = pair_names(file.metadata())
 
     def read(self, name: str, part: StoredPart, first: Shape, lengths: Shape) -> Tensor:
         """Return entries of a part.
@@ -318,17 +341,20 @@ class ShardReader:
             UserError: a block in which they are is not as it was written.
         """
         if not part.shape:
-            entry: Tensor = self._file.get_tensor(name)
+            entry = self._as_saved(name, self._file.get_tensor(name))
             self._check_blocks(name, part, entry, 0)
             return entry
         in_block = 1 if self._checksums is None else self._checksums[name][0]
         # Whole blocks of rows, as far as the part has rows.
         start = first[0] // in_block * in_block
         stop = min(-(-(first[0] + lengths[0]) // in_block) * in_block, part.shape[0])
-        rows: Tensor = self._file.get_slice(name)[start:stop]
+        rows = self._as_saved(name, self._file.get_slice(name)[start:stop])
         self._check_blocks(name, part, rows, start)
         begins = (first[0] - start, *first[1:])
         return rows[tuple(slice(b, b + n) for b, n in zip(begins, lengths, strict=True))]
+
+    def _as_saved(self, name: str, stored: Tensor) -> Tensor:
+        return torch.view_as_complex(stored) if name in self._pairs else stored
 
     def _check_blocks(self, name: str, part: StoredPart, rows: Tensor, start: int) -> None:
         if self._checksums is None:

@@ -28,6 +28,7 @@ from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
+from credit_dp.export.file import read_safetensors, write_safetensors
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build import Training
@@ -46,6 +47,7 @@ from tests.training.runs import (
 )
 
 SOLAR = "solar"  # a forcing that the store has to give
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 def trained(config: Config) -> Training:
@@ -127,6 +129,14 @@ def test_any_model_comes_back(tmp_path, name):
 
 
 @pytest.mark.slow
+def test_complex_weights_come_back(file, tmp_path):
+    path = tmp_path / "complex.safetensors"
+    weights = {str(dtype): torch.randn(3, 2, dtype=dtype) for dtype in COMPLEX}
+    write_safetensors(replace(read_safetensors(file), weights=weights), path)
+    found = read_safetensors(path).weights
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
 def test_quantiles_go_with_the_model(tmp_path):
     names = ("temperature", SOLAR, "land_sea_mask")
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=2)

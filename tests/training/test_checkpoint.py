@@ -92,6 +92,35 @@ def test_moments_of_a_parameter_without_dimension_keep_their_precision(tmp_path)
     assert same_tensors(saved, loaded)
 
 
+class Spectral(nn.Module):
+    """Complex weights, as those of Fourier operators; one has no dimension."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=dtype))
+        self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+        self.register_buffer("mask", torch.randn(3, 1, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("io,bihw->bohw", self.weight, x.to(self.weight.dtype))
+        return (y * self.scale).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_of_both_precisions_come_back(tmp_path, dtype):
+    torch.manual_seed(5)
+    saved, loaded = state_of_model(Spectral(dtype)), state_of_model(Spectral(dtype))
+    take_step(saved)
+    path = save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert same_tensors(saved, loaded)
+    found = Shards.open("resume", path, json.loads((path / "state.json").read_text())).dtypes
+    assert found["model.weight"] == found["model.scale"] == found["model.mask"] == dtype
+    other = state_of_model(Spectral(torch.complex128))
+    load_checkpoint(tmp_path, other)
+    assert torch.equal(other.tensors()["model.weight"].to(dtype), saved.tensors()["model.weight"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_dtype_of_the_config_is_taken(tmp_path, dtype):
     other = torch.float64 if dtype == torch.float32 else torch.float32

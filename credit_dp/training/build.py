@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -53,7 +54,8 @@ from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.functional import attached_contexts
+from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
+from credit_dp.domain_parallel.layers.resample import InterpolationLayer
 from credit_dp.domain_parallel.planning.plan import check_model, parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
@@ -217,7 +219,7 @@ def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
     return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."
 
 
-VERSIONS_OF_BLOCK = 8  # of compiled code that a block may have
+VERSIONS_OF_MODULE = 8  # of compiled code that a module may have
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
@@ -245,18 +247,33 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     # Each shape has code of its own. By default torch compiles code for any shape when it sees the
     # second one, also of another block. A step that is computed again could then find this code for
     # a block that has run other code before, which keeps other tensors.
+    copies = 1
     if not units:
         model.compile(dynamic=False)
-        return
-    # The model itself is a unit, too: the first one, and the only one without blocks.
-    blocks: list[Any] = units[1:] or units
-    for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
-    # Blocks of a class share code. Torch compiles 8 versions of it, and runs others uncompiled: a
-    # block has several by itself, for training, validation and scores.
+        if attached_contexts(model):
+            copies = _most_copies_of_code(model)
+    else:
+        # The model itself is a unit, too: the first one, and the only one without blocks.
+        blocks: list[Any] = units[1:] or units
+        for block in blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        copies = len(blocks)
+    # Modules of a class share code. Torch compiles 8 versions of it, and runs others uncompiled: a
+    # module has several by itself, for training, validation and scores.
     config = torch._dynamo.config
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, limit, max(getattr(config, limit), VERSIONS_OF_BLOCK * len(blocks)))
+        setattr(config, limit, max(getattr(config, limit), VERSIONS_OF_MODULE * copies))
+
+
+def _most_copies_of_code(model: nn.Module) -> int:
+    """Return how many modules of a sharded model share code, at most.
+
+    They share what is compiled, too, unless the model's graph is cut within them: then each has a
+    version of its own, as its layers have plans of their own.
+    """
+    copies = Counter(type(module) for module in model.modules() if is_user_module(module))
+    interpolations = sum(isinstance(module, InterpolationLayer) for module in model.modules())
+    return max(interpolations, *copies.values())
 
 
 def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:

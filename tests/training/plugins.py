@@ -95,3 +95,44 @@ class DecidingConfig(OwnModelConfig):
 
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
         return Deciding(in_channels, out_channels)
+
+
+class Interpolating(nn.Module):
+    """Ten blocks that interpolate: a sharded layer that torch's compiler does not look into."""
+
+    def __init__(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(self._block(grid) for _ in range(10))
+        self.last = nn.Conv2d(4, out_channels, 1)
+
+    @staticmethod
+    def _block(grid: tuple[int, int]) -> nn.Module:
+        return Coarsening(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Upsample(grid))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class Coarsening(nn.Module):
+    """A convolution with a stride, and back to the grid."""
+
+    def __init__(self, down: nn.Module, up: nn.Module) -> None:
+        super().__init__()
+        self.down, self.up = down, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.silu(self.up(self.down(x)))
+
+
+@dataclass
+class InterpolatingConfig(OwnModelConfig):
+    """A user's model whose graph is cut in each of its blocks."""
+
+    name: str = "interpolating"
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
+        return Interpolating(in_channels, out_channels, grid)

@@ -22,6 +22,7 @@ from tests.training.meshes import (
     record_trajectory,
     run_on_mesh,
 )
+from tests.training.plugins import InterpolatingConfig
 from tests.training.runs import (
     alone,
     built,
@@ -118,12 +119,31 @@ def test_compiled_steps_that_are_computed_again_train_the_same(config):
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
 
 
-def compiled_with_aot_eager(manager: DomainParallelManager, config: Config) -> Trajectory:
+def compiled_with_aot_eager(
+    manager: DomainParallelManager, config: Config, backend: str = "aot_eager"
+) -> Trajectory:
     """Train with the compiler's graphs, but without its code for the CPU, which takes minutes."""
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         return record_trajectory(built(replace(config, compile=True), manager))
+
+
+def compiled_in_all_versions(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Train; a module that runs uncompiled as it has too many versions of its code is an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+        patch.setattr(torch._dynamo.config, "recompile_limit", 8)
+        return compiled_with_aot_eager(manager, config, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+def test_each_block_of_a_cut_graph_is_compiled(config):
+    """Blocks share code, but not what is compiled: their layers have plans of their own."""
+    config = replace(config, model=InterpolatingConfig(), compile=False)
+    found = run_on_mesh(Mesh(1, 1, 2), compiled_in_all_versions, config)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
 
 
 @pytest.mark.slow

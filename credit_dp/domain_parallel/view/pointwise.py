@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.rules import (
     LARGEST_IMBALANCE,
     RULES,
@@ -69,21 +68,29 @@ POINTWISE = (
 def common_layout(bands: Sequence[GlobalTensor]) -> Layout:
     """Return the layout in which bands meet, that of the largest; with `dim` from the end.
 
-    If several are the largest, it is that of bands that end at windows: the other bands move once,
-    instead of going back and forth around each attention.
+    If several are the largest, their rows are in the dimension in which those of the first are, to
+    which a residual adds; and it is the layout of bands that end at windows: the other bands move
+    once, instead of going back and forth around each attention.
     """
-    largest = bands[0]
-    if len(bands) > 1:
-        largest = max(bands, key=lambda x: (x.numel(), *_preference(layout_of(x).partition)))
-    layout = layout_of(largest)
-    return layout.at(layout.dim - largest.ndim)
+    if len(bands) == 1:
+        return _from_end(bands[0])
+    first = _from_end(max(bands, key=GlobalTensor.numel))
+    largest = max(bands, key=lambda x: (x.numel(), *_preference(_from_end(x), first.dim)))
+    return _from_end(largest)
 
 
-def _preference(partition: RowPartition) -> tuple[bool, int]:
-    """Return whether bands are balanced, and the rows of which they are multiples."""
+def _from_end(x: GlobalTensor) -> Layout:
+    """Return the layout of a band with `dim` from the end."""
+    layout = layout_of(x)
+    return layout.at(layout.dim - x.ndim)
+
+
+def _preference(layout: Layout, dim: int) -> tuple[bool, bool, int]:
+    """Return whether bands are balanced, in a dimension, and of which number they are multiples."""
+    partition = layout.partition
     limit = LARGEST_IMBALANCE * partition.height
     is_balanced = min(partition.sizes) > 0 and max(partition.sizes) * partition.ranks <= limit
-    return is_balanced, gcd(*partition.bounds[:-1])
+    return is_balanced, layout.dim == dim, gcd(*partition.bounds[:-1])
 
 
 def align(x: Any, layout: Layout, view: GlobalView) -> Any:

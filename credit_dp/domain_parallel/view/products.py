@@ -31,6 +31,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalView,
     Layout,
     bands_of,
+    falls_into_equal_parts,
     is_band,
     local_of,
     whole,
@@ -48,10 +49,19 @@ def linear(func: Function, args: Args, kwargs: Kwargs) -> Any:
     layout = layout_of(x)
     if layout.dim == x.ndim - 1:
         try:
-            x = move_rows(x, [layout.dim])
+            x = move_rows(x, [layout.dim], _windows_or_rows(x))
         except NoRuleError:
             return _linear_over_rows(x, weight, bias)
     return wrap(func(x.local, local_of(weight), local_of(bias)), layout_of(x), x.view_)
+
+
+def _windows_or_rows(x: Tensor) -> list[int]:
+    """Return the dimensions of samples, windows and rows that have parts of one size for all ranks.
+
+    Attention follows among the tokens of a window, and rows of a field are where they were before.
+    """
+    ranks = bands_of(x)[0].view_.ranks
+    return [dim for dim in range(x.ndim - 2) if falls_into_equal_parts(x.shape[dim], ranks)]
 
 
 def _linear_over_rows(x: GlobalTensor, weight: Tensor, bias: Tensor | None) -> GlobalTensor:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol, final
@@ -663,10 +665,42 @@ def with_layout(x: Any, layout: Layout, view: GlobalView) -> Tensor:
             for rows in map(layout.partition.rows, range(view.ranks))
         )
         return exchange_entries(x, required, layout).local
+    note_order(x)
     if x.rows.dim != layout.dim:
-        note_order(x)
         return move_bands(x.local, x.rows, layout, view.manager.transport)
-    return cut(whole(x), layout, view)
+    exchange = _folded_otherwise(x.rows, layout, view.rank)
+    return exchange.apply(x.local, view.manager.transport, layout.dim - x.ndim)
+
+
+@lru_cache(1024)
+def _folded_otherwise(source: Layout, target: Layout, rank: int) -> RowExchange:
+    """Return the exchange from bands of a dimension to bands with other entries before the rows.
+
+    It numbers the entries of the dimension in the order in which the ranks hold them.
+    """
+    order = [i for band in _entries_of_ranks(source) for i in band]
+    position = {entry: i for i, entry in enumerate(order)}
+    required = [
+        tuple(RowRange(first, stop) for first, stop in _runs([position[entry] for entry in band]))
+        for band in _entries_of_ranks(target)
+    ]
+    sizes = [size * source.outer for size in source.partition.sizes]
+    return RowExchange(RowPartition.from_sizes(sizes), tuple(required), rank)
+
+
+def _entries_of_ranks(layout: Layout) -> list[list[int]]:
+    """Return the entries of a dimension that each rank holds, in its order."""
+    height, bands = layout.partition.height, layout.partition
+    return [
+        [before * height + row for before in range(layout.outer) for row in range(*rows)]
+        for rows in pairwise(bands.bounds)
+    ]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return numbers as ranges that rise by 1: first and end of each."""
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    return [(numbers[i], numbers[i] + j - i) for i, j in pairwise([*starts, len(numbers)])]
 
 
 def note_whole_call(

@@ -877,7 +877,20 @@ WRITES = {
 }
 
 
+def add_folded_otherwise(model, x):
+    """Add rows of which some follow others, to rows that alternate with others."""
+    first = torch.cat([x, 2 * x], 2)
+    return first + torch.stack([x, 3 * x], 2).flatten(2, 3), torch.stack([x, x], 3).flatten(
+        2, 3
+    ) * first
+
+
+LAYOUTS = {
+    "folded otherwise": add_folded_otherwise,
+}
+
 FAMILIES = {
+    "layouts": LAYOUTS,
     "writes": WRITES,
     "windows": WINDOWS,
     "attention": ATTENTION,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
@@ -20,6 +20,7 @@ from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_o
 from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
 from credit_dp.domain_parallel.view.rules import (
     RULES,
+    RULES_FOR_WHOLE,
     Args,
     Function,
     Kwargs,
@@ -38,6 +39,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
+    call_whole,
     functions_named,
     is_band,
     local_of,
@@ -48,6 +50,10 @@ from credit_dp.domain_parallel.view.tensor import (
 from credit_dp.errors import UserError
 
 # ---------------------------------------------------------------- calls of layers
+
+
+class TooFewRowsError(NoRuleError):
+    """A result has fewer rows than there are ranks."""
 
 
 def settings_key(settings: Mapping[str, Any]) -> Any:
@@ -73,6 +79,7 @@ def call_layer(
 
     Raises:
         NoRuleError: the layer does not support these rows.
+        TooFewRowsError: the result has too few of them.
     """
     view, layout = x.view_, layout_of(x)
     layer = _layer(x, layout, kind, settings)
@@ -91,7 +98,7 @@ def call_layer(
     if layer.output_is_banded:
         target = view.partition(layer.out_height(layout.size))
         if target is None:
-            raise NoRuleError
+            raise TooFewRowsError
         bands = Bands(source, target)
         result = Layout(layout.dim, 1, target)
     local = with_layout(x, Layout(layout.dim, 1, source), view)  # unfolded, if need be
@@ -246,6 +253,40 @@ def _rows_before_columns(
     return result.transpose(dim, -2)
 
 
+def _with_rows_enough(
+    rule: Callable[[Any, dict[str, Any], dict[str, Tensor]], Any],
+    x: GlobalTensor,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    shape_of_result: Callable[[], Sequence[int]],
+) -> Any:
+    """Call a rule as `_rows_before_columns`, by columns if the result has fewer rows than ranks."""
+    with suppress(TooFewRowsError):
+        return _rows_before_columns(rule, x, settings, tensors)
+    with _disable_current_modes():
+        sizes = shape_of_result()
+    least = {d: min(x.shape[d], sizes[d]) for d in range(2, x.ndim) if d != layout_of(x).dim}
+    dim = max(least, key=least.__getitem__, default=None)
+    partition = None if dim is None else x.view_.partition(x.shape[dim])
+    if dim is None or partition is None or least[dim] < x.view_.ranks:
+        raise TooFewRowsError
+    return _rows_before_columns(rule, with_bands(x, Layout(dim, 1, partition)), settings, tensors)
+
+
+def _in_rows_again(x: Any, y: Any) -> Any:
+    """Return what upsampling makes of a field with fewer rows than ranks, as bands if it has more.
+
+    Such a field is whole, or has bands of columns.
+    """
+    if type(x) is not GlobalTensor or type(y) is not GlobalTensor or not 4 <= x.ndim == y.ndim:
+        return y
+    partition = x.view_.partition(y.shape[-2])
+    is_band_of_columns = is_band(y) and layout_of(y).dim == y.ndim - 1
+    if x.shape[-2] >= x.view_.ranks or partition is None or is_band(y) > is_band_of_columns:
+        return y
+    return with_bands(y, Layout(y.ndim - 2, 1, partition))
+
+
 # ---------------------------------------------------------------- convolutions
 
 # Parameters after input and weight, in the order of torch's functions, with their defaults.
@@ -277,14 +318,16 @@ def conv(
     func: Function,
     args: Args,
     kwargs: Kwargs,
-) -> GlobalTensor:
+) -> Any:
     """Convolutions with `count` spatial dimensions, transposed ones too."""
     names = ("input", "weight", *defaults)
     given = defaults | bind(names, args, kwargs)
     arguments = {name: given[name] for name in names}
-    x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
+    source, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
     require_whole(weight, bias)
-    x = with_spatial_rows(x, count)
+    if defaults is TRANSPOSE and not is_band(source):
+        return _in_rows_again(source, call_whole(func, args, kwargs))
+    x = with_spatial_rows(source, count)
     if layout_of(x).dim == 0:
         return GlobalTensor(_local_conv(func, arguments, x.local), layout_of(x), x.view_)
     groups = arguments["groups"]
@@ -305,8 +348,18 @@ def conv(
         compute = partial(_local_conv, func, local_arguments)
         return call_layer(compute, x, kind, settings, tensors)
 
-    result: GlobalTensor = _rows_before_columns(rule, x, settings, weights_of(arguments))
-    return result
+    def shape_of_result() -> torch.Size:
+        tensors = {name: _meta(x) for name, x in weights_of(arguments).items()}
+        shape: torch.Size = _local_conv(func, arguments | tensors, _meta(x)).shape
+        return shape
+
+    result = _with_rows_enough(rule, x, settings, weights_of(arguments), shape_of_result)
+    return _in_rows_again(source, result) if defaults is TRANSPOSE else result
+
+
+def _meta(x: Tensor) -> Tensor:
+    """Return a tensor with a shape and no values."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 # ---------------------------------------------------------------- pools and interpolation
@@ -339,7 +392,7 @@ def pool(
         return call_layer(partial(func, **settings), x, kind, settings)
 
     if not settings.get("return_indices"):
-        return _rows_before_columns(rule, x, settings, {})
+        return _with_rows_enough(rule, x, settings, {}, lambda: func(_meta(x), **settings).shape)
     if layout_of(x).dim == max(x.ndim - 2, 2):
         with suppress(NoRuleError):
             return rule(x, settings, {})
@@ -511,6 +564,14 @@ INTERPOLATE = (
 @rule_for("interpolate", "upsample")
 def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Interpolation to a size or by a factor."""
+    source = args[0] if args else kwargs["input"]
+    if not is_band(source):
+        return _in_rows_again(source, call_whole(func, args, kwargs))
+    return _in_rows_again(source, _interpolate_band(func, args, kwargs))
+
+
+def _interpolate_band(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Return an interpolated band."""
     settings = bind(INTERPOLATE, args, kwargs)
     x = settings.pop("input")
     kind: type[nn.Module] = nn.Upsample
@@ -541,6 +602,11 @@ def interpolate(func: Function, args: Args, kwargs: Kwargs) -> Any:
     output: Any = call_layer(partial(func, **settings), x, kind, settings)
     return output.transpose(-1, -2) if exchanged else output
 
+
+# Upsampled fields become bands again.
+RULES_FOR_WHOLE.update(
+    functions_named(*(f"conv_transpose{n}d" for n in (1, 2, 3)), "interpolate", "upsample")
+)
 
 # ---------------------------------------------------------------- recurrent layers
 

@@ -982,6 +982,42 @@ def test_every_other_row_is_changed_in_place_where_it_stays():
     check(change_every_other_row, (2, CHANNELS, 13, COLUMNS), 3)
 
 
+def _double(model, y, function):
+    """Return a field with twice as many rows and columns."""
+    if function == "conv_transpose2d":
+        return F.conv_transpose2d(y, model.matrix[:, :, None, None].expand(-1, -1, 2, 2), stride=2)
+    return F.interpolate(y, scale_factor=2, mode=function)
+
+
+def halve_and_double(model, x, function):
+    """Halve a field twice, to fewer rows than ranks, and double it again."""
+    weight = model.matrix[:, :, None, None].expand(-1, -1, 3, 3)
+    levels = [x, F.conv2d(x, weight, stride=2, padding=1)]
+    y = dilated(model, F.max_pool2d(levels[1], 2, ceil_mode=True), 1)
+    for level in levels[::-1]:
+        height, width = level.shape[2:]
+        y = _double(model, y, function)[:, :, :height, :width]
+        if type(y) is GlobalTensor and height >= y.view_.ranks:
+            assert is_band(y)
+            assert y.rows.dim == 2
+        y = F.group_norm(dilated(model, y + level, 1), 2)
+    return y
+
+
+@pytest.mark.usefixtures("strict_rules")
+@pytest.mark.parametrize("function", ["conv_transpose2d", "nearest", "bilinear"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fewer_rows_than_ranks_have_bands_of_columns(function, ranks):
+    shape = (2, CHANNELS, {2: 3, 3: 5, 4: 7}[ranks], 19)
+    check(lambda m, x: halve_and_double(m, x, function), shape, ranks)
+
+
+@pytest.mark.parametrize("function", ["conv_transpose2d", "nearest"])
+def test_whole_fields_have_bands_again_where_rows_are_enough(function):
+    shape = (2, CHANNELS, 5, 6)
+    check(lambda m, x: halve_and_double(m, x, function), shape, 4, {"conv2d"})
+
+
 def _attention_costs(manager, count, shape):
     """Return what a rank sends in a forward and in a backward, and holds, relative to the tokens.
 

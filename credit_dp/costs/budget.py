@@ -671,15 +671,18 @@ def compare_meshes(
     _check_up_to(config, up_to)
     largest = config.model.coarsest_rows(shape[-2])
     meshes: list[MeshBudget] = []
+    whole_ops = "refuse"
     for domain in domain_sizes(min(largest, up_to)):
         report = _report(model, shape, domain, config, config.parallel.whole_ops)
         if report.problems or report.unplanned:
             limit = next(iter(report.problems), report.unplanned)
             return MeshComparison(up_to, tuple(meshes), limit)
         meshes.append(_mesh_budget(model, report, config, up_to // domain))
+        if report.refusal:  # of its layers, which says nothing about the number of ranks
+            whole_ops = config.parallel.whole_ops
     limit = ""
     if largest < up_to:
-        limit = next(iter(_report(model, shape, largest + 1, config, "refuse").problems), "")
+        limit = next(iter(_report(model, shape, largest + 1, config, whole_ops).problems), "")
     return MeshComparison(up_to, tuple(meshes), limit)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from credit_dp.config import Config, ParallelConfig
-from credit_dp.costs.budget import plan_step
+from credit_dp.config import Config, OwnModelConfig, ParallelConfig
+from credit_dp.costs.budget import compare_meshes, plan_step
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build import Training
@@ -272,6 +273,24 @@ def test_meshes_up_to_so_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         ["4", "1"],
     ]
     assert "No larger domain" not in out
+
+
+class _ScaledConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class _CoarseConfig(OwnModelConfig):
+    def coarsest_rows(self, height: int) -> int:
+        return height // 4
+
+
+def test_no_domain_is_too_large_for_a_reason_that_only_concerns_layers(tmp_path: Path) -> None:
+    config = make_config(make_store(tmp_path, 16), tmp_path, _CoarseConfig(name="custom"))
+    model = _ScaledConv(3, 3, 3, padding=1)
+    comparison = compare_meshes(model, (1, 3, 8, 16), config, 3)
+    assert [mesh.domain for mesh in comparison.meshes] == [1, 2]
+    assert comparison.limit == ""
 
 
 REFUSED = {

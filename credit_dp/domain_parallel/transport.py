@@ -167,7 +167,7 @@ class Transport(ABC):
 def plain(x: Tensor) -> Tensor:
     """Return a tensor whose memory has its values, as messages need it."""
     # torch conjugates and negates when a tensor is read.
-    return x.resolve_conj().resolve_neg()
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 @final
@@ -371,6 +371,8 @@ class GroupTransport(Transport):
     def _start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
+        if all(tensor.is_cpu for _, tensor in (*send, *receive)):
+            return self._start_one_by_one(send, receive)
         transfers = [
             dist.P2POp(action, tensor, self._global_ranks[peer], self.group)
             for action, tensors in ((dist.isend, send), (dist.irecv, receive))
@@ -387,15 +389,59 @@ class GroupTransport(Transport):
 
         return finish
 
+    def _start_one_by_one(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
+        """Start messages of a CPU, as torch does with a batch that the back end can't send as one.
+
+        Without torch's checks, which take as long as to start the messages.
+        """
+        # Receivers first: gloo sends a message whose receiver waits without asking for it.
+        works = [self.group.recv([_real(tensor)], peer, 0) for peer, tensor in receive]
+        works += [self.group.send([_real(tensor)], peer, 0) for peer, tensor in send]
+        sent = list(send)
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            sent.clear()  # kept alive until here: some are temporary copies
+
+        return finish
+
+    def _is_swap(self, x: Tensor) -> bool:
+        """Return whether a collective of `x` is one message each way.
+
+        Gloo's collectives run in a thread of their own, and send more messages.
+        """
+        return self.size == 2 and x.is_cpu and x.numel() > 0
+
+    def _of_other_rank(self, x: Tensor) -> Tensor:
+        """Return the `x` of the other one of two ranks."""
+        received = torch.empty_like(x)
+        other = 1 - self.rank
+        self._start_one_by_one([(other, x)], [(other, received)])()
+        return received
+
     def _all_gather(self, x: Tensor) -> Tensor:
+        if self._is_swap(x):
+            pair = x.detach(), self._of_other_rank(x)
+            return torch.stack(pair[:: 1 - 2 * self.rank])
         gathered = x.new_empty((self.size, *x.shape))
         all_gather_single(gathered, x, group=self.group)
         return gathered
 
     def _all_reduce(self, x: Tensor) -> Tensor:
+        if self._is_swap(x):
+            x = x.contiguous()
+            return x + self._of_other_rank(x)  # the same bits on both ranks, in either order
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+
+def _real(x: Tensor) -> Tensor:
+    """Return a view of real numbers: back ends send no complex ones."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def all_gather_single(

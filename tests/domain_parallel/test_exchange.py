@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.domain_parallel.exchange import POLE_MODES, RowExchange, RowRange, rows_with_poles
+from credit_dp.domain_parallel.exchange import (
+    POLE_MODES,
+    RowExchange,
+    RowRange,
+    rows_with_poles,
+    start_fetching,
+)
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.ranks import PROCESSES, on_processes, on_threads
@@ -158,3 +164,36 @@ def _identity(manager):
 
 def test_an_identity_sends_nothing():
     on_threads(2, _identity)
+
+
+def _collectives_meanwhile(manager):
+    """Return gathers and sums of several types, called while rows travel, and these rows."""
+    transport, rank = manager.transport, manager.domain_rank
+    x = torch.full((1, 2, 3, 4), float(rank))
+    partition = manager.bands[3 * manager.domain_parallel_size]
+    north, south = (RowRange(0, 1), RowRange(partition.height - 1, partition.height))
+    exchange = RowExchange(partition, ((north, south),) * partition.ranks, rank)
+    finish = start_fetching(x, exchange, transport, -2)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.complex64):
+        part = torch.arange(3).to(dtype) + rank
+        if dtype.is_complex:
+            part = (part * 1j).conj()
+        elif dtype.is_floating_point:
+            part.requires_grad_()
+        gathered, total = transport.all_gather(part), transport.all_reduce(part.detach())
+        assert gathered.dtype == total.dtype == dtype
+        assert not gathered.requires_grad
+        found.append((gathered.resolve_conj(), total.resolve_conj()))
+    return found, finish()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_while_rows_travel(ranks):
+    for found, rows in on_processes(ranks, _collectives_meanwhile):
+        for gathered, total in found:
+            expected = torch.stack([torch.arange(3) + rank for rank in range(ranks)])
+            expected = (expected * (-1j if total.is_complex() else 1)).to(total.dtype)
+            assert torch.equal(gathered, expected)
+            assert torch.equal(total, expected.sum(0))
+        assert rows[0, 0, :, 0].tolist() == [0.0, ranks - 1.0]

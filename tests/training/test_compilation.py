@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.ranks import close_pools, on_processes
 from tests.training.meshes import (
+    HALF_WAY,
     ONE,
     Mesh,
     Trajectory,
@@ -21,6 +23,8 @@ from tests.training.meshes import (
     on_mesh,
     record_trajectory,
     run_on_mesh,
+    train_from_checkpoint,
+    train_from_start,
 )
 from tests.training.plugins import InterpolatingConfig
 from tests.training.runs import (
@@ -155,6 +159,45 @@ def test_compiled_blocks_of_several_sizes_are_computed_again(config, mesh):
     config = replace(config, model=tiny_unet(), trainer=trainer)
     found = run_on_mesh(mesh, compiled_with_aot_eager, config)
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+def test_graphs_are_cut_where_ddp_sends_gradients(config):
+    """The first bucket of DDP has 1 MB. Exchanges keep their order over the parts of the graph."""
+    model = replace(tiny_unet(), channels=[96])
+    config = replace(config, model=model, compile=False)
+    # Which, like torch's default, does not pass the order on as tensors: "aot_eager" does, and
+    # torch 2.13 takes these for outputs of the parts.
+    backend = "aot_eager_decomp_partition"
+    found = run_on_mesh(Mesh(1, 1, 2), compiled_with_aot_eager, config, backend)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+def resumed_uncompiled_and_back(
+    manager: DomainParallelManager, config: Config, folder: Path
+) -> list[Trajectory]:
+    """Save half way with and without compiled code, and train the rest without and with it."""
+    torch._dynamo.reset()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        for first, then in ((True, False), (False, True)):
+            path = folder / str(first)
+            train_from_start(manager, replace(config, compile=first), path)
+            found.append(train_from_checkpoint(manager, replace(config, compile=then), path))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+def test_checkpoints_are_the_same_compiled_or_not(config, tmp_path):
+    config = replace(config, trainer=replace(config.trainer, steps=HALF_WAY + 1), compile=False)
+    numbers, weights = run_on_mesh(ONE, plain, config)
+    mesh = on_mesh(config, Mesh(1, 1, 2))
+    for of_rank in on_processes(2, resumed_uncompiled_and_back, mesh, tmp_path):
+        for found in of_rank:
+            assert_same_trajectory(found, (numbers[HALF_WAY:], weights))
 
 
 ENSEMBLE = {

@@ -148,7 +148,7 @@ def test_inputs_of_the_last_times_need_no_target(path, only_blocks, last_only, l
     reader.read_sample(batch, 0, length)
     first = newest if last_only else newest - 1
     states = ready.store.read_states(times[first : newest + 1], slice(2, 9))
-    assert torch.equal(batch.state[0].view(states.shape), normaliser.normalise_state(states))
+    assert torch.equal(batch.state[0].view(states.shape), normaliser.normalise_outputs(states))
     if not last_only:
         forcings = ready.store.read_forcing(times[newest:], slice(2, 9))
         expected = normaliser.normalise_forcing(forcings)

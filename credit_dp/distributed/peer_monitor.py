@@ -29,6 +29,7 @@ machine reports that the machine of rank 0 was lost.
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -140,13 +141,16 @@ class EndMarks:
         return (os.pread(self.descriptor, 1, rank) or b"\0")[0]
 
     def send(self, connection: socket.socket) -> None:
-        """Share the file with the rank at the other end."""
-        with contextlib.suppress(OSError):  # that rank has ended already
+        """Share the file with the rank at the other end, which waits for an answer."""
+        try:
             socket.send_fds(connection, [b"f"], [self.descriptor])
+        except OSError:  # a sandbox does not let descriptors pass
+            with contextlib.suppress(OSError):  # or that rank has ended already
+                connection.sendall(b"f")
 
     @classmethod
     def receive(cls, connection: socket.socket) -> "EndMarks":
-        """Return the file that the rank at the other end shares; a new one if it has ended."""
+        """Return the file that the rank at the other end shares; a new one if it does not."""
         with contextlib.suppress(OSError):
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
             if descriptors:
@@ -575,7 +579,8 @@ def new_nameless_file() -> int:
     """Return the descriptor of an empty file that ends with its last descriptor."""
     in_memory: Callable[[str], int] | None = getattr(os, "memfd_create", None)
     if in_memory is not None:  # on Linux, where no full disk matters
-        return in_memory("credit_dp")
+        with contextlib.suppress(OSError):  # hardened systems refuse it (vm.memfd_noexec=2)
+            return in_memory("credit_dp")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -584,12 +589,14 @@ def accept_connections(count: int, publish: Callable[[str], None]) -> list[socke
     """Return connections to other ranks of this machine, which connect to the published address."""
     if not count:
         return []
-    with (
-        tempfile.TemporaryDirectory(prefix="credit_dp-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
-    ):
-        # On Linux a name that is no file: containers of one machine may not share folders.
-        address = f"\0{folder}" if sys.platform == "linux" else f"{folder}/end"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        if sys.platform == "linux":
+            # A name that is no file: containers of one machine may not share folders.
+            address = f"\0credit_dp-{secrets.token_hex(16)}"
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="credit_dp-"))
+            address = f"{folder}/end"
         server.bind(address)
         server.listen(count)
         server.settimeout(GROUP_TIMEOUT.total_seconds())

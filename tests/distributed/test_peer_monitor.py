@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -17,11 +18,13 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed import RankInfo, peer_monitor
 from credit_dp.distributed.peer_monitor import (
     NOBODY,
+    REPORTED,
     STAND_IN,
     STORE,
     EndedRank,
     EndMarks,
     PeerMonitor,
+    accept_connections,
     answer_key,
     ask_at_port,
     in_order,
@@ -123,6 +126,46 @@ def test_marks_are_shared_with_the_ranks_of_a_machine() -> None:
         assert [marks.read(rank) for rank in (6, 7, 8)] == [0, 255, 0]
         ours.close()
         assert EndMarks.receive(theirs).read(7) == 0  # the other rank has ended: one of its own
+
+
+def test_ranks_start_where_descriptors_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in some sandboxes; the rank at the other end would wait for ever."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    marks = EndMarks()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(30)
+        marks.send(ours)
+        received = EndMarks.receive(theirs)
+        received.write(7, 255)
+        assert (received.read(7), marks.read(7)) == (255, 0)
+        ours.sendall(REPORTED)
+        assert theirs.recv(1) == REPORTED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sockets without a file")
+def test_ranks_of_a_machine_meet_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/tmp may be full, or belong to one container alone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    connections: list[socket.socket] = []
+
+    def connect(address: str) -> None:
+        connections.append(socket.socket(socket.AF_UNIX))
+        connections[0].connect(address)
+
+    (accepted,) = accept_connections(1, connect)
+    with accepted, connections[0]:
+        accepted.sendall(REPORTED)
+        assert connections[0].recv(1) == REPORTED
 
 
 def test_killed_ranks_come_first_in_the_order_of_time() -> None:

@@ -406,8 +406,9 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
         else:
             store.read_outputs_and_forcing(times, all_rows)
     dates = ", ".join(str(store.times[index].astype("M8[m]")) for index in sorted(indices))
-    others = sum(span.stop - span.start for span in spans) - len(indices)
-    return [f"values  read at {dates}; not read at {others:,} other dates"]
+    in_splits = {index for span in spans for index in range(span.start, span.stop)}
+    others = counted(len(in_splits) - len(indices), "other date")
+    return [f"values  read at {dates}; not read at {others}"]
 
 
 def resolve_resume(config: Config) -> tuple[Config, Path | None]:

@@ -171,6 +171,12 @@ def test_the_first_middle_and_last_dates_are_read(
 ) -> None:
     line = "values  read at 2000-01-01T00:00, 2000-01-04T06:00, 2000-01-07T18:00, "
     assert line in answer(monkeypatch, *run_on(store))[1]
+    # The splits may share dates.
+    dates = "[2000-01-02,2000-01-02T18]"
+    few = [f"data.dates.{split}={dates}" for split in ("train", "test")]
+    few += ["trainer.evaluate_hours=[6]", "data.batch_size=1"]
+    out = answer(monkeypatch, *run_on(store, *few))[1]
+    assert "2000-01-02T18:00; not read at 1 other date\n" in out
     data = data_with()
     values = data["temperature"].values.copy()
     values[index, 1, 5, 2] = np.nan

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
@@ -308,6 +309,19 @@ def _bypass_hooks(x: GlobalTensor, memory: SharedMemory) -> None:
         _compute(x, memory)
 
 
+def arguments_of_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments of a function that writes to the first of them, which may be others too.
+
+    These keep the hooks that the write passes by, as `view.add_(view)` reads the view before.
+    """
+    x, *others = args
+    if type(x) is not GlobalTensor or x.memory is None or not x.memory.has_hooks:
+        return args, kwargs
+    before = untracked(x.local, x.rows, x.view_)
+    others, kwargs = tree_map(lambda y: before if y is x else y, (others, kwargs))
+    return (x, *others), kwargs
+
+
 def _hides_write(x: GlobalTensor, memory: SharedMemory) -> bool:
     """Return whether tensors that share memory with one that is written do not depend on it."""
     if not (x.path or memory.links):  # the others are computed from it
@@ -359,7 +373,11 @@ def _outdate_linked(memory: SharedMemory, origin: Link | None) -> None:
 
 
 def is_assigned_to_itself(x: Any, index: Any, value: Any) -> bool:
-    """Return whether `x[index] = value` assigns a view to where it is, as `x[index] += y` ends."""
+    """Return whether `x[index] = value` assigns a view to where it is, as `x[index] += y` ends.
+
+    Raises:
+        UserError: nothing was written to the view, and one of the memory's views has a hook.
+    """
     if type(value) is not GlobalTensor or type(x) is not GlobalTensor:
         return False
     if x.memory is None or x.memory is not value.memory or len(value.path) != len(x.path) + 1:
@@ -367,7 +385,11 @@ def is_assigned_to_itself(x: Any, index: Any, value: Any) -> bool:
     step = value.path[-1]
     if value.path[:-1] != x.path or step.name != "__getitem__" or _is_array([*step.args, index]):
         return False
-    return bool(step.args == (index,))
+    is_same = bool(step.args == (index,))
+    is_written = x.memory.pending is not None and x.memory.pending[0] is value.path
+    if is_same and x.memory.has_hooks and not is_written:
+        raise _hook_error()  # on one process the gradient of the value passes the hook
+    return is_same
 
 
 # ---------------------------------------------------------------- reads

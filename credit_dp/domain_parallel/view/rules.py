@@ -21,7 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.transport import message_device
-from credit_dp.domain_parallel.view.memory import is_assigned_to_itself, note_views, writing
+from credit_dp.domain_parallel.view.memory import (
+    arguments_of_write,
+    is_assigned_to_itself,
+    note_views,
+    writing,
+)
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -246,6 +251,7 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
             _lose_order(func, results, tensors)
         note_views(func, results, args, kwargs)
         return results
+    args, kwargs = arguments_of_write(args, kwargs)
     with writing(args[0]):
         return _compute(func, args, kwargs)
 

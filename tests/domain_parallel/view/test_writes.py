@@ -226,6 +226,19 @@ def with_hooks_after_writes(m, x):
     return y, view * view, tokens.sin().mT.unflatten(2, x.shape[2:])
 
 
+def with_hooks_of_what_is_read_and_written(m, x):
+    views = [(factor * x)[:, :, :6] for factor in range(1, 6)]
+    for view in views:
+        view.register_hook(_double)
+    first, second, third, fourth, fifth = views
+    first.copy_(first)
+    second.add_(other=second, alpha=0.5)
+    third[:, 1:3] = third[:, 2:4]
+    fourth[:, 1:3] += fourth[:, 2:4] * 0.5
+    fifth.lerp_(fifth, m.scale[0].detach())
+    return [view.sin() for view in views]
+
+
 def to_given_tensors(m, x):
     y = (x * 1).detach()
     torch.add(y, x.detach(), out=y[:, :, 1:3].new_zeros(x.shape))
@@ -255,6 +268,7 @@ WRITES = [
     in_a_checkpoint,
     with_hooks_before_writes,
     with_hooks_after_writes,
+    with_hooks_of_what_is_read_and_written,
     to_given_tensors,
 ]
 
@@ -396,6 +410,13 @@ def _hook_of_a_base(x):
     return first
 
 
+def _hook_of_a_view_assigned_to_itself(x):
+    rows = x[:, :, :5]
+    rows.register_hook(_double)
+    rows[:, 1:3] = rows[:, 1:3]
+    return rows
+
+
 def _hook_of_what_may_be_a_view(x):
     y = x.mT.reshape(2, -1)
     y.register_hook(_clip)
@@ -443,6 +464,7 @@ def _pair_of_moved_rows(x):
         (_clone_of_moved_rows, "reshape: its result or argument was changed in place"),
         (_pair_of_moved_rows, "reshape: its result or argument was changed in place"),
         (_hook_of_a_base, "register_hook: a field with a hook shares memory"),
+        (_hook_of_a_view_assigned_to_itself, "register_hook: a field with a hook shares memory"),
         (_hook_of_what_may_be_a_view, "register_hook: a field with a hook shares memory"),
     ],
 )

@@ -142,7 +142,8 @@ def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatc
     code, out, err = plan(monkeypatch, *few_rows)
     assert (code, err) == (0, "")
     assert "as its layers can't be converted:\n  down.0: 12 rows can't be shared by 16" in out
-    assert "down.0.conv, credit_dp/models/unet.py" in out
+    assert "down.0.conv, credit_dp/models/unet.py" not in out  # 12 rows, but 24 columns
+    assert "down.1.conv, credit_dp/models/unet.py" in out  # 6 rows and 12 columns
     arguments = (*few_rows, "parallel.whole_ops=refuse")
     code, out, err = plan(monkeypatch, *arguments)
     assert (code, err) == (1, "")

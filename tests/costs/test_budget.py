@@ -18,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.config import Config, OwnModelConfig, ParallelConfig
 from credit_dp.costs.budget import compare_meshes, plan_step
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import GroupTransport
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build import Training
 from tests.cli.invocation import SMALL, answer, plan
 from tests.ranks import on_processes
 from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
 
+swap = GroupTransport._of_other_rank
 MICROS = {1: 2, 2: 4}  # of a step, by the ranks of the pipeline
 
 
@@ -38,13 +40,19 @@ class Mesh(NamedTuple):
 class Sends(TorchDispatchMode):
     """Counts the bytes of messages, and of collectives the larger of input and output.
 
-    The domain's gathers, which are those of norms, are left out.
+    The domain's gathers and sums, which are those of norms, are left out: of two ranks they are
+    messages.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self.domain = manager.domain_group
+        self.swapped = 0
+
+    def swap(self, transport: GroupTransport, x: Tensor) -> Tensor:
+        self.swapped += x.nbytes
+        return swap(transport, x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -91,8 +99,10 @@ def step_of(manager: DomainParallelManager, config: Config, shards: int) -> dict
         steps = step_records(training)
         next(steps)
         rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
-        with Sends(manager) as sends:
+        with pytest.MonkeyPatch.context() as patch, Sends(manager) as sends:
+            patch.setattr(GroupTransport, "_of_other_rank", lambda *args: sends.swap(*args))
             next(steps)
+    sends.bytes["send"] -= sends.swapped
     moments = (x for of in state.optimizer.state.values() for x in of.values() if x.ndim)
     return {
         "weights": nbytes(state.parameters.values()),

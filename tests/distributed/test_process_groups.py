@@ -91,11 +91,13 @@ def test_members_of_a_group_meet():
 def gathered(manager: DomainParallelManager) -> tuple[list[Any], list[int]]:
     """Return what a late group gathers on rank 0, and the sockets that a rank opens meanwhile."""
     group = new_background_group()
+    distributed.barrier()  # of the group of all ranks, whose connections are then old
     before = open_sockets()
+    distributed.barrier()  # so that no rank connects for the gather before
     values = gather_on_rank_0(f"of rank {manager.rank}" * (1 + manager.rank * 1000), group)
     after_gathering = open_sockets()
     assert run_on_rank_0(lambda: 7, group) == 7
-    distributed.barrier()  # of the group of all ranks, whose connections are old
+    distributed.barrier()
     return values, [len(after_gathering - before), len(open_sockets() - before)]
 
 

@@ -2,7 +2,7 @@
 
 `split_slice` turns `[first, last]` of the config into a slice of times. `resolve_dates` chooses the
 dates that the config leaves to `auto`. The functions at the end find times that are whole steps
-apart, and those that a sum over a step needs.
+apart, and the times that a sum over a step needs.
 """
 
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ def wait_for_all(
     need not be the first that failed.
 
     Returns:
-        whether one has failed; rank and exit code of those that have ended, in order.
+        whether one has failed; rank and exit code of each rank that has ended, in order.
     """
     waiting = dict(enumerate(processes))
     ended: list[tuple[int, int | None]] = []
@@ -173,7 +173,7 @@ def report_failure(
 
     Args:
         outcomes: of all ranks.
-        exit_codes: rank and exit code of those that have ended, in order.
+        exit_codes: rank and exit code of each rank that has ended, in order.
         parallel: by which ranks are named.
     """
     silent = [(r, code) for r, code in exit_codes if outcomes[r] is None and code is not None]

@@ -536,7 +536,7 @@ class PeerMonitor:
 
 
 def in_order(ended: Sequence[EndedRank]) -> list[EndedRank]:
-    """Return ended ranks, the first cause first: those that were killed, then by a signal."""
+    """Return ended ranks, killed ones first, then in the order of time."""
     return sorted(ended, key=lambda each: (each.signal > 0, each.time, each.rank))
 
 

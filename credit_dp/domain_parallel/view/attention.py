@@ -202,7 +202,7 @@ class _Shares(NamedTuple):
 def _best_shares(
     query: GlobalTensor, key: Any, value: Any, mask: Any, options: Kwargs
 ) -> _Shares | None:
-    """Return the shares with the fewest bytes, of equal ones those that hold least.
+    """Return the shares with the fewest bytes, and of equal ones the shares that hold least.
 
     None if it is best that queries stay, or if rows are not among queries, keys and values.
     """

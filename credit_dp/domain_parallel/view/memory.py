@@ -276,7 +276,7 @@ def note_hook(x: GlobalTensor) -> None:
     """Note that a tensor has a hook of its gradient.
 
     Raises:
-        UserError: one of those that share memory with it was written before. What was computed
+        UserError: a tensor that shares memory with it was written before. What was computed
             since need not depend on the tensor that gets the hook, as it would on one process.
     """
     x.local  # noqa: B018  (computed anew if others have been written)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.effects import EffectType
 
+from credit_dp.domain_parallel.local_messages import LocalMessages, connect_local_ranks
 from credit_dp.errors import UserError
 from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.partition import RowPartition
 
 
+# Up to this size a collective of more than two ranks is one message from each to each.
+SMALL_MESSAGE_BYTES = 2**16
 # (rank within the domain, contiguous tensor to send or to receive into)
 PeerTensor = tuple[int, Tensor]
 
@@ -360,13 +363,21 @@ class DetachedTransport(Transport):
 
 @final
 class GroupTransport(Transport):
-    """Messages over a `torch.distributed` process group."""
+    """Messages over a `torch.distributed` process group; collective of its ranks.
+
+    Tensors of CPUs go to ranks of the same machine through `LocalMessages`.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
         # torch addresses the peers of point-to-point messages by their global ranks in any group.
         self._global_ranks = dist.get_process_group_ranks(group)
+        self._local: LocalMessages | None = None
+        if message_device(group).type == "cpu":
+            self._local = connect_local_ranks(
+                self.rank, self.size, self._gather_over_group, timeout_of(group)
+            )
 
     def _start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
@@ -392,7 +403,36 @@ class GroupTransport(Transport):
     def _start_one_by_one(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        """Start messages of a CPU, as torch does with a batch that the back end can't send as one.
+        """Start messages of a CPU."""
+        local = self._local
+        if local is None:
+            return self._start_over_group(send, receive)
+        remote = [
+            [(peer, tensor) for peer, tensor in messages if not local.reach(peer)]
+            for messages in (send, receive)
+        ]
+        if not any(remote):
+            return local.start(send, receive)
+        waits = [
+            self._start_over_group(*remote),
+            local.start(
+                *(
+                    [(peer, tensor) for peer, tensor in messages if local.reach(peer)]
+                    for messages in (send, receive)
+                )
+            ),
+        ]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def _start_over_group(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
+        """Start messages as torch does with a batch that the back end can't send as one.
 
         Without torch's checks, which take as long as to start the messages.
         """
@@ -408,35 +448,52 @@ class GroupTransport(Transport):
 
         return finish
 
-    def _is_swap(self, x: Tensor) -> bool:
-        """Return whether a collective of `x` is one message each way.
+    def _is_sent_to_each(self, x: Tensor) -> bool:
+        """Return whether a collective of `x` is one message to each other rank.
 
-        Gloo's collectives run in a thread of their own, and send more messages.
+        Gloo's collectives run in a thread of their own, and send more messages, though of many
+        ranks not as many bytes.
         """
-        return self.size == 2 and x.is_cpu and x.numel() > 0
+        if not x.is_cpu or not x.numel():
+            return False
+        if self.size == 2:
+            return True
+        is_small = x.numel() * x.element_size() <= SMALL_MESSAGE_BYTES
+        return is_small and self._local is not None and self._local.connects_all
 
-    def _of_other_rank(self, x: Tensor) -> Tensor:
-        """Return the `x` of the other one of two ranks."""
-        received = torch.empty_like(x)
-        other = 1 - self.rank
-        self._start_one_by_one([(other, x)], [(other, received)])()
-        return received
+    def _of_each_rank(self, x: Tensor) -> list[Tensor]:
+        """Return the `x` of every rank, by messages to each."""
+        x = x.detach().contiguous()
+        of_ranks = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._start_one_by_one(
+            [(rank, x) for rank in others], [(rank, of_ranks[rank]) for rank in others]
+        )()
+        return of_ranks
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        if self._is_swap(x):
-            pair = x.detach(), self._of_other_rank(x)
-            return torch.stack(pair[:: 1 - 2 * self.rank])
+        if self._is_sent_to_each(x):
+            return torch.stack(self._of_each_rank(x))
+        return self._gather_over_group(x)
+
+    def _gather_over_group(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         all_gather_single(gathered, x, group=self.group)
         return gathered
 
     def _all_reduce(self, x: Tensor) -> Tensor:
-        if self._is_swap(x):
-            x = x.contiguous()
-            return x + self._of_other_rank(x)  # the same bits on both ranks, in either order
+        if self._is_sent_to_each(x):
+            first, second, *others = self._of_each_rank(x)
+            return sum(others, first + second)  # in the same order on all ranks
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the seconds that messages between CPUs may take in a process group."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
 
 
 def _real(x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,14 +17,12 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.config import Config, OwnModelConfig, ParallelConfig
 from credit_dp.costs.budget import compare_meshes, plan_step
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.transport import GroupTransport
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build import Training
 from tests.cli.invocation import SMALL, answer, plan
 from tests.ranks import on_processes
 from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
 
-swap = GroupTransport._of_other_rank
 MICROS = {1: 2, 2: 4}  # of a step, by the ranks of the pipeline
 
 
@@ -40,26 +37,18 @@ class Mesh(NamedTuple):
 class Sends(TorchDispatchMode):
     """Counts the bytes of messages, and of collectives the larger of input and output.
 
-    The domain's gathers and sums, which are those of norms, are left out: of two ranks they are
-    messages.
+    Those of process groups: rows and the sums of norms go through sockets.
     """
 
-    def __init__(self, manager: DomainParallelManager) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.domain = manager.domain_group
-        self.swapped = 0
-
-    def swap(self, transport: GroupTransport, x: Tensor) -> Tensor:
-        self.swapped += x.nbytes
-        return swap(transport, x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)]
             name = func.name().removeprefix("c10d::")
-            if name != "_allgather_base_" or ProcessGroup.unbox(args[2]) != self.domain:
-                self.bytes[name] += sum(sizes) if name == "send" else max(sizes, default=0)
+            self.bytes[name] += sum(sizes) if name == "send" else max(sizes, default=0)
         return func(*args, **(kwargs or {}))
 
 
@@ -99,10 +88,8 @@ def step_of(manager: DomainParallelManager, config: Config, shards: int) -> dict
         steps = step_records(training)
         next(steps)
         rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
-        with pytest.MonkeyPatch.context() as patch, Sends(manager) as sends:
-            patch.setattr(GroupTransport, "_of_other_rank", lambda *args: sends.swap(*args))
+        with Sends() as sends:
             next(steps)
-    sends.bytes["send"] -= sends.swapped
     moments = (x for of in state.optimizer.state.values() for x in of.values() if x.ndim)
     return {
         "weights": nbytes(state.parameters.values()),
@@ -185,7 +172,7 @@ def assert_planned(config: Config, mesh: Mesh, most_shards: int) -> None:
         at_the_end = held["moments"] // 2 if shared else held["gradients"]
         assert max(rank["gradients"] for rank in ranks) == at_the_end
         rows = max(rank["rows"] for rank in ranks)
-        assert max(rank["sent"]["send"] for rank in ranks) - rows == sent["states"]
+        assert max(rank["sent"]["send"] for rank in ranks) == sent["states"]
         assert (rows > 0) == (sent["rows"] > 0) == (mesh.domain > 1)
         for rank in ranks:
             gathered = rank["sent"]["_allgather_base_"] * (shards - 1) // shards

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.domain_parallel.local_messages import MOST_DISTANT
 from tests.distributed.processes import ROOT, SOON, gone, until, voices
 
 pytestmark = pytest.mark.slow
@@ -174,6 +175,9 @@ def descriptors(rank: int, ranks: int, nodes: int, gloo: bool) -> int:
     # The children of a rank in it have one bit more in front, and rank 0 has no parent.
     children = sum(rank + (1 << bit) < ranks for bit in range(rank.bit_length(), depth))
     others = ranks - 1 if gloo else 0
+    # All ranks are in one domain, and on one machine whatever their variables say.
+    near = sum(0 < abs(other - rank) <= MOST_DISTANT for other in range(ranks)) if gloo else 0
+    others += near
     return to_store + (neighbours if lowest_of_node else 1) + children + (rank > 0) + others
 
 

@@ -42,7 +42,8 @@ from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.errors import UserError
 
 # Entries of the largest band up to which a convolution fetches its rows first. On CPUs both ways
-# take as long at two to four times as many, for 8 to 256 channels and kernels of 3 x 3.
+# take as long at two to four times as many, for 8 to 256 channels and kernels of 3 x 3. Where
+# columns are padded, the band is copied in either way, and they take as long at 16 times as many.
 SMALL_BAND_ENTRIES = 2**16
 
 
@@ -56,14 +57,6 @@ def is_pointwise(conv: _ConvNd, padding: tuple[int, ...], dim: int) -> bool:
     start = 2 * (-dim - 1)
     padding_of_dim = (*padding[start : start + 2], conv.output_padding[dim])
     return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(padding_of_dim)
-
-
-def _is_small(x: Tensor, bands: RowPartition, dim: int) -> bool:
-    """Return whether the bands have few entries, with the same answer on all ranks.
-
-    So ranks save the same number of tensors for backward: see `_RowExchangeFunction`.
-    """
-    return x.numel() // x.shape[dim] * max(bands.sizes) <= SMALL_BAND_ENTRIES
 
 
 class ConvLayer(StencilLayer):
@@ -189,7 +182,7 @@ class _RowConv(ConvLayer):
             return self._compute_compiled(x, bands)
         if self.pole_mode != "zeros" or any(self.column_padding.padding_widths):
             known = None
-        if _is_small(x, bands.input, self.row_dim) or not self._can_overlap(bands):
+        if self._is_small(x, bands.input) or not self._can_overlap(bands):
             # fetch first, then convolve
             return self.convolve(self.column_padding.pad(self._fetch(x, bands, known)))
         dim = self.row_dim
@@ -197,6 +190,15 @@ class _RowConv(ConvLayer):
         padded = self.column_padding.pad(x)
         settings = self._overlap_settings()
         return convolve_band(padded, self.weight, self.bias, settings, halo, known)
+
+    def _is_small(self, x: Tensor, bands: RowPartition) -> bool:
+        """Return whether the bands have few entries, with the same answer on all ranks.
+
+        So ranks save the same number of tensors for backward: see `_RowExchangeFunction`.
+        """
+        copies_anyway = x.is_cpu and any(self.column_padding.padding_widths)
+        limit = SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
+        return x.numel() // x.shape[self.row_dim] * max(bands.sizes) <= limit
 
     def _fetch(self, x: Tensor, bands: Bands, known: KnownRows | None) -> Tensor:
         """Return the rows under the kernel, of which some may be known."""
@@ -215,7 +217,7 @@ class _RowConv(ConvLayer):
     def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows, in terms that torch's compiler can follow."""
         conv = self._compiled_convs[bands.input.height]
-        if not conv or _is_small(x, bands.input, self.row_dim):
+        if not conv or self._is_small(x, bands.input):
             return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
         padded = self.column_padding.pad(x)
         batch, weight, bias = batched_operands(padded, self.weight, self.bias)

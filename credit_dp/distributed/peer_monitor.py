@@ -166,8 +166,8 @@ class PeerMonitor:
     Args:
         ranks: this rank.
         parallel: by which ranks are named.
-        store_address: host and port of the store; None if there is no network.
-        agent: whether an agent of torchrun serves the store.
+        store_address: MASTER_ADDR and MASTER_PORT; None if there is no network.
+        agent: whether an agent of torchrun listens there.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class PeerMonitor:
         self.ranks = ranks
         self.parallel = parallel
         self.store_address = store_address
-        self.agent = agent
+        self.agent_address = store_address if agent else None
         self.store: RendezvousStore | None = None
         self.rendezvous_store: RendezvousStore | None = None
         self.link = StoreLink()
@@ -211,6 +211,7 @@ class PeerMonitor:
         self.machines = {on_machine[0]: on_machine for on_machine in by_name.values()}
         # Keep the store alive until all ranks have left, if this rank serves it or its process.
         self.rendezvous_store, self.link = store, link
+        self.store_address = link.server or self.store_address
         # Another connection for other threads: a call of the main thread blocks its own.
         self.store = store.clone()
         lowest = min(self.processes)
@@ -523,15 +524,16 @@ class PeerMonitor:
 
     def lost_store_message(self) -> str:
         """Return the error line for a store that was lost for a reason that no rank has seen."""
-        if self.agent and self.store_address is not None:
-            host, port = self.store_address
-            return (
-                f"torchrun's agent at {host}:{port}, which keeps the store of the run, ended, or "
-                "its machine or the network to it was lost; all ranks were stopped"
-            )
+        names = []
+        # The process that keeps the store ends with rank 0, and with the agent.
+        if self.agent_address is None or (self.link.server and 0 not in self.processes):
+            names.append(mesh_rank_name(0, self.parallel))
+        if self.agent_address is not None:
+            host, port = self.agent_address
+            names.append(f"torchrun's agent at {host}:{port}")
         return (
-            f"{mesh_rank_name(0, self.parallel)} ended, or its machine or the network to it was "
-            "lost; the other ranks were stopped"
+            f"{' or '.join(names)} ended, or its machine or the network to it was lost; "
+            "all ranks were stopped"
         )
 
 

@@ -9,6 +9,10 @@ which only connects to the relay's port, so that nothing that torch does with it
 The first rank of a node that binds a name of this run starts the relay. The others find the name
 in use, and request the port from the relay. Where that can't work, a rank connects to rank 0
 itself: both may be mixed in a run.
+
+Under torchrun an agent serves a store at MASTER_PORT, which has a connection of each agent. The
+process beside rank 0 then listens at another port (`port_beside_agent`), and ends with the agent:
+so ranks notice its end as they would if they used its store.
 """
 
 from __future__ import annotations
@@ -25,12 +29,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol, cast, final
 
 from credit_dp.distributed import store_process
-from credit_dp.distributed.launcher import JOB_VARIABLES, RankInfo
+from credit_dp.distributed.launcher import (
+    FIRST_PORT,
+    JOB_VARIABLES,
+    PORT_COUNT,
+    RankInfo,
+    bind_problems,
+)
 from credit_dp.distributed.process_groups import GROUP_TIMEOUT
 from credit_dp.distributed.signals import STOP_SIGNALS, block_signals
 from credit_dp.errors import UserError
@@ -43,7 +53,7 @@ KNOWN_TORCH = ((2, 11), (2, 13))
 SWITCH = "CREDIT_DP_SHARED_STORE"
 # Ranks of a run whose connections are many: with fewer, torch's own store needs no more than 300.
 MANY_RANKS = 64
-# Set if an agent of torchrun serves the store.
+# Set if an agent of torchrun serves a store at MASTER_ADDR and MASTER_PORT.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # These differ between runs on the same nodes, and between attempts of a run.
 RUN_VARIABLES = (*JOB_VARIABLES, "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -98,24 +108,25 @@ class StoreLink:
         connection: to a process that ends soon after the last rank has closed it.
         process: that this rank has started; None: another rank of the node has.
         name: of that process, for messages.
+        server: host and port of the process that keeps the store; None: rank 0 or torchrun's agent
+            serves it.
     """
 
     connection: socket.socket | None = None
     process: subprocess.Popen[bytes] | None = None
     name: str = ""
+    server: tuple[str, int] | None = None
 
 
 def uses_shared_store(ranks: RankInfo, environment: Mapping[str, str]) -> bool:
     """Whether the ranks of this run share connections; the same on all ranks.
 
-    On one machine, and in small runs, the store's connections are few. Agents of torchrun serve the
-    store themselves.
+    On one machine, and in small runs, the store's connections are few.
     """
     switch = environment.get(SWITCH, "")
     return (
         sys.platform == "linux"
         and ranks.on_several_nodes
-        and environment.get(AGENT_STORE) != "True"
         and switch != "0"
         and (ranks.world_size >= MANY_RANKS or switch == "1")
         and is_known_torch()
@@ -139,28 +150,41 @@ def join_shared_store(
 
     Args:
         ranks: this rank.
-        address, port: of rank 0, the same on all ranks.
-        environment: by which runs on one machine differ.
+        address, port: MASTER_ADDR and MASTER_PORT, the same on all ranks.
+        environment: by which runs on one machine differ, and whether an agent of torchrun listens
+            at that port.
 
     Raises:
         UserError: rank 0 can't be reached.
     """
+    agent = (address, port) if environment.get(AGENT_STORE) == "True" else None
+    server = (address, port_beside_agent(port) if agent else port)
     if ranks.rank == 0:
         # On its machine other ranks report the death of rank 0. If there are none, the store ends
         # at once, which ranks on other machines notice.
-        link = start_server(port, grace=REPORT_SECONDS if ranks.local_world_size > 1 else 0.0)
-        return connect("127.0.0.1", port), link
-    if ranks.local_world_size > 1:
+        grace = REPORT_SECONDS if ranks.local_world_size > 1 else 0.0
+        link = start_server(server[1], grace, agent)
+        return connect("127.0.0.1", server[1]), replace(link, server=server)
+    # The relay of a rank that is alone, too, notices the end of an agent before rank 0 listens.
+    if ranks.local_world_size > 1 or agent:
         name = relay_name(ranks, address, port, environment)
-        local_port, link = find_relay(name, address, port)
+        local_port, link = find_relay(name, server, agent)
         if local_port is not None:
-            return connect("127.0.0.1", local_port), link
+            return connect("127.0.0.1", local_port), replace(link, server=server)
         log.warning(
             "this rank connects to the store at %s:%d itself, since no relay serves its node",
-            address,
-            port,
+            *server,
         )
-    return connect(address, port), StoreLink()
+    return connect(*server), StoreLink(server=server)
+
+
+def port_beside_agent(port: int) -> int:
+    """Return the port of the store's process where torchrun's agent listens at `port`.
+
+    The same on all ranks, and another one for each of the agents at nearby ports. Like the ports of
+    other launchers it is below those that Linux gives to outgoing connections.
+    """
+    return FIRST_PORT + (port + PORT_COUNT // 2) % PORT_COUNT
 
 
 def connect(address: str, port: int, timeout: timedelta = GROUP_TIMEOUT) -> RendezvousStore:
@@ -173,21 +197,26 @@ def connect(address: str, port: int, timeout: timedelta = GROUP_TIMEOUT) -> Rend
     return cast(RendezvousStore, store)
 
 
-def start_server(port: int, grace: float) -> StoreLink:
+def start_server(port: int, grace: float, agent: tuple[str, int] | None = None) -> StoreLink:
     """Start the process that keeps the store; it listens on all interfaces, as torch's does.
 
     Args:
         port: at which it listens.
         grace: seconds that it outlives this rank while others are connected.
+        agent: host and port of torchrun's agent, which it does not outlive; None: there is none.
 
     Raises:
-        UserError: the port is in use, or the process can't be started or ends at once.
+        UserError: the port is in use, the agent does not answer, or the process can't be started or
+            ends at once.
     """
+    lifelines = [] if agent is None else [connect_agent(*agent)]
     try:
-        with listen_on_all_interfaces(port) as listener:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(listen_on_all_interfaces(port))
             ours, others = socket.socketpair()
-            with others:
-                process = start_process(["server"], [listener, others], [str(grace)])
+            for lifeline in (others, *lifelines):
+                stack.enter_context(lifeline)
+            process = start_process(["server"], [listener, others, *lifelines], [str(grace)])
     except OSError as error:
         raise UserError(
             f"MASTER_PORT: rank 0 can't keep the store of the run at port {port} "
@@ -205,6 +234,28 @@ def start_server(port: int, grace: float) -> StoreLink:
         f"{SWITCH}: {STORE_PROCESS} does not start; its exit code is {process.wait()}. Set "
         f"{SWITCH}=0, the same on all ranks, so that rank 0 keeps the store itself."
     )
+
+
+def connect_agent(address: str, port: int) -> socket.socket:
+    """Return a connection to torchrun's agent on this host, which closes when the agent ends.
+
+    Raises:
+        UserError: the agent is on another host, or does not answer.
+    """
+    problems = {error.errno for error in bind_problems(address, 0)} - {errno.EAFNOSUPPORT}
+    if problems == {errno.EADDRNOTAVAIL}:
+        raise UserError(
+            f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, which has no address {address}: "
+            "other nodes may not reach the store of the run beside it. "
+            f"Set {SWITCH}=0, the same on all ranks, so that torchrun's agent keeps the store."
+        )
+    try:
+        return socket.create_connection((address, port), timeout=ANSWER_SECONDS)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR: no torchrun answers rank 0 at {address}:{port} "
+            f"({error.strerror or error}). Start the run again."
+        ) from error
 
 
 def listen_on_all_interfaces(port: int) -> socket.socket:
@@ -228,17 +279,24 @@ def relay_name(ranks: RankInfo, address: str, port: int, environment: Mapping[st
     return f"\0credit_dp-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def find_relay(name: str, address: str, port: int) -> tuple[int | None, StoreLink]:
+def find_relay(
+    name: str, server: tuple[str, int], agent: tuple[str, int] | None
+) -> tuple[int | None, StoreLink]:
     """Return the port of this node's relay, which this rank starts if none has done so.
 
     Without a relay the port is None.
+
+    Args:
+        name: of the relay.
+        server: host and port of the process that keeps the store.
+        agent: those of torchrun's agent; None: there is none.
 
     Raises:
         UserError: rank 0 can't be reached.
     """
     process = None
     for _ in range(ATTEMPTS):
-        started = start_relay(name, address, port)
+        started = start_relay(name, server, agent)
         process = started or process
         answer, connection = request_port(name)
         if answer.startswith("port "):
@@ -248,24 +306,30 @@ def find_relay(name: str, address: str, port: int) -> tuple[int | None, StoreLin
         if answer.startswith("error "):
             if process is not None:
                 process.wait(ANSWER_SECONDS)  # it has answered all ranks, and ends
+            cure = (
+                "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port"
+                if agent is None
+                else f"If nothing may listen at that port, set {SWITCH}=0"
+            )
             raise UserError(
-                f"MASTER_ADDR: this node can't reach rank 0 at {address}:{port} "
-                f"({answer.removeprefix('error ')}). Set MASTER_ADDR to the host of rank 0 and "
-                "MASTER_PORT to a free port, the same on all ranks."
+                f"MASTER_ADDR: this node can't reach rank 0 at {server[0]}:{server[1]} "
+                f"({answer.removeprefix('error ')}). {cure}, the same on all ranks."
             )
         if answer == "direct":
             break
     return None, StoreLink(process=process)
 
 
-def start_relay(name: str, address: str, port: int) -> subprocess.Popen[bytes] | None:
+def start_relay(
+    name: str, server: tuple[str, int], agent: tuple[str, int] | None
+) -> subprocess.Popen[bytes] | None:
     """Start a relay of this name; None if there is one, or if it can't be started."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(name)
             listener.listen(1024)
-            patience = str(GROUP_TIMEOUT.total_seconds())
-            return start_process(["relay"], [listener], [address, str(port), patience])
+            arguments = [*server, GROUP_TIMEOUT.total_seconds(), *(agent or ())]
+            return start_process(["relay"], [listener], list(map(str, arguments)))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 log.warning("no relay for the store of the run: %s", error)

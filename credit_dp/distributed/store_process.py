@@ -482,13 +482,20 @@ class Client:
 class Server:
     """Answers ranks that connect themselves, and those behind relays."""
 
-    def __init__(self, listener: socket.socket, lifeline: socket.socket, grace: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        lifeline: socket.socket,
+        grace: float,
+        agent: socket.socket | None = None,
+    ) -> None:
         """Listen for ranks.
 
         Args:
             listener: at which they connect.
             lifeline: closes when rank 0 ends.
             grace: seconds in which the others can report the death of rank 0.
+            agent: closes when the agent of torchrun beside rank 0 ends; None: there is none.
         """
         self.grace = grace
         self.loop = Loop()
@@ -498,6 +505,8 @@ class Server:
         self.loop.listen(listener, self.accept)
         # Rank 0 holds the other end, waits for the first byte, and never writes.
         Connection(self.loop, lifeline, lambda _: None, self.become_orphan).send(STARTED)
+        if agent is not None:
+            Connection(self.loop, agent, lambda _: None, self.lose_agent)
 
     def accept(self, peer: socket.socket) -> None:
         """Serve a new connection."""
@@ -506,6 +515,11 @@ class Server:
     def become_orphan(self) -> None:
         """Rank 0 has ended."""
         self.orphaned_at = time.monotonic()
+
+    def lose_agent(self) -> None:
+        """torchrun's agent has ended: all ranks notice this by the end of the store."""
+        self.grace = 0.0
+        self.become_orphan()
 
     def run(self) -> None:
         """Serve until rank 0 has ended, then for the time of grace until no client is left."""
@@ -582,7 +596,13 @@ class Session:
 class Relay:
     """Carries the connections of this node's ranks over one to the server."""
 
-    def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: tuple[str, int],
+        patience: float,
+        agent: tuple[str, int] | None = None,
+    ) -> None:
         """Listen for ranks; `run` connects to the server.
 
         Args:
@@ -590,9 +610,12 @@ class Relay:
             address: of the server.
             patience: seconds after which a server that can't be reached is given up, and ranks that
                 never request the port: the one that started this process may have been killed.
+            agent: host and port of the agent of torchrun beside rank 0, without which the server is
+                given up at once; None: there is none.
         """
         self.loop = Loop()
         self.address = address
+        self.agent = agent
         self.end = time.monotonic() + patience
         self.ranks: set[Connection] = set()  # from the request for the port until a rank ends
         self.seen_ranks = False
@@ -624,16 +647,24 @@ class Relay:
 
     def connect_server(self) -> str:
         """Return the answer to ranks: `port N`, `direct` or `error TEXT`."""
+        agent = None
         while True:
             try:
+                if self.agent is not None and agent is None:
+                    peer = socket.create_connection(self.agent, timeout=5.0)
+                    agent = Connection(self.loop, peer, lambda _: None)
                 server = socket.create_connection(self.address, timeout=5.0)
                 break
             except OSError as error:
                 if time.monotonic() > self.end:
                     return f"error {error.strerror or error}"
+            if agent is not None and agent.closed:
+                return "error torchrun's agent there has ended"
             self.loop.step(RETRY_SECONDS)
             if not self.has_ranks():
                 sys.exit(1)
+        if agent is not None:
+            agent.close()  # from now on the server ends with it
         try:
             server.settimeout(HELLO_SECONDS)
             server.sendall(HELLO)
@@ -742,9 +773,10 @@ def knows_peers(listener: socket.socket) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Run `server LISTENER LIFELINE GRACE` or `relay LISTENER HOST PORT PATIENCE`.
+    """Run `server LISTENER LIFELINE [AGENT] GRACE` or a relay.
 
-    The first ones are numbers of descriptors.
+    That is `relay LISTENER HOST PORT PATIENCE [AGENT_HOST AGENT_PORT]`. LISTENER, LIFELINE and
+    AGENT are numbers of descriptors.
     """
     # Launchers send signals to all processes of a job. The ranks decide when the run ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -752,13 +784,14 @@ def main(arguments: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kind, listener, *others = arguments
     if kind == "server":
-        lifeline, grace = others
-        Server(
-            socket.socket(fileno=int(listener)), socket.socket(fileno=int(lifeline)), float(grace)
-        ).run()
+        *numbers, grace = others
+        lifeline, *agents = (socket.socket(fileno=int(number)) for number in numbers)
+        Server(socket.socket(fileno=int(listener)), lifeline, float(grace), *agents).run()
     else:
-        host, port, patience = others
-        Relay(socket.socket(fileno=int(listener)), (host, int(port)), float(patience)).run()
+        host, port, patience, *rest = others
+        agent = (rest[0], int(rest[1])) if rest else None
+        address = (host, int(port))
+        Relay(socket.socket(fileno=int(listener)), address, float(patience), agent).run()
 
 
 if __name__ == "__main__":

@@ -2,19 +2,22 @@
 
 Its arguments are RANKS PER_NODE PROGRAM and those of the program: a module, or a file. torch is
 imported once; ranks are forked before it has any thread, and each runs the program with the
-environment that a script for torchrun's variables would give it. The exit codes go to stdout.
+environment that a script for torchrun's variables would give it. With AGENT=1 they have a store
+that another process serves, as an agent of torchrun does. The exit codes go to stdout.
 """
 
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
 
 import torch
-import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.checkpoint
 
 import credit_dp.training.run  # noqa: F401
-from tests.distributed.processes import free_port
+from tests.distributed.processes import free_port, until
 
 
 def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str]) -> int:
@@ -35,9 +38,30 @@ def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str])
     return 0
 
 
+def listens(port: int) -> bool:
+    """Whether a process listens at a port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def start_agent(port: int) -> int:
+    """Fork a process that serves a store until it is killed, and return its number."""
+    pid = os.fork()
+    if not pid:
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False
+        )
+        signal.pause()
+        del store
+    until(lambda: listens(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    return pid
+
+
 def main(size: int, per_node: int, program: list[str]) -> None:
     """Fork the ranks, wait for them, and print how each one ended."""
     port = free_port()
+    agent = start_agent(port) if os.environ.get("AGENT") == "1" else None
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -51,6 +75,8 @@ def main(size: int, per_node: int, program: list[str]) -> None:
                 os._exit(code)
         pids.append(pid)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+    if agent is not None:
+        os.kill(agent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
 from credit_dp.distributed.mesh import build_manager
 from credit_dp.distributed.process_groups import new_background_group
+from credit_dp.distributed.shared_store import AGENT_STORE, port_beside_agent
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -140,13 +141,23 @@ def count_connections(config: Config, ranks: RankInfo) -> int:
     run_on_rank_0(lambda: None, group)
     distributed.barrier()
     files = len(list(Path("/proc/self/fd").iterdir()))
-    port = f":{int(os.environ['MASTER_PORT']):04X}"
-    listed = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()]
-    served = sum(words[1].endswith(port) and words[3] == "01" for words in listed)
-    text = json.dumps({"files": files, "served": served})
-    Path(config.run.dir, f"counted{ranks.rank}").write_text(text)
+    port = int(os.environ["MASTER_PORT"])
+    counts = {"files": files, "served": connections(port)}
+    if AGENT_STORE in os.environ:
+        counts |= {"served": connections(port_beside_agent(port)), "agent": connections(port)}
+    Path(config.run.dir, f"counted{ranks.rank}").write_text(json.dumps(counts))
     distributed.barrier()
     return 0
+
+
+def connections(port: int) -> int:
+    """How many connections the process that listens at a port of this machine has."""
+    listed = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()
+    ]
+    return sum(words[1].endswith(f":{port:04X}") and words[3] == "01" for words in listed)
 
 
 def step_until_one_fails(config: Config, ranks: RankInfo) -> int:

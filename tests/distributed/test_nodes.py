@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.domain_parallel.local_messages import MOST_DISTANT
-from tests.distributed.processes import ROOT, SOON, gone, until, voices
+from tests.distributed.processes import ROOT, SOON, TORCHRUN, ends, free_port, gone, until, voices
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +74,10 @@ def store_processes(ranks: list[int]) -> dict[str, dict[int, int]]:
 class Run:
     """Six ranks on three nodes, which communicate until a process is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, agent: str) -> None:
         self.folder = folder
         self.program = begin_on_nodes(
-            6, 2, launch_program("communicate", folder, 6), SEEN=str(folder)
+            6, 2, launch_program("communicate", folder, 6), SEEN=str(folder), AGENT=agent
         )
 
     def start(self) -> None:
@@ -91,24 +91,36 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    run = Run(tmp_path, getattr(request, "param", "0"))
     yield run
     with suppress(ProcessLookupError):  # with the ranks
         os.killpg(run.program.pid, signal.SIGKILL)
     run.program.communicate()
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "starter", "other", "server", "relay"])
+@pytest.mark.parametrize(
+    ("victim", "run"),
+    [
+        *((victim, "0") for victim in ("rank 0", "starter", "other", "server", "relay")),
+        *((victim, "1") for victim in ("agent", "rank 0", "server", "relay")),
+    ],
+    indirect=["run"],
+)
 def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) -> None:
-    """Of a node's two ranks one has started the relay, which does not end with it."""
+    """Of a node's two ranks one has started the relay, which does not end with it.
+
+    With or without an agent of torchrun.
+    """
     run.start()
     starters = run.processes["relay"]
     assert len(starters) == 3
     assert list(run.processes["server"]) == [0]
     starter = next(rank for rank in starters if rank > 1)
     other = starter ^ 1
+    first = Path(f"/proc/{run.program.pid}/task/{run.program.pid}/children").read_text().split()[0]
     killed, line = {
+        "agent": (int(first), r"error: torchrun's agent at 127\.0\.0\.1:\d+ ended"),
         "rank 0": (run.ranks[0], r"error: rank 0 \(.* ended without a message"),
         "starter": (run.ranks[starter], rf"error: rank {starter} \("),
         "other": (run.ranks[other], rf"error: rank {other} \("),
@@ -157,6 +169,13 @@ def served_connections(nodes: int) -> int:
     return nodes + CONNECTIONS_TO_STORE
 
 
+def agent_connections(nodes: int) -> int:
+    """The connections that the agent of torchrun beside rank 0 serves: of all agents, and one of
+    the store's process.
+    """
+    return nodes + 1
+
+
 CONNECTIONS_TO_STORE = 3  # torch's, that of reports, and that of the lowest rank of a node
 
 
@@ -181,19 +200,31 @@ def descriptors(rank: int, ranks: int, nodes: int, gloo: bool) -> int:
     return to_store + (neighbours if lowest_of_node else 1) + children + (rank > 0) + others
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (9, 3), (12, 3)])
-def test_connections_are_those_of_the_model(tmp_path: Path, ranks: int, per_node: int) -> None:
-    nodes = ranks // per_node
-    program = begin_on_nodes(
-        ranks, per_node, launch_program("count_connections", tmp_path, ranks), files=64
-    )
-    codes, output = finish_on_nodes(program)
-    assert codes == [0] * ranks, output
-    counted = [
-        json.loads(next(tmp_path.glob(f"of-rank-*/counted{rank}")).read_text())
+def counts(folder: Path, ranks: int) -> list[dict[str, int]]:
+    """What each rank has counted."""
+    return [
+        json.loads(next(folder.glob(f"of-rank-*/counted{rank}")).read_text())
         for rank in range(ranks)
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "agent"), [(4, 2, "0"), (9, 3, "0"), (12, 3, "0"), (9, 3, "1")]
+)
+def test_connections_are_those_of_the_model(
+    tmp_path: Path, ranks: int, per_node: int, agent: str
+) -> None:
+    nodes = ranks // per_node
+    arguments = launch_program("count_connections", tmp_path, ranks)
+    program = begin_on_nodes(ranks, per_node, arguments, files=64, AGENT=agent)
+    codes, output = finish_on_nodes(program)
+    assert codes == [0] * ranks, output
+    counted = counts(tmp_path, ranks)
     assert {count["served"] for count in counted} == {served_connections(nodes)}
+    # One of the agent itself, and one of the process that keeps the store.
+    assert {count.get("agent") for count in counted} == {
+        agent_connections(1) if agent == "1" else None
+    }
     rest = {
         count["files"] - descriptors(rank, ranks, nodes, gloo=True)
         for rank, count in enumerate(counted)
@@ -211,7 +242,39 @@ NCCL_FILES = 140  # of a rank, at most: not counted, since nothing here runs ncc
 def test_of_1024_ranks_none_has_more_than_200_descriptors(nodes: int) -> None:
     of_ranks = [descriptors(rank, 1024, nodes, gloo=False) for rank in range(1024)]
     assert max(of_ranks) + OWN_FILES + NCCL_FILES <= 200
-    assert served_connections(nodes) == nodes + 3
+    # Where rank 0 is: of the process beside it, and of the agent of torchrun if there is one.
+    assert served_connections(nodes) + agent_connections(nodes) == 2 * nodes + 4
+
+
+def test_agents_of_torchrun_serve_each_other_alone(tmp_path: Path) -> None:
+    """Four agents, each of which stands for a node, and none of which may open many files."""
+    nodes, per_node = 4, 2
+    ranks = nodes * per_node
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    sizes = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node)]
+    program = ["-m", *launch_program("count_connections", tmp_path, ranks)]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, *TORCHRUN, *sizes, *meeting, "--node-rank", str(node), *program],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "CREDIT_DP_SHARED_STORE": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64)),
+        )
+        for node in range(nodes)
+    ]
+    results = ends(agents, LONG_PATIENCE)
+    assert [code for code, _ in results] == [0] * nodes, results
+    expected = (served_connections(nodes), agent_connections(nodes))
+    found = {(count["served"], count["agent"]) for count in counts(tmp_path, ranks)}
+    assert found == {expected}
 
 
 @pytest.fixture(scope="module")

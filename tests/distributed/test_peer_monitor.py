@@ -32,9 +32,10 @@ from credit_dp.distributed.peer_monitor import (
     rank_list,
 )
 from credit_dp.distributed.report import report_error
-from credit_dp.distributed.shared_store import start_server
+from credit_dp.distributed.shared_store import StoreLink, start_server
 from tests.distributed.processes import free_port
 
+RANK_0 = "rank 0 (pipeline 0, data 0, domain 0)"
 MACHINES = {0: [0, 1], 2: [2, 3], 4: [4, 5]}
 
 
@@ -298,6 +299,29 @@ def test_who_answers_at_the_port_of_the_store() -> None:
     deadline = time.monotonic() + 30
     while ask_at_port(address) != STAND_IN:
         assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("rank", "server", "names"),
+    [
+        (0, None, "torchrun's agent at node1:29500"),
+        (2, None, "torchrun's agent at node1:29500"),
+        (0, ("node1", 31500), "torchrun's agent at node1:29500"),
+        (2, ("node1", 31500), f"{RANK_0} or torchrun's agent at node1:29500"),
+    ],
+)
+def test_the_loss_of_the_store_under_torchrun(
+    rank: int, server: tuple[str, int] | None, names: str
+) -> None:
+    """The agent serves it, or a process that ends with the agent and with rank 0."""
+    monitor = PeerMonitor(
+        RankInfo(rank, 4, 0, 2, rank // 2), ParallelConfig(), ("node1", 29500), True
+    )
+    monitor.processes = {rank: os.getpid()}
+    monitor.link = StoreLink(server=server)
+    assert monitor.lost_store_message() == (
+        f"{names} ended, or its machine or the network to it was lost; all ranks were stopped"
+    )
 
 
 def test_many_ranks_are_a_short_text() -> None:

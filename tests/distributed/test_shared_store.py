@@ -25,23 +25,26 @@ from credit_dp.distributed.shared_store import (
 )
 from credit_dp.errors import UserError
 from tests.distributed.processes import free_port, gone, until
+from tests.distributed.rank_functions import connections
 
 VALID = bytes([store_process.VALIDATE]) + struct.pack("<I", store_process.MAGIC_NUMBER)
+UNDER_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 TWO_NODES = [RankInfo(rank, 4, rank % 2, 2, rank // 2) for rank in range(4)]
 
 
 class Stores:
     """The stores of four ranks on two nodes, all of them in this process, and their links."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
+    def __init__(self, environment: dict[str, str] | None = None, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.environment = environment or {}
         self.links: list[StoreLink] = []
         self.stores: list[TCPStore] = []
         for ranks in TWO_NODES:
             self.join(ranks)
 
     def join(self, ranks: RankInfo) -> None:
-        store, link = join_shared_store(ranks, "127.0.0.1", self.port, {})
+        store, link = join_shared_store(ranks, "127.0.0.1", self.port, self.environment)
         store.set_timeout(timedelta(seconds=60))
         self.stores.append(store)
         self.links.append(link)
@@ -96,7 +99,6 @@ def test_a_torch_of_another_protocol_keeps_its_own_store(monkeypatch: pytest.Mon
     [
         pytest.param(RankInfo(1, 64, 1, 64, 0), {}, id="one machine"),
         pytest.param(RankInfo(1, 63, 1, 8, 0), {}, id="few ranks"),
-        pytest.param(MANY, {"TORCHELASTIC_USE_AGENT_STORE": "True"}, id="an agent's store"),
         pytest.param(MANY, {"CREDIT_DP_SHARED_STORE": "0"}, id="switched off"),
     ],
 )
@@ -104,8 +106,9 @@ def test_other_runs_keep_torchs_store(ranks: RankInfo, environment: dict[str, st
     assert not uses_shared_store(ranks, environment)
 
 
-def test_many_ranks_on_several_nodes_share_connections() -> None:
-    assert uses_shared_store(MANY, {})
+@pytest.mark.parametrize("environment", [{}, UNDER_TORCHRUN], ids=["srun", "torchrun"])
+def test_many_ranks_on_several_nodes_share_connections(environment: dict[str, str]) -> None:
+    assert uses_shared_store(MANY, environment)
 
 
 def outcomes(store: TCPStore, other: TCPStore) -> list[object]:
@@ -309,7 +312,7 @@ def test_a_relay_of_another_user_is_not_asked(
 ) -> None:
     monkeypatch.setattr(store_process, "peer_user", lambda peer: os.getuid() + 1)
     store, link = join_shared_store(TWO_NODES[3], "127.0.0.1", shared.port, {})
-    assert link == StoreLink()
+    assert link == StoreLink(server=("127.0.0.1", shared.port))
     store.set("a rank that connects itself", "x")
     assert shared.stores[2].get("a rank that connects itself") == b"x"
     assert "connects to the store at 127.0.0.1" in caplog.text
@@ -361,6 +364,62 @@ def test_a_port_in_use_is_one_line() -> None:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"^MASTER_PORT: .* port {port} .Address already in"):
             join_shared_store(TWO_NODES[0], "127.0.0.1", port, {})
+
+
+def test_a_store_beside_torchruns_agent_ends_with_it() -> None:
+    """Of the agent's store it needs one connection, and no key."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = Stores(UNDER_TORCHRUN, agent.port)
+    keys = agent.num_keys()
+    stores.stores[3].set("a", "1")
+    assert stores.stores[1].get("a") == b"1"
+    server = ("127.0.0.1", shared_store.port_beside_agent(agent.port))
+    assert {link.server for link in stores.links} == {server}
+    assert agent.num_keys() == keys
+    # One of the agent itself, and one of the process that keeps the store.
+    assert connections(agent.port) == 2
+    assert connections(server[1]) == 3  # of two relays, and rank 0
+    del agent
+    for process in (link.process for link in stores.links if link.process):
+        assert process.wait(30) == 0
+    for store in stores.stores:
+        with pytest.raises(RuntimeError):
+            store.get("a")
+    stores.close()
+
+
+def test_the_port_beside_an_agent_is_that_of_no_other() -> None:
+    ports = range(1, 2**16)
+    beside = [shared_store.port_beside_agent(port) for port in ports]
+    assert all(20_000 <= port < 32_000 for port in beside)
+    assert all(one != other for one, other in zip(ports, beside, strict=True))
+    assert len(set(beside[29_000:41_000])) == 12_000
+
+
+def test_an_agent_that_ends_before_rank_0_has_come_is_one_line() -> None:
+    """As when rank 0 has failed while it started: nobody waits for 10 minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        port = agent.getsockname()[1]
+        closing = threading.Thread(target=lambda: agent.accept()[0].close())
+        closing.start()
+        line = (
+            r"^MASTER_ADDR: .* reach rank 0 at 127\.0\.0\.1:\d+ \(torchrun's agent there has ended"
+        )
+        with pytest.raises(UserError, match=line):
+            join_shared_store(RankInfo(1, 2, 0, 1, 1), "127.0.0.1", port, UNDER_TORCHRUN)
+        closing.join()
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        ("192.0.2.1", r"^MASTER_ADDR: rank 0 runs on .*, which has no address 192\.0\.2\.1: "),
+        ("127.0.0.1", r"^MASTER_ADDR: no torchrun answers rank 0 at 127\.0\.0\.1:\d+ \(.*refused"),
+    ],
+)
+def test_rank_0_needs_the_agent_on_its_host(host: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        join_shared_store(TWO_NODES[0], host, free_port(), UNDER_TORCHRUN)
 
 
 def test_runs_nodes_and_attempts_have_relays_of_their_own() -> None:

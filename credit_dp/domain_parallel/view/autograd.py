@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import (
 )
 from torch._functorch import apis, eager_transforms
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
@@ -38,11 +38,14 @@ from credit_dp.domain_parallel.view.running import RunningMode, run_in, running_
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
+    GradientFactor,
     Layout,
     call_whole,
     global_tensors,
     is_band,
     local_of,
+    scale_gradient,
+    sum_gradient,
     whole,
     with_layout,
     with_whole_gradients,
@@ -459,12 +462,62 @@ def _whole_transform(original: Callable[..., Any], name: str, options: int) -> C
         inputs = args[options:]
         if view is None or not global_tensors((inputs, kwargs)):
             return original(*args, **kwargs)
-        call = partial(original, *args[:options])
+        call = partial(_call_transform, original, view, args[:options])
         call.__name__ = name  # type: ignore[attr-defined]
         with _without_recording(view):
-            return call_whole(with_whole_gradients(call, view), inputs, kwargs)
+            return call_whole(call, inputs, kwargs)
 
     return transform
+
+
+# The names of the user's functions that the running transform has applied; None if none runs.
+_functions_of_transform: ContextVar[list[str] | None] = ContextVar("in a transform", default=None)
+
+
+def _call_transform(
+    original: Callable[..., Any], view: GlobalView, options: Args, *inputs: Any, **kwargs: Any
+) -> Any:
+    """Call a transform's implementation with whole tensors.
+
+    Each rank has a share of the gradients of its results, as of anything that runs whole: so those
+    of parameters that the function uses without being passed them are shares, too. Only a user's
+    function inside of it has to see whole gradients.
+
+    Raises:
+        UserError: it has such a function, and uses parameters that it is not passed.
+    """
+    share = GradientFactor()
+    inputs, kwargs = tree_map(lambda x: scale_gradient(x, share), (inputs, kwargs))
+    functions: list[str] = []
+    token = _functions_of_transform.set(functions)
+    try:
+        results = original(*options, *inputs, **kwargs)
+    finally:
+        _functions_of_transform.reset(token)
+    if not functions:
+        return results
+    if _uses_captured_tensors(results, share):
+        raise UserError(
+            f"torch.func: a transformed function applies {functions[0]}, an autograd.Function, and "
+            "uses parameters that are not its arguments. Pass them to it."
+        )
+    share.value = view.loss_factor / view.ranks
+    return tree_map(lambda x: sum_gradient(x, view), results)
+
+
+def _uses_captured_tensors(results: Any, share: GradientFactor) -> bool:
+    """Return whether gradients of results reach leaves past the inputs, whose `share` this is."""
+    nodes = [x.grad_fn for x in tree_leaves(results) if isinstance(x, Tensor)]
+    seen = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or getattr(node, "factor", None) is share:
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 @contextmanager
@@ -533,9 +586,12 @@ def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @_run_as_it_is
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Ours get local tensors. In a transform everything is whole, gradients too.
+        # Ours get local tensors. In a transform everything is whole.
         is_ours = cls.__module__.startswith("credit_dp.")
         if is_ours or not running_view() or torch._C._are_functorch_transforms_active():
+            functions = _functions_of_transform.get()
+            if functions is not None and not is_of_library(cls):
+                functions.append(cls.__name__)
             return original(cls, *args, **kwargs)
         return _apply_function(original, cls, args, kwargs)
 

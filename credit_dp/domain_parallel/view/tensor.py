@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -808,10 +809,23 @@ def same_random_numbers(
 # ---------------------------------------------------------------- whole gradients
 
 
+@final
+@dataclass(eq=False)
+class GradientFactor:
+    """By what gradients are multiplied; it may be set until backward."""
+
+    value: float = 1.0
+
+
+def scale_gradient(x: Any, factor: GradientFactor) -> Any:
+    """Return a tensor whose gradient is multiplied by a factor on its way back."""
+    is_differentiable = isinstance(x, Tensor) and x.requires_grad
+    return _ScaleGradient.apply(x, factor) if is_differentiable else x  # type: ignore[no-untyped-call]
+
+
 def share_gradient(x: Any, view: GlobalView) -> Any:
     """Return a tensor whose gradient is a whole one, of which each rank returns a share."""
-    is_differentiable = isinstance(x, Tensor) and x.requires_grad
-    return _ScaleGradient.apply(x, view.loss_factor / view.ranks) if is_differentiable else x  # type: ignore[no-untyped-call]
+    return scale_gradient(x, GradientFactor(view.loss_factor / view.ranks))
 
 
 def sum_gradient(x: Any, view: GlobalView) -> Any:
@@ -823,13 +837,13 @@ def sum_gradient(x: Any, view: GlobalView) -> Any:
 @final
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: GradientFactor) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+        return grad * ctx.factor.value, None
 
 
 @final

@@ -246,6 +246,22 @@ def _prelu_of_rows(model, x):
     return F.prelu(x.transpose(1, 2), slopes).transpose(1, 2)
 
 
+class _ClipInVmap(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.5, 0.5)
+
+
 FUNCTIONS = {
     "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
     "clipped gradients": lambda m, x: Clip.apply(x) * Clip.apply(m.linear.bias)[:, None, None],
@@ -253,6 +269,11 @@ FUNCTIONS = {
     "scripted function": lambda m, x: _scripted(x, factor=3) + x,
     "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),
     "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
+    "vmap of layers": lambda m, x: torch.vmap(lambda y: m.linear(y.mT).mT * y.mean(), 2, 2)(x),
+    "vmap of clipped gradients": lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y.flip(1)))(x),
+    "grad of layers": lambda m, x: torch.func.grad(
+        lambda y: (F.conv2d(y, m.stem.weight.transpose(0, 1), padding=1) ** 3).sum()
+    )(x),
     "autograd.grad": _penalty,
     "autograd.grad of layers": _penalty_of_layers,
     "autograd.grad of a parameter": _gradient_of_a_parameter,
@@ -444,6 +465,10 @@ def _hook_old(model, x):
         (_backward, "backward"),
         (_hook_old, "linear: register_backward_hook"),
         (lambda m, x: torch.vmap(lambda y: y * x.mean())(x), "not its argument"),
+        (
+            lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y) * m.linear.bias[0])(x),
+            "_ClipInVmap, an autograd.Function, and uses parameters",
+        ),
         (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], "vjp of sharded fields"),
         (_batch_of_gradients, "batches"),
     ],

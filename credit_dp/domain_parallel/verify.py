@@ -346,7 +346,8 @@ def severity(error: float) -> float:
 
 
 def _to_double(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float64))
+    dense = x if x.layout is torch.strided else x.to_dense()  # buffers may be sparse
+    return dense.to(torch.promote_types(x.dtype, torch.float64))
 
 
 def _max_abs(x: Tensor) -> float:

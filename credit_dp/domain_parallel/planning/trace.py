@@ -13,10 +13,11 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
@@ -321,6 +322,41 @@ def reads_values(error: BaseException) -> bool:
     return isinstance(error, DATA_DEPENDENT_ERRORS) or is_of_subclass
 
 
+@final
+class UncompiledRuns:
+    """Runs what `torch.compile` has compiled as it is written, while any thread needs that.
+
+    torch has one stance for all threads of a process: the first one sets it, the last restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._stance = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Run compiled functions uncompiled inside of the context."""
+        # Its import takes seconds, and is done where something is compiled.
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        with self._lock:
+            if not self._threads:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._threads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads -= 1
+                if not self._threads:
+                    self._stance.close()
+
+
+run_uncompiled = UncompiledRuns()
+
+
 @contextmanager
 def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Run on fake tensors, without gradients or autocast; restore buffers and random states.
@@ -341,6 +377,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with (
+            run_uncompiled(),
             fake,
             # A run makes many small objects, of which few are left. A collection for them walks
             # over all objects of the process, which takes longer than the run.

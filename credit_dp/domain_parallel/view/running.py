@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS
+from credit_dp.domain_parallel.planning.trace import run_uncompiled
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.rules import RANDOM, RULES, is_custom_operator, read_values
 from credit_dp.domain_parallel.view.tensor import (
@@ -106,7 +107,7 @@ def run_in(view: GlobalView) -> Iterator[None]:
         if view in views:  # its mode is on
             yield
         else:
-            with RunningMode(view):
+            with run_uncompiled(), RunningMode(view):
                 yield
     finally:
         running_views.reset(token)

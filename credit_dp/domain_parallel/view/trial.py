@@ -59,6 +59,8 @@ from credit_dp.domain_parallel.view.model import attach_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
 from credit_dp.errors import UserError
 
+# How torch says that an operator wants the data of a tensor that has none, or of a sparse one.
+READS_MEMORY = ("Cannot access data pointer of Tensor", "Cannot access storage of Sparse")
 # A smaller excess is never refused: no memory needs protection from it.
 SMALL_EXCESS = 256 * 2**20
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -557,6 +559,10 @@ def _forward(
             raise UnplannedError(
                 f"{where}: an operator has no fake kernel ({reason}). Register one with "
                 "torch.library.register_fake."
+            ) from error
+        if str(error).startswith(READS_MEMORY):
+            raise UnplannedError(
+                f"{where}: an operator reads the memory of its tensors, as those of sparse ones do."
             ) from error
         raise UserError(
             f"{where}: fails on the global input ({type(error).__name__}: {first_line}). Set "

@@ -642,6 +642,52 @@ def test_a_plan_changes_no_tensor_of_the_model():
     _check(lambda: _Counts(decide=True), (2, 3, 13, 8), 2)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
+def test_functions_that_a_model_compiles_run_uncompiled_in_it():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    shift = torch.compile(lambda x: x.roll(1, 2) * x.sigmoid(), backend=backend, fullgraph=True)
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.compile(nn.Conv2d(3, 3, 3, padding=1), backend=backend)
+
+        def forward(self, x):
+            return checkpoint(shift, self.conv(x), use_reentrant=False)
+
+    _check(Compiled, (2, 3, 13, 8), 3)
+    graphs.clear()
+    shift(torch.ones(1, 2, 3))  # elsewhere it is compiled as before
+    assert len(graphs) == 1
+
+
+class _Sparse(nn.Module):
+    """Multiplies by sparse matrices: one that is a buffer, and one that is not registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        indices = torch.tensor([[0, 20, 50, 103], [9, 9, 77, 0]])
+        matrix = torch.sparse_coo_tensor(indices, torch.arange(1.0, 5.0), (104, 104))
+        self.register_buffer("matrix", matrix.coalesce())
+        self.matrix_of_rows = matrix.coalesce().double()
+
+    def forward(self, x):
+        points = self.conv(x).flatten(1).reshape(-1, 104).T
+        points = points + self.matrix @ points
+        return torch.sparse.mm(self.matrix_of_rows, points).T.reshape(x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_matrices_equal_the_unsharded_model():
+    _check(_Sparse, (2, 3, 13, 8), 3)
+
+
 def test_libraries_find_that_fields_are_computed_by_torch():
     """As opt_einsum does: by the first part of the name of a type's module."""
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from credit_dp.errors import UserError
 
+LONGEST_NAME = 200  # file systems allow 255, and files beside a folder have longer names than it
+
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """Return ` Did you mean X?` for the closest allowed word; empty if none is close."""
@@ -167,9 +169,15 @@ def devices(key: str, value: object) -> None:
 
 
 def folder_name(key: str, value: str | None) -> None:
-    """Refuse a name that is a path, is hidden, or needs quotes on a command line; None passes."""
-    if value is not None and not re.fullmatch(r"\w[\w.+-]*", value, flags=re.ASCII):
+    """Refuse a name that is a path, is hidden, needs quotes in a command or is too long."""
+    if value is None:
+        return
+    if not re.fullmatch(r"\w[\w.+-]*", value, flags=re.ASCII):
         raise UserError(
             f"{key}: needs letters, digits and . _ + - (no / or spaces), "
             f"beginning with a letter or digit, got {value!r}"
+        )
+    if len(value) > LONGEST_NAME:
+        raise UserError(
+            f"{key}: needs at most {LONGEST_NAME} characters, got {len(value)}: {value[:20]}..."
         )

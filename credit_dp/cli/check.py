@@ -68,6 +68,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
 
     check_plugins(config)
     check_cache(config)
+    check_folder_is_writable(config)
     given = config
     config, path = resolve_resume(config)
     try:
@@ -235,11 +236,29 @@ def check_cache(config: Config) -> None:
     Raises:
         UserError: names the folder that can't be written to.
     """
-    folder = expand_home("data.cache", config.data.cache).absolute()
+    check_writable("data.cache", expand_home("data.cache", config.data.cache))
+
+
+def check_folder_is_writable(config: Config) -> None:
+    """Refuse a folder of the run that it could not create or write to, without creating it.
+
+    Raises:
+        UserError: names the folder that can't be written to.
+    """
+    check_writable("run.dir", Path(run_folder(config.run.name, config.run.dir)))
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Refuse a folder that can't be created or written to, without creating it.
+
+    Raises:
+        UserError: begins with the key, and names the folder that can't be written to.
+    """
+    folder = folder.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "is not writable" if existing.is_dir() else "is not a folder"
-        raise UserError(f"data.cache: {existing} {kind}. Set data.cache to another folder.")
+        raise UserError(f"{key}: {existing} {kind}. Set {key} to another folder.")
 
 
 def check_loss(config: Config, data: DataSummary) -> None:

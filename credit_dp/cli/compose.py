@@ -8,6 +8,7 @@ the dataclasses.
 
 import copy
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -48,6 +49,7 @@ from credit_dp.config import (
 from credit_dp.config.data import AUTO, ROLES, SPLITS
 from credit_dp.config.model import MODELS
 from credit_dp.config.training import LR_SCHEDULES
+from credit_dp.distributed.signals import block_signals
 from credit_dp.errors import UserError
 from credit_dp.plugins import Plugin, find_plugins, one_line_message, registration_hint, schema_node
 from credit_dp.variable_names import canonical_name
@@ -191,13 +193,15 @@ class Composer:
         self, job: str, config_dir: str | None = None, config_name: str = "config"
     ) -> None:
         version.setbase("1.3")  # defaults of Hydra 1.3: it does not change the working directory
-        register_schemas()
-        register_resolvers()
-        SourcesRegistry.instance().register(UserConfigSource)
-        self.config_name = config_name
-        self.hydra = Hydra(job, RememberingLoader(search_path(config_dir)))
-        GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process
-        GlobalHydra.instance().initialize(self.hydra)
+        # omegaconf may turn a KeyboardInterrupt inside it into an error of its own.
+        with block_signals((signal.SIGINT,)):
+            register_schemas()
+            register_resolvers()
+            SourcesRegistry.instance().register(UserConfigSource)
+            self.config_name = config_name
+            self.hydra = Hydra(job, RememberingLoader(search_path(config_dir)))
+            GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process
+            GlobalHydra.instance().initialize(self.hydra)
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -220,12 +224,13 @@ class Composer:
             UserError: the files and overrides can't be composed.
         """
         try:
-            composed = self.hydra.compose_config(
-                config_name=self.config_name,
-                overrides=list(overrides),
-                run_mode=RunMode.RUN,
-                with_log_configuration=False,
-            )
+            with block_signals((signal.SIGINT,)):
+                composed = self.hydra.compose_config(
+                    config_name=self.config_name,
+                    overrides=list(overrides),
+                    run_mode=RunMode.RUN,
+                    with_log_configuration=False,
+                )
         except RecursionError:
             raise UserError(
                 "defaults: a config file includes itself. A file of yours replaces the package's "

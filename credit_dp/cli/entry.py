@@ -46,6 +46,16 @@ COMMANDS: dict[str, Command] = {
     "slurm": slurm,
 }
 
+# Commands of commands, for users who leave out the first word.
+NESTED = {
+    "export": "checkpoint export",
+    "inspect": "data inspect",
+    "prepare": "data prepare",
+    "script": "cluster script",
+    "show": "sweep show",
+    "stats": "data stats",
+}
+
 HELP = """\
 credit-dp trains global weather models sharded by latitude.
 
@@ -77,10 +87,19 @@ def main() -> NoReturn:
 
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
-    """Run the command named by the first argument; return the exit code."""
+    """Run the command named by the first argument; return the exit code.
+
+    Raises:
+        UserError: there is no command of this name, or the command raises it.
+    """
     if list(arguments) == ["--version"]:
         sys.stdout.write(f"credit_dp {__version__}\n")
         return 0
+    if arguments and arguments[0] in NESTED:
+        full = NESTED[arguments[0]]
+        raise UserError(
+            f"{program}: {arguments[0]!r} is a part of a command. Use {program} {full}."
+        )
     return run_subcommand(COMMANDS, arguments, program, HELP)
 
 

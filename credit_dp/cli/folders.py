@@ -62,10 +62,16 @@ def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> Non
     """Refuse to start a new run in a folder with another run's checkpoints.
 
     Raises:
-        UserError: there are some, and `resume` does not start from them.
+        UserError: there are some, and `resume` does not start from them; or the folder can't be
+            read.
     """
     checkpoints = RunFolder(folder).checkpoints
-    steps = list_checkpoints(checkpoints)
+    try:
+        steps = list_checkpoints(checkpoints)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(
+            f"{key}: cannot read {folder} ({error.strerror}). Give another {key}."
+        ) from error
     if not steps or config.resume == "auto":
         return
     resumable = {path.resolve() for path in (folder, checkpoints, *steps)}

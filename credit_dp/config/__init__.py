@@ -242,6 +242,8 @@ class Config:
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.init_from == "":
             raise UserError("init_from: needs a run's folder or a checkpoint, got none. Give one.")
+        if self.resume == "":
+            raise UserError("resume: needs `auto` or the path of a checkpoint, got none. Give one.")
         if self.resume == "auto" and not (self.run.name or self.run.dir):
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")
         if self.compile and self.parallel.pipeline > 1:

@@ -5,7 +5,7 @@ from it, the parent waits, and the ranks' outcomes are read from files. Forking 
 has never touched CUDA lets CPU and CUDA ranks start alike.
 
 All processes end together: if one rank fails, the parent kills the others; if the parent ends, it
-kills all ranks; and if the parent itself is killed, the kernel does (see `forkserver`).
+kills all ranks; and if the parent itself is killed, the kernel does (see `credit_dp.forkserver`).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ FAILURE_GRACE_SECONDS = 0.5
 def start_fork_server(run: str) -> None:
     """Start the process that ranks are forked from; it imports torch in the background."""
     module = run.partition(":")[0]
-    preload = ["credit_dp.distributed.forkserver", "torch", module, "credit_dp.distributed.worker"]
+    preload = ["credit_dp.forkserver", "torch", module, "credit_dp.distributed.worker"]
     preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # A job queue may signal all processes of a job at once. The two helper processes inherit the

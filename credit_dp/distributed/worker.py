@@ -23,7 +23,6 @@ from typing import Any, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
-from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
 from credit_dp.distributed.process_groups import (
@@ -41,6 +40,7 @@ from credit_dp.distributed.shared_store import (
 )
 from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.errors import UserError
+from credit_dp.forkserver import die_with_parent
 
 RunFunction = Callable[[Config, RankInfo], int]
 

@@ -95,17 +95,18 @@ class Preemption:
             dist.all_reduce(marks)
         return agreed_signal(marks.tolist())
 
-    def stop_message(self, number: int, step: int, checkpoint: Path) -> str:
+    def stop_message(self, number: int, step: int, checkpoint: Path, keys: str) -> str:
         """Return one line on why training stopped, and how to resume it.
 
         Args:
             number: the signal that all ranks agreed on.
             step: the last one that was taken.
             checkpoint: the folder of checkpoints.
+            keys: of the config, with which the same command continues the run.
         """
         time_is_up = not self.local_signal and self.time_limit.reached()
         name = "the job's time is over" if time_is_up else signal.Signals(number).name
         return (
             f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
-            "with resume=auto continues from there"
+            f"with {keys} continues from there"
         )

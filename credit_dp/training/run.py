@@ -4,6 +4,7 @@
 """
 
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -225,6 +226,13 @@ class _Run:
         return self.manager.rank == 0
 
     @property
+    def _resume_keys(self) -> str:
+        # Without a name the same command would choose another folder.
+        if self.config.run.name:
+            return "resume=auto"
+        return f"{shlex.quote(f'run.dir={self.folder.path}')} resume=auto"
+
+    @property
     def _finished(self) -> bool:
         return self.training.trainer.state.step >= self.config.trainer.steps
 
@@ -309,7 +317,7 @@ class _Run:
         # Writing the last checkpoint takes time: a signal may have come meanwhile.
         stop = stop or preemption.agree_on_signal()
         if stop:
-            self.screen.show(preemption.stop_message(stop, state.step, folder))
+            self.screen.show(preemption.stop_message(stop, state.step, folder, self._resume_keys))
             return False
         monitor.show_missing_trace()
         bubble = trainer.forward_backward.bubble_message()

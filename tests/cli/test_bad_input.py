@@ -139,6 +139,15 @@ CASES = {
     "no such config": (["--config-name", "nope"], "nope"),
     "sweep of an unknown model": (["-m", "model=unet,unett"], "mean unet?"),
     "sweep of wrong types": (["-m", "seed=0,1", "parallel.domain=2,x"], "needs an integer"),
+    "a name that is too long": (
+        [f"run.name={'a' * 256}"],
+        "run.name: needs at most 200 char.* 256",
+    ),
+    "a folder that is too long": (
+        [f"run.dir=/tmp/{'a' * 256}"],
+        "run.dir: cannot read /tmp/a+ .File name too long.. Give another run.dir.",
+    ),
+    "resume from an empty variable": (["resume="], "resume: needs `auto` or the path .* got none"),
     "sweep of names": (["-m", "run.name=a,b"], "run.name: names the folder of the sweep"),
     "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
     "sweep checked in all combinations": (

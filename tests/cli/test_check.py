@@ -137,6 +137,11 @@ REFUSED = {
         ["data.cache=pyproject.toml/cache"],
         "data.cache: .*pyproject.toml is not a folder. Set data.cache to another folder.",
     ),
+    "a run's folder in a file": (
+        ["run.dir=pyproject.toml/runs"],
+        "run.dir: .*pyproject.toml is not a folder. Set run.dir to another folder.|"
+        "run.dir: cannot read pyproject.toml/runs",
+    ),
     "all is frozen": (["trainer.freeze=['*']"], "trainer.freeze: leaves no parameter to train"),
     "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
 }

@@ -1,5 +1,7 @@
 """Every file in conf/ composes to a checked config; a user's own files are found."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from credit_dp.cli import compose, run
@@ -235,6 +238,60 @@ def test_an_unknown_command(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = answer(monkeypatch, "trian", program="credit-dp")
     assert (code, err.count("\n")) == (2, 1)
     assert "Did you mean train?" in err
+
+
+def test_a_command_without_its_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = answer(monkeypatch, "export", "outputs/a", program="credit-dp")
+    assert (code, err) == (
+        2,
+        "error: credit-dp: 'export' is a part of a command. Use credit-dp checkpoint export.\n",
+    )
+
+
+def test_ctrl_c_waits_for_the_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Omegaconf would turn a KeyboardInterrupt into an AttributeError of its own."""
+    stored: list[str] = []
+
+    def interrupted_store(self: ConfigStore, name: str, **kwargs: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        stored.append(name)
+
+    monkeypatch.setattr(ConfigStore, "store", interrupted_store)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Composer("train")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert len(stored) > 10
+
+
+@pytest.mark.parametrize("function", ["main", "train_main"])
+def test_ctrl_c_while_commands_are_imported(function: str) -> None:
+    code = f"""
+import os, signal, sys
+from credit_dp import cli
+
+class InterruptImports:
+    def find_spec(self, name, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, InterruptImports())
+cli.{function}()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+def test_the_fork_server_first_imports_nothing_else_of_the_package() -> None:
+    code = (
+        "import sys, credit_dp.forkserver as m; print(*[n for n in sys.modules if 'credit' in n])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["credit_dp", "credit_dp.forkserver"]
 
 
 def test_a_users_model_is_found_in_the_working_directory(

@@ -95,7 +95,8 @@ def train(config: Config, ranks: RankInfo) -> int:
         while not (number := preemption.agree_on_signal()):
             step += 1
             time.sleep(0.01 * ranks.rank)
-    (folder / f"steps{ranks.rank}").write_text(preemption.stop_message(number, step, Path("here")))
+    message = preemption.stop_message(number, step, Path("here"), "resume=auto")
+    (folder / f"steps{ranks.rank}").write_text(message)
     return EXIT_PREEMPTED
 
 

@@ -95,6 +95,8 @@ def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
     if ranks == 1:
         said = " ".join(capfd.readouterr().out.split())
         assert f"{sent.name}: stopped after step {ASKED}, which is saved in" in said
+        # The run has no name, so that the same command alone would choose another folder.
+        assert f"the same command with run.dir={config.run.dir} resume=auto continues" in said
     saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
     assert saved == [f"step-{ASKED:08}"]
     assert not (folder / "metrics.json").exists()
@@ -129,7 +131,7 @@ def agreed_signals(manager: DomainParallelManager) -> list[int]:
             if step == 2 and manager.rank == manager.world_size - 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             heard.append(preemption.agree_on_signal())
-        assert preemption.stop_message(heard[-1], 2, Path("here")).startswith(
+        assert preemption.stop_message(heard[-1], 2, Path("here"), "resume=auto").startswith(
             "SIGUSR1: stopped after step 2, "
         )
     return heard

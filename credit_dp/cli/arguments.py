@@ -88,7 +88,7 @@ def read_keys(
         arguments: `KEY=VALUE` texts, in any order.
         program: name of the command in messages.
         help_text: with `{program}` in place of that name.
-        defaults: value of each key: a text, a table, or a list, which also gives its type.
+        defaults: see `split_keys`.
 
     Raises:
         UserError: a key does not exist, or its value has another type.
@@ -97,16 +97,35 @@ def read_keys(
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
-    values = dict(defaults)
-    for text in args.overrides:
-        key, equals, value = text.partition("=")
-        if not equals or key not in defaults:
-            raise UserError(
-                f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
-                f"{text!r}.{did_you_mean(key, defaults)}"
-            )
-        values[key] = _parse_value(key, value, defaults[key])
+    values, others = split_keys(args.overrides, defaults)
+    for text in others:
+        raise UserError(
+            f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
+            f"{text!r}.{did_you_mean(text.partition('=')[0], defaults)}"
+        )
     return values
+
+
+def split_keys(
+    arguments: Sequence[str], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the value of each key, and the arguments that are none of these keys.
+
+    Args:
+        arguments: `KEY=VALUE` texts.
+        defaults: value of each key, which also gives its type; None accepts any type.
+
+    Raises:
+        UserError: a value has another type.
+    """
+    values, others = dict(defaults), []
+    for text in arguments:
+        key, equals, value = text.partition("=")
+        if equals and key in defaults:
+            values[key] = _parse_value(key, value, defaults[key])
+        else:
+            others.append(text)
+    return values, others
 
 
 def to_texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
@@ -131,11 +150,24 @@ def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
 def _parse_value(key: str, text: str, default: Any) -> Any:
     """Return a value of the type of the key's default."""
-    if isinstance(default, str):
-        return text
-    return _parse_table(key, text) if isinstance(default, dict) else parse_list(key, text)
+    if isinstance(default, str):  # YAML would read some paths as a number, a list or a comment
+        quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
+        return text[1:-1] if quoted else text
+    if isinstance(default, dict):
+        return _parse_table(key, text)
+    if isinstance(default, list):
+        return parse_list(key, text)
+    value = _parse_yaml(key, text, "a value in YAML")
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if default is not None and type(value) is not type(default):
+        raise UserError(f"{key}: needs {TYPE_NAMES[type(default)]}, got {text!r}")
+    return value
 
 
 def _parse_table(key: str, text: str) -> dict[str, Any]:
@@ -155,8 +187,12 @@ def parse_list(key: str, text: str) -> list[Any]:
     Raises:
         UserError: the text can't be parsed.
     """
-    try:
-        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
-    except (OmegaConfBaseException, YAMLError):
-        raise UserError(f"{key}: needs a list, like [A,B], got {text!r}") from None
+    value = _parse_yaml(key, text, "a list, like [A,B]")
     return list(value) if isinstance(value, list) else [value]
+
+
+def _parse_yaml(key: str, text: str, needed: str) -> Any:
+    try:
+        return OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
+    except (OmegaConfBaseException, YAMLError):
+        raise UserError(f"{key}: needs {needed}, got {text!r}") from None

@@ -1,6 +1,6 @@
-"""The commands `credit-dp cluster script KEY=VALUE ...`, for SLURM and PBS, and `credit-dp slurm`.
+"""The command `credit-dp cluster script KEY=VALUE ...`; `credit-dp slurm script` is the same.
 
-They read the keys, place the ranks on nodes, and print the script of `credit_dp.cli.slurm` or
+It reads the keys, places the ranks on nodes, and prints the script of `credit_dp.cli.slurm` or
 `credit_dp.cli.pbs`.
 """
 
@@ -29,41 +29,33 @@ from credit_dp.distributed.slurm import parse_duration
 from credit_dp.errors import UserError
 
 HELP = """\
-credit-dp {name} COMMAND: trains on a cluster with {schedulers}.
+credit-dp cluster COMMAND: trains on a cluster with SLURM or PBS.
 
-  credit-dp {name} script KEY=VALUE ...   print a batch script for a mesh
+  credit-dp cluster script KEY=VALUE ...   print a batch script for a mesh
 
-`credit-dp {name} COMMAND --help` says more.
+`credit-dp cluster COMMAND --help` says more.
 """
 
 SCRIPT_HELP = """\
-{program} KEY=VALUE ...: prints a batch script for {submit}.
+{program} KEY=VALUE ...: prints a batch script for sbatch or qsub.
 
 Keys of the config set what is trained, as in `credit-dp train`. Several values of a key, as in
 seed=0,1,2, make a job array with one job for each combination, all on the same mesh. Other keys:
 
-{scheduler}  nodes=N             nodes of each job; by default the fewest that hold the mesh
+  scheduler=slurm     or pbs, for PBS Pro and OpenPBS
+  nodes=N             nodes of each job; by default the fewest that hold the mesh
   tasks_per_node=N    ranks on each node
   cpus_per_task=N     cores of each rank
   gpus_per_node=N     GPUs of a node, and
   cpus_per_node=N     its cores; by default as SLURM describes the partition, if SLURM is here
   spread=true         let a domain group span several nodes
-{start}  {queue}=NAME account=NAME time=HH:MM:SS
+  start=srun          start the ranks with srun or torchrun; with PBS by mpiexec (of Cray, MPICH or
+                      Intel MPI) or mpirun (of Open MPI)
+  partition=NAME queue=NAME account=NAME time=HH:MM:SS
 
   --help, -h    this text
 
 Exit code: 0, or 2 if the ranks don't fit on the nodes; then nothing is printed.
-"""
-
-SCHEDULER_HELP = """\
-  scheduler=slurm     or pbs, for PBS Pro and OpenPBS
-"""
-SLURM_START_HELP = """\
-  start=srun          start the ranks with srun, or with torchrun
-"""
-CLUSTER_START_HELP = """\
-  start=srun          start the ranks with srun or torchrun; with PBS by mpiexec (of Cray, MPICH or
-                      Intel MPI) or mpirun (of Open MPI)
 """
 
 NUMBERS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "cpus_per_node")
@@ -73,62 +65,28 @@ STARTS = {"slurm": ("srun", "torchrun"), "pbs": ("mpiexec", "mpirun")}
 QUEUES = {"slurm": "partition", "pbs": "queue"}
 
 
-def slurm(arguments: Sequence[str], program: str) -> int:
-    """Run the slurm command named by the first argument; return the exit code."""
-    text = HELP.format(name="slurm", schedulers="SLURM")
-    return run_subcommand({"script": slurm_script}, arguments, program, text)
-
-
 def cluster(arguments: Sequence[str], program: str) -> int:
     """Run the cluster command named by the first argument; return the exit code."""
-    text = HELP.format(name="cluster", schedulers="SLURM or PBS")
-    return run_subcommand({"script": cluster_script}, arguments, program, text)
+    return run_subcommand({"script": print_script}, arguments, program, HELP)
 
 
-def slurm_script(arguments: Sequence[str], program: str) -> int:
-    """Print a batch script for SLURM; return the exit code.
-
-    Raises:
-        UserError: see `print_script`.
-    """
-    return print_script(arguments, program, ("slurm",))
-
-
-def cluster_script(arguments: Sequence[str], program: str) -> int:
-    """Print a batch script for the scheduler of the key; return the exit code.
-
-    Raises:
-        UserError: see `print_script`.
-    """
-    return print_script(arguments, program, tuple(STARTS))
-
-
-def print_script(arguments: Sequence[str], program: str, schedulers: Sequence[str]) -> int:
-    """Print a batch script for one of the schedulers, the first by default; return the exit code.
+def print_script(arguments: Sequence[str], program: str) -> int:
+    """Print a batch script; return the exit code.
 
     Raises:
         UserError: a key or a value is not allowed, or the ranks don't fit on the nodes.
     """
     args = parse_arguments(common_parser(), arguments)
-    several = len(schedulers) > 1
     if args.help:
-        sys.stdout.write(
-            SCRIPT_HELP.format(
-                program=program,
-                submit="sbatch or qsub" if several else "sbatch",
-                scheduler=SCHEDULER_HELP if several else "",
-                start=CLUSTER_START_HELP if several else SLURM_START_HELP,
-                queue="partition=NAME queue" if several else "partition",
-            )
-        )
+        sys.stdout.write(SCRIPT_HELP.format(program=program))
         return 0
     given = dict(text.partition("=")[::2] for text in args.overrides)
-    scheduler = read_choice(given, "scheduler", schedulers) if several else schedulers[0]
+    scheduler = read_choice(given, "scheduler", tuple(STARTS))
     queue = QUEUES[scheduler]
     for name, other in QUEUES.items():
-        if several and other != queue and other in given:
+        if other != queue and other in given:
             raise UserError(f"{other}: is for scheduler={name}. Use {queue} instead.")
-    own_keys = (*NUMBERS, *TEXTS, "spread", "start", queue, *(["scheduler"] if several else []))
+    own_keys = (*NUMBERS, *TEXTS, "spread", "start", queue, "scheduler")
     settings = {**TEXTS, queue: "", **given}
     numbers = read_number_keys(given)
     start = read_choice(given, "start", STARTS[scheduler])

@@ -16,13 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
-from credit_dp.cli.arguments import Command, common_parser, parse_arguments, run_subcommand
+from credit_dp.cli.arguments import (
+    Command,
+    common_parser,
+    parse_arguments,
+    run_subcommand,
+    split_keys,
+    to_whole_numbers,
+)
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
@@ -62,8 +65,7 @@ def read_data_arguments(
         arguments: keys and options, in any order.
         program: name of the command in messages.
         help_text: with `{program}` in place of that name.
-        command_keys: default of each key that only this command has, which also gives its type;
-            None accepts any type.
+        command_keys: of this command alone, see `split_keys`.
 
     Raises:
         UserError: a key or a value does not exist, or is not allowed.
@@ -74,13 +76,11 @@ def read_data_arguments(
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
-    values = dict(command_keys)
+    values, others = split_keys(args.overrides, command_keys)
     data_overrides = []
-    for text in args.overrides:
-        key, equals, value = text.partition("=")
-        if equals and key in command_keys:
-            values[key] = _parse_value(key, value, command_keys[key])
-        elif key == "store":
+    for text in others:
+        key, _, value = text.partition("=")
+        if key == "store":
             data_overrides.append(f"data.store={_quote_store(value)}")
         # Keys of the config have a dot (data.NAME); any other word is a mistake.
         elif "." not in key and key not in GROUPS:
@@ -98,19 +98,6 @@ def read_data_arguments(
     return DataArguments(composer.compose_config(texts).data, values, args.json)
 
 
-def _parse_value(key: str, text: str, default: Any) -> Any:
-    """Return the value of a key, of the type of its default."""
-    if isinstance(default, str) and text[:1] not in ("'", '"'):
-        return text  # as it is: YAML would read some paths as a number, a list or a comment
-    try:
-        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
-    except (OmegaConfBaseException, YAMLError):
-        raise UserError(f"{key}: needs a value in YAML, got {text!r}") from None
-    if default is not None and type(value) is not type(default):
-        raise UserError(f"{key}: needs {_type_name(default)}, got {text!r}")
-    return value
-
-
 def _quote_store(store: str) -> str:
     """Return a store with the quotes that Hydra needs; entries of a list are quoted one by one.
 
@@ -124,12 +111,6 @@ def _quote_store(store: str) -> str:
             f"comma, {shell_argument('store', store)}"
         )
     return store if parsed is not None else next(quoted_forms(store), store)
-
-
-def _type_name(default: Any) -> str:
-    """Return the type of a default in words."""
-    names = {bool: "true or false", int: "a whole number", list: "a list", str: "a text"}
-    return names[type(default)]
 
 
 def _default_overrides(given: Sequence[str]) -> list[str]:
@@ -457,7 +438,7 @@ def _request(parsed: DataArguments) -> "RechunkRequest":
             grid=None if keys["grid"] is None else str(keys["grid"]),
         ),
         out=keys["out"],
-        domains=tuple(keys["domains"]),
+        domains=to_whole_numbers("domains", keys["domains"]),
         codec=keys["codec"],
         overwrite=keys["overwrite"],
         workers=WorkerConfig(

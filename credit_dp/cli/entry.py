@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from credit_dp import __version__
 from credit_dp.cli.arguments import Command, run_subcommand
-from credit_dp.cli.cluster import cluster, slurm
+from credit_dp.cli.cluster import cluster
 from credit_dp.cli.data import data
 from credit_dp.cli.evaluate import compare_runs, evaluate
 from credit_dp.cli.export import checkpoint
@@ -43,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     "import": imports,
     "sweep": sweeps,
     "cluster": cluster,
-    "slurm": slurm,
+    "slurm": cluster,  # its former name
 }
 
 # Commands of commands, for users who leave out the first word.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
-from credit_dp.cli.arguments import common_parser, parse_arguments
+from credit_dp.cli.arguments import common_parser, parse_arguments, split_keys
 from credit_dp.cli.compose import Composer, check_overrides, check_rows
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import config_of_checkpoint
@@ -227,33 +227,12 @@ def split_arguments(arguments: Sequence[str], program: str) -> tuple[dict[str, A
     Raises:
         UserError: a key belongs to neither, or its value has the wrong type.
     """
-    keys = dict(FORECAST_KEYS)
-    config_overrides = []
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if equals and key in FORECAST_KEYS:
-            keys[key] = _parse_value(key, value)
-        elif equals and (key.startswith(CONFIG_PREFIXES) or key in TOP_LEVEL_KEYS):
-            config_overrides.append(text)
-        else:
+    keys, others = split_keys(arguments, FORECAST_KEYS)
+    for text in others:
+        key, equals, _ = text.partition("=")
+        if not equals or not (key.startswith(CONFIG_PREFIXES) or key in TOP_LEVEL_KEYS):
             raise UserError(
                 f"{program}: needs keys like {', '.join(FORECAST_KEYS)}, or parallel.NAME and "
                 f"data.NAME, got {text!r}.{did_you_mean(key, FORECAST_KEYS)}"
             )
-    return keys, config_overrides
-
-
-def _parse_value(key: str, text: str) -> Any:
-    """Return a value of the type of the key's default.
-
-    Raises:
-        UserError: it has another type.
-    """
-    value_type = type(FORECAST_KEYS[key])
-    if value_type is str:
-        return text[1:-1] if text[:1] in "'\"" and text[:1] == text[-1:] and len(text) > 1 else text
-    try:
-        return value_type(text)
-    except ValueError:
-        number = "a whole number" if value_type is int else "a number"
-        raise UserError(f"{key}: needs {number}, got {text!r}") from None
+    return keys, others

@@ -133,10 +133,6 @@ def test_bad_keys_of_a_cluster_are_one_line(keys: list[str], words: str) -> None
     assert err.count("\n") == 1
 
 
-def test_slurm_script_has_no_scheduler() -> None:
-    assert "scheduler: no such key" in script("scheduler=pbs")[2]
-
-
 def run_pbs(folder: Path, text: str, code: int, **variables: str) -> tuple[int, list[str], str]:
     """Run a script as PBS does; return its exit code, and the arguments of mpiexec and of qsub."""
     for name, body in (("mpiexec", f"exit {code}"), ("qsub", "")):

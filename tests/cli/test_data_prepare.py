@@ -80,7 +80,7 @@ def test_help_names_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ("more", "message"),
     [
         (["out=/no/such/folder.zarr"], "/no/such: there is no such folder"),
-        (["domains=4"], "domains: needs a list"),
+        (["domains=four"], "domains: needs a list of whole numbers"),
         (["dates=2000-01-01"], "dates: needs [first, last]"),
         (["worker=3"], "Did you mean workers?"),
         (["--json"], "has no --json"),

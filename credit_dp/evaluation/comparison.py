@@ -5,8 +5,6 @@ what makes them incomparable, and `comparison_page` writes them as HTML. The ord
 which values are better are those of `metric_table`.
 """
 
-import csv
-import io
 import json
 import math
 from collections import Counter
@@ -42,12 +40,7 @@ from credit_dp.evaluation.metric_table import (
 )
 from credit_dp.evaluation.plots import add_legend, create_panels
 from credit_dp.evaluation.report import figure_data_uri, render_page, table_lead_indices
-from credit_dp.evaluation.scorecard import (
-    HEADLINE_CHANNELS,
-    MAX_HEADLINES,
-    MODEL,
-    three_digits,
-)
+from credit_dp.evaluation.scorecard import MODEL, csv_text, headlines, three_digits
 
 RUN, CARD = "training run", "scorecard"
 CONFIG_FILE, METRICS_FILE, SCORES_FILE = "config.yaml", "metrics.json", "scores.json"
@@ -263,19 +256,16 @@ class Comparison:
 
     def to_csv(self) -> str:
         """Return CSV with one line for each score, channel and lead time."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
         percents = [f"{name} percent" for name in self.names[1:]]
-        writer.writerow(
-            ("score", "channel", "unit", "lead_hours", *self.names, *percents, "better", "region")
-        )
+        columns = ("score", "channel", "unit", "lead_hours", *self.names, *percents)
+        lines = []
         for row in self.rows:
             score, channel, hours, region = row.key
             better = "" if row.best_index is None else self.names[row.best_index]
             changes = ["" if change is None else repr(change) for change in row.percent[1:]]
             values = map(repr, row.values)
-            writer.writerow((score, channel, row.unit, hours, *values, *changes, better, region))
-        return text.getvalue()
+            lines.append((score, channel, row.unit, hours, *values, *changes, better, region))
+        return csv_text((*columns, "better", "region"), lines)
 
     def to_json(self) -> str:
         """Return the same as JSON, with the warnings and the differing config keys."""
@@ -486,11 +476,14 @@ def describe_wins(comparison: Comparison, score: str) -> str:
 @figure_style()
 def curves_image(comparison: Comparison, score: str) -> str:
     """Return curves of a score by lead time: a panel per channel, a line per result."""
-    rows = comparison.global_rows(score)
-    channels = headline_channels([row.key.channel for row in rows])
+    rows, first = comparison.global_rows(score), comparison.results[0]
+    names = list(dict.fromkeys(row.key.channel for row in rows))
+    channels = [names[index] for index in headlines(names)]
     figure, axes_of = create_panels(len(channels))
     for axes, channel in zip(axes_of, channels, strict=True):
-        by_lead = sorted((row for row in rows if row.key.channel == channel), key=_lead_hours)
+        by_lead = sorted(
+            (row for row in rows if row.key.channel == channel), key=lambda row: row.key.hours
+        )
         days = np.array([row.key.hours for row in by_lead]) / 24
         for n, name in enumerate(comparison.names):
             # Another dash pattern each time the colours are used up.
@@ -500,7 +493,7 @@ def curves_image(comparison: Comparison, score: str) -> str:
                 days, values, f".{dashes}", color=series_colour(n), label=escape_mathtext(name)
             )
         for source in BASELINES:
-            values = [_baseline_score(comparison, row.key, source) for row in by_lead]
+            values = [first.scores[row.key].get(source, np.nan) for row in by_lead]
             if np.isfinite(values).any():
                 axes.plot(days, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
         axes.set_title(escape_mathtext(channel))
@@ -508,20 +501,3 @@ def curves_image(comparison: Comparison, score: str) -> str:
         axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
     add_legend(figure, axes_of[0])
     return figure_data_uri(figure, "svg")
-
-
-def headline_channels(channels: Sequence[str]) -> list[str]:
-    """Return the channels to plot: WeatherBench 2's headline channels, then the first others."""
-    available = list(dict.fromkeys(channels))
-    known = [channel.name for channel in HEADLINE_CHANNELS if channel.name in available]
-    others = [name for name in available if name not in known]
-    selected = set((known + others)[:MAX_HEADLINES])
-    return [name for name in available if name in selected]
-
-
-def _baseline_score(comparison: Comparison, key: ScoreKey, source: str) -> float:
-    return comparison.results[0].scores[key].get(source, np.nan)
-
-
-def _lead_hours(row: ComparisonRow) -> int:
-    return row.key.hours

@@ -160,46 +160,54 @@ def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tenso
     return tensor
 
 
-@final
-class RootMeanSquare(Accumulator):
-    """Accumulates the root of the mean squared error; arguments as for `AreaMean`.
-
-    The root is taken after the mean over all samples, as WeatherBench 2 does.
-    """
+class MeanOfPoints(Accumulator):
+    """Accumulates the mean of a score that each point has; arguments as for `AreaMean`."""
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
     ) -> None:
-        self._squares = AreaMean(shape, rows, points)
+        self._mean = AreaMean(shape, rows, points)
 
-    def add(self, index: Index, error: Tensor) -> None:
-        """Add errors `(B, ..., C, h, W)` of all channels to the sums at `index`."""
-        self._squares.add(index, error.double().square())
+    @abstractmethod
+    def at_points(self, *fields: Tensor) -> Tensor:
+        """Return the score of each point, `(B, ..., C, h, W)` in float64, from what `add` gets."""
+
+    def add(self, index: Index, *fields: Tensor) -> None:
+        """Add the scores of fields of all channels to the sums at `index`."""
+        self._mean.add(index, self.at_points(*fields))
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the errors over the globe and all samples, of `shape`; collective."""
-        return self._squares.result(manager).sqrt()
+        """Return the means over the globe and all samples, of `shape`; collective."""
+        return self._mean.result(manager)
+
+
+class RootMeanOfPoints(MeanOfPoints):
+    """Accumulates the root of such a mean, taken after all samples, as WeatherBench 2 does."""
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the roots of the means, of `shape`; collective."""
+        return super().result(manager).sqrt()
 
 
 @final
-class Bias(Accumulator):
-    """Accumulates the mean error, forecast minus truth; arguments as for `AreaMean`.
+class RootMeanSquare(RootMeanOfPoints):
+    """Accumulates the root of the mean squared error."""
+
+    def at_points(self, error: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the squares of errors `(B, ..., C, h, W)`."""
+        return error.double().square()
+
+
+@final
+class Bias(MeanOfPoints):
+    """Accumulates the mean error, forecast minus truth.
 
     For use in Python: the table of metrics takes `AreaMean` of the errors.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
-    ) -> None:
-        self._errors = AreaMean(shape, rows, points)
-
-    def add(self, index: Index, forecast: Tensor, truth: Tensor) -> None:
-        """Add fields `(B, ..., C, h, W)` of all channels to the sums at `index`."""
-        self._errors.add(index, forecast.double() - truth.double())
-
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the mean errors over the globe and all samples, of `shape`; collective."""
-        return self._errors.result(manager)
+    def at_points(self, forecast: Tensor, truth: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the differences of fields `(B, ..., C, h, W)`."""
+        return forecast.double() - truth.double()
 
 
 class MeanOverInitialTimes(Accumulator):
@@ -307,51 +315,33 @@ class AnomalyCorrelation(MeanOverInitialTimes):
 
 
 @final
-class Activity(Accumulator):
-    """Accumulates the standard deviation of anomalies; arguments as for `AreaMean`.
+class Activity(RootMeanOfPoints):
+    """Accumulates the standard deviation of anomalies about the climatology.
 
     A forecast with less activity than the truth is too smooth.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
-    ) -> None:
-        self._squares = RootMeanSquare(shape, rows, points)
-
-    def add(self, index: Index, anomaly: Tensor) -> None:
-        """Add anomalies `(B, ..., C, h, W)` of all channels to the sums at `index`."""
-        self._squares.add(index, anomaly.double())
-
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the standard deviations about the climatology, of `shape`; collective."""
-        return self._squares.result(manager)
+    def at_points(self, anomaly: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the squares of anomalies `(B, ..., C, h, W)`."""
+        return anomaly.double().square()
 
 
 MEMBER_DIM = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 
 @final
-class FairCRPS(Accumulator):
-    """Accumulates the fair continuous ranked probability score; arguments as for `AreaMean`.
+class FairCRPS(MeanOfPoints):
+    """Accumulates the fair continuous ranked probability score.
 
     `E|X - Y| - E|X - X'| / 2`, with X and X' two different members: its expectation does not depend
     on the number of members. For one member it is the mean absolute error.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
-    ) -> None:
-        self._scores = AreaMean(shape, rows, points)
-
-    def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`."""
+    def at_points(self, members: Tensor, truth: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the scores of members `(B, M, ..., C, h, W)`, given the truth without M."""
         # Distances are the same after subtracting the truth, and small numbers round less.
         error = members.double() - truth.double().unsqueeze(MEMBER_DIM)
-        self._scores.add(index, error.abs().mean(dim=MEMBER_DIM) - half_pairwise_distance(error))
-
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the scores over the globe and all samples, of `shape`; collective."""
-        return self._scores.result(manager)
+        return error.abs().mean(dim=MEMBER_DIM) - half_pairwise_distance(error)
 
 
 def half_pairwise_distance(members: Tensor) -> Tensor:
@@ -367,47 +357,27 @@ def half_pairwise_distance(members: Tensor) -> Tensor:
 
 
 @final
-class EnsembleSpread(Accumulator):
-    """Accumulates the unbiased variance of the members; arguments as for `AreaMean`."""
+class EnsembleSpread(RootMeanOfPoints):
+    """Accumulates the root of the members' mean unbiased variance, 0 for one member."""
 
-    def __init__(
-        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
-    ) -> None:
-        self._variances = AreaMean(shape, rows, points)
-
-    def add(self, index: Index, members: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` to the sums at `index`."""
+    def at_points(self, members: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the variances of members `(B, M, ..., C, h, W)`."""
         members = members.double()
         if members.shape[MEMBER_DIM] > 1:
-            variance = members.var(dim=MEMBER_DIM, correction=1)
-        else:
-            variance = torch.zeros_like(members[:, 0])
-        self._variances.add(index, variance)
-
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the root of the mean variance, of `shape`, 0 for one member; collective."""
-        return self._variances.result(manager).sqrt()
+            return members.var(dim=MEMBER_DIM, correction=1)
+        return torch.zeros_like(members[:, 0])
 
 
 @final
-class EnsembleMeanRMSE(Accumulator):
-    """Accumulates the root-mean-square error of the ensemble mean; arguments as for `AreaMean`.
+class EnsembleMeanRMSE(RootMeanOfPoints):
+    """Accumulates the root-mean-square error of the ensemble mean.
 
     For use in Python: the table of metrics takes `RootMeanSquare` of the ensemble mean's errors.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
-    ) -> None:
-        self._errors = RootMeanSquare(shape, rows, points)
-
-    def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`."""
-        self._errors.add(index, members.double().mean(dim=MEMBER_DIM) - truth.double())
-
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the root-mean-square errors, of `shape`; collective."""
-        return self._errors.result(manager)
+    def at_points(self, members: Tensor, truth: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the squared errors of the mean of `(B, M, ..., C, h, W)`; the truth has no M."""
+        return (members.double().mean(dim=MEMBER_DIM) - truth.double()).square()
 
 
 @final

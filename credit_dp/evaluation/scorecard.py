@@ -8,7 +8,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -176,41 +176,41 @@ class HeldOutScores:
         return tables
 
     def table(self, leads: Sequence[int]) -> Table:
-        """Return a table with one row per channel and all sources for each lead time.
-
-        A narrow terminal wraps the unit, never a number of a single lead time.
-        """
-        title = f"RMSE on held-out dates ({counted(self.samples, 'initial time')})"
-        # Narrow padding: two lead times fit into 80 characters.
-        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        table.add_column("variable", no_wrap=True)
-        table.add_column("unit", overflow="fold")
-        for hours in (self.hours[lead] for lead in leads):
-            for source, heading in SOURCE_HEADINGS.items():
-                style = "bold" if source == FORECAST else None
-                label = f"{hours} h\n{heading}"
-                table.add_column(label, justify="right", style=style, no_wrap=True)
-        for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
-            cells = [three_digits(value) for value in self.rmse[:, list(leads), c].T.ravel()]
-            table.add_row(channel, unit, *cells)
-        return table
+        """Return a table with one row per channel and all sources for each lead time."""
+        return self._table(
+            f"RMSE on held-out dates ({counted(self.samples, 'initial time')})",
+            dict(zip(SOURCE_HEADINGS.values(), self.rmse, strict=True)),
+            leads,
+        )
 
     def ensemble_table(self, leads: Sequence[int]) -> Table:
         """Return a table with the CRPS of each channel, and the ratio of its spread to its error.
 
         Source: Fortin et al. 2014 for the ratio, which is 1 for a reliable ensemble.
         """
-        title = f"CRPS of {self.members} members, and their spread over the error of their mean"
+        ratio = math.sqrt(1 + 1 / self.members) * self.scores["spread"][0] / self.rmse[0]
+        return self._table(
+            f"CRPS of {self.members} members, and their spread over the error of their mean",
+            {"CRPS": self.scores["crps"][0], "spread\n/ error": ratio},
+            leads,
+        )
+
+    def _table(self, title: str, columns: Mapping[str, Array], leads: Sequence[int]) -> Table:
+        """Return a table of some lead times; the columns of each are `(leads, C)`, by heading.
+
+        A narrow terminal wraps the unit, never a number of a single lead time.
+        """
+        # Narrow padding: two lead times fit into 80 characters.
         table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variable", no_wrap=True)
         table.add_column("unit", overflow="fold")
-        crps = self.scores["crps"][0]
-        ratio = math.sqrt(1 + 1 / self.members) * self.scores["spread"][0] / self.rmse[0]
         for hours in (self.hours[lead] for lead in leads):
-            for heading in ("CRPS", "spread\n/ error"):
-                table.add_column(f"{hours} h\n{heading}", justify="right", no_wrap=True)
+            for heading in columns:
+                style = "bold" if heading == SOURCE_HEADINGS[FORECAST] else None
+                label = f"{hours} h\n{heading}"
+                table.add_column(label, justify="right", style=style, no_wrap=True)
         for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
-            cells = [three_digits(x[lead, c]) for lead in leads for x in (crps, ratio)]
+            cells = [three_digits(x[lead, c]) for lead in leads for x in columns.values()]
             table.add_row(channel, unit, *cells)
         return table
 
@@ -226,6 +226,7 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
+RANK_COLUMNS = ("variable", "level", "lead_hours", "rank", "frequency")
 CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value", "region")
 # Source: Rasp et al. 2024, "WeatherBench 2", headline scores.
 HEADLINE_CHANNELS = (
@@ -320,20 +321,14 @@ class Scorecard:
 
     def to_csv(self) -> str:
         """Return CSV with one line for each score; undefined values are empty."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
+        rows = []
         for region, scores in {GLOBAL: self.scores, **self.regions}.items():
             for c, lead, name, source, value in iter_scores(scores, self.channels):
-                channel = self.channels[c]
-                level = "" if channel.level is None else channel.level
-                number = repr(value) if math.isfinite(value) else ""
                 unit = METRICS[name].unit(self.units[c])
-                hours = self.hours[lead]
-                writer.writerow(
-                    (channel.variable, level, unit, hours, name, source, number, region)
-                )
-        return text.getvalue()
+                number = repr(value) if math.isfinite(value) else ""
+                variable = name_and_level(self.channels[c])
+                rows.append((*variable, unit, self.hours[lead], name, source, number, region))
+        return csv_text(CSV_COLUMNS, rows)
 
     def to_json(self) -> str:
         """Return scores as JSON, nested by channel, score, lead time and source, with metadata."""
@@ -368,36 +363,48 @@ class Scorecard:
 
     def spectra_csv(self) -> str:
         """Return the spectra of the headline channels as CSV, one line for each wavenumber."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES))
+        rows = []
         for c in headline_indices(self.channels):
-            channel = self.channels[c]
-            level = "" if channel.level is None else channel.level
+            variable = name_and_level(self.channels[c])
             for lead, hours in enumerate(self.hours):
                 for band, name in enumerate(self.bands):
                     for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
                         cells = [repr(x) if math.isfinite(x) else "" for x in pair]
-                        writer.writerow((channel.variable, level, hours, name, k, *cells))
-        return text.getvalue()
+                        rows.append((*variable, hours, name, k, *cells))
+        columns = ("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES)
+        return csv_text(columns, rows)
 
     def rank_histograms_csv(self) -> str:
         """Return the rank histograms as CSV, one line for each rank; the header without members."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(("variable", "level", "lead_hours", "rank", "frequency"))
+        rows: list[tuple[object, ...]] = []
         if self.rank_histograms is None:
-            return text.getvalue()
+            return csv_text(RANK_COLUMNS, rows)
         for c, channel in enumerate(self.channels):
-            level = "" if channel.level is None else channel.level
             for hours, frequencies in zip(self.hours, self.rank_histograms[:, c], strict=True):
                 for rank, frequency in enumerate(frequencies.tolist()):
-                    writer.writerow((channel.variable, level, hours, rank, repr(frequency)))
-        return text.getvalue()
+                    rows.append((*name_and_level(channel), hours, rank, repr(frequency)))
+        return csv_text(RANK_COLUMNS, rows)
 
 
-def headline_indices(channels: tuple[Channel, ...]) -> list[int]:
+def name_and_level(channel: Channel) -> tuple[str, int | str]:
+    """Return the variable and the level of a channel for CSV; no level is empty."""
+    return channel.variable, "" if channel.level is None else channel.level
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()
+
+
+def headline_indices(channels: Sequence[Channel]) -> list[int]:
     """Return the indices of the channels to plot: the headline channels, then the first others."""
-    known = [channels.index(channel) for channel in HEADLINE_CHANNELS if channel in channels]
-    others = [index for index in range(len(channels)) if index not in known]
+    return headlines([channel.name for channel in channels])
+
+
+def headlines(names: Sequence[str]) -> list[int]:
+    """Return the same of channels by name."""
+    known = [names.index(c.name) for c in HEADLINE_CHANNELS if c.name in names]
+    others = [index for index in range(len(names)) if index not in known]
     return sorted((known + others)[:MAX_HEADLINES])

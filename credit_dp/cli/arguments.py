@@ -1,4 +1,8 @@
-"""Parses command lines: options that begin with a dash, and `KEY=VALUE` pairs."""
+"""Parses command lines: options that begin with a dash, and `KEY=VALUE` pairs.
+
+Any function of a command may raise a `UserError`, which `run_command` prints in one line. In this
+folder docstrings say so where the error arises, or where it matters what has happened until then.
+"""
 
 import argparse
 import sys
@@ -71,11 +75,7 @@ def run_subcommand(
 
 
 def parse_arguments(parser: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments; options and overrides may come in any order.
-
-    Raises:
-        UserError: the command has no such option.
-    """
+    """Parse arguments; options and overrides may come in any order."""
     return parser.parse_intermixed_args(list(arguments))
 
 
@@ -114,9 +114,6 @@ def split_keys(
     Args:
         arguments: `KEY=VALUE` texts.
         defaults: value of each key, which also gives its type; None accepts any type.
-
-    Raises:
-        UserError: a value has another type.
     """
     values, others = dict(defaults), []
     for text in arguments:
@@ -182,11 +179,7 @@ def _parse_table(key: str, text: str) -> dict[str, Any]:
 
 
 def parse_list(key: str, text: str) -> list[Any]:
-    """Return a list in brackets; a value without brackets is its only entry.
-
-    Raises:
-        UserError: the text can't be parsed.
-    """
+    """Return a list in brackets; a value without brackets is its only entry."""
     value = _parse_yaml(key, text, "a list, like [A,B]")
     return list(value) if isinstance(value, list) else [value]
 

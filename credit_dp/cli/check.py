@@ -51,16 +51,9 @@ class DataSummary(NamedTuple):
 def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     """Check a run and print its data, memory and traffic; return the exit code.
 
-    Args:
-        config: of the run.
-        overrides: that it was composed with.
-
     Returns:
         0; 1 if the model can't be sharded on the mesh; `EXIT_UNREACHABLE` if the data are out of
         reach.
-
-    Raises:
-        UserError: the run would be refused.
     """
     # These import torch, which takes seconds: here, not at the top, so that --help does not.
     from credit_dp.costs.budget import plan_step
@@ -90,11 +83,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
 
 
 def check_sweep(configs: Sequence[Config]) -> int:
-    """Check all runs of a sweep and return the exit code; data of several runs are read once.
-
-    Raises:
-        UserError: a run would be refused.
-    """
+    """Check all runs of a sweep and return the exit code; data of several runs are read once."""
     valid = (
         f"The configs of all {len(configs)} runs are valid."
         if len(configs) > 1
@@ -136,11 +125,7 @@ def check_prepared(config: Config, overrides: Sequence[str]) -> None:
 
 
 def check_prepared_for_launcher(config: Config, overrides: Sequence[str]) -> None:
-    """Call `check_prepared` in a rank of a launcher whose ranks are on several nodes.
-
-    Raises:
-        UserError: see `check_prepared`.
-    """
+    """Call `check_prepared` in a rank of a launcher whose ranks are on several nodes."""
     launcher = find_launcher(os.environ)
     if launcher is not None and launcher.ranks.on_several_nodes:
         check_prepared(config, overrides)
@@ -262,11 +247,7 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_loss(config: Config, data: DataSummary) -> None:
-    """Refuse weights and errors of variables that the model does not forecast.
-
-    Raises:
-        UserError: names the key and the variable.
-    """
+    """Refuse weights and errors of variables that the model does not forecast."""
     from credit_dp.data.setup import expected_channels
     from credit_dp.training.loss import channel_errors, channel_weights  # torch: takes seconds
 
@@ -351,11 +332,7 @@ def data_line(where: str, times: "HasTimes", fields: int, grid: tuple[int, int])
 
 
 def sample_lines(config: Config, times: "HasTimes") -> list[str]:
-    """Return lines with the numbers of samples for training and testing, and of those lost to gaps.
-
-    Raises:
-        UserError: there are too few samples, or lead times are no multiples of the data's step.
-    """
+    """Return lines with the numbers of samples to train and to test, and of those lost to gaps."""
     from credit_dp.data.inspection import report_time_axis
     from credit_dp.data.loader import count_samples_across_gaps  # torch: takes seconds
     from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
@@ -388,16 +365,8 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
 def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> list[str]:
     """Read the first, last and middle date of some splits, as far as these are cheap to read.
 
-    Args:
-        store: that is checked.
-        splits: that the run reads.
-        remote: whether the store is remote.
-
     Returns:
         A line with the dates that were read.
-
-    Raises:
-        UserError: a value is missing or outside its limits.
     """
     from credit_dp.data.dates import split_slice
 
@@ -431,11 +400,7 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
 
 
 def resolve_resume(config: Config) -> tuple[Config, Path | None]:
-    """Return the checkpoint that the run would resume from, and the config with its dates.
-
-    Raises:
-        UserError: the folder belongs to another run, or there is no checkpoint that can be read.
-    """
+    """Return the checkpoint that the run would resume from, and the config with its dates."""
     folder = Path(run_folder(config.run.name, config.run.dir))
     if config.run.name or config.run.dir:
         check_run_folder(folder, config, folder_key(config.run))
@@ -457,11 +422,7 @@ def resolve_resume(config: Config) -> tuple[Config, Path | None]:
 
 
 def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
-    """Return a line about the checkpoint, after checking that the run can resume from it.
-
-    Raises:
-        UserError: data, model or samples differ; the message names the first key that does.
-    """
+    """Return a line about the checkpoint, after checking that the run can resume from it."""
     from credit_dp.costs.budget import model_and_shape
     from credit_dp.data.sampling import SampleSequence, sample_times
     from credit_dp.training.checkpoint import check_model_shapes, model_shapes
@@ -487,11 +448,7 @@ def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
 
 
 def check_description(metadata: "Metadata", config: Config, store: "Store") -> None:
-    """Refuse a checkpoint of other data, as far as that is known without computing statistics.
-
-    Raises:
-        UserError: naming the first key that differs.
-    """
+    """Refuse a checkpoint of other data, as far as that is known without computing statistics."""
     from credit_dp.data.climatology import Climatology
     from credit_dp.data.setup import TrainingData
     from credit_dp.forecast.run import statistics_of

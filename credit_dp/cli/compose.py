@@ -88,9 +88,6 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
     """Return the grid that gives each domain rank as many rows as `grid` has.
 
     `24x48` is `96x48` on four ranks.
-
-    Raises:
-        UserError: `grid` is not of the form ROWSxCOLUMNS.
     """
     checks.grid("data.grid", str(grid))  # digits alone come as a number
     rows, columns = grid.split("x")
@@ -103,11 +100,7 @@ def if_quickstart(value: object, other: object = None, *, _root_: DictConfig) ->
 
 
 def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
-    """Return the hours of this many time steps of the data.
-
-    Raises:
-        UserError: `data.step` is not valid.
-    """
+    """Return the hours of this many time steps of the data."""
     step = DataConfig(step=str(OmegaConf.select(_root_, "data.step"))).step_hours
     return [step * count for count in counts]
 
@@ -245,11 +238,7 @@ class Composer:
         return composed
 
     def compose_config(self, overrides: Sequence[str]) -> Config:
-        """Return the checked config of one run.
-
-        Raises:
-            UserError: the files and overrides can't be composed, or a value is not allowed.
-        """
+        """Return the checked config of one run."""
         composed = self.compose(overrides)
         HydraConfig.instance().set_config(composed)  # from here `${hydra:KEY}` is resolved
         return to_config(composed, overrides)
@@ -296,9 +285,6 @@ def check_root(node: DictConfig, config_name: str | None) -> None:
     Args:
         node: a composed config, without its `hydra` node.
         config_name: of the root file; None: `config`.
-
-    Raises:
-        UserError: names the file, and the first unknown key.
     """
     file = f"conf/{config_name or 'config'}.yaml"
     names = [item.name for item in fields(Config)]
@@ -428,11 +414,7 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
 
 
 def register_schemas() -> None:
-    """Register the dataclass of each group with Hydra, which then checks types as it merges files.
-
-    Raises:
-        UserError: a plug-in can't be imported or has no valid config.
-    """
+    """Register the dataclass of each group with Hydra, which then checks types of merged files."""
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
@@ -493,11 +475,7 @@ def check_run_config(config: Config) -> None:
 
 
 def check_rows(config: Config) -> None:
-    """Refuse more bands than the coarsest level of the model has rows, if the grid is known yet.
-
-    Raises:
-        UserError: naming the largest number of ranks.
-    """
+    """Refuse more bands than the coarsest level of the model has rows, if the grid is known yet."""
     domain = config.parallel.domain
     rows = grid_rows(config.data) if domain > 1 else None
     if rows is None:

@@ -138,11 +138,7 @@ LOW_AMPLIFICATION = 1.05  # up to here no copy of the store is recommended
 
 
 def inspect(arguments: Sequence[str], program: str) -> int:
-    """Describe a store; return the exit code.
-
-    Raises:
-        UserError: it does not exist or can't be read.
-    """
+    """Describe a store; return the exit code."""
     parsed = read_data_arguments(arguments, program, INSPECT_HELP, INSPECT_KEYS)
     if parsed is None:
         return 0
@@ -701,9 +697,5 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def data(arguments: Sequence[str], program: str) -> int:
-    """Run the data command named by the first argument; return the exit code.
-
-    Raises:
-        UserError: there is no command of this name, or the command raises it.
-    """
+    """Run the data command named by the first argument; return the exit code."""
     return run_subcommand(COMMANDS, arguments, program, DATA_HELP)

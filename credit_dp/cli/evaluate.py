@@ -83,11 +83,7 @@ SOURCE_LABELS = {
 
 
 def evaluate(arguments: Sequence[str], program: str) -> int:
-    """Score a forecast store; return the exit code.
-
-    Raises:
-        UserError: a key or a store is wrong.
-    """
+    """Score a forecast store; return the exit code."""
     keys = read_keys(arguments, program, EVALUATE_HELP, EVALUATE_KEYS)
     if keys is None:
         return 0
@@ -116,11 +112,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
 
 def open_forecast(where: str) -> "ForecastStore":
-    """Open the forecasts at a path or address; files with a band of rows each are joined.
-
-    Raises:
-        UserError: there are none, or they do not have the form of forecasts.
-    """
+    """Open the forecasts at a path or address; files with a band of rows each are joined."""
     from credit_dp.data.sources.address import is_remote, local_path
     from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
@@ -191,11 +183,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
 
 
 def parse_stores(text: str) -> tuple[str, ...]:
-    """Return the stores of the key `truth`: several if they are in brackets, none if it is empty.
-
-    Raises:
-        UserError: the list can't be parsed.
-    """
+    """Return the stores of the key `truth`: several if it has brackets, none if it is empty."""
     if text.startswith("["):
         return to_texts("truth", parse_list("truth", text))
     return (text,) if text else ()
@@ -254,11 +242,7 @@ Exit code: 0 if the runs are compared, 2 if one can't be.
 
 
 def compare_runs(arguments: Sequence[str], program: str) -> int:
-    """Compare runs or scorecards; return the exit code.
-
-    Raises:
-        UserError: one is no run, one has not finished, or they have no score in common.
-    """
+    """Compare runs or scorecards; return the exit code."""
     args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(COMPARE_HELP.format(program=program))
@@ -318,11 +302,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def write_comparison(comparison: "Comparison", out: str) -> Path:
-    """Write all files of a comparison; return the path of the page.
-
-    Raises:
-        UserError: the folder exists already, or can't be written.
-    """
+    """Write all files of a comparison; return the path of the page."""
     from credit_dp.evaluation.comparison import comparison_page
     from credit_dp.evaluation.report import ScoreFolder
 

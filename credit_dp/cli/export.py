@@ -50,11 +50,7 @@ def checkpoint(arguments: Sequence[str], program: str) -> int:
 
 
 def export(source: str, output: str | None) -> tuple[Path, Path]:
-    """Write the model and its card; return their paths.
-
-    Raises:
-        UserError: there is no checkpoint, it can't be read, or the files can't be written.
-    """
+    """Write the model and its card; return their paths."""
     # Imported here because torch takes seconds, which --help does not need.
     from credit_dp.export.file import (
         build_card,

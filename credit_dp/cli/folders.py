@@ -84,11 +84,7 @@ def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> Non
 
 
 def check_unlocked(folder: Path, key: str = "run.name") -> None:
-    """Refuse a folder that another run is writing to, without writing there.
-
-    Raises:
-        UserError: see `lock_folder`.
-    """
+    """Refuse a folder that another run is writing to, without writing there."""
     if (folder / LOCK_FILE).exists():
         with lock_folder(folder, key):
             pass

@@ -206,11 +206,7 @@ def without_training_settings(config: Config) -> Config:
 
 
 def count_data_ranks(config: Config) -> int:
-    """Return the number of data ranks that the launcher will start, or has started.
-
-    Raises:
-        UserError: the mesh does not fit the ranks that were started.
-    """
+    """Return the number of data ranks that the launcher will start, or has started."""
     from credit_dp.distributed import placement
     from credit_dp.distributed.launcher import find_launcher
 

@@ -100,9 +100,6 @@ def read_anemoi(
         config: the file.
         name: of the experiment; not used.
         second: not used: a model of anemoi is a graph of points, which has no rows.
-
-    Raises:
-        UserError: a value can't be used, or there is no dataset.
     """
     _resolve(config)
     experiment = Experiment({"data": "anemoi", "optimizer": "adamw"})

@@ -62,9 +62,6 @@ def check_composes(experiment: Experiment, name: str) -> None:
     """Refuse an experiment that this version can't compose, before anything is written.
 
     A plug-in's model is left out: its file does not exist yet.
-
-    Raises:
-        UserError: a value of the other package is not allowed here.
     """
     checked = experiment
     if experiment.plugin is not None:

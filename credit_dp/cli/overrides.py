@@ -213,11 +213,7 @@ def as_yaml(value: object) -> str:
 
 
 def check_value(key: str, value: object) -> None:
-    """Refuse a value that the key's dataclass refuses whatever the other keys are.
-
-    Raises:
-        UserError: as when the config is built.
-    """
+    """Refuse a value that the key's dataclass refuses whatever the other keys are."""
     group, _, name = key.rpartition(".")
     schema = type_of_key(group) if group else Config
     if schema in GROUPS_WITH_VARIANTS and name not in {item.name for item in fields(schema)}:
@@ -284,11 +280,7 @@ TEXT_KEYS = ("data.store", "data.statistics", *(f"data.dates.{split}" for split 
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
-    """Return the parsed overrides.
-
-    Raises:
-        UserError: one can't be parsed; the message has a form that can, quoted for the shell.
-    """
+    """Return the parsed overrides."""
     parsed = [
         _parse(_as_table_entry(text)) for argument in texts for text in _expand_dates(argument)
     ]
@@ -402,11 +394,7 @@ def accepts_text(key: str, value: object) -> bool:
 
 
 def quoted_form(key: str, value: str) -> str | None:
-    """Return `key=value` with quotes that make it parse; in brackets, the entries are quoted.
-
-    Raises:
-        UserError: the value is not allowed, quoted or not.
-    """
+    """Return `key=value` with quotes that make it parse; in brackets, the entries are quoted."""
     for candidate in _quoted_candidates(value):
         parsed = try_parse(f"{key}={candidate}")
         if parsed is None or parsed.is_sweep_override() or not accepts_text(key, parsed.value()):

@@ -45,9 +45,6 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
         composer: of the command.
         overrides: that the config was composed with.
         config: checked by `check_run_config`, too.
-
-    Raises:
-        UserError: the folder holds another run.
     """
     launcher = find_launcher(os.environ)
     if config.run.name or config.run.dir:
@@ -88,11 +85,7 @@ def report_errors(run: Callable[[], int]) -> int:
 
 
 def run_in_folder(config: Config) -> int:
-    """Run a checked config in the folder that Hydra made for it; return the exit code.
-
-    Raises:
-        UserError: the run can't be started.
-    """
+    """Run a checked config in the folder that Hydra made for it; return the exit code."""
     key = folder_key(config.run)
     config = with_run_folder(config)
     folder = Path(config.run.dir)
@@ -106,9 +99,6 @@ def run_job_in_folder(composed: DictConfig) -> int:
 
     The job leaves a record of how it ended; it is skipped if it has finished before, and resumed if
     it has not.
-
-    Raises:
-        UserError: the job can't be started.
     """
     config = to_config(composed, task_overrides())
     key = folder_key(config.run)
@@ -159,10 +149,6 @@ def task_overrides() -> list[str]:
 
 
 def check_and_launch(config: Config) -> int:
-    """Check the config, then start the ranks and return their exit code.
-
-    Raises:
-        UserError: the run can't be started.
-    """
+    """Check the config, then start the ranks and return their exit code."""
     check_run_config(config)
     return launch(config)

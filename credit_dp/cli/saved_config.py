@@ -143,9 +143,6 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
         path: of the checkpoint.
         given: overrides. With `data.store`, a quickstart's config becomes that of a store.
         composer: of the command.
-
-    Raises:
-        UserError: the checkpoint has no config, or an override is not allowed.
     """
     saved = read_checkpoint_config(path)
     names = {text.partition("=")[0] for text in given}

@@ -261,11 +261,7 @@ def report_scaling(folder: Path) -> None:
 
 
 def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
-    """Write the numbers and the figure, and print their paths.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Write the numbers and the figure, and print their paths."""
     from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
 
     files = {
@@ -323,9 +319,6 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
 
     Returns:
         The exit code of the first run that failed, or 0.
-
-    Raises:
-        UserError: a value is not allowed, or this process is one of several ranks.
     """
     check_may_sweep(overrides)
     overrides = with_experiment_params(composer, overrides)
@@ -368,11 +361,7 @@ def job_folder(job: JobReturn) -> Path:
 
 
 def check_combinations(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
-    """Check every combination without starting any; return their configs.
-
-    Raises:
-        UserError: a value is not allowed, or this process is one of several ranks.
-    """
+    """Check every combination without starting any; return their configs."""
     check_may_sweep(overrides)
     overrides = with_experiment_params(composer, overrides)
     choices = [choice for override in overrides if (choice := expand_override(composer, override))]
@@ -383,11 +372,7 @@ def check_combinations(composer: Composer, overrides: Sequence[Override]) -> lis
 
 
 def check_may_sweep(overrides: Sequence[Override]) -> None:
-    """Refuse a sweep inside a rank, and several values for the name of the sweep's folder.
-
-    Raises:
-        UserError: naming the launcher or the key.
-    """
+    """Refuse a sweep inside a rank, and several values for the name of the sweep's folder."""
     launcher = find_launcher(os.environ)
     if launcher is not None:
         raise UserError(
@@ -458,9 +443,5 @@ COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling
 
 
 def sweeps(arguments: Sequence[str], program: str) -> int:
-    """Run the sweep command named by the first argument; return the exit code.
-
-    Raises:
-        UserError: there is no command of this name, or the command raises it.
-    """
+    """Run the sweep command named by the first argument; return the exit code."""
     return run_subcommand(COMMANDS, arguments, program, SWEEP_HELP)

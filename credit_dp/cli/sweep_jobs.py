@@ -83,22 +83,14 @@ def record_job(folder: Path, overrides: Sequence[str]) -> Iterator[JobResult]:
 
 
 def begin_record(folder: Path, overrides: Sequence[str]) -> JobRecord:
-    """Write a record that the job is running; return it.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Write a record that the job is running; return it."""
     record = JobRecord(tuple(overrides), "running", utc_now(), slurm_job=slurm_job_id(os.environ))
     write_record(folder, record)
     return record
 
 
 def end_record(folder: Path, record: JobRecord, code: int, cause: str | None) -> None:
-    """Write how a job ended; only a failure has a cause.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Write how a job ended; only a failure has a cause."""
     state: JobState = "failed"
     if code in (0, EXIT_PREEMPTED):
         state = "preempted" if code else "done"
@@ -107,11 +99,7 @@ def end_record(folder: Path, record: JobRecord, code: int, cause: str | None) ->
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
-    """Write the record atomically, as sweeps are read while they run.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Write the record atomically, as sweeps are read while they run."""
     write_run_file(folder / RECORD_FILE, json.dumps(asdict(record), indent=2) + "\n")
 
 
@@ -168,9 +156,6 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
         composer: of the command.
         choices: for each key, the overrides to choose from.
         sweep: the folder of the sweep.
-
-    Raises:
-        UserError: a combination is not allowed, or a job was run before with another config.
     """
     known_folders = folders_by_identity(sweep)
     jobs = []
@@ -199,11 +184,7 @@ def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def write_submission(job: Job, slurm_job: str | None = None) -> None:
-    """Write into a job's folder, before it starts, what it is and its number in a queue.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Write into a job's folder, before it starts, what it is and its number in a queue."""
     content = {"overrides": job.overrides, "slurm_job": slurm_job}
     write_run_file(job.folder / SUBMISSION_FILE, json.dumps(content, indent=2) + "\n")
 
@@ -227,11 +208,7 @@ def folders_by_identity(sweep: Path) -> dict[tuple[str, ...], Path]:
 
 
 def earlier_state(folder: Path, overrides: Sequence[str], config: Config) -> EarlierState:
-    """Return how far a job has come, if the run in the folder was this job, otherwise `new`.
-
-    Raises:
-        UserError: it was this job, with another config.
-    """
+    """Return how far a job has come, if the run in the folder was this job, otherwise `new`."""
     before = read_overrides(folder / RECORD_FILE)
     same = before is not None and job_identity(before) == job_identity(overrides)
     return folder_state(folder, config) if same else "new"
@@ -315,9 +292,6 @@ class JobProcess:
 
     It has its own session, so that Ctrl-C in a terminal reaches only this process, which decides
     how its jobs end. If this process dies, the job dies too.
-
-    Raises:
-        UserError: the folder can't be written to.
     """
 
     def __init__(

@@ -356,11 +356,7 @@ def check_notice(settings: Settings) -> None:
 
 
 def place_job(job: Job, available: ClusterNodes, settings: Settings) -> Placement:
-    """Return the placement of one job's ranks.
-
-    Raises:
-        UserError: they don't fit on the nodes.
-    """
+    """Return the placement of one job's ranks."""
     nodes = settings["nodes"] or None
     tasks_per_node = settings["tasks_per_node"] or None
     request = PlacementRequest(
@@ -559,11 +555,7 @@ def save_sweep_config(composed: DictConfig, overrides: Sequence[Override], path:
 
 
 def check_job_config(config: Config) -> None:
-    """Refuse a job that is bound to fail.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Refuse a job that is bound to fail."""
     if config.resume not in (None, "auto"):
         raise UserError(
             "resume: each job resumes from its own checkpoint. Leave it out; init_from starts with "

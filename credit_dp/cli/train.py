@@ -132,9 +132,6 @@ def read_config_arguments(
         program: name of the command in messages.
         help_text: with `{program}` in place of that name.
         add_options: declares options of the command to the parser.
-
-    Raises:
-        UserError: a key or a value does not exist, or is not allowed.
     """
     parser = common_parser()
     parser.add_argument("--json", action="store_true")

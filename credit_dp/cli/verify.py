@@ -36,11 +36,7 @@ PARAMETERS_SHOWN = 5  # in the table
 
 
 def verify(arguments: Sequence[str], program: str) -> int:
-    """Compare the configured model on several ranks with itself on one; return the exit code.
-
-    Raises:
-        UserError: a key is wrong, or the model can't be sharded on the mesh.
-    """
+    """Compare the configured model on several ranks with itself on one; return the exit code."""
     parsed = read_config_arguments(arguments, program, VERIFY_HELP)
     if parsed is None:
         return 0

@@ -105,11 +105,7 @@ REGIONS: Mapping[str, Region] = MappingProxyType(
 
 
 def check_regions(names: Sequence[str]) -> None:
-    """Refuse a name that is not in `REGIONS`, or that occurs twice.
-
-    Raises:
-        UserError: names the region.
-    """
+    """Refuse a name that is not in `REGIONS`, or that occurs twice."""
     for name in names:
         checks.one_of("regions", name, tuple(REGIONS))
     repeated = next((name for name in names if list(names).count(name) > 1), None)

@@ -286,12 +286,7 @@ class ValueLimits:
     def in_range(
         self, channels: Sequence[Channel], lowest: Fields, highest: Fields
     ) -> NDArray[np.bool_]:
-        """Return which fields have no NaN and no value out of range, `(T, C)`.
-
-        Args:
-            channels: of the fields.
-            lowest, highest: see `extremes`.
-        """
+        """Return which fields have no NaN, nor `extremes` out of range: `(T, C)`."""
         low, high = self.bounds(channels)
         result: NDArray[np.bool_] = (lowest >= low) & (highest <= high)
         return result
@@ -349,9 +344,6 @@ class ValueLimits:
             date_of: returns for an index along T the index among the source's times, and the date
                 as text for the message.
             first_row: of the field, counted from the north.
-
-        Raises:
-            UserError: names the value farthest out of range, its position and its likely cause.
         """
         outlier = self.farthest_outlier(channel, field)
         if outlier is None:
@@ -471,11 +463,7 @@ class ValueLimits:
 
 
 def check_limit_keys(config: DataConfig, channels: Iterable[Channel]) -> None:
-    """Refuse entries of `data.limits` for variables that are not read.
-
-    Raises:
-        UserError: names the key and similar variables.
-    """
+    """Refuse entries of `data.limits` for variables that are not read."""
     names = {name for channel in channels for name in (channel.variable, channel.name)}
     for key in config.limits:
         if key not in names:

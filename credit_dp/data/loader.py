@@ -106,9 +106,6 @@ class BatchMover:
     """Copies batches to a device; to a GPU on a stream of its own, while the GPU computes.
 
     Static fields are copied once: they are the same in all batches.
-
-    Args:
-        device: of the batches that are returned.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -64,11 +64,7 @@ def _check_no_duplicates(source: Source, channels: Iterable[Channel]) -> None:
 
 
 def check_variable_keys(config: DataConfig) -> None:
-    """Refuse entries of `data.variables` for variables that are not read.
-
-    Raises:
-        UserError: names the key and similar variables.
-    """
+    """Refuse entries of `data.variables` for variables that are not read."""
     names = {name: role for role in ROLES for name in getattr(config, role)}
     for key in config.variables:
         if key not in names:

@@ -120,11 +120,7 @@ def _run_training_pass(
     with_statistics: bool,
     progress: ProgressCallback,
 ) -> StatisticsTable | None:
-    """Fit the climatology and, if requested, compute the statistics of the same dates.
-
-    Raises:
-        UserError: a field cannot be read, or has missing values.
-    """
+    """Fit the climatology and, if requested, compute the statistics of the same dates."""
     pieces = all_pieces(store, dates, fit.bands)
     quantiles = sample_quantiles(store, dates) if with_statistics else {}
     total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in pieces)

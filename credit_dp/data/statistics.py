@@ -234,9 +234,6 @@ def check_statistics_range(table: StatisticsTable, store: Store, where: str, rem
         store: gives channels and limits.
         where: name of the table's origin in error messages.
         remedy: the advice in the error message, without a full stop.
-
-    Raises:
-        UserError: names the first channel whose mean or range is out of the channel's limits.
     """
     for channel in store.channels.output_channels:
         limits = store.limits.range_of(channel)
@@ -473,9 +470,6 @@ class StatisticsFile:
             store: gives the config and its dates.
             where: name of the file in error messages.
             change: what to change besides the key that differs, in error messages.
-
-        Raises:
-            UserError: names the first thing that differs.
         """
         expected = input_description(store, self.every)
         for setting, key in SETTINGS.items():

@@ -135,11 +135,7 @@ def _add_missing(
 
 
 def check_statistics_files(store: Store) -> None:
-    """Refuse files of `data.statistics` that don't fit the config, without computing anything.
-
-    Raises:
-        UserError: see `load_statistics_files`.
-    """
+    """Refuse files of `data.statistics` that don't fit the config, without computing anything."""
     entries = store.config.statistics_files
     native = _load_native_file(entries)
     if native is not None:

@@ -128,11 +128,7 @@ class Store:
             yield self._step_reader.read(channels, np.array([index]), slice(0, self.grid[0]))[0]
 
     def resolve_dates(self) -> None:
-        """Choose the dates that the config leaves to `auto`, and set them in `config`.
-
-        Raises:
-            UserError: see `resolve_dates`.
-        """
+        """Choose the dates that the config leaves to `auto`, and set them in `config`."""
         if self.config.dates.undetermined:
             dates, self.dates_note = resolve_dates(self.config, self.times)
             self.config = replace(self.config, dates=dates)
@@ -351,9 +347,6 @@ class Store:
             field: the values.
             indices: of its times; None for a static field.
             band: its rows.
-
-        Raises:
-            UserError: see `ValueLimits.check`.
         """
 
         def date_of(field_index: int) -> tuple[int, str]:
@@ -506,10 +499,6 @@ class CheckedBlockReader:
 
     def read(self, index: int, consume: BlockConsumer) -> bool:
         """Pass on all values of a time, block by block.
-
-        Args:
-            index: of the store's times.
-            consume: see `BlockReader`.
 
         Returns:
             False if a file can't be read, or if a value is missing or out of range. What was

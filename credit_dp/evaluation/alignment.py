@@ -359,11 +359,7 @@ def _validated_levels(
 def _check_times(
     truth: Store, forecast: ForecastStore, initials: NDArray[np.intp], leads: NDArray[np.intp]
 ) -> None:
-    """Check that the truth has every initial and every valid time.
-
-    Raises:
-        UserError: names the first time that the truth lacks.
-    """
+    """Check that the truth has every initial and every valid time."""
     times = forecast.initial_times[initials]
     # Lead time 0 stands for the initial time itself, which persistence needs.
     valid = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.lead_times[leads])

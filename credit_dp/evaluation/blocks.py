@@ -318,9 +318,6 @@ class GroupReader:
             where: the store, for the message.
             dates: the time of each field, for the message.
             forecast: refuse only implausible fields; a merely poor forecast is scored.
-
-        Raises:
-            UserError: names the value that is farthest out of range.
         """
         if self._valid is not None:
             # Points that are not scored may have any value, such as a fill value.

@@ -294,9 +294,6 @@ def column_indices(expected: Degrees, stored: Degrees, where: str, key: str) -> 
 
     Longitudes are compared modulo 360 degrees, so that stores may begin at -180 or 0.
 
-    Args:
-        expected, stored, where, key: as for `check_same_rows`.
-
     Raises:
         UserError: the longitudes differ.
     """

@@ -70,11 +70,7 @@ class EvaluationDates:
         return cls("test", tuple(trainer.evaluate_hours), trainer.evaluate_stride_hours)
 
     def initial_times(self, store: HasTimes, frames: int) -> Times:
-        """Return the initial times, `(N,)`, rising.
-
-        Raises:
-            UserError: as in `initial_times`.
-        """
+        """Return the initial times, `(N,)`, rising."""
         times = initial_times(store, self.split, self.hours, self.stride_hours, frames)
         if self.max_times is None:
             return times

@@ -113,11 +113,7 @@ class HeldOutScores:
         return self.scores["rmse"]
 
     def check(self) -> None:
-        """Refuse scores that are not finite; scores that may be undefined may be NaN.
-
-        Raises:
-            UserError: names the first channel with a score that is NaN or infinite.
-        """
+        """Refuse scores that are not finite; scores that may be undefined may be NaN."""
         for name, values in self.scores.items():
             metric = METRICS[name]
             for s, h, c in np.argwhere(~np.isfinite(values)):
@@ -290,11 +286,7 @@ class Scorecard:
         return MapGrid(self.latitude, self.longitude, self.coasts)
 
     def check(self) -> None:
-        """Refuse scores that are not finite; scores that may be undefined may be NaN.
-
-        Raises:
-            UserError: names the first channel with a score that is NaN or infinite.
-        """
+        """Refuse scores that are not finite; scores that may be undefined may be NaN."""
         # Those of regions are of the same fields, or undefined without a point that has values.
         for c, lead, name, source, value in iter_scores(self.scores, self.channels):
             if not is_valid(name, value):

@@ -312,9 +312,6 @@ def format_to_json(form: ForecastFormat) -> Settings:
 def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
     """Return the format that `format_to_json` wrote.
 
-    Args:
-        path: of the forecast, for messages.
-
     Raises:
         UserError: a setting is missing or invalid.
     """

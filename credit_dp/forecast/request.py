@@ -69,9 +69,6 @@ class ForecastRequest:
         Args:
             step_hours: of the model.
             noise: whether the model has noise, so that members differ from the same state.
-
-        Raises:
-            UserError: names the key with an invalid value.
         """
         checks.one_of("format", self.format, FORMATS)
         checks.one_of("init_regrid", self.init_regrid, REGRIDDING)

@@ -98,11 +98,7 @@ def run(config: Config, ranks: RankInfo) -> int:
 def make_forecasts(
     config: ForecastConfig, manager: DomainParallelManager, device: torch.device, screen: Screen
 ) -> None:
-    """Make the forecasts that are missing; collective over all ranks of the mesh.
-
-    Raises:
-        UserError: see `run`.
-    """
+    """Make the forecasts that are missing; collective over all ranks of the mesh."""
     setup = ForecastSetup.prepare(config, manager, device, screen)
     # Messages that were logged before the screen could show them.
     for note in notes_of(pop_early_records()):
@@ -256,9 +252,6 @@ class ForecastSetup:
         """Check that points without values are those of training.
 
         The model knows no others: fill values at other points would be forecast as weather.
-
-        Raises:
-            UserError: names the first channel whose points differ.
         """
         if valid is None or trained is None:  # both or none, by the config of the checkpoint
             return
@@ -439,11 +432,7 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
 def _state_reader(
     files: InitialFiles | None, store: Store, config: ForecastConfig
 ) -> StateReader | None:
-    """Return what reads the initial states from the files of `init_file`; None without.
-
-    Raises:
-        UserError: the files lack fields.
-    """
+    """Return what reads the initial states from the files of `init_file`; None without."""
     if files is None:
         return None
     offsets = frame_offsets(config.model.frames, store.config.step_hours)

@@ -172,11 +172,7 @@ class ForecastWriter(ABC):
             rename_durably(self.partial, self.out)
 
     def check_complete(self) -> None:
-        """Check that no field is missing.
-
-        Raises:
-            UserError: names the first missing field.
-        """
+        """Check that no field is missing."""
         missing = self.missing(self.partial)
         if missing:
             raise UserError(

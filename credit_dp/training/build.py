@@ -174,9 +174,6 @@ def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
     Args:
         model: as it was built.
         weights: of its parameters that are on the meta device for now; None without any.
-
-    Raises:
-        UserError: names the first one.
     """
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(x) or (x.is_meta and (weights is None or name not in weights)):
@@ -184,11 +181,7 @@ def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
 
 
 def check_parameter_patterns(model: nn.Module, config: Config) -> None:
-    """Refuse patterns of the config that match no parameter of the complete model, or freeze all.
-
-    Raises:
-        UserError: names the key, the pattern and a similar parameter.
-    """
+    """Refuse patterns of the config that match no parameter of a complete model, or freeze all."""
     parameters_to_freeze(model, config.trainer.freeze)
     if isinstance(config.optimizer, MuonConfig | SoapConfig):
         # The optimizer knows a shared parameter under the first of its names only.
@@ -611,11 +604,7 @@ class Training:
 
 
 def check_plugins(config: Config) -> None:
-    """Check a user's own loss and schedule as far as that needs no data.
-
-    Raises:
-        UserError: see `build_plugin_error` and `check_schedule`.
-    """
+    """Check a user's own loss and schedule as far as that needs no data."""
     if isinstance(config.loss, OwnLossConfig):
         build_plugin_error(config.loss, torch.zeros((), dtype=DTYPES[config.trainer.dtype]))
     check_schedule(config.optimizer, config.trainer.steps)
@@ -716,9 +705,6 @@ def build_forecast_step_and_loss(
     """Return the forecast step around a model, and the loss of its forecasts.
 
     Collective if a variable has points without values.
-
-    Raises:
-        UserError: see `build_loss` and `fixers_of_run`.
     """
     store = prepared.store
     rows = manager.rows(store.grid[0])

@@ -412,11 +412,7 @@ def check_data_and_optimizer(
 def check_model_shapes(
     where: str, saved: dict[str, Shape], model: dict[str, Shape], advice: str = ADVICE
 ) -> None:
-    """Check that a checkpoint has all tensors of a model with their shapes, and no others.
-
-    Raises:
-        UserError: naming the first tensor that differs.
-    """
+    """Check that a checkpoint has all tensors of a model with their shapes, and no others."""
     for name, shape in model.items():
         if name not in saved:
             raise UserError(f"{where} has no {name}, which the model has. {advice}")

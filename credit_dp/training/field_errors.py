@@ -200,9 +200,6 @@ class SphereTable:
         rows: the band of this rank.
         transport: to the ranks that share the globe.
         like: has the device and dtype of the fields.
-
-    Raises:
-        UserError: see `quadrature_weights`.
     """
 
     def __init__(self, latitude: Vector, rows: slice, transport: Transport, like: Tensor) -> None:

@@ -194,9 +194,6 @@ def check_channels_have_values(channels: Channels, weights: Tensor) -> None:
     Args:
         channels: of the model.
         weights: total weight of the points with values, `(C,)`, of the globe.
-
-    Raises:
-        UserError: naming the first channel that has no values.
     """
     for channel, weight in zip(channels.output_channels, weights.tolist(), strict=True):
         if not weight > 0:

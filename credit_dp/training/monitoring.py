@@ -124,9 +124,6 @@ class StepProfiler:
     """Records the third to fifth step that a process takes, and writes them as a Chrome trace.
 
     A context manager around the steps; `step` is called at the end of each.
-
-    Args:
-        path: of the trace.
     """
 
     def __init__(self, path: Path) -> None:

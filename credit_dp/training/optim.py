@@ -167,11 +167,7 @@ def state_layout(
 
 
 def moments_per_parameter(part: nn.Module, config: Config) -> int:
-    """Return how many tensors of a parameter's size the optimizer keeps for each parameter.
-
-    Raises:
-        UserError: see `state_layout`.
-    """
+    """Return how many tensors of a parameter's size the optimizer keeps for each parameter."""
     parameters = dict(part.named_parameters())
     return state_layout(parameters, config.optimizer, config.parallel).moments
 
@@ -323,11 +319,7 @@ def build_schedule(optimizer: Optimizer, config: OptimizerConfig, steps: int) ->
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:
-    """Try a user's own schedule at steps spread over a run of `steps` steps.
-
-    Raises:
-        UserError: see `schedule_factor`.
-    """
+    """Try a user's own schedule at steps spread over a run of `steps` steps."""
     plugin = plugin_schedule(config)
     steps_after_warmup = max(1, steps - config.warmup_steps)
     if plugin is not None:

@@ -47,11 +47,7 @@ class FieldSelection:
     grid: str | None = None
 
     def check(self) -> None:
-        """Refuse dates and grids that can't be parsed.
-
-        Raises:
-            UserError: it names the key.
-        """
+        """Refuse dates and grids that can't be parsed."""
         checks.grid("grid", self.grid)
         if self.dates:
             checks.date_range("dates", self.dates)

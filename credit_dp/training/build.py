@@ -236,6 +236,9 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 f"compile: needs a C++ compiler on the CPU, but {name} is not found. Install one, "
                 "name it in the environment variable CXX, or set compile=false."
             )
+    # Blocks are called under the autocast of the model. By default torch compiles their backward
+    # pass for it, too, and rounds gradients in it that an uncompiled step keeps in float32.
+    torch._functorch.config.backward_pass_autocast = "off"
     units = [module for module in model.modules() if is_fsdp_module(module)]
     # Each shape has code of its own. By default torch compiles code for any shape when it sees the
     # second one, also of another block. A step that is computed again could then find this code for

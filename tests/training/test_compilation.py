@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -233,6 +234,21 @@ def test_compiled_models_train_the_same_with_other_keys(config, name):
     config = replace(config, **changes)
     found = run_on_mesh(mesh, compiled_with_aot_eager, config)
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+def test_compiled_blocks_round_gradients_as_uncompiled_ones(config, tmp_path):
+    """Backward runs without autocast. In it, weights would differ by 1e-3 after two steps."""
+    trainer = replace(config.trainer, dtype="float32", autocast="bfloat16")
+    data = replace(config.data, store=str(make_store(tmp_path, 33)))
+    config = replace(config, model=tiny_pangu(), data=data, trainer=trainer, compile=False)
+    mesh = Mesh(1, 1, 2, "fsdp2")
+    numbers, weights = run_on_mesh(mesh, compiled_with_aot_eager, config)
+    wanted_numbers, wanted_weights = run_on_mesh(mesh, plain, config)
+    assert np.array(numbers) == pytest.approx(np.array(wanted_numbers), rel=1e-6)
+    for name, wanted in wanted_weights.items():
+        assert np.linalg.norm(weights[name] - wanted) <= 1e-6 * np.linalg.norm(wanted), name
 
 
 def _is_compiled(manager: DomainParallelManager, config: Config) -> bool:

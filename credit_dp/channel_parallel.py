@@ -88,6 +88,15 @@ class TransposePlan:
             for sender in ranks
         ]
 
+    def shape_on(self, rank: int, x: Tensor, to_channels: bool) -> list[int]:
+        """Return the shape that a rank's tensor `x` has after the transpose."""
+        shape = list(x.shape)
+        if to_channels:
+            shape[CHANNEL_DIM], shape[ROW_DIM] = self.channels[rank], sum(self.rows)
+        else:
+            shape[CHANNEL_DIM], shape[ROW_DIM] = sum(self.channels), self.rows[rank]
+        return shape
+
     def total_rows_sent(self, to_channels: bool) -> int:
         """Return how many rows of one channel all ranks send together."""
         return sum(map(sum, self.rows_sent(to_channels)))
@@ -183,7 +192,7 @@ class _TransposeFunction(torch.autograd.Function):
         ctx.plan = plan
         ctx.transport = transport
         ctx.to_channels = to_channels
-        return _transpose(x, plan, transport, to_channels)
+        return transpose_blocks(x, plan, transport, to_channels)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,10 +200,13 @@ class _TransposeFunction(torch.autograd.Function):
         return _TransposeFunction.apply(*arguments), None, None, None  # type: ignore[no-untyped-call]
 
 
-def _transpose(
+def transpose_blocks(
     x: Tensor, plan: TransposePlan, transport: TransportLike, to_channels: bool
 ) -> Tensor:
-    """Send every rank its block of `x` and concatenate the received blocks."""
+    """Send every rank its block of `x` and concatenate the received blocks.
+
+    Not differentiable: see `rows_to_channels` and `channels_to_rows`, which check the sizes.
+    """
     split_dim, cat_dim = (CHANNEL_DIM, ROW_DIM) if to_channels else (ROW_DIM, CHANNEL_DIM)
     split_sizes, cat_sizes = plan.channels, plan.rows
     if not to_channels:

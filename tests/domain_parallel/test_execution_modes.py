@@ -232,6 +232,8 @@ def test_compiled(planned):
 FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
 COMPILED = {
     "unet": tiny_unet(squeeze_excite=True),
+    # Its kernels reach over the globe: rows and channels are transposed.
+    "depthwise": tiny_unet(block="global_depthwise", kernel=[25, 3]),
     "pangu": tiny_pangu(),
     # Its branches of three sizes share an exchange.
     "crossformer": tiny_crossformer(kernels=[[2, 4, 8], [2, 4]], local_windows=[2, 4]),

@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from credit_dp.channel_parallel import (
     DistributedDepthwiseConv2d,
@@ -21,8 +20,10 @@ from credit_dp.channel_parallel import (
     channels_per_rank,
     channels_to_rows,
     rows_to_channels,
+    transpose_blocks,
 )
 from credit_dp.domain_parallel.count_transport import received_row_counts
+from credit_dp.domain_parallel.exchange import named_in_graphs, register_for_graphs
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands
 from credit_dp.domain_parallel.layers.conv import _PaddedConv
@@ -30,6 +31,7 @@ from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.planner import active_planner
+from credit_dp.domain_parallel.transport import keep_order, transport_named
 from credit_dp.errors import UserError
 
 CHANNEL_DIM = -3
@@ -48,6 +50,9 @@ class DepthwiseLayer(_PaddedConv):
         self._transposed_heights: frozenset[int] = frozenset()
         # Global input height -> columns of the input and of the output.
         self._column_counts: dict[int, tuple[int, int]] = {}
+        # By global input height, for compiled code: names of the transposes of `transpose_pair`,
+        # and this rank's output channels, from and to.
+        self._compiled_transposes: dict[int, tuple[str, str, int, int]] = {}
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Any:
         """Apply the wrapped layer to the whole globe; while planning, record the columns."""
@@ -116,13 +121,28 @@ class DepthwiseLayer(_PaddedConv):
         """Return this rank's output rows."""
         if not self.transposes(bands.input.height):
             return super().compute(x, bands, known)
-        if torch.compiler.is_dynamo_compiling():  # which has no operator for transposes
-            return self._compute_uncompiled(x, bands)
+        if torch.compiler.is_dynamo_compiling():
+            return self._compute_by_compiled_channels(x, bands)
         return self._compute_by_channels(x, bands)
 
-    @_disable_dynamo  # imports the compiler when it is called: only compiled code does
-    def _compute_uncompiled(self, x: Tensor, bands: Bands) -> Tensor:
-        return self._compute_by_channels(x, bands)
+    def prepare_height(self, bands: Bands) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+        super().prepare_height(bands)
+        height = bands.input.height
+        if self.transposes(height):
+            to_channels, to_rows = self.transpose_pair(bands)
+            own = channel_slice(to_rows.channels, self.manager.domain_rank)
+            names = register_for_graphs(to_channels), register_for_graphs(to_rows)
+            self._compiled_transposes[height] = (*names, own.start, own.stop)
+
+    def _compute_by_compiled_channels(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return what `_compute_by_channels` does, in terms that torch's compiler can follow."""
+        to_channels, to_rows, start, stop = self._compiled_transposes[bands.input.height]
+        transport = self.manager.transport.name
+        globe = _transpose_operator(x, to_channels, transport, True)
+        y = self._convolve_globe(globe, slice(start, stop))
+        rows: Tensor = _transpose_operator(y, to_rows, transport, False)
+        return rows
 
     def _compute_by_channels(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows: each rank convolves all rows of some channels."""
@@ -155,6 +175,32 @@ class DepthwiseLayer(_PaddedConv):
         groups = globe.shape[CHANNEL_DIM]
         y = F.conv2d(globe, weight, bias, conv.stride, zeros, conv.dilation, groups)
         return y if channels else y.narrow(CHANNEL_DIM, 0, 0)
+
+
+@torch.library.custom_op("credit_dp::transpose", mutates_args=())
+def _transpose_operator(x: Tensor, plan: str, transport: str, to_channels: bool) -> Tensor:
+    """Return the transpose of rows to channels, or back; `plan` names a `TransposePlan`."""
+    y = transpose_blocks(x, named_in_graphs(plan), transport_named(transport), to_channels)
+    return y.contiguous()
+
+
+@_transpose_operator.register_fake
+def _(x: Tensor, plan: str, transport: str, to_channels: bool) -> Tensor:
+    transpose: TransposePlan = named_in_graphs(plan)
+    return x.new_empty(transpose.shape_on(transport_named(transport).rank, x, to_channels))
+
+
+def _keep_transpose(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.plan, ctx.transport, ctx.to_channels = inputs
+
+
+def _transpose_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x = _transpose_operator(grad, ctx.plan, ctx.transport, not ctx.to_channels)
+    return grad_x, None, None, None
+
+
+_transpose_operator.register_autograd(_transpose_back, setup_context=_keep_transpose)
+keep_order(_transpose_operator)
 
 
 @final

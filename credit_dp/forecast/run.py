@@ -60,15 +60,14 @@ from credit_dp.forecast.request import (
 )
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
-from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
-from credit_dp.training.build import DTYPES, build_model_parts
+from credit_dp.training.build import DTYPES, build_forecast_step, build_model_parts
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
 from credit_dp.training.checkpoint_shards import translate_read_errors
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
-from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
+from credit_dp.training.forecast_step import EnsembleForecast
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
 KEY = "checkpoint"  # prefix of error messages
@@ -229,18 +228,13 @@ class ForecastSetup:
         rows = manager.rows(store.grid[0])
         frames = config.model.frames
         states = InitialStates(self.prepared, config.request, frames, rows, self.like, self.states)
-        tendency = states.normaliser.tendency_scale[: store.channels.num_states]
         valid = load_valid_mask(KEY, self.path, self.metadata)
         run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
-        # Points without values get their fill after every step, as in training.
         points = ValidPoints.of(store.valid_mask(rows), self.like)
-        fills = states.normaliser.fills
-        fill = None if points is None else lambda fields: points.fill_invalid(fields, fills)
-        fixers = run_on_all_ranks(
-            lambda: fixers_of_run(config.model, self.prepared, manager, self.like.device)
+        model, normaliser = parts.forecast_model, states.normaliser
+        step = run_on_all_ranks(
+            lambda: build_forecast_step(config, self.prepared, manager, model, normaliser, points)
         )
-        residual = config.model.residual
-        step = ForecastStep(parts.forecast_model, tendency, residual, fill, fixers)
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
         fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
         ensemble = EnsembleForecast(step, parts.draw_noise, seed=config.request.perturb_seed)

@@ -716,11 +716,35 @@ def build_forecast_step_and_loss(
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
     points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.all_reduce)
     loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points, manager)
-    fill = None
-    if points is not None:
-        fill = partial(points.fill_invalid, fills=normaliser.fills)
-    fixers = fixers_of_run(config.model, prepared, manager, like.device)
-    return ForecastStep(model, tendency, config.model.residual, fill, fixers), loss
+    return build_forecast_step(config, prepared, manager, model, normaliser, points), loss
+
+
+def build_forecast_step(
+    config: Config,
+    prepared: TrainingData,
+    manager: DomainParallelManager,
+    model: Model,
+    normaliser: Normaliser,
+    points: ValidPoints | None,
+) -> ForecastStep:
+    """Return the forecast step around a model, of training and of forecasts alike.
+
+    Args:
+        normaliser: on the device of the model's output.
+        points: with values, on this rank's rows; None: all of them.
+
+    Raises:
+        UserError: see `fixers_of_run`.
+    """
+    tendency = normaliser.tendency_scale
+    fill = None if points is None else partial(points.fill_invalid, fills=normaliser.fills)
+    return ForecastStep(
+        model,
+        tendency[: prepared.store.channels.num_states],
+        config.model.residual,
+        fill,
+        fixers_of_run(config.model, prepared, manager, tendency.device),
+    )
 
 
 def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -126,6 +127,41 @@ def assert_same_trajectory(found: Trajectory, wanted: Trajectory) -> None:
     assert found[1].keys() == wanted[1].keys()
     a, b = (np.concatenate([w[name].ravel() for name in sorted(w)]) for w in (found[1], wanted[1]))
     assert np.linalg.norm(a - b) <= 1e-10 * np.linalg.norm(b)
+
+
+def assert_resuming_changes_no_bit(config: Config, folder: Path) -> None:
+    """Train a run on one process at once, and from a checkpoint half way, and compare."""
+    numbers, trained = run_on_mesh(ONE, train_from_start, config, folder)
+    assert len({loss for loss, _ in numbers}) == config.trainer.steps
+    again_numbers, again = run_on_mesh(ONE, train_from_checkpoint, config, folder)
+    assert again_numbers == numbers[HALF_WAY:]
+    assert all(np.array_equal(again[name], weight) for name, weight in trained.items())
+
+
+Gradients = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by parameter
+
+
+def first_gradients(training: Training) -> Gradients:
+    """Return the loss and the gradients of the first batch, on the whole globe; collective."""
+    trainer = training.trainer
+    trainer.state.train()
+    with training.loader:
+        share = trainer.compute_gradients(next(training.loader))
+    gradients = {}
+    for name, parameter in trainer.state.parameters.items():
+        grad = parameter.grad
+        assert grad is not None
+        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return float(trainer.sum_over_mesh(share)) / trainer.manager.dp_world_size, gradients
+
+
+def assert_same_gradients(found: Gradients, wanted: Gradients, tolerance: float = 1e-10) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert found[1].keys() == wanted[1].keys()
+    largest = max(float(grad.abs().max()) for grad in wanted[1].values())
+    for name, grad in wanted[1].items():
+        size = max(float(grad.abs().max()), 1e-3 * largest)
+        assert float((found[1][name] - grad).abs().max()) <= tolerance * size, name
 
 
 def with_ema(config: Config, decay: float | None) -> Config:

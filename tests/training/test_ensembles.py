@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from credit_dp.cli.plan import sent_table
 from credit_dp.config import Config, StandardLossConfig
@@ -28,8 +27,12 @@ from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
     HALF_WAY,
     ONE,
+    Gradients,
     Mesh,
+    assert_resuming_changes_no_bit,
+    assert_same_gradients,
     assert_same_trajectory,
+    first_gradients,
     on_mesh,
     run_on_mesh,
     train_from_checkpoint,
@@ -80,22 +83,10 @@ def give_noise_weight(training: Training) -> None:
                     weight.copy_(0.6 * drawn)
 
 
-def gradient_of_first_batch(
-    manager: DomainParallelManager, config: Config
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the first batch's loss and gradients, on the whole globe."""
+def gradient_of_first_batch(manager: DomainParallelManager, config: Config) -> Gradients:
     training = built(config, manager)
     give_noise_weight(training)
-    trainer = training.trainer
-    trainer.state.train()
-    with training.loader:
-        share = trainer.compute_gradients(next(training.loader))
-    gradients = {}
-    for name, parameter in trainer.state.parameters.items():
-        grad = parameter.grad
-        assert grad is not None
-        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return float(trainer.sum_over_mesh(share)) / manager.dp_world_size, gradients
+    return first_gradients(training)
 
 
 def crps(members: list[torch.Tensor], truth: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -107,7 +98,7 @@ def crps(members: list[torch.Tensor], truth: torch.Tensor, alpha: float) -> torc
     return alpha * fair + (1 - alpha) * (error - distance / (2 * count**2))
 
 
-def gradient_by_hand(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
+def gradient_by_hand(config: Config) -> Gradients:
     """Compute the same by definition: sample by sample, member by member, step by step."""
     training = built(config, alone())
     give_noise_weight(training)
@@ -150,15 +141,6 @@ def gradient_by_hand(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
     total.backward()
     named = training.trainer.state.parameters
     return total.item(), {name: p.grad for name, p in named.items() if p.grad is not None}
-
-
-def assert_same_gradients(found: Any, wanted: Any) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-10)
-    assert found[1].keys() == wanted[1].keys()
-    largest = max(float(grad.abs().max()) for grad in wanted[1].values())
-    for name, grad in wanted[1].items():
-        size = max(float(grad.abs().max()), 1e-3 * largest)
-        assert float((found[1][name] - grad).abs().max()) <= 1e-10 * size, name
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])
@@ -264,11 +246,7 @@ def test_what_is_computed_again_has_the_noise_of_its_own_step(reference, model, 
 
 def test_resuming_changes_no_bit(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"), steps=4)
-    numbers, trained = run_on_mesh(ONE, train_from_start, config, tmp_path)
-    assert len({loss for loss, _ in numbers}) == 4
-    again_numbers, again = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
-    assert again_numbers == numbers[HALF_WAY:]
-    assert all(np.array_equal(again[name], weight) for name, weight in trained.items())
+    assert_resuming_changes_no_bit(config, tmp_path)
 
 
 @pytest.mark.slow

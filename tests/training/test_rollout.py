@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.data.grid import row_weights
@@ -23,10 +22,12 @@ from tests.training.meshes import (
     HALF_WAY,
     ONE,
     Mesh,
+    assert_resuming_changes_no_bit,
+    assert_same_gradients,
     assert_same_trajectory,
+    first_gradients,
     on_mesh,
     run_on_mesh,
-    train_from_checkpoint,
     train_from_start,
 )
 from tests.training.runs import (
@@ -71,18 +72,8 @@ def three_steps(store, seas, kind: str, **changes: Any) -> Config:
 def one_pass(manager: DomainParallelManager, config: Config) -> Found:
     """The first batch's loss and gradients, on the whole globe."""
     training = built(config, manager)
-    trainer = training.trainer
-    trainer.state.train()
-    with training.loader:
-        share = trainer.compute_gradients(next(training.loader))
-    gradients = {}
-    for name, parameter in trainer.state.parameters.items():
-        grad = parameter.grad
-        assert grad is not None
-        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    # Sum over the bands and stages, mean over the data ranks.
-    loss = float(trainer.sum_over_mesh(share)) / manager.dp_world_size
-    return loss, trainer.loss_by_field(), gradients
+    loss, gradients = first_gradients(training)
+    return loss, training.trainer.loss_by_field(), gradients
 
 
 def by_hand(config: Config) -> Found:
@@ -131,22 +122,14 @@ def by_hand(config: Config) -> Found:
     return total.item(), {}, {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-def assert_same_gradients(found: Found, wanted: Found, tolerance: float = 1e-10) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
-    assert found[2].keys() == wanted[2].keys()
-    largest = max(float(grad.abs().max()) for grad in wanted[2].values())
-    for name, grad in wanted[2].items():
-        size = max(float(grad.abs().max()), 1e-3 * largest)
-        assert float((found[2][name] - grad).abs().max()) <= tolerance * size, name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "frames", "sea"])
 def test_the_gradient_is_that_of_the_definition(store, seas, kind):
     config = three_steps(store, seas, kind)
     wanted = by_hand(config)
-    assert_same_gradients(one_pass(alone(), config), wanted)
-    assert_same_gradients(one_pass(alone(), replace_trainer(config, accumulate=2)), wanted)
+    assert_same_gradients(one_pass(alone(), config)[::2], wanted[::2])
+    parts = replace_trainer(config, accumulate=2)
+    assert_same_gradients(one_pass(alone(), parts)[::2], wanted[::2])
 
 
 @pytest.mark.slow
@@ -167,7 +150,7 @@ def test_the_gradient_is_the_same_on_bands_and_data_ranks(store, seas, kind, mes
     wanted = one_pass(alone(), config)
     found = on_processes(mesh.ranks, one_pass, on_mesh(config, mesh), domain=mesh.domain)
     for ours in found:
-        assert_same_gradients(ours, wanted)
+        assert_same_gradients(ours[::2], wanted[::2])
         assert ours[1] == pytest.approx(wanted[1], rel=1e-10)
 
 
@@ -306,10 +289,7 @@ def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
         rollout={0: 1, HALF_WAY + 1: 2, HALF_WAY + 2: 3},
         checkpoint_activations=again,
     )
-    numbers, weights = run_on_mesh(ONE, train_from_start, config, tmp_path)
-    again_numbers, again_weights = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
-    assert again_numbers == numbers[HALF_WAY:]
-    assert all(np.array_equal(again_weights[name], weight) for name, weight in weights.items())
+    assert_resuming_changes_no_bit(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -76,14 +76,10 @@ def load_statistics_files(
         UserError: a file can't be read, lacks a variable, or does not fit the config.
         NotComputedError: it may not be computed.
     """
-    entries = store.config.statistics_files
-    where = ", ".join(entries)
-    native = _load_native_file(entries)
-    if native is not None:
-        return _native_statistics(native, store, where)
-    _check_untransformed(store, where)
-    table = read_external_statistics(entries, store)
-    check_statistics_range(table, store, where, "Change data.statistics")
+    where = ", ".join(store.config.statistics_files)
+    table = _read_and_check(store, where)
+    if isinstance(table, SampledStatistics):
+        return table
     _add_missing(
         table,
         store,
@@ -136,16 +132,19 @@ def _add_missing(
 
 def check_statistics_files(store: Store) -> None:
     """Refuse files of `data.statistics` that don't fit the config, without computing anything."""
+    _read_and_check(store, ", ".join(store.config.statistics_files))
+
+
+def _read_and_check(store: Store, where: str) -> SampledStatistics | dict[str, dict[str, float]]:
+    """Read a file that `credit-dp data stats` wrote, or the table of external files."""
     entries = store.config.statistics_files
     native = _load_native_file(entries)
     if native is not None:
-        _native_statistics(native, store, ", ".join(entries))
-    else:
-        where = ", ".join(entries)
-        _check_untransformed(store, where)
-        check_statistics_range(
-            read_external_statistics(entries, store), store, where, "Change data.statistics"
-        )
+        return _native_statistics(native, store, where)
+    _check_untransformed(store, where)
+    table = read_external_statistics(entries, store)
+    check_statistics_range(table, store, where, "Change data.statistics")
+    return table
 
 
 def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:

@@ -95,16 +95,8 @@ def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
         _check_consistent(band.path, band.data, ordered[0].data, ordered[0].dim)
     _check_edges(ordered, -1 if falling else 1)
     _check_all_rows(ordered)
-    # After the checks nothing else has to be compared: "override" takes it from the first band.
-    data = xr.concat(
-        [band.data for band in ordered],
-        dim=ordered[0].dim,
-        data_vars="minimal",
-        coords="minimal",
-        compat="override",
-        join="exact",
-        combine_attrs="drop_conflicts",
-    )
+    # After the checks nothing else has to be compared.
+    data = _concatenate([band.data for band in ordered], ordered[0].dim)
     data.attrs.pop(ROWS_ATTRIBUTE, None)  # of one band
     return data
 
@@ -225,6 +217,7 @@ def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dat
 
 
 def _concatenate(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
+    """Join along a dimension; what has no such dimension comes from the first part unchecked."""
     if len(parts) == 1:
         return parts[0]
     return xr.concat(

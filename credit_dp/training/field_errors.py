@@ -169,13 +169,7 @@ def quadrature_weights(sine: Vector) -> Vector:
     """
     count = len(sine)
     # Row l holds the Legendre polynomial of degree l, whose mean is 1 for l = 0 and 0 otherwise.
-    polynomials = np.empty((count, count))
-    polynomials[0] = 1
-    polynomials[1:2] = sine
-    for n in range(2, count):
-        polynomials[n] = (
-            (2 * n - 1) * sine * polynomials[n - 1] - (n - 1) * polynomials[n - 2]
-        ) / n
+    polynomials = np.polynomial.legendre.legvander(sine, count - 1).T
     means = np.zeros(count)
     means[0] = 1
     weights = np.linalg.solve(polynomials, means)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
-from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, zarr_open_error
 from credit_dp.data.sources.base import (
     BlockConsumer,
     BlockReader,
@@ -71,10 +71,7 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
         # Opened a second time, with the checks that the first opening has shown to be needed.
         group = zarr.open_group(CompleteStore(IntactStore(counting_store, blosc), arrays), mode="r")
     except Exception as error:
-        raise UserError(
-            f"{redact_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
-            "Set data.store to one."
-        ) from error
+        raise zarr_open_error(where, error) from error
     return group, counting_store
 
 

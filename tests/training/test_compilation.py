@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from credit_dp.config import AdamWConfig, Config, DiffusionConfig, StandardLossConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from tests.physics.atmospheres import atmosphere_config
 from tests.ranks import close_pools, on_processes
 from tests.training.meshes import (
     HALF_WAY,
@@ -129,9 +131,18 @@ def compiled_with_aot_eager(
 ) -> Trajectory:
     """Train with the compiler's graphs, but without its code for the CPU, which takes minutes."""
     torch._dynamo.reset()
+    counters.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         return record_trajectory(built(replace(config, compile=True), manager))
+
+
+def compiled_to_whole_graphs(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Train, and check that no graph is cut."""
+    trajectory = compiled_with_aot_eager(manager, config)
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] > 0
+    return trajectory
 
 
 def compiled_in_all_versions(manager: DomainParallelManager, config: Config) -> Trajectory:
@@ -217,6 +228,21 @@ COMPILED: dict[str, tuple[Mesh, dict[str, Any], dict[str, Any]]] = {
         {"members": 2, "checkpoint_activations": "step"},
         ENSEMBLE,
     ),
+    "ensemble of crossformers": (
+        Mesh(1, 1, 2),
+        {"members": 2},
+        {**ENSEMBLE, "model": tiny_crossformer(noise=4)},
+    ),
+    "stochastic depth": (
+        Mesh(1, 1, 2, "fsdp2"),
+        {"accumulate": 2},
+        {"model": tiny_pangu(patch=[2, 3, 4], stochastic_depth=0.4)},
+    ),
+    "tall kernels": (
+        Mesh(1, 1, 3),
+        {},
+        {"model": tiny_unet(block="global_depthwise", kernel=[25, 3])},
+    ),
     "average": (
         Mesh(1, 2, 1, "fsdp2"),
         {"freeze": ["stem.*"]},
@@ -232,7 +258,16 @@ def test_compiled_models_train_the_same_with_other_keys(config, name):
     mesh, trainer, changes = COMPILED[name]
     changes = {**changes, "trainer": replace(config.trainer, **trainer), "compile": False}
     config = replace(config, **changes)
-    found = run_on_mesh(mesh, compiled_with_aot_eager, config)
+    found = run_on_mesh(mesh, compiled_to_whole_graphs, config)
+    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("new_ranks")
+def test_compiled_models_with_fixers_train_the_same(tmp_path):
+    fixers = ["nonnegative", "dry_air", "water", "energy"]
+    config = atmosphere_config(tmp_path, "model", fixers, steps=2, rollout={0: 2})
+    found = run_on_mesh(Mesh(1, 1, 3, "fsdp2"), compiled_to_whole_graphs, config)
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
 
 

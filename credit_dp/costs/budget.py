@@ -418,6 +418,8 @@ def _members_sent(samples: int, points: int, config: Config) -> int:
         points: of the largest band.
     """
     ranks = config.parallel.ensemble
+    if ranks == 1:
+        return 0  # without opening the store again for its channels
     samples = samples // members_per_rank(config) * microbatches_per_step(config)
     channels = expected_channels(config.data).num_outputs
     values = max(

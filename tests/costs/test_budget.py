@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from credit_dp.config import Config, OwnModelConfig, ParallelConfig
+from credit_dp.cli.compose import Composer
+from credit_dp.config import Config, DataConfig, OwnModelConfig, ParallelConfig
+from credit_dp.costs import budget
 from credit_dp.costs.budget import compare_meshes, plan_step
+from credit_dp.data.channels import Channels
+from credit_dp.data.setup import expected_channels
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build import Training
@@ -329,3 +333,18 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) 
     code, out, err = answer(monkeypatch, "plan", *SMALL, *arguments, program="credit-dp")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert needed in err
+
+
+def test_a_plan_without_ensemble_ranks_reads_the_channels_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a store of a user, each time opens the store; the netCDF library has crashed at it."""
+    calls: list[DataConfig] = []
+
+    def counted(config: DataConfig) -> Channels:
+        calls.append(config)
+        return expected_channels(config)
+
+    monkeypatch.setattr(budget, "expected_channels", counted)
+    plan_step(Composer("plan").compose_config(SMALL))
+    assert len(calls) == 1

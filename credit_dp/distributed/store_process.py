@@ -77,6 +77,7 @@ READ_BYTES = 64 * 1024
 # A server that is busy answers later than one that is not ours.
 HELLO_SECONDS = 60.0
 RETRY_SECONDS = 0.2
+ERROR_SECONDS = 1.0
 
 
 class ProtocolError(Exception):
@@ -636,6 +637,10 @@ class Relay:
         for rank in list(self.ranks):
             rank.send(self.answer)
         if answer.startswith("error "):
+            # Other ranks of the node may come a little later; still later ones start a relay again.
+            end = time.monotonic() + ERROR_SECONDS
+            while time.monotonic() < end or (not self.seen_ranks and self.has_ranks()):
+                self.loop.step(RETRY_SECONDS)
             return
         while self.has_ranks() and (self.server is None or not self.server.closed):
             self.loop.step(None if self.seen_ranks else RETRY_SECONDS)
@@ -656,10 +661,12 @@ class Relay:
                 server = socket.create_connection(self.address, timeout=5.0)
                 break
             except OSError as error:
+                # An agent listens before it starts ranks.
+                refused = isinstance(error, ConnectionRefusedError)
+                if self.agent is not None and (agent.closed if agent is not None else refused):
+                    return "error torchrun's agent there has ended"
                 if time.monotonic() > self.end:
                     return f"error {error.strerror or error}"
-            if agent is not None and agent.closed:
-                return "error torchrun's agent there has ended"
             self.loop.step(RETRY_SECONDS)
             if not self.has_ranks():
                 sys.exit(1)

@@ -7,7 +7,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -396,18 +396,21 @@ def test_the_port_beside_an_agent_is_that_of_no_other() -> None:
     assert len(set(beside[29_000:41_000])) == 12_000
 
 
-def test_an_agent_that_ends_before_rank_0_has_come_is_one_line() -> None:
+@pytest.mark.parametrize("listens", [True, False])
+def test_an_agent_that_ends_before_rank_0_has_come_is_one_line(listens: bool) -> None:
     """As when rank 0 has failed while it started: nobody waits for 10 minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as agent:
-        port = agent.getsockname()[1]
-        closing = threading.Thread(target=lambda: agent.accept()[0].close())
-        closing.start()
+    port = free_port()
+    with ExitStack() as stack:
+        if listens:  # it ends while the relay waits
+            agent = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            closing = threading.Thread(target=lambda: agent.accept()[0].close())
+            closing.start()
+            stack.callback(closing.join)
         line = (
             r"^MASTER_ADDR: .* reach rank 0 at 127\.0\.0\.1:\d+ \(torchrun's agent there has ended"
         )
         with pytest.raises(UserError, match=line):
             join_shared_store(RankInfo(1, 2, 0, 1, 1), "127.0.0.1", port, UNDER_TORCHRUN)
-        closing.join()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ MOST_DISTANT = 7
 SECONDS_TO_MEET = 60.0
 # Before a rank sleeps until something comes: waking up takes as long as some ten tries.
 TRIES = 20
+# That the system is to keep for each receiver; many allow no more than 208 KB.
+SEND_BYTES = 2**22
 _PATH_BYTES = 100  # a Unix socket's path may have 103 bytes on macOS, 107 on Linux
 _MACHINE_BYTES = 16
 _RANK_BYTES = 4
@@ -154,6 +156,7 @@ class LocalMessages:
         self._timeout = timeout
         for connected in sockets.values():
             connected.setblocking(False)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         weakref.finalize(self, _close, list(sockets.values()))
 
     def reach(self, peer: int) -> bool:

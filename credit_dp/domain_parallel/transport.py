@@ -407,25 +407,22 @@ class GroupTransport(Transport):
         local = self._local
         if local is None:
             return self._start_over_group(send, receive)
-        remote = [
-            [(peer, tensor) for peer, tensor in messages if not local.reach(peer)]
-            for messages in (send, receive)
-        ]
-        if not any(remote):
+        near, far = (
+            [
+                [(peer, tensor) for peer, tensor in messages if local.reach(peer) == is_near]
+                for messages in (send, receive)
+            ]
+            for is_near in (True, False)
+        )
+        if not any(far):
             return local.start(send, receive)
-        waits = [
-            self._start_over_group(*remote),
-            local.start(
-                *(
-                    [(peer, tensor) for peer, tensor in messages if local.reach(peer)]
-                    for messages in (send, receive)
-                )
-            ),
-        ]
+        wait_for_far = self._start_over_group(*far)
+        wait_for_near = local.start(*near)
 
         def finish() -> None:
-            for wait in waits:
-                wait()
+            # This order: gloo's threads also send while nobody waits, sockets take what fits.
+            wait_for_near()
+            wait_for_far()
 
         return finish
 

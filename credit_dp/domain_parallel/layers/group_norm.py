@@ -423,8 +423,10 @@ def _as_one_sample(x: Tensor, channels_last: bool) -> Tensor:
 
 def _repeat_per_channel(values: Tensor, x: Tensor) -> Tensor:
     """Return `(..., B, G)` repeated for the channels of each group, `(..., B, C)`."""
-    # As `repeat_interleave`, which takes twice as long for so few values.
-    return values[..., None].expand(*values.shape, x.shape[1] // values.shape[-1]).flatten(-2)
+    # As `repeat_interleave`, which takes twice as long for so few values. Contiguous, as torch's
+    # kernels for CPUs read statistics without their strides: of one group they would be a view.
+    channels = values[..., None].expand(*values.shape, x.shape[1] // values.shape[-1])
+    return channels.flatten(-2).contiguous()
 
 
 def _as_field(values: Tensor, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ctypes import Array, c_char
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -41,13 +41,35 @@ SEND_BYTES = 2**22
 _PATH_BYTES = 100  # a Unix socket's path may have 103 bytes on macOS, 107 on Linux
 _MACHINE_BYTES = 16
 _RANK_BYTES = 4
+_SIZE_BYTES = 8  # of a message's size, which is sent before its values
+# A program may have set SIGPIPE to end it; macOS lacks the flag.
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-class _Part(NamedTuple):
-    """What remains of a message; the tensor keeps the memory alive."""
+@final
+class _Message:
+    """A message, and what remains of it: first its size, by which the receiver checks it."""
 
-    tensor: Tensor
-    rest: memoryview
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # keeps the memory alive
+        values = _bytes_of(tensor)
+        self.length = len(values)
+        # The receiver overwrites it with what the sender has written here.
+        self.size = bytearray(self.length.to_bytes(_SIZE_BYTES, "little"))
+        self.rest = [memoryview(self.size), values]
+
+    def skip(self, count: int) -> None:
+        """Leave out the first bytes, which have been sent or received."""
+        rest = self.rest
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
+
+    @property
+    def sent_length(self) -> int:
+        """The number of bytes that the sender sends; the expected one until its size has come."""
+        return self.length if len(self.rest) > 1 else int.from_bytes(self.size, "little")
 
 
 @final
@@ -58,15 +80,15 @@ class _Connection:
         self.rank = rank
         self.peer = peer
         self.socket = connected
-        self.to_send: deque[_Part] = deque()
-        self.to_receive: deque[_Part] = deque()
+        self.to_send: deque[_Message] = deque()
+        self.to_receive: deque[_Message] = deque()
         # Messages whose transfer has ended.
         self.sent = 0
         self.received = 0
 
     def send(self, tensor: Tensor) -> int:
         """Send a message, or what of it fits; return how many have ended once it has."""
-        self.to_send.append(_Part(tensor, _bytes_of(tensor)))
+        self.to_send.append(_Message(tensor))
         goal = self.sent + len(self.to_send)
         if len(self.to_send) == 1:
             self.write()
@@ -74,18 +96,17 @@ class _Connection:
 
     def receive(self, tensor: Tensor) -> int:
         """Let the next message be received into a tensor; return how many have ended by then."""
-        self.to_receive.append(_Part(tensor, _bytes_of(tensor)))
+        self.to_receive.append(_Message(tensor))
         return self.received + len(self.to_receive)
 
     def write(self) -> None:
         """Send as much as the system takes now."""
         while self.to_send:
-            tensor, rest = self.to_send[0]
-            while rest:
+            message = self.to_send[0]
+            while message.rest:
                 try:
-                    rest = rest[self.socket.send(rest) :]
+                    message.skip(self.socket.sendmsg(message.rest, (), _NO_SIGNAL))
                 except BlockingIOError:
-                    self.to_send[0] = _Part(tensor, rest)
                     return
                 except OSError as error:
                     raise self._lost() from error
@@ -95,18 +116,23 @@ class _Connection:
     def read(self) -> None:
         """Receive as much as has come."""
         while self.to_receive:
-            tensor, rest = self.to_receive[0]
-            while rest:
+            message = self.to_receive[0]
+            while message.rest:
                 try:
-                    received = self.socket.recv_into(rest)
+                    received = self.socket.recvmsg_into(message.rest)[0]
                 except BlockingIOError:
-                    self.to_receive[0] = _Part(tensor, rest)
                     return
                 except OSError as error:
                     raise self._lost() from error
                 if not received:
                     raise self._lost()
-                rest = rest[received:]
+                message.skip(received)
+                if message.sent_length != message.length:
+                    raise RuntimeError(
+                        f"rank {self.rank} of the group: expects a message of {message.length} "
+                        f"bytes from rank {self.peer}, got {message.sent_length}. All ranks of a "
+                        "group need inputs of the same dtype and, but for their rows, shape."
+                    )
             self.to_receive.popleft()
             self.received += 1
 
@@ -121,9 +147,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise ValueError(f"messages are contiguous, got strides {tensor.stride()}")
+    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+    if size and not address:
+        raise ValueError(f"messages have memory, got a {type(tensor).__name__} without")
     # Not through numpy, which lacks bfloat16.
-    size = tensor.numel() * tensor.element_size()
-    return memoryview(_memory_type(size).from_address(tensor.data_ptr())).cast("B")
+    return memoryview(_memory_type(size).from_address(address)).cast("B")
 
 
 @lru_cache(4096)  # ctypes would make the type again each time, which takes longer than to send
@@ -171,7 +199,7 @@ class LocalMessages:
         Until it has returned, `receive` is not filled and `send` must not be changed.
 
         Raises (the returned function too):
-            RuntimeError: the other rank has ended, or did not come in time.
+            RuntimeError: the other rank has ended, did not come in time, or sends another size.
         """
         connections = self._connections
         incoming = [

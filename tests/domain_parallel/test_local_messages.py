@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from credit_dp.domain_parallel import local_messages
 from credit_dp.domain_parallel.local_messages import LocalMessages
@@ -114,6 +116,45 @@ def test_a_rank_that_does_not_come_in_time_is_an_error():
         north.start([], [(1, torch.zeros(3))])()
     with pytest.raises(ValueError, match="contiguous"):
         north.start([(1, torch.zeros(3, 3).T)], [])
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(1, 2), (2, 1), (0, 1), (1, 0), (LARGE, 3)])
+def test_a_message_of_another_size_is_an_error(sent, expected):
+    """As from ranks whose batches or dtypes differ: the next message would follow at once."""
+    north, south = pair()
+    north.start([(1, torch.zeros(sent)), (1, torch.zeros(sent))], [])
+    line = f"rank 1 of the group: expects a message of {4 * expected} bytes from rank 0, got "
+    with pytest.raises(RuntimeError, match=f"{line}{4 * sent}"):
+        south.start([], [(0, torch.zeros(expected))])()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_tensor_without_memory_is_an_error():
+    north, _south = pair()
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(ValueError, match="messages have memory, got a FakeTensor without"):
+        north.start([(1, fake)], [])
+
+
+def send_to_closed_connection(manager):
+    """Return the error of a program that a write to a closed pipe would end."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        north, south = pair()
+        del south
+        gc.collect()
+        with pytest.raises(RuntimeError) as caught:
+            north.start([(1, torch.zeros(3))], [])
+        return str(caught.value)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+@pytest.mark.skipif(not hasattr(socket, "MSG_NOSIGNAL"), reason="the system has no such flag")
+def test_a_closed_connection_ends_no_program():
+    line = "rank 0 of the group: rank 1 closed its connection"
+    assert on_processes(3, send_to_closed_connection) == [line] * 3
 
 
 def results(transport, seed=7):

@@ -374,7 +374,7 @@ class GroupTransport(Transport):
         # torch addresses the peers of point-to-point messages by their global ranks in any group.
         self._global_ranks = dist.get_process_group_ranks(group)
         self._local: LocalMessages | None = None
-        if message_device(group).type == "cpu":
+        if message_device(group).type == "cpu" and _cpu_backend(group).name() == "gloo":
             self._local = connect_local_ranks(
                 self.rank, self.size, self._gather_over_group, timeout_of(group)
             )
@@ -489,8 +489,12 @@ class GroupTransport(Transport):
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return the seconds that messages between CPUs may take in a process group."""
-    options: Any = group._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
+    return float(_cpu_backend(group).options._timeout.total_seconds())
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> Any:
+    """Return what sends messages between CPUs in a process group."""
+    return group._get_backend(torch.device("cpu"))
 
 
 def _real(x: Tensor) -> Tensor:

@@ -34,7 +34,12 @@ from torch.utils.hooks import BackwardHook
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.view.memory import note_hook
 from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
-from credit_dp.domain_parallel.view.running import RunningMode, run_in, running_view
+from credit_dp.domain_parallel.view.running import (
+    RunningMode,
+    backwards_in_transform,
+    run_in,
+    running_view,
+)
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -470,10 +475,6 @@ def _whole_transform(original: Callable[..., Any], name: str, options: int) -> C
     return transform
 
 
-# The names of the user's functions that the running transform has applied; None if none runs.
-_functions_of_transform: ContextVar[list[str] | None] = ContextVar("in a transform", default=None)
-
-
 def _call_transform(
     original: Callable[..., Any], view: GlobalView, options: Args, *inputs: Any, **kwargs: Any
 ) -> Any:
@@ -481,25 +482,25 @@ def _call_transform(
 
     Each rank has a share of the gradients of its results, as of anything that runs whole: so those
     of parameters that the function uses without being passed them are shares, too. Only a user's
-    function inside of it has to see whole gradients.
+    function or operator inside of it has to see whole gradients.
 
     Raises:
         UserError: it has such a function, and uses parameters that it is not passed.
     """
     share = GradientFactor()
     inputs, kwargs = tree_map(lambda x: scale_gradient(x, share), (inputs, kwargs))
-    functions: list[str] = []
-    token = _functions_of_transform.set(functions)
+    own_backwards: list[str] = []
+    token = backwards_in_transform.set(own_backwards)
     try:
         results = original(*options, *inputs, **kwargs)
     finally:
-        _functions_of_transform.reset(token)
-    if not functions:
+        backwards_in_transform.reset(token)
+    if not own_backwards:
         return results
     if _uses_captured_tensors(results, share):
         raise UserError(
-            f"torch.func: a transformed function applies {functions[0]}, an autograd.Function, and "
-            "uses parameters that are not its arguments. Pass them to it."
+            f"torch.func: a transformed function applies {own_backwards[0]}, and uses "
+            "parameters that are not its arguments. Pass them to it."
         )
     share.value = view.loss_factor / view.ranks
     return tree_map(lambda x: sum_gradient(x, view), results)
@@ -589,9 +590,9 @@ def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
         # Ours get local tensors. In a transform everything is whole.
         is_ours = cls.__module__.startswith("credit_dp.")
         if is_ours or not running_view() or torch._C._are_functorch_transforms_active():
-            functions = _functions_of_transform.get()
-            if functions is not None and not is_of_library(cls):
-                functions.append(cls.__name__)
+            own_backwards = backwards_in_transform.get()
+            if own_backwards is not None and not is_of_library(cls):
+                own_backwards.append(f"{cls.__name__}, an autograd.Function")
             return original(cls, *args, **kwargs)
         return _apply_function(original, cls, args, kwargs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, final
 
 import numpy as np
@@ -46,6 +47,10 @@ PLAIN = (Tensor, nn.Parameter)
 VIEW_ATTRIBUTE = "_global_view"  # of a model, holds its view
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
+# What the running transform of `torch.func` has applied that has a backward of its own, in words;
+# None if no transform of fields runs.
+backwards_in_transform: ContextVar[list[str] | None] = ContextVar("in a transform", default=None)
+
 # Wraps what the mode does with a hook of a plain tensor; set by `autograd`, which needs this file.
 RegisterHook = Callable[[GlobalView, Tensor, Any], Any]
 
@@ -71,6 +76,10 @@ class RunningMode(TorchFunctionMode):
             with same_random_numbers(self.view, device, kwargs.get("generator")):
                 return func(*args, **kwargs)
         if is_custom_operator(func):
+            own_backwards = backwards_in_transform.get()
+            if own_backwards is not None:
+                own_backwards.append(f"{func}, a custom operator")
+                return func(*args, **kwargs)
             return with_whole_gradients(func, self.view)(*args, **kwargs)
         if RULES.get(func) is read_values and args and args[0].device.type not in ("cpu", "meta"):
             # As for fields: the last bits of what ranks compute on GPUs may differ.

@@ -159,6 +159,7 @@ def _clip(x: torch.Tensor) -> torch.Tensor:
 
 _clip.register_fake(torch.empty_like)
 _clip.register_autograd(lambda ctx, grad: grad / (1 + grad.norm()))
+_clip.register_vmap(lambda info, in_dims, x: (_clip(x), in_dims[0]))
 
 
 def _flip(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -271,6 +272,7 @@ FUNCTIONS = {
     "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
     "vmap of layers": lambda m, x: torch.vmap(lambda y: m.linear(y.mT).mT * y.mean(), 2, 2)(x),
     "vmap of clipped gradients": lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y.flip(1)))(x),
+    "vmap of a custom operator": lambda m, x: torch.vmap(lambda y: _clip(y.flip(1)))(x),
     "grad of layers": lambda m, x: torch.func.grad(
         lambda y: (F.conv2d(y, m.stem.weight.transpose(0, 1), padding=1) ** 3).sum()
     )(x),
@@ -468,6 +470,10 @@ def _hook_old(model, x):
         (
             lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y) * m.linear.bias[0])(x),
             "_ClipInVmap, an autograd.Function, and uses parameters",
+        ),
+        (
+            lambda m, x: torch.vmap(lambda y: _clip(y) * m.linear.bias[0])(x),
+            "clip.default, a custom operator, and uses parameters",
         ),
         (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], "vjp of sharded fields"),
         (_batch_of_gradients, "batches"),

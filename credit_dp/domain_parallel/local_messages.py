@@ -14,6 +14,7 @@ group.
 
 from __future__ import annotations
 
+import resource
 import select
 import socket
 import tempfile
@@ -33,6 +34,8 @@ from torch import Tensor
 
 # Ranks farther apart than this exchange few rows, and each connection is a file.
 MOST_DISTANT = 7
+# That a process may open. Where it may open fewer, the process groups need them.
+LEAST_FILES = 256
 SECONDS_TO_MEET = 60.0
 # Before a rank sleeps until something comes: waking up takes as long as some ten tries.
 TRIES = 20
@@ -269,6 +272,8 @@ def connect_local_ranks(
         timeout: seconds that messages may take.
     """
     near = [peer for peer in range(size) if 0 < abs(peer - rank) <= MOST_DISTANT]
+    if not _may_open_many_files():
+        near = []
     sockets: dict[int, socket.socket] = {}
 
     def gather_connected() -> Tensor:
@@ -298,6 +303,8 @@ def connect_local_ranks(
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
     """Return a socket that listens, and its path, until the stack ends; None where that fails."""
+    if not _may_open_many_files():
+        return None, b""
     try:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True)
@@ -312,6 +319,11 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
         return None, b""
     listener.settimeout(SECONDS_TO_MEET)
     return listener, path
+
+
+def _may_open_many_files() -> bool:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit == resource.RLIM_INFINITY or limit >= LEAST_FILES
 
 
 def _connect(path: bytes, rank: int) -> socket.socket:
@@ -330,7 +342,14 @@ def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
     """Return a rank that has connected, and the socket."""
     accepted, _ = listener.accept()
     accepted.settimeout(SECONDS_TO_MEET)
-    return int.from_bytes(accepted.recv(_RANK_BYTES), "little"), accepted
+    try:
+        number = accepted.recv(_RANK_BYTES, socket.MSG_WAITALL)
+        if len(number) < _RANK_BYTES:
+            raise ConnectionError("a rank has connected and ended")
+    except OSError:
+        accepted.close()
+        raise
+    return int.from_bytes(number, "little"), accepted
 
 
 def _machine() -> bytes:

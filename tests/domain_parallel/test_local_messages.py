@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from credit_dp.domain_parallel import local_messages
-from credit_dp.domain_parallel.local_messages import LocalMessages
+from credit_dp.domain_parallel.local_messages import LEAST_FILES, LocalMessages
 from credit_dp.domain_parallel.transport import SMALL_MESSAGE_BYTES, GroupTransport
 from tests.ranks import on_processes
 
@@ -218,6 +219,17 @@ def without_folder(manager):
         return over_sockets(manager)
 
 
+def with_few_files(manager):
+    """Rank 1 may open fewer files than the others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if manager.domain_rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES - 1, limits[1]))
+    try:
+        return over_sockets(manager)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.parametrize(
     ("rank_function", "expected_reached"),
     [
@@ -225,6 +237,7 @@ def without_folder(manager):
         (on_two_machines, [[1], [0], []]),
         (near_only, [[1], [0, 2], [1]]),
         (without_folder, [[1, 2], [0], [0]]),
+        (with_few_files, [[2], [], [0]]),
     ],
 )
 def test_messages_are_the_same_on_any_way(rank_function, expected_reached):

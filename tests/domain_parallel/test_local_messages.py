@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_a_rank_that_does_not_come_in_time_is_an_error():
         north.start([], [(1, torch.zeros(3))])()
     with pytest.raises(ValueError, match="contiguous"):
         north.start([(1, torch.zeros(3, 3).T)], [])
+
+
+def test_a_rank_that_ends_while_it_connects_is_no_other_rank():
+    with ExitStack() as stack:
+        listener, path = local_messages._listen(stack)
+        for written in (b"", b"\0"):
+            with socket.socket(socket.AF_UNIX) as other:
+                other.connect(path)
+                other.sendall(written)
+            with pytest.raises(ConnectionError, match="has connected and ended"):
+                local_messages._accept(listener)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(1, 2), (2, 1), (0, 1), (1, 0), (LARGE, 3)])

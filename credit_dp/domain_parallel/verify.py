@@ -334,7 +334,7 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     """
     if a.shape != b.shape:
         return math.inf
-    a, b = _to_double(a), _to_double(b)
+    a, b = _stored_entries(_to_double(a), _to_double(b))
     # Infinity minus infinity is NaN: equal entries first.
     difference = torch.where(a == b, 0.0, (a - b).abs())
     return _max_abs(difference) / max(_max_abs(b[b.isfinite()]), floor, SMALLEST_DIVISOR)
@@ -346,9 +346,35 @@ def severity(error: float) -> float:
 
 
 def _to_double(x: Tensor) -> Tensor:
-    dense = x if x.layout is torch.strided else x.to_dense()  # buffers may be sparse
-    return dense.to(torch.promote_types(x.dtype, torch.float64))
+    return x.to(torch.promote_types(x.dtype, torch.float64))
+
+
+def _to_dense(x: Tensor) -> Tensor:
+    return x if x.layout is torch.strided else x.to_dense()
+
+
+def _to_coordinates(x: Tensor) -> Tensor:
+    coordinates: Tensor = x.to_sparse_coo()  # type: ignore[no-untyped-call]
+    return coordinates.coalesce()
+
+
+def _stored_entries(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries of two tensors; of sparse ones those that at least one of them stores."""
+    if a.layout is torch.strided or b.layout is torch.strided:
+        return _to_dense(a), _to_dense(b)
+    # Dense, the matrix of a stencil or of weights between two grids has more entries than memory.
+    a, b = _to_coordinates(a), _to_coordinates(b)
+    return _values_with_zeros(a, b), _values_with_zeros(b, a)
+
+
+def _values_with_zeros(x: Tensor, other: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, with zeros where only the other one has a value."""
+    indices = torch.cat([x.indices(), other.indices()], 1)
+    values = torch.cat([x.values(), torch.zeros_like(other.values())])
+    joined = torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False)
+    return joined.coalesce().values()
 
 
 def _max_abs(x: Tensor) -> float:
-    return _to_double(x).abs().max().item() if x.numel() else 0.0
+    values = x if x.layout is torch.strided else _to_coordinates(x).values()
+    return _to_double(values).abs().max().item() if values.numel() else 0.0

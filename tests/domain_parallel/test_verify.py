@@ -261,6 +261,24 @@ def test_relative_error():
     assert relative_error(torch.tensor([True]), torch.tensor([True])) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_the_error_of_sparse_tensors_needs_no_dense_ones(layout):
+    """Dense, this matrix between two grids would have a million times a million entries."""
+
+    def matrix(columns, values):
+        indices = torch.tensor([range(len(columns)), columns])
+        return torch.sparse_coo_tensor(indices, values, (10**6, 10**6)).to_sparse(layout=layout)
+
+    a = matrix([3, 999_999, 5], [1.0, 4.0, -math.inf])
+    assert relative_error(a, a) == 0
+    assert relative_error(matrix([3, 999_999, 5], [1.0, 3.0, -math.inf]), a) == 0.25
+    assert relative_error(matrix([3, 999_998, 5], [1.0, 4.0, -math.inf]), a) == 1
+    assert math.isnan(relative_error(matrix([3], [math.nan]), a))
+    dense = torch.eye(3)
+    assert relative_error(dense.to_sparse(layout=layout), 2 * dense) == 0.5
+
+
 def test_joined():
     parts = [torch.ones(2, 1), torch.ones(2, 3)]
     assert [x.shape for x in join_bands(parts, (2, 4), summed=False)] == [(2, 4)]

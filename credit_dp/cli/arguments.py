@@ -147,9 +147,6 @@ def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number"}
-
-
 def _parse_value(key: str, text: str, default: Any) -> Any:
     """Return a value of the type of the key's default."""
     if isinstance(default, str):  # YAML would read some paths as a number, a list or a comment
@@ -159,12 +156,16 @@ def _parse_value(key: str, text: str, default: Any) -> Any:
         return _parse_table(key, text)
     if isinstance(default, list):
         return parse_list(key, text)
-    value = _parse_yaml(key, text, "a value in YAML")
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if default is not None and type(value) is not type(default):
-        raise UserError(f"{key}: needs {TYPE_NAMES[type(default)]}, got {text!r}")
-    return value
+    if isinstance(default, bool) or default is None:
+        value = _parse_yaml(key, text, "a value in YAML")
+        if default is not None and not isinstance(value, bool):
+            raise UserError(f"{key}: needs true or false, got {text!r}")
+        return value
+    try:  # YAML would read 010 as 8, and 1:30 as 90
+        return type(default)(text)
+    except ValueError:
+        number = "a whole number" if isinstance(default, int) else "a number"
+        raise UserError(f"{key}: needs {number}, got {text!r}") from None
 
 
 def _parse_table(key: str, text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.cli.forecast import forecast_config
+from credit_dp.cli.forecast import forecast_config, split_arguments
 from tests.cli.invocation import answer
 from tests.data import stores
 from tests.forecast.runs import ROWS, train, train_ensemble
@@ -114,6 +114,7 @@ NOTHING_WRITTEN = {
     "no such key": (["lede=12h"], "needs keys like checkpoint"),
     "no such config": (["data.stroe=x"], "data.stroe"),
     "members": (["members=x"], "members: needs a whole number, got 'x'"),
+    "members as a time": (["members=1:30"], "members: needs a whole number, got '1:30'"),
     "checkpoint": (["checkpoint=nowhere"], "checkpoint: needs the folder of a run or of a"),
     "model": (
         ["model.channels=[8,32]"],
@@ -244,3 +245,9 @@ def test_torchrun_starts_it_too(run, tmp_path):
     subprocess.run([*start, "forecast", *words], check=True, timeout=200)
     with xr.open_zarr(tmp_path / "f.zarr") as data:
         assert np.isfinite(data["geopotential"].values).all()
+
+
+def test_numbers_are_decimal() -> None:
+    """In YAML 010 is 8."""
+    keys, _ = split_arguments(["members=010", "perturb=1e-2", "perturb_seed=07"], "forecast")
+    assert (keys["members"], keys["perturb"], keys["perturb_seed"]) == (10, 0.01, 7)

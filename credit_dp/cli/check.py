@@ -240,7 +240,12 @@ def check_writable(key: str, folder: Path) -> None:
         UserError: begins with the key, and names the folder that can't be written to.
     """
     folder = folder.absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(
+            f"{key}: cannot read {folder} ({error.strerror}). Give another {key}."
+        ) from error
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "is not writable" if existing.is_dir() else "is not a folder"
         raise UserError(f"{key}: {existing} {kind}. Set {key} to another folder.")

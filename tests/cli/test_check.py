@@ -142,6 +142,14 @@ REFUSED = {
         "run.dir: .*pyproject.toml is not a folder. Set run.dir to another folder.|"
         "run.dir: cannot read pyproject.toml/runs",
     ),
+    "a run's folder that is too long": (
+        [f"run.dir=/tmp/{'a' * 256}"],
+        "run.dir: cannot read /tmp/a+ .File name too long.. Give another run.dir.",
+    ),
+    "a cache that is too long": (
+        [f"data.cache=/tmp/{'a' * 256}"],
+        "data.cache: cannot read /tmp/a+ .File name too long.. Give another data.cache.",
+    ),
     "all is frozen": (["trainer.freeze=['*']"], "trainer.freeze: leaves no parameter to train"),
     "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
 }

@@ -116,7 +116,7 @@ class ForeignConfig:
         return list(dict.fromkeys(values))
 
     def paths(self, *keys: str) -> list[str]:
-        """Return the paths at these keys, each once, with variables and `~` expanded."""
+        """Return the paths at these keys, each once, with `$NAME` and `~` expanded."""
         found = [path for key in keys for path in self.names(key)]
         return list(dict.fromkeys(os.path.expanduser(os.path.expandvars(p)) for p in found))
 

@@ -155,6 +155,9 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
     A resumed run keeps the dates of its checkpoint, whatever was added to the store since then.
     Otherwise rank 0 chooses: the store may be growing, and ranks that open it separately would
     differ.
+
+    Raises:
+        UserError: on all ranks; see `find_checkpoint` and `Store.open`.
     """
     path = find_checkpoint(config.resume, folder.checkpoints)
     if path is not None:

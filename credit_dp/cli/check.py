@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from credit_dp.checks import expand_home
 from credit_dp.cli.compose import check_rows
-from credit_dp.cli.folders import check_run_folder, folder_key, run_folder
+from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
 from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import SPLITS
@@ -91,6 +91,8 @@ def check_sweep(configs: Sequence[Config]) -> int:
     )
     summaries: dict[str, DataSummary] = {}
     for config in configs:
+        check_cache(config)
+        check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
         data_key = repr(config.data)
         try:
             data = summaries[data_key] if data_key in summaries else inspect_data(config)

@@ -149,6 +149,10 @@ CASES = {
     ),
     "resume from an empty variable": (["resume="], "resume: needs `auto` or the path .* got none"),
     "sweep of names": (["-m", "run.name=a,b"], "run.name: names the folder of the sweep"),
+    "sweep checked in a file": (
+        ["-m", "--check", "seed=0,1", "run.dir=pyproject.toml/runs"],
+        "run.dir: .*pyproject.toml is not a folder. Set run.dir to another folder.",
+    ),
     "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
     "sweep checked in all combinations": (
         ["-m", "--check", "parallel.domain=2,16", "model.channels=[8],[8,8,8]"],

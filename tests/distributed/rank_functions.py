@@ -136,7 +136,8 @@ def connect(config: Config, ranks: RankInfo) -> int:
 
 def count_connections(config: Config, ranks: RankInfo) -> int:
     """Communicate, gather as a checkpoint does, and write what is open then, in all processes."""
-    talk(build_manager(config.parallel, ranks))
+    manager = build_manager(config.parallel, ranks)  # its connections are open until the end
+    talk(manager)
     group = new_background_group()
     gather_on_rank_0(ranks.rank, group)
     run_on_rank_0(lambda: None, group)

@@ -28,6 +28,7 @@ from credit_dp.data.sources.address import (
     redact_secrets,
 )
 from credit_dp.data.sources.storage import open_zarr_store
+from credit_dp.data.sources.zarr import open_shared_netcdf
 from credit_dp.data.statistics import (
     IDENTITY_STATISTICS,
     Statistics,
@@ -40,7 +41,6 @@ from credit_dp.data.statistics import (
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import ThreadWorkers, TrainingDates
 from credit_dp.errors import UserError
-from credit_dp.process import no_garbage_collection
 from credit_dp.variable_names import all_names_of, long_name
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
@@ -377,8 +377,7 @@ def _open_dataset(where: str) -> xr.Dataset:
     check_address(where)
     try:
         if not is_remote(where) and local_path(where).is_file():
-            with no_garbage_collection():  # see `open_netcdf`
-                dataset = xr.open_dataset(local_path(where), engine="netcdf4")
+            dataset = open_shared_netcdf(local_path(where))
         else:
             zarr_store = open_zarr_store(where)
             metadata = zarr.open_group(zarr_store, mode="r").metadata

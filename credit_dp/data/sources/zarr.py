@@ -7,6 +7,7 @@ values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, final
 
@@ -14,6 +15,8 @@ import numpy as np
 import xarray as xr
 import zarr
 from numpy.typing import NDArray
+from xarray.backends import CachingFileManager, NetCDF4DataStore
+from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import (
@@ -171,17 +174,45 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     if not path.exists():
         raise UserError(f"{where}: no such file. Set data.store to one that exists.")
     try:
-        # xarray reads a file's metadata without holding its lock. The collector may close unused
-        # files in any thread, such as zarr's, and the netCDF library crashes if one thread closes a
-        # file while another one reads.
-        with no_garbage_collection():
-            dataset = xr.open_dataset(path, engine="netcdf4", cache=False, decode_timedelta=False)
+        dataset = open_shared_netcdf(path, cache=False, decode_timedelta=False)
     except Exception as error:
         raise UserError(
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error
     return dataset, RequestedBytesCounter()
+
+
+def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
+    """Open a netCDF file with xarray, with one handle for all who read it in this process.
+
+    By default each opening has a handle of its own. HDF5 shares what it knows of a file's variables
+    between handles, and a fill value that is a text can still refer to one that was closed: the
+    next opening then crashes in the library.
+
+    Args:
+        path: the file.
+        options: of `xr.open_dataset`.
+    """
+    import netCDF4  # not needed for zarr
+
+    opener: Any = netCDF4.Dataset
+    status = path.stat()
+    # A file that was replaced is another one: those who read the old one keep its handle.
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    # xarray reads a file's metadata without holding its lock. The collector may close unused files
+    # in any thread, such as zarr's, and the netCDF library crashes if one thread closes a file
+    # while another one reads.
+    with no_garbage_collection():
+        manager: Any = CachingFileManager(
+            opener,
+            str(path.resolve()),
+            mode="r",
+            lock=NETCDF4_PYTHON_LOCK,
+            manager_id=identity,
+        )
+        store: Any = NetCDF4DataStore(manager)  # type: ignore[no-untyped-call]
+        return xr.open_dataset(store, **options)
 
 
 ORDER = ("time", "level", "latitude", "longitude")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from xarray.backends.file_manager import FILE_CACHE
 from zarr.storage import LocalStore
 
 from credit_dp.data.channels import Channel
@@ -346,6 +347,42 @@ def test_netcdf_file_replaced_while_it_is_read(tmp_path):
         read_often(source)
 
 
+def test_a_netcdf_file_has_one_handle(tmp_path):
+    """With a second handle, closed meanwhile, HDF5 crashed at a file with a variable of text."""
+
+    def handles():
+        return sum(file.filepath() == str(path) for file in FILE_CACHE.values())
+
+    path, link = tmp_path / "s.nc", tmp_path / "link.nc"
+    data = stores.dataset().assign(note="a text")
+    data.to_netcdf(path)
+    link.symlink_to(path)
+    first = opened(path)
+    for again in (path, link, path):
+        second = opened(again)
+        values = second.read(TEMPERATURE, slice(BAD, BAD + 1), WHOLE)
+        np.testing.assert_array_equal(values[0], data["temperature"].values[BAD])
+        assert handles() == 1
+        del second
+        gc.collect()
+    values = first.read(TEMPERATURE, slice(0, 1), WHOLE)
+    np.testing.assert_array_equal(values[0], data["temperature"].values[0])
+    assert handles() == 1
+    del first
+    gc.collect()
+    assert handles() == 0
+
+
+def test_a_replaced_netcdf_file_has_another_handle(tmp_path):
+    path = tmp_path / "s.nc"
+    for seed in range(2):
+        data = stores.dataset(seed=seed)
+        data.to_netcdf(tmp_path / "new.nc")
+        (tmp_path / "new.nc").rename(path)
+        values = opened(path).read(TEMPERATURE, slice(0, 1), WHOLE)
+        np.testing.assert_array_equal(values[0], data["temperature"].values[0])
+
+
 def test_a_file_that_is_neither(tmp_path):
     (tmp_path / "s.grib").write_bytes(b"GRIB")
     with pytest.raises(UserError, match="not a netCDF file by its name"):
@@ -360,8 +397,8 @@ def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
         seen.append(gc.isenabled())
         raise OSError("damaged")
 
+    stores.dataset().to_netcdf(tmp_path / "s.nc")
     monkeypatch.setattr(xr, "open_dataset", watched)
-    (tmp_path / "s.nc").touch()
     with pytest.raises(UserError, match="damaged"):
         open_single_source(str(tmp_path / "s.nc"))
     assert seen == [False]

@@ -1,6 +1,8 @@
 """`--check`: the report on a run's data, and the exit code where they can't be reached."""
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +92,17 @@ def test_a_check_says_which_sums_are_incomplete(
     sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
     out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
     assert "sums    left out, as some hours of their sums are missing: 1 time\n" in out
+
+
+@pytest.mark.slow
+def test_a_check_opens_a_netcdf_file_with_text_several_times(tmp_path: Path) -> None:
+    """In a process of its own: the HDF5 library crashed at the third opening."""
+    data_with().assign(note="a text").to_netcdf(tmp_path / "s.nc")
+    ensemble = ("parallel.ensemble=2", "trainer.members=2", "model.noise=4", "loss=crps")
+    command = ["-m", "credit_dp", "train", *run_on(tmp_path / "s.nc", *ensemble)]
+    found = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "ensemble 2" in found.stdout
 
 
 def with_gap(data: xr.Dataset) -> xr.Dataset:

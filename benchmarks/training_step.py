@@ -204,6 +204,11 @@ def framework_rows_on(mesh: Mesh, config: Config, rounds: int) -> Iterator[Row]:
         f"without data and log {1e3 * min(found['update 2']) / LOGGED:.0f} ms",
     )
     if mesh is ALONE:
+        against = ratio(found["plain 4"], found["model 0"], found["model 3"])
+        yield Row(
+            f"training step of a plain loop, {where}", "forward and backward of the model",
+            against.best, None, against.typical, against.spread,
+        )  # fmt: skip
         against = ratio(found["update 2"], found["plain 4"], found["plain 5"])
         what = f"step without data, {where}"
         yield Row(

@@ -1,9 +1,10 @@
 """Transports: how the ranks of one domain exchange messages.
 
-`GroupTransport` uses a `torch.distributed` process group, `ThreadTransport` connects ranks that are
-threads of one process (for tests and verification), `SingleRankTransport` sends nothing. Every
-transport has point-to-point messages, which overlap with computation (`start`), and two
-collectives, which all ranks have to call in the same order.
+`GroupTransport` uses a `torch.distributed` process group and, between CPU ranks of one machine,
+sockets; `ThreadTransport` connects ranks that are threads of one process (for tests and
+verification), `SingleRankTransport` sends nothing. Every transport has point-to-point messages,
+which overlap with computation (`start`), and two collectives, which all ranks have to call in the
+same order.
 
 torch's compiler can follow none of this: in compiled code a collective is one of the operators
 `credit_dp::all_gather` and `credit_dp::all_reduce`, which find their transport by its name.

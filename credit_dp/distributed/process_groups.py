@@ -32,6 +32,8 @@ GROUP_TIMEOUT = timedelta(seconds=600)
 # out that a rank hangs.
 BACKGROUND_TIMEOUT = timedelta(hours=24)
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+# Of a run of 24 ranks, rank 0 has 60 open.
+FEW_FILES = 128
 
 
 def raise_file_limit() -> None:
@@ -42,6 +44,9 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
+        # zarr opens a file in each of its threads, beside those of a rank. It is imported later.
+        os.environ.setdefault("ZARR_THREADING__MAX_WORKERS", "1")
 
 
 def trace_collectives(folder: Path) -> None:

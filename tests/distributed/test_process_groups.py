@@ -197,10 +197,20 @@ def test_nccl_writes_a_trace_unless_the_user_has_another(monkeypatch, tmp_path):
 
 def test_the_limit_of_open_files_is_raised(monkeypatch):
     limits = []
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
     raise_file_limit()
     assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+    assert os.environ == {}
+
+
+def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
+    raise_file_limit()
+    assert os.environ == {"ZARR_THREADING__MAX_WORKERS": "1"}
 
 
 class CountingStore:

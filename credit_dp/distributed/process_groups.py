@@ -32,8 +32,8 @@ GROUP_TIMEOUT = timedelta(seconds=600)
 # out that a rank hangs.
 BACKGROUND_TIMEOUT = timedelta(hours=24)
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-# Of a run of 24 ranks, rank 0 has 60 open.
-FEW_FILES = 128
+# A process that may open no more saves files: of a run of 24 ranks, rank 0 has 60 open.
+FEW_FILES = 255
 
 
 def raise_file_limit() -> None:
@@ -44,9 +44,15 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
+    if may_open_few_files():
         # zarr opens a file in each of its threads, beside those of a rank. It is imported later.
         os.environ.setdefault("ZARR_THREADING__MAX_WORKERS", "1")
+
+
+def may_open_few_files() -> bool:
+    """Return whether this process may open `FEW_FILES` or fewer."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and limit <= FEW_FILES
 
 
 def trace_collectives(folder: Path) -> None:

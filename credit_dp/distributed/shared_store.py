@@ -182,7 +182,7 @@ def port_beside_agent(port: int) -> int:
     """Return the port of the store's process where torchrun's agent listens at `port`.
 
     The same on all ranks, and another one for each of the agents at nearby ports. Like the ports of
-    other launchers it is below those that Linux gives to outgoing connections.
+    other launchers it is below the ports that Linux gives to outgoing connections.
     """
     return FIRST_PORT + (port + PORT_COUNT // 2) % PORT_COUNT
 

@@ -14,7 +14,6 @@ group.
 
 from __future__ import annotations
 
-import resource
 import select
 import socket
 import tempfile
@@ -32,10 +31,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from credit_dp.distributed.process_groups import may_open_few_files
+
 # Ranks farther apart than this exchange few rows, and each connection is a file.
 MOST_DISTANT = 7
-# That a process may open. Where it may open fewer, the process groups need them.
-LEAST_FILES = 256
 SECONDS_TO_MEET = 60.0
 # Before a rank sleeps until something comes: waking up takes as long as some ten tries.
 TRIES = 20
@@ -272,7 +271,7 @@ def connect_local_ranks(
         timeout: seconds that messages may take.
     """
     near = [peer for peer in range(size) if 0 < abs(peer - rank) <= MOST_DISTANT]
-    if not _may_open_many_files():
+    if may_open_few_files():  # the process groups need them
         near = []
     sockets: dict[int, socket.socket] = {}
 
@@ -280,7 +279,7 @@ def connect_local_ranks(
         return gather(_as_tensor(bytes(peer in sockets for peer in range(size))))
 
     with ExitStack() as stack:
-        listener, path = _listen(stack)  # before others learn the path
+        listener, path = _listen(stack) if near else (None, b"")  # before others learn the path
         own = _machine() + path.ljust(_PATH_BYTES, b"\0")
         for peer, row in enumerate(gather(_as_tensor(own)).tolist()):
             machine, path_of_peer = bytes(row[:_MACHINE_BYTES]), bytes(row[_MACHINE_BYTES:])
@@ -303,8 +302,6 @@ def connect_local_ranks(
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
     """Return a socket that listens, and its path, until the stack ends; None where that fails."""
-    if not _may_open_many_files():
-        return None, b""
     try:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True)
@@ -319,11 +316,6 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
         return None, b""
     listener.settimeout(SECONDS_TO_MEET)
     return listener, path
-
-
-def _may_open_many_files() -> bool:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit == resource.RLIM_INFINITY or limit >= LEAST_FILES
 
 
 def _connect(path: bytes, rank: int) -> socket.socket:

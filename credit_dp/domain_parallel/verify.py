@@ -359,7 +359,7 @@ def _to_coordinates(x: Tensor) -> Tensor:
 
 
 def _stored_entries(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries of two tensors; of sparse ones those that at least one of them stores."""
+    """Return the entries of two tensors; if both are sparse, all that one or both of them store."""
     if a.layout is torch.strided or b.layout is torch.strided:
         return _to_dense(a), _to_dense(b)
     # Dense, the matrix of a stencil or of weights between two grids has more entries than memory.

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.domain_parallel.local_messages import LEAST_FILES, MOST_DISTANT
+from credit_dp.distributed.process_groups import FEW_FILES
+from credit_dp.domain_parallel.local_messages import MOST_DISTANT
 from tests.distributed.processes import ROOT, SOON, TORCHRUN, ends, free_port, gone, until, voices
 
 pytestmark = pytest.mark.slow
@@ -216,7 +217,7 @@ def test_connections_are_those_of_the_model(
 ) -> None:
     nodes = ranks // per_node
     arguments = launch_program("count_connections", tmp_path, ranks)
-    program = begin_on_nodes(ranks, per_node, arguments, files=LEAST_FILES, AGENT=agent)
+    program = begin_on_nodes(ranks, per_node, arguments, files=FEW_FILES + 1, AGENT=agent)
     codes, output = finish_on_nodes(program)
     assert codes == [0] * ranks, output
     counted = counts(tmp_path, ranks)

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from credit_dp.distributed.process_groups import FEW_FILES
 from credit_dp.domain_parallel import local_messages
-from credit_dp.domain_parallel.local_messages import LEAST_FILES, LocalMessages
+from credit_dp.domain_parallel.local_messages import LocalMessages
 from credit_dp.domain_parallel.transport import SMALL_MESSAGE_BYTES, GroupTransport
 from tests.ranks import on_processes
 
@@ -235,7 +236,7 @@ def with_few_files(manager):
     """Rank 1 may open fewer files than the others."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if manager.domain_rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES - 1, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, limits[1]))
     try:
         return over_sockets(manager)
     finally:

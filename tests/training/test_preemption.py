@@ -93,10 +93,10 @@ def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
     assert on_ranks(ranks, interrupted, config, sent) == [EXIT_PREEMPTED] * ranks
     folder = Path(config.run.dir)
     if ranks == 1:
-        said = " ".join(capfd.readouterr().out.split())
-        assert f"{sent.name}: stopped after step {ASKED}, which is saved in" in said
+        output = " ".join(capfd.readouterr().out.split())
+        assert f"{sent.name}: stopped after step {ASKED}, which is saved in" in output
         # The run has no name, so that the same command alone would choose another folder.
-        assert f"the same command with run.dir={config.run.dir} resume=auto continues" in said
+        assert f"the same command with run.dir={config.run.dir} resume=auto continues" in output
     saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
     assert saved == [f"step-{ASKED:08}"]
     assert not (folder / "metrics.json").exists()

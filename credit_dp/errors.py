@@ -1,4 +1,11 @@
-"""Exceptions for mistakes that the user can mend, and words of messages."""
+"""Exceptions for mistakes that the user can mend, words of messages, and quotes for values."""
+
+import re
+import shlex
+
+# Starts with a letter, or is a path: Hydra takes no such word for a number.
+PLAIN_TEXT = re.compile(r"(?:\.{0,2}/)?[a-z_](?:[\w./+@% -]*[\w./+@%-])?", re.ASCII | re.IGNORECASE)
+OTHER_VALUES = {"true", "false", "null", "nan", "inf"}  # Hydra takes them for no text
 
 
 class UserError(Exception):
@@ -16,3 +23,25 @@ def counted(count: float, noun: str) -> str:
     """Return a number and its noun: `1 field`, `1,200 fields`."""
     number = f"{int(count):,}" if count == int(count) else f"{count:g}"
     return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
+def shell_argument(key: str, value: str) -> str:
+    """Return `key=value` for a shell, with the quotes that Hydra and the shell need for a text."""
+    plain = PLAIN_TEXT.fullmatch(value) and value.lower() not in OTHER_VALUES
+    return shlex.quote(f"{key}={value if plain else quote(value)}")
+
+
+def quote(value: str) -> str:
+    """Return a value in double quotes, with quotes in it and backslashes before quotes escaped."""
+    # Hydra removes a backslash only before a quote, so others must stay single. The added quote at
+    # the end is treated like one in the text, and replaced by the closing quote.
+    result: list[str] = []
+    backslashes = 0
+    for character in value + '"':
+        if character == '"':
+            result.append("\\" * backslashes)
+            result.append('\\"')
+        else:
+            result.append(character)
+        backslashes = backslashes + 1 if character == "\\" else 0
+    return '"' + "".join(result)[:-2] + '"'

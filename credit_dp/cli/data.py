@@ -28,10 +28,10 @@ from credit_dp.cli.arguments import (
 )
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.output import format_bytes, format_table
-from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
+from credit_dp.cli.overrides import parse_overrides, quoted_forms, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:

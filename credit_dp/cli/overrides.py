@@ -32,7 +32,7 @@ from omegaconf.errors import (
 from credit_dp.checks import did_you_mean
 from credit_dp.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from credit_dp.config.data import AUTO, SPLITS
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, quote
 
 # Groups whose choices have different keys: each choice is a class that derives from these.
 GROUPS_WITH_VARIANTS = (ModelConfig, LossConfig, OptimizerConfig)
@@ -405,15 +405,6 @@ def quoted_form(key: str, value: str) -> str | None:
     return None
 
 
-def shell_argument(key: str, value: str) -> str:
-    """Return `key=value` for a shell, with the quotes that Hydra and the shell need for a text."""
-    parsed = try_parse(f"{key}={value}")
-    needs_no_quotes = (
-        parsed is not None and not parsed.is_sweep_override() and parsed.value() == value
-    )
-    return shlex.quote(f"{key}={value if needs_no_quotes else quote(value)}")
-
-
 def quoted_forms(value: str) -> Iterator[str]:
     """Yield quoted forms of a value that parse; in brackets, a list of texts comes first."""
     return (form for form in _quoted_candidates(value) if try_parse(f"x={form}") is not None)
@@ -426,22 +417,6 @@ def _quoted_candidates(value: str) -> Iterator[str]:
         quoted = (entry if try_parse(f"x={entry}") else quote(entry) for entry in entries)
         yield f"[{','.join(quoted)}]"
     yield quote(value)
-
-
-def quote(value: str) -> str:
-    """Return a value in double quotes, with quotes in it and backslashes before quotes escaped."""
-    # Hydra removes a backslash only before a quote, so others must stay single. The added quote at
-    # the end is treated like one in the text, and replaced by the closing quote.
-    result: list[str] = []
-    backslashes = 0
-    for character in value + '"':
-        if character == '"':
-            result.append("\\" * backslashes)
-            result.append('\\"')
-        else:
-            result.append(character)
-        backslashes = backslashes + 1 if character == "\\" else 0
-    return '"' + "".join(result)[:-2] + '"'
 
 
 def explain_error(error: BaseException) -> str:

@@ -14,10 +14,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.checks import expand_home
 from credit_dp.cli.compose import Composer, check_overrides
-from credit_dp.cli.overrides import parse_overrides, quote
+from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import Config, as_dict, flatten_keys
 from credit_dp.config.model import with_legacy_defaults
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, quote
 from credit_dp.training.run_folder import RunFolder
 
 # Groups with a key `name`, which is the name of the choice.

@@ -24,12 +24,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.overrides import quote
 from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated
 from credit_dp.distributed.slurm import slurm_job_id
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, quote
 from credit_dp.forkserver import die_with_parent
 from credit_dp.training.run_folder import RunFolder, write_run_file
 

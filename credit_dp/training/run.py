@@ -4,7 +4,6 @@
 """
 
 import logging
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, shell_argument
 from credit_dp.evaluation.held_out import (
     HeldOutData,
     LastLeadAccumulator,
@@ -230,7 +229,7 @@ class _Run:
         # Without a name the same command would choose another folder.
         if self.config.run.name:
             return "resume=auto"
-        return f"{shlex.quote(f'run.dir={self.folder.path}')} resume=auto"
+        return f"{shell_argument('run.dir', str(self.folder.path))} resume=auto"
 
     @property
     def _finished(self) -> bool:

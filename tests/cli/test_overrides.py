@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.overrides import parse_overrides, quote, quoted_form, try_parse
-from credit_dp.errors import UserError
+from credit_dp.cli.overrides import parse_overrides, quoted_form, try_parse
+from credit_dp.errors import UserError, quote, shell_argument
 from tests.cli.invocation import refusal
 
 printable = st.text(st.characters(min_codepoint=32, max_codepoint=126)).filter(
@@ -92,3 +92,15 @@ def test_nothing_is_suggested_that_would_be_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_overrides([text])
     assert "write" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/data/runs/a", "../a.b", "run dir", "lr=1,2", "[x]", "a$b{c}", "größer", "1e3", 'a"b', ""],
+)
+def test_a_printed_argument_is_read_as_it_was(path):
+    (word,) = shlex.split(shell_argument("run.dir", path))
+    parsed = try_parse(word)
+    assert parsed is not None
+    assert not parsed.is_sweep_override()
+    assert parsed.value() == path

@@ -87,6 +87,7 @@ def leaves(config: Config) -> tuple[list[dict[str, str]], Any]:
     [(1, signal.SIGTERM), (2, signal.SIGUSR1)],
 )
 def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
+    config = replace(config, run=replace(config.run, dir=f"{config.run.dir}, lr=1"))
     undisturbed = replace(config, run=replace(config.run, dir=f"{config.run.dir}-undisturbed"))
     assert on_ranks(ranks, train_run, undisturbed) == [0] * ranks
     capfd.readouterr()
@@ -96,7 +97,8 @@ def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
         output = " ".join(capfd.readouterr().out.split())
         assert f"{sent.name}: stopped after step {ASKED}, which is saved in" in output
         # The run has no name, so that the same command alone would choose another folder.
-        assert f"the same command with run.dir={config.run.dir} resume=auto continues" in output
+        keys = f"""'run.dir="{config.run.dir}"' resume=auto"""
+        assert f"the same command with {keys} continues" in output
     saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
     assert saved == [f"step-{ASKED:08}"]
     assert not (folder / "metrics.json").exists()

@@ -13,16 +13,23 @@ Two kinds of temporary names, both with `PARTIAL_SUFFIX`:
 A rename alone survives the death of a process, but not that of the machine: the disk may have the
 new name before the content. What cost hours to compute is flushed first (`durable`). Errors are
 `OSError`; callers turn them into a line that names the config key to change.
+
+`temporary_folder` is another matter: a folder for as long as a process needs one.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import tempfile
+import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
+SECONDS_TO_LOCK = 60.0  # in which a process locks the temporary folder that it has created
 
 
 def temporary_path(path: Path, unique: bool = False) -> Path:
@@ -166,3 +173,48 @@ def remove_temporaries(folder: Path) -> None:
     for entry in os.scandir(folder):
         if entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX):
             Path(entry.path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder in that for temporary files, and remove it after the block.
+
+    It is locked meanwhile. If the process is killed, `remove_abandoned_folders` removes it later.
+
+    Raises:
+        OSError: it can't be created.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True) as name,
+        _opened_folder(Path(name)) as descriptor,
+    ):
+        # Where a folder can't be locked, as on NFS, that fails in any process: nobody removes it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield Path(name)
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the temporary folders of processes that were killed, of this user on this machine."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError), _opened_folder(folder) as descriptor:
+            found = os.fstat(descriptor)
+            is_old = time.time() - found.st_mtime > SECONDS_TO_LOCK
+            if is_old and found.st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
+                shutil.rmtree(folder)
+
+
+def _prefix() -> str:
+    # Machines may share the folder for temporary files, but see only their own locks.
+    return f"credit_dp-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+
+
+@contextlib.contextmanager
+def _opened_folder(folder: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder; a link to one raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

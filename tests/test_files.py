@@ -3,19 +3,24 @@
 import multiprocessing
 import os
 import signal
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from credit_dp.files import (
+    SECONDS_TO_LOCK,
     atomic_path,
     fsync_folders,
     fsync_tree,
     partial_path,
+    remove_abandoned_folders,
     remove_if_possible,
     remove_temporaries,
     rename_durably,
+    temporary_folder,
     temporary_path,
     write_bytes_atomic,
     write_text_atomic,
@@ -177,3 +182,36 @@ def test_a_link_is_removed_and_what_it_points_to_stays(tmp_path: Path) -> None:
     remove_if_possible(tmp_path / "link")
     remove_if_possible(tmp_path / "nothing")
     assert names(tmp_path) == {"folder"}
+
+
+def keep_a_folder_and_die() -> None:
+    with temporary_folder() as folder:
+        (folder / "file").touch()
+        grow_old(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def grow_old(folder: Path) -> None:
+    then = time.time() - 2 * SECONDS_TO_LOCK
+    os.utime(folder, (then, then))
+
+
+def test_only_temporary_folders_of_killed_processes_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder() as used, temporary_folder() as linked:
+        process = multiprocessing.get_context("fork").Process(target=keep_a_folder_and_die)
+        process.start()
+        process.join(60)
+        abandoned = names(tmp_path) - {used.name, linked.name}
+        assert len(abandoned) == 1
+        young = Path(f"{used}-young")
+        young.mkdir()
+        link = Path(f"{used}-link")
+        link.symlink_to(linked)
+        for folder in (used, linked):
+            grow_old(folder)
+        remove_abandoned_folders()
+        assert names(tmp_path) == {path.name for path in (used, linked, young, link)}
+    assert names(tmp_path) == {young.name, link.name}

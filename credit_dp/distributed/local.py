@@ -12,7 +12,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -32,11 +31,14 @@ from credit_dp.distributed.report import (
 )
 from credit_dp.distributed.signals import STOP_SIGNALS, Terminated, block_signals, handle_stop
 from credit_dp.distributed.worker import rank_main
+from credit_dp.files import remove_abandoned_folders, temporary_folder
 
 # torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
 EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
 # After the first failure, ranks that fail for the same reason have so long to report it.
 FAILURE_GRACE_SECONDS = 0.5
+# What multiprocessing returns for a rank if the fork server has ended.
+LOST_FORK_SERVER = 255
 
 
 def start_fork_server(run: str) -> None:
@@ -80,19 +82,20 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
             more than 2 seconds after the first.
     """
     start_fork_server(run)
-    with tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True) as folder:
+    remove_abandoned_folders()
+    with temporary_folder() as folder:
         processes: list[ForkServerProcess] = []
         try:
             for rank in range(world_size):
                 ranks = RankInfo(rank, world_size, rank, world_size)
-                processes.append(start_rank(ranks, folder, run, config))
+                processes.append(start_rank(ranks, str(folder), run, config))
             received: list[int] = []
             with handle_stop(partial(forward_signal, processes, received)):
                 # Before `kill`, which gives the surviving ranks an exit code as well.
-                failed, exit_codes = wait_for_all(processes, Path(folder))
+                failed, exit_codes = wait_for_all(processes, folder)
         finally:
             kill(processes)
-        outcomes = [read_outcome(Path(folder), rank) for rank in range(world_size)]
+        outcomes = [read_outcome(folder, rank) for rank in range(world_size)]
         if failed:
             # A rank without a handler, before or after training, ends by the forwarded signal.
             if received and any(-(code or 0) in STOP_SIGNALS for _, code in exit_codes):
@@ -198,6 +201,8 @@ def report_failure(
 
 def death_message(name: str, code: int) -> str:
     """Return the error line for a rank that ended without reporting an outcome."""
+    if code == LOST_FORK_SERVER:
+        return "the process that ranks are forked from ended (killed?); all ranks were stopped"
     if code >= 0:
         return f"{name} ended with exit code {code} and without a message"
     signal_name = signal.Signals(-code).name

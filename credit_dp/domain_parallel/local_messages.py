@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import select
 import socket
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.distributed.process_groups import may_open_few_files
+from credit_dp.files import temporary_folder
 
 # Ranks farther apart than this exchange few rows, and each connection is a file.
 MOST_DISTANT = 7
@@ -303,10 +303,7 @@ def connect_local_ranks(
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
     """Return a socket that listens, and its path, until the stack ends; None where that fails."""
     try:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True)
-        )
-        path = bytes(Path(folder, "rank"))
+        path = bytes(stack.enter_context(temporary_folder()) / "rank")
         if len(path) > _PATH_BYTES:
             return None, b""
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -88,6 +88,12 @@ def failed(rank: int, kind: str = "crashed") -> RankOutcome:
             "rank 1 (pipeline 0, data 0, domain 1) failed:",
             id="an error before an abort",
         ),
+        pytest.param(
+            [None, None, None],
+            [(2, 255), (0, 255)],
+            "error: the process that ranks are forked from ended (killed?)",
+            id="the fork server",
+        ),
     ],
 )
 def test_the_cause_is_reported_and_not_its_consequences(

@@ -91,7 +91,9 @@ def attention(func: Function, args: Args, kwargs: Kwargs) -> Any:
     else:
         from_end = layout.dim - query.ndim
         key, value = (_of_same_samples(x, layout, from_end, view) for x in (key, value))
-    return wrap(_call(func, query.local, key, value, mask, options), layout, view)
+    result = _call(func, query.local, key, value, mask, options)
+    # Keys and values may have more samples or heads before the queries' dimensions.
+    return wrap(result, layout.at(layout.dim + result.ndim - query.ndim), view)
 
 
 def _call(

@@ -165,6 +165,10 @@ ATTENTION = {
     "class queries": attend_class,
     "rows in features": lambda m, x: SDPA(x.mT, x.mT, x.mT),
     "fewer dims of keys": lambda m, x: SDPA(x.permute(0, 2, 3, 1), m.matrix[None], m.matrix[None]),
+    "fewer dims of queries": lambda m, x: (
+        SDPA(x, x[:, None], x[:, None] * 2),
+        SDPA(x[0], x.flip(1), x),
+    ),
     "multi-head": multi_head,
     "multi-head without weights": lambda m, x: multi_head(m, x, need_weights=False)[0],
     "multi-head, all weights": lambda m, x: multi_head(m, x, average_attn_weights=False),

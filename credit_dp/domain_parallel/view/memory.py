@@ -461,7 +461,9 @@ def _write(x: GlobalTensor, path: Sequence[ViewStep], value: GlobalTensor) -> No
         _write(part, rest, value)
         value = part
     if inverse is None:
-        x[index] = value
+        # Nothing is written that is there already: autograd may have saved these entries.
+        if x.rows is not None or not is_same_memory(step.apply(x).local, value.local):
+            x[index] = value
     else:
         _copy(x, inverse(value))
 

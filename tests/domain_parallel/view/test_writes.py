@@ -239,6 +239,17 @@ def with_hooks_of_what_is_read_and_written(m, x):
     return [view.sin() for view in views]
 
 
+def by_functions_that_save_their_results(m, x):
+    results = []
+    for y in (x, x.mean(2)):
+        first, second, third = y * 1, y * 2, y * 3
+        first[:, :3].tanh_()
+        second.select(1, -1).sigmoid_()
+        F.relu(third[:, 3:, 1:4], inplace=True)
+        results += [first * 2, second * 2, third * 2]
+    return results
+
+
 def to_given_tensors(m, x):
     y = (x * 1).detach()
     torch.add(y, x.detach(), out=y[:, :, 1:3].new_zeros(x.shape))
@@ -269,6 +280,7 @@ WRITES = [
     with_hooks_before_writes,
     with_hooks_after_writes,
     with_hooks_of_what_is_read_and_written,
+    by_functions_that_save_their_results,
     to_given_tensors,
 ]
 

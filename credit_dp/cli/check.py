@@ -396,10 +396,9 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
     store.read_static(all_rows)
     for index in indices:
         times = store.times[index : index + 1]
-        if index in lasts:  # of which only a target is needed
-            store.read_outputs(times, all_rows)
-        else:
-            store.read_outputs_and_forcing(times, all_rows)
+        # Of the last time only a target is needed.
+        forcing = [] if index in lasts else store.stored_forcing
+        store.read_channels([*store.channels.output_channels, *forcing], times, all_rows)
     dates = ", ".join(str(store.times[index].astype("M8[m]")) for index in sorted(indices))
     in_splits = {index for span in spans for index in range(span.start, span.stop)}
     others = counted(len(in_splits) - len(indices), "other date")

@@ -3,18 +3,24 @@
 `Loader` hands out a `Batch` at a time. For each batch of its `SampleSequence` it allocates tensors
 and submits one task per sample to a `ReaderThreadPool`. In a task, `BatchReader` reads the fields
 from the store and `Normaliser` writes them, normalised, into the batch.
+
+If the source can (`Source.block_reader`), a sample is read block by block: each block fits the
+processor's cache, in which its checksum is computed, its values are checked and normalised
+into the batch, before the next one is read. Whole fields would have to move through main
+memory once for each of these steps.
 """
 
 import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise, starmap
 from queue import SimpleQueue
-from typing import Any, Self, TypeVar, final
+from typing import Any, NamedTuple, Self, TypeVar, final
 from weakref import finalize
 
 import numpy as np
@@ -22,8 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.data.blocks import SampleBlocks
+from credit_dp.data.channels import Channel
 from credit_dp.data.dates import HasTimes, Times, split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.sampling import (
     ONE_STEP,
     RolloutLengths,
@@ -33,7 +40,7 @@ from credit_dp.data.sampling import (
 )
 from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
-from credit_dp.data.sources.base import Fields
+from credit_dp.data.sources.base import BlockConsumer, Fields
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import counted
@@ -418,13 +425,11 @@ class BatchReader:
         self._frames = selection.frames(frames)
         north, south, _ = rows.indices(store.grid[0])
         self._band_shape = (south - north, store.grid[1])
-        # Read all times of a sample at once if a chunk may hold several of them, or if nothing but
-        # states is read, so that no other field could lie in a chunk with one of the states.
-        first = store.channels.prognostic[0]
-        states_only = not store.channels.diagnostic and not store.has_stored_forcing
-        self._times_together = store.source.chunk_shape(first)[0] > 1 or states_only
-        blocks = SampleBlocks(store, rows, normaliser.outputs, normaliser.forcing)
-        self._blocks = blocks if blocks.available else None
+        names = store.channels.forcing
+        self._stored = [i for i, name in enumerate(names) if name not in COMPUTED_FORCINGS]
+        # Whether a chunk may hold several times of a sample.
+        self._times_share_chunks = store.source.chunk_shape(store.channels.prognostic[0])[0] > 1
+        self._block_reader = cache(lambda channels: store.block_reader(channels, rows))
 
     def allocate(self, times: Times, length: int = 1) -> Batch:
         """Return an uninitialised batch for samples of `length` steps, without static fields."""
@@ -452,25 +457,100 @@ class BatchReader:
         Raises:
             UserError: a field cannot be read, or a value is missing or out of range.
         """
-        if self._read_blocks(batch, index, length):
-            return
-        # Also if a block was refused: the error is raised here.
-        states, forcings, outputs = self._read(batch.times[index], length)
-        if states is not None:
-            self._normaliser.normalise_outputs(states, batch.state[index].view(states.shape))
-        if forcings is not None:
-            self._normaliser.normalise_forcing(forcings, batch.forcing[index].view(forcings.shape))
-        if outputs is not None:
-            self._normaliser.normalise_outputs(outputs, batch.target[index].view(outputs.shape))
+        frames, names = self._frames, self._store.channels.forcing
+        offsets = frame_offsets(max(1, frames), self._store.config.step_hours, later=length)
+        times = batch.times[index] + offsets[-length - frames :]
+        states = batch.state[index].tensor_split(frames) if frames else ()
+        fields = [*states, *batch.target[index].tensor_split(length)]
+        forcing = batch.forcing[index]
+        forcings: dict[int, Tensor] = {}
+        if self._store.stored_forcing and self._selection.inputs:
+            # The forcing of a step is that of the time before it.
+            forcings = dict(enumerate(forcing.tensor_split(length), start=frames - 1))
+        reads = self._reads(fields, forcings)
+        # If a block is refused, whole fields are read, too: that raises the error.
+        if not self._read_blocks(reads, times):
+            for read in reads:
+                values = self._store.read_channels(read.channels, times[read.times], self._rows)
+                for of_time, write in zip(values, read.writers, strict=True):
+                    write(slice(0, len(read.channels)), slice(None), of_time[:, None])
+        for i, name in enumerate(names if self._selection.inputs else ()):
+            if name in COMPUTED_FORCINGS:
+                steps = times[frames - 1 : -1]
+                computed = self._store.computed_forcing(name, steps, self._rows)
+                out = forcing[i :: len(names), None]
+                self._normaliser.forcing.normalise(computed[:, None], out, i)
 
-    def _read_blocks(self, batch: Batch, index: int, length: int) -> bool:
-        """Read a sample block by block, if the store can be read like this, without an error."""
-        if self._blocks is None:
-            return False
-        offsets = frame_offsets(max(1, self._frames), self._store.config.step_hours, later=length)
-        times = batch.times[index] + offsets[-length - self._frames :]
-        sample = batch.state[index], batch.forcing[index], batch.target[index]
-        return self._blocks.read(times, self._frames, *sample)
+    def _read_blocks(self, reads: Sequence["_Read"], times: Times) -> bool:
+        """Read block by block, if the store can be read like this, without an error."""
+        readers = [self._block_reader(read.channels) for read in reads]
+        for read, reader in zip(reads, readers, strict=True):
+            if reader is None or None in readers:
+                return False
+            indices = self._store.time_indices(times[read.times]).tolist()
+            if not all(map(reader, indices, read.writers)):
+                return False
+        return True
+
+    def _reads(self, fields: Sequence[Tensor], forcings: Mapping[int, Tensor]) -> list["_Read"]:
+        """Return what to read for a sample.
+
+        Every read decodes its chunks again. Channels that share chunks are therefore read together,
+        and so are times if a chunk holds several of them.
+
+        Args:
+            fields: the tensors of the states and the targets, without channels if not needed.
+            forcings: those of the forcings, by the number of their time.
+        """
+        outputs = self._store.channels.output_channels
+
+        def read(times: range, num_outputs: int, forced: bool) -> _Read:
+            channels = (*outputs[:num_outputs], *(self._store.stored_forcing if forced else ()))
+            writers = [
+                partial(self._write, fields[t], forcings.get(t, fields[t][:0]), num_outputs)
+                for t in times
+            ]
+            return _Read(slice(times.start, times.stop), channels, writers)
+
+        if self._times_share_chunks and self._frames and self._selection.target:
+            reads = [read(range(len(fields)), len(outputs), False)]
+            if forcings:
+                reads.append(read(range(self._frames - 1, len(fields) - 1), 0, True))
+            return reads
+        # Adjacent times of which the same channels are needed are one read.
+        needed = [(len(tensor), time in forcings) for time, tensor in enumerate(fields)]
+        edges = [time for time in range(1, len(needed)) if needed[time] != needed[time - 1]]
+        spans = starmap(range, pairwise([0, *edges, len(needed)]))
+        return [read(span, *needed[span.start]) for span in spans if any(needed[span.start])]
+
+    def _write(
+        self,
+        fields: Tensor,
+        forcing: Tensor,
+        num_outputs: int,
+        channels: slice,
+        rows: slice,
+        values: Fields,
+    ) -> None:
+        """Normalise values of a time, which it overwrites, into the tensors of a sample.
+
+        Args:
+            fields: `(C, h, W)`, of the first output channels.
+            forcing: `(F, h, W)`.
+            num_outputs: how many channels that are read are outputs; stored forcings follow them.
+            channels, rows: positions of the values among the channels that are read, and in the
+                band.
+            values: `(c, n, r, W)`, in n groups of r rows.
+        """
+        first = channels.start
+        stop = min(channels.stop, num_outputs, len(fields))
+        if first < stop:
+            outputs = values[: stop - first]
+            self._normaliser.outputs.normalise_block(outputs, first, fields[first:stop, rows])
+        for position in range(max(first, num_outputs), channels.stop):
+            i = self._stored[position - num_outputs]
+            value = values[position - first : position - first + 1]
+            self._normaliser.forcing.normalise_block(value, i, forcing[i : i + 1, rows])
 
     def read_static(self) -> Tensor:
         """Read the static fields, `(1, S, h, W)`; without channels if no inputs are selected.
@@ -483,62 +563,19 @@ class BatchReader:
             return torch.empty(1, 0, *self._band_shape, dtype=self._dtype)
         return self._normaliser.normalise_static(self._store.read_static(self._rows))[None]
 
-    def _read(
-        self, time: np.datetime64, length: int
-    ) -> tuple[Fields | None, Fields | None, Fields | None]:
-        """Read the fields of one sample; None for parts that are not selected.
 
-        Every read decodes its chunks again. Channels that share chunks are therefore read together,
-        and so are times if a chunk holds several of them.
+class _Read(NamedTuple):
+    """Fields of a sample that are read at once.
 
-        Returns:
-            States `(frames, C, h, W)`, forcings `(length, F, h, W)` and outputs
-            `(length, outputs, h, W)`.
-        """
-        frames = max(1, self._frames)
-        times = time + frame_offsets(frames, self._store.config.step_hours, later=length)
-        state_times = times[:frames]
-        target_times = times[frames:]
-        forcing_times = times[frames - 1 : -1]
-        if not self._frames:
-            return None, None, self._read_targets(target_times)
-        # States and targets in one read: in two, a chunk that holds both would be decoded twice.
-        if self._times_together and self._selection.target:
-            fields = self._store.read_outputs(times, self._rows)
-            forcings = (
-                self._store.read_forcing(forcing_times, self._rows) if self._needs_forcing else None
-            )
-            states = fields[:frames, : self._store.channels.num_states]
-            return states, forcings, fields[frames:]
-        if not self._needs_forcing:
-            states = self._store.read_states(state_times, self._rows)
-            return states, None, self._read_targets(target_times)
-        # The newest state and its forcing are of one time and may share chunks. Older states have
-        # no forcing.
-        states, forcings = self._store.read_inputs(state_times[-1:], self._rows)
-        if frames > 1:
-            older = self._store.read_states(state_times[:-1], self._rows)
-            states = np.concatenate([older, states])
-        if length == 1:
-            return states, forcings, self._read_targets(target_times)
-        return states, *self._read_rollout(forcings, target_times)
+    Attributes:
+        times: of the sample.
+        channels: to read at each of them.
+        writers: for each time, the function that gets the values.
+    """
 
-    def _read_rollout(self, first: Fields, times: Times) -> tuple[Fields, Fields | None]:
-        """Return the forcings of all steps, given the first, and the outputs at `times`."""
-        if not self._selection.target:
-            return np.concatenate([first, self._store.read_forcing(times[:-1], self._rows)]), None
-        outputs, forcings = self._store.read_outputs_and_forcing(times[:-1], self._rows)
-        last = self._store.read_outputs(times[-1:], self._rows)
-        return np.concatenate([first, forcings]), np.concatenate([outputs, last])
-
-    @property
-    def _needs_forcing(self) -> bool:
-        return self._selection.inputs and bool(self._store.channels.forcing)
-
-    def _read_targets(self, times: Times) -> Fields | None:
-        if not self._selection.target:
-            return None
-        return self._store.read_outputs(times, self._rows)
+    times: slice
+    channels: tuple[Channel, ...]
+    writers: Sequence[BlockConsumer]
 
 
 @final

@@ -172,7 +172,7 @@ class ChannelScaler:
             return
         shift, scale = (column[channels] for column in self._columns)
         # The output is written once, from values that are in the cache.
-        shifted = torch.from_numpy(fields).sub_(shift)
+        shifted = _tensor(fields).sub_(shift)
         torch.div(shifted, scale, out=out.view(fields.shape))
         self._fill(out, channels)
 

@@ -7,6 +7,7 @@ missing (`ValidMasks`, `mask_and_find_missing`) and within its range (`credit_dp
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import final
 
@@ -34,6 +35,7 @@ from credit_dp.errors import UserError
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 MaskTimes = tuple[np.datetime64, np.datetime64 | None]  # of a field and of its mask
 ReadFirstFields = Callable[[Sequence[Channel], slice], Fields]
+ReadBlocks = Callable[[int, BlockConsumer], bool]
 
 
 BLOCK_BYTES = 8 * 2**20  # fields read at once in a pass; more would not fit the processor's cache
@@ -51,6 +53,7 @@ class Store:
     Attributes:
         config: of the data; its dates are complete after `resolve_dates`.
         channels: the selected ones.
+        stored_forcing: the forcing channels that are read; the others are computed.
         times: `(T,)` datetime64[ns], on the config's step, rising, possibly with gaps.
         num_skipped: times left out because a sum over the step before them lacks a time.
         latitude: `(H,)` degrees, falling.
@@ -81,9 +84,11 @@ class Store:
         self.latitude = source.latitude
         self.longitude = source.longitude
         self.grid = source.grid
-        self._forcing = [Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS]
+        self.stored_forcing = [
+            Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS
+        ]
         self._static = [Channel(name) for name in config.static if name not in COMPUTED_STATICS]
-        timed = [*self.channels.output_channels, *self._forcing]
+        timed = [*self.channels.output_channels, *self.stored_forcing]
         variables = dict.fromkeys(channel.variable for channel in [*timed, *self._static])
         self._step_reader = StepReader(source, config, variables)
         check_limit_keys(config, [*timed, *self._static])
@@ -115,7 +120,9 @@ class Store:
     @property
     def channels_without_range(self) -> list[Channel]:
         """The channels that change in time and whose range of values has to be sampled."""
-        return self.limits.channels_without_range([*self.channels.output_channels, *self._forcing])
+        return self.limits.channels_without_range(
+            [*self.channels.output_channels, *self.stored_forcing]
+        )
 
     def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
         """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks."""
@@ -143,11 +150,6 @@ class Store:
         """Chunks, or inner chunks of shards, read since opening."""
         return self.source.chunk_reads
 
-    @property
-    def has_stored_forcing(self) -> bool:
-        """Whether any forcing is read from the store instead of computed."""
-        return bool(self._forcing)
-
     def read_states(self, times: Times, rows: slice) -> Fields:
         """Read the prognostic channels at several times, `(T, C, rows, W)`.
 
@@ -165,7 +167,7 @@ class Store:
     def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
         """Read any channels that change in time, `(T, C, rows, W)`.
 
-        A chunk that holds several of the times is read once.
+        A chunk that holds several of the channels or times is read once.
         """
         return self._read(channels, self.time_indices(times), rows)
 
@@ -176,20 +178,6 @@ class Store:
         """
         return self._step_reader.chunk_numbers(channel, self.time_indices(times))
 
-    def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
-        """Read prognostic and forcing channels, `(T, C, rows, W)` and `(T, F, rows, W)`.
-
-        A chunk that holds several of them is read once.
-        """
-        return self._with_forcing(self.channels.prognostic, times, rows)
-
-    def read_outputs_and_forcing(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
-        """Read output and forcing channels, `(T, outputs, rows, W)` and `(T, F, rows, W)`.
-
-        A chunk that holds several of them is read once.
-        """
-        return self._with_forcing(self.channels.output_channels, times, rows)
-
     def read_forcing_at(self, time: np.datetime64, rows: slice) -> Fields:
         """Read or compute the forcing channels at one time, `(F, rows, W)`."""
         fields: Fields = self.read_forcing(np.array([time]), rows)[0]
@@ -198,10 +186,15 @@ class Store:
     def read_forcing(self, times: Times, rows: slice) -> Fields:
         """Read or compute the forcing channels at several times, `(T, F, rows, W)`."""
         band = self._bounded_rows(rows)
-        stored = np.empty((len(times), 0, band.stop - band.start, self.grid[1]), dtype=np.float32)
-        if self._forcing:
-            stored = self._read(self._forcing, self.time_indices(times), rows)
-        return self._with_computed(stored, times, rows)
+        names = self.channels.forcing
+        shape = (len(times), len(names), band.stop - band.start, self.grid[1])
+        fields = np.empty(shape, dtype=np.float32)
+        is_stored = np.array([name not in COMPUTED_FORCINGS for name in names], dtype=bool)
+        if self.stored_forcing:
+            fields[:, is_stored] = self._read(self.stored_forcing, self.time_indices(times), band)
+        for index in np.flatnonzero(~is_stored):
+            fields[:, index] = self.computed_forcing(names[index], times, band)
+        return fields
 
     def read_static(self, rows: slice) -> Fields:
         """Read or compute the static channels, `(S, rows, W)`."""
@@ -217,11 +210,16 @@ class Store:
                 fields[out_index] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
         return fields
 
-    def block_reader(self, channels: Sequence[Channel], rows: slice) -> "CheckedBlockReader | None":
-        """Return a reader of blocks for channels that change in time.
+    def block_reader(self, channels: Sequence[Channel], rows: slice) -> "ReadBlocks | None":
+        """Return a function that reads channels that change in time block by block.
+
+        Several threads may call it at once. It gets the index of a time, and a function that it
+        calls with every block of converted values, and returns False if a file can't be read, or if
+        a value is missing or out of range. What was passed on must not be used then; the other
+        methods raise the error.
 
         Returns:
-            None if a channel is summed over the step, or the source has no such reader.
+            None if a channel is summed over the step, or the source has no reader of blocks.
         """
         if any(channel.variable in self._step_reader.summed for channel in channels):
             return None
@@ -229,14 +227,44 @@ class Store:
         reader = self.source.block_reader(channels, band)
         if reader is None:
             return None
-        return CheckedBlockReader(
-            reader,
-            channels,
-            self._step_reader,
-            self.limits.bounds(channels),
-            [position for position, c in enumerate(channels) if self._has_fill(c)],
-            lambda: self._masks.of(band),
-        )
+        return partial(self._read_blocks, reader, channels, self.limits.bounds(channels), band)
+
+    def _read_blocks(
+        self,
+        reader: BlockReader,
+        channels: Sequence[Channel],
+        bounds: NDArray[np.float64],
+        band: slice,
+        index: int,
+        consume: BlockConsumer,
+    ) -> bool:
+        """Pass on all values of a time; see `block_reader`."""
+        lowest = np.full(len(channels), np.inf, np.float32)
+        highest = -lowest
+        masks = self._masks.of(band)
+        filled = [position for position, channel in enumerate(channels) if channel in masks]
+
+        def check(span: slice, rows: slice, values: Fields) -> None:
+            self._step_reader.convert(channels[span], values[None])
+            ends = extremes_of_block(values)
+            for position in filled:
+                if span.start <= position < span.stop:
+                    number = position - span.start
+                    valid = masks[channels[position]][rows].reshape(values.shape[1:])
+                    np.copyto(values[number], np.nan, where=~valid)
+                    inside = values[number][valid]
+                    ends[0][number] = inside.min(initial=np.inf)
+                    ends[1][number] = inside.max(initial=-np.inf)
+            np.minimum(lowest[span], ends[0], out=lowest[span])
+            np.maximum(highest[span], ends[1], out=highest[span])
+            consume(span, rows, values)
+
+        # The values of a damaged chunk are passed on before its checksum is known.
+        with np.errstate(all="ignore"):
+            if not reader.read(self._step_reader.source_index(index), check):
+                return False
+        # NaN, for a missing value, is neither above nor below anything.
+        return bool((lowest >= bounds[0]).all() and (highest <= bounds[1]).all())
 
     def computed_forcing(self, name: str, times: Times, rows: slice) -> Fields:
         """Compute a forcing that is not read, `(T, rows, W)`."""
@@ -303,14 +331,6 @@ class Store:
             if any(changes):
                 described.append([name, *changes])
         return described
-
-    def _with_forcing(
-        self, channels: Sequence[Channel], times: Times, rows: slice
-    ) -> tuple[Fields, Fields]:
-        """Read any channels that change in time, and the forcing channels."""
-        fields = self._read([*channels, *self._forcing], self.time_indices(times), rows)
-        stored = fields[:, len(channels) :]
-        return fields[:, : len(channels)], self._with_computed(stored, times, rows)
 
     def _read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
         """Read channels that change in time and check their values: `(T, C, rows, W)`."""
@@ -389,20 +409,6 @@ class Store:
         role = next(role for role in ROLES if channel.variable in getattr(self.config, role))
         return missing_value_error(self.source.where, channel, role, field, times)
 
-    def _with_computed(self, stored: Fields, times: Times, rows: slice) -> Fields:
-        """Add the computed forcings to the stored ones; all in order, `(T, C, rows, W)`."""
-        names = self.channels.forcing
-        if len(self._forcing) == len(names):
-            return stored
-        fields = np.empty((len(stored), len(names), *stored.shape[2:]), dtype=np.float32)
-        stored_index = {channel.variable: index for index, channel in enumerate(self._forcing)}
-        for out_index, name in enumerate(names):
-            if name in stored_index:
-                fields[:, out_index] = stored[:, stored_index[name]]
-            else:
-                fields[:, out_index] = self.computed_forcing(name, times, rows)
-        return fields
-
     def _has_fill(self, channel: Channel) -> bool:
         return self.config.variable_config(channel.variable).fill is not None
 
@@ -462,73 +468,6 @@ class ValidMasks:
                 fields = self._first_fields(self.channels, band)
                 self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
             return self._known[key]
-
-
-@final
-class CheckedBlockReader:
-    """Reads channels time by time in blocks, with the conversions and checks of `Store`.
-
-    Threads may share an instance.
-    """
-
-    def __init__(
-        self,
-        reader: BlockReader,
-        channels: Sequence[Channel],
-        step_reader: StepReader,
-        bounds: NDArray[np.float64],
-        filled: Sequence[int],
-        masks: Callable[[], Mapping[Channel, ValidMask]],
-    ) -> None:
-        """Prepare without reading.
-
-        Args:
-            reader: of the source.
-            channels: that it reads.
-            step_reader: converts units.
-            bounds: smallest and largest plausible value of each channel, `(2, C)`.
-            filled: positions of the channels whose variables have a fill.
-            masks: returns the masks of these, on the rows that are read.
-        """
-        self._reader = reader
-        self._channels = channels
-        self._step_reader = step_reader
-        self._low, self._high = bounds
-        self._filled = filled
-        self._masks = masks
-
-    def read(self, index: int, consume: BlockConsumer) -> bool:
-        """Pass on all values of a time, block by block.
-
-        Returns:
-            False if a file can't be read, or if a value is missing or out of range. What was
-            passed on must not be used then; the methods of `Store` raise the error.
-        """
-        lowest = np.full(len(self._channels), np.inf, np.float32)
-        highest = -lowest
-        masks = self._masks() if self._filled else {}
-
-        def check(channels: slice, rows: slice, values: Fields) -> None:
-            self._step_reader.convert(self._channels[channels], values[None])
-            ends = extremes_of_block(values)
-            for position in self._filled:
-                if channels.start <= position < channels.stop:
-                    number = position - channels.start
-                    valid = masks[self._channels[position]][rows].reshape(values.shape[1:])
-                    np.copyto(values[number], np.nan, where=~valid)
-                    inside = values[number][valid]
-                    ends[0][number] = inside.min(initial=np.inf)
-                    ends[1][number] = inside.max(initial=-np.inf)
-            np.minimum(lowest[channels], ends[0], out=lowest[channels])
-            np.maximum(highest[channels], ends[1], out=highest[channels])
-            consume(channels, rows, values)
-
-        # The values of a damaged chunk are passed on before its checksum is known.
-        with np.errstate(all="ignore"):
-            if not self._reader.read(self._step_reader.source_index(index), check):
-                return False
-        # NaN, for a missing value, is neither above nor below anything.
-        return bool((lowest >= self._low).all() and (highest <= self._high).all())
 
 
 def all_finite(fields: Fields) -> bool:

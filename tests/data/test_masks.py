@@ -74,7 +74,8 @@ def test_masks_are_where_there_are_values(tmp_path, rows, rising):
     assert np.array_equal(~np.isnan(fields), np.broadcast_to(masks, fields.shape))
     sst = data["sea_surface_temperature"].values[4:6, rows]
     assert np.array_equal(fields[:, 3], sst, equal_nan=True)
-    states, forcing = store.read_inputs(store.times[4:6], rows)
+    states = store.read_states(store.times[4:6], rows)
+    forcing = store.read_forcing(store.times[4:6], rows)
     assert np.array_equal(states, fields[:, :4], equal_nan=True)
     assert np.array_equal(forcing[:, 1], data["sea_ice_cover"].values[4:6, rows], equal_nan=True)
     assert np.array_equal(forcing[:, 2], data["solar"].values[4:6, rows])

@@ -85,7 +85,9 @@ def test_accumulated_variables_are_added_up_over_the_step(tmp_path, chunk):
     times = store.times[[4, 1, 2]]
     rows = slice(1, 3)
     found = store.read_outputs(times, rows)
-    states, forcings = store.read_inputs(times, rows)
+    channels = store.channels.prognostic
+    fields = store.read_channels([*channels, *store.stored_forcing], times, rows)
+    states, forcings = fields[:, : len(channels)], fields[:, len(channels) :]
     for place, time in enumerate(times):
         temperature = data["2m_temperature"].sel(time=time).values[rows]
         assert np.array_equal(found[place, 0], temperature)

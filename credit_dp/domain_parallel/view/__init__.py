@@ -6,6 +6,7 @@ model is sharded as it is.
 - `tensor` has the tensor, its layouts, and the two ways in which a function can always be called
   exactly: on bands that are cut alike, and whole, on gathered rows.
 - `memory` lets all tensors that share memory on one process see what is written to one of them.
+- `filling` lets tensors that a model makes and fills become bands.
 - `rules` has the table of functions that need less than that, and what happens to all others.
 - Rules of functions of each entry are in `pointwise`; of shapes, slices and concatenations in
   `shapes`, `indexing`, `joins` and `windows`; of sums, products and transforms in `reductions`,

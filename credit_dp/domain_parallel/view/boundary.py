@@ -72,6 +72,7 @@ class ShowInputs:
         _running_forwards.set((*_running_forwards.get(), (module, ending)))
         ending.enter_context(run_in(self.view))
         self.view.inputs = []
+        self.view.created.clear()
         shown, error = None, None
         try:
             if self.of_stage:
@@ -283,4 +284,5 @@ class LeaveModel:
         ending = forwards[-1][1]
         if ending is not None:
             self.view.inputs = []
+            self.view.created.clear()
             ending.close()

@@ -17,6 +17,7 @@ from credit_dp.domain_parallel.view.rules import (
     Kwargs,
     NoRuleError,
     bind,
+    layout_before,
     layout_of,
     python_of,
     require,
@@ -336,6 +337,14 @@ def _layout_to_write(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Layo
         if partition is not None:
             return Layout(d, 1, partition), view
     raise NoRuleError
+
+
+@layout_before(*(f"{name}_" for name in WRITES_AT))
+def _layout_before_write(x: Any, args: Args, kwargs: Kwargs) -> Layout | None:
+    """Return how a tensor is cut that is written to at indices of a dimension."""
+    arguments = dict(zip(("input", "dim", "index", "source"), args, strict=False)) | kwargs
+    source = next((arguments[key] for key in ("source", *SOURCES) if key in arguments), None)
+    return _layout_to_write(x, arguments["dim"] % x.ndim, arguments["index"], source)[0]
 
 
 # ---------------------------------------------------------------- orders of channels and dimensions

@@ -138,7 +138,8 @@ class KnownValues:
         changed = {x.untyped_storage()._cdata for x in tensors_in(operands)}
         self._changed |= changed
         for key, (x, _) in list(self._by_tensor.items()):
-            if x.untyped_storage()._cdata in changed:
+            # One that became a field is another tensor now.
+            if not isinstance(x, FakeTensor) or x.untyped_storage()._cdata in changed:
                 del self._by_tensor[key]
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.filling import layout_with_rows_of
 from credit_dp.domain_parallel.view.rules import (
     LARGEST_IMBALANCE,
     Args,
@@ -19,6 +20,7 @@ from credit_dp.domain_parallel.view.rules import (
     Kwargs,
     NoRuleError,
     bind,
+    layout_before,
     layout_of,
     of_first_rank,
     require_whole,
@@ -331,6 +333,22 @@ def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> tuple[int, int]:
             probe_items.append(None if item is None else slice(None))
     shape = list(torch.empty(1).expand(sizes)[tuple(probe_items)].shape)
     return shape.index(mark), len(shape)
+
+
+@layout_before("__setitem__")
+def _layout_before_assignment(x: Any, args: Args, kwargs: Kwargs) -> Layout | None:
+    """Return where the rows of a band would lie in a tensor to a slice of which it is assigned."""
+    _, index, value = args
+    rows, items = layout_of(value), _index_of_each_dim(index, x.ndim)
+    for dim in range(x.ndim):
+        position = _position_of_dim(items, dim)
+        if not isinstance(items[position], slice):
+            continue
+        sliced = [*items[:position], slice(None), *items[position + 1 :]]
+        result_dim, ndim = _indexed_dim(tuple(map(local_of, sliced)), dim, x.ndim)
+        if result_dim - ndim == rows.dim - value.ndim:
+            return layout_with_rows_of(value, x, dim)
+    return None
 
 
 @rule_for("__setitem__")

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
+    Layout,
     Link,
     SharedMemory,
     cut,
@@ -141,7 +142,7 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
             continue
         if func not in VIEWS and not shares_storage(x, source):
             continue
-        step = _step(func, args, kwargs, None if is_one else i)
+        step = view_step(func, args, kwargs, None if is_one else i)
         if step.detaches:
             _link(x, source, step)
         elif func in MAYBE_VIEWS and not (
@@ -183,7 +184,7 @@ def _is_basic(item: Any) -> bool:
     return item is None or item is Ellipsis or isinstance(item, (int, slice, np.integer))
 
 
-def _step(
+def view_step(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int | None
 ) -> ViewStep:
     """Return a function and its arguments as they are now."""
@@ -427,7 +428,43 @@ def _compute(x: GlobalTensor, memory: SharedMemory) -> None:
     with torch.enable_grad():
         for step in x.path:
             view = step.apply(view)
+        if "rows" not in x.__dict__:  # the memory was cut
+            x.rows = view.rows
         x.local = whole(view) if x.rows is None else with_layout(view, x.rows, x.view_)
+
+
+def lay_out_memory(x: GlobalTensor, layout: Layout) -> None:
+    """Cut a whole tensor, and what shares its memory; nothing changes where that is not known.
+
+    Args:
+        x: a tensor that every rank holds.
+        layout: that which it should have; views have what follows from that of their base.
+    """
+    x.local  # noqa: B018  (computed anew if others have been written)
+    memory = x.memory
+    if memory is None:
+        with torch.enable_grad():
+            x.local = cut(x.local, layout, x.view_).clone()
+        x.rows = layout
+        return
+    if memory.has_hooks or memory.is_part:
+        return
+    _write_back(memory)
+    base = memory.base
+    if x.path:
+        candidates = [d for d in range(base.ndim) if base.shape[d] == layout.size]
+        from_end = layout.dim - x.ndim
+        if not candidates:
+            return
+        layout = layout.at(min(candidates, key=lambda d: abs(d - base.ndim - from_end)))
+    if base.rows is not None:
+        return
+    with torch.enable_grad():
+        base.local = cut(base.local, layout, base.view_).clone()
+    base.rows = layout
+    for other in memory.alive():
+        _outdate(other)
+        other.__dict__.pop("rows", None)
 
 
 def _write_back(memory: SharedMemory) -> None:

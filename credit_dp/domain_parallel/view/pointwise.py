@@ -18,6 +18,7 @@ from credit_dp.domain_parallel.view.rules import (
     NoRuleError,
     bind,
     is_in_place,
+    layout_before,
     layout_of,
     require_whole,
     rule_for,
@@ -31,6 +32,7 @@ from credit_dp.domain_parallel.view.tensor import (
     local_of,
     map_values,
     same_random_numbers,
+    whole,
     with_layout,
     wrap,
 )
@@ -96,14 +98,15 @@ def _preference(layout: Layout, dim: int) -> tuple[bool, bool, int]:
 def align(x: Any, layout: Layout, view: GlobalView) -> Any:
     """Return the local part of a tensor that broadcasts against others with `layout`.
 
+    One that is broadcast along rows is small: if it has bands elsewhere, they are gathered.
+
     Raises:
-        NoRuleError: its rows are in a dimension that the others don't share.
+        NoRuleError: it has another number of rows.
     """
     if not isinstance(x, Tensor):
         return x
     if x.ndim < -layout.dim or x.shape[layout.dim] == 1:
-        require_whole(x)
-        return local_of(x)
+        return whole(x)
     if x.shape[layout.dim] != layout.size:
         raise NoRuleError
     return with_layout(x, layout.at(x.ndim + layout.dim), view)
@@ -156,6 +159,14 @@ def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
 for _name in POINTWISE:
     for _function in functions_named(_name, f"{_name}_"):
         RULES[_function] = pointwise
+
+
+@layout_before(*POINTWISE, *(f"{name}_" for name in POINTWISE))
+def _layout_before_write(x: Any, args: Args, kwargs: Kwargs) -> Layout | None:
+    """Return where the rows of a band lie in a tensor to whose entries its entries are written."""
+    band = max(bands_of((args[1:], kwargs)), key=GlobalTensor.numel)
+    layout = _from_end(band)
+    return layout.at(x.ndim + layout.dim) if x.shape[layout.dim] == layout.size else None
 
 
 @rule_for("to", "type", "type_as")

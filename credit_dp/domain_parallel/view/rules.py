@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.filling import lay_out
 from credit_dp.domain_parallel.view.memory import (
     arguments_of_write,
     is_assigned_to_itself,
@@ -66,6 +67,21 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
         for function in functions_named(*names):
             RULES[function] = rule
         return rule
+
+    return register
+
+
+# How a whole tensor that the model has made is to be cut before a function writes to it.
+FindLayout = Callable[[Tensor, Args, Kwargs], Layout | None]
+LAYOUTS_BEFORE_WRITE: dict[Any, FindLayout] = {}
+
+
+def layout_before(*names: str) -> Callable[[FindLayout], FindLayout]:
+    """Register how a whole tensor is to be cut before torch's functions of these names write."""
+
+    def register(find: FindLayout) -> FindLayout:
+        LAYOUTS_BEFORE_WRITE.update(dict.fromkeys(functions_named(*names), find))
+        return find
 
     return register
 
@@ -252,6 +268,8 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
         note_views(func, results, args, kwargs)
         return results
     args, kwargs = arguments_of_write(args, kwargs)
+    if func in LAYOUTS_BEFORE_WRITE:
+        lay_out(args, kwargs, partial(_layout_before, func, args, kwargs))
     with writing(args[0]):
         return _compute(func, args, kwargs)
 
@@ -349,6 +367,14 @@ def _apply_rule(rule: Rule | None, func: Function, args: Args, kwargs: Kwargs) -
         if _transport_calls(source) != calls:
             raise
         return NO_RULE
+
+
+def _layout_before(func: Function, args: Args, kwargs: Kwargs) -> Layout | None:
+    """Return how the first argument is to be cut before a write; None if that does not fit."""
+    try:
+        return LAYOUTS_BEFORE_WRITE[func](args[0], args, kwargs)
+    except (NoRuleError, *UNFORESEEN):
+        return None
 
 
 def _transport_calls(x: GlobalTensor | None) -> int:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.planning.trace import run_uncompiled
 from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.filling import CREATORS, note_created
 from credit_dp.domain_parallel.view.rules import RANDOM, RULES, is_custom_operator, read_values
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
@@ -70,7 +71,10 @@ class RunningMode(TorchFunctionMode):
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
             check_no_transform()
-            return GlobalTensor.call_function(func, args, kwargs)
+            result = GlobalTensor.call_function(func, args, kwargs)
+            if func in CREATORS:
+                note_created(func, args, kwargs, result, self.view)
+            return result
         if func in DRAWING and not global_tensors((args, kwargs)):
             device = _device_of_call(args, kwargs)
             with same_random_numbers(self.view, device, kwargs.get("generator")):
@@ -89,7 +93,10 @@ class RunningMode(TorchFunctionMode):
             return func(args[0], whole(args[1]))
         if func is Tensor.register_hook and RunningMode.register_hook is not None:
             return RunningMode.register_hook(self.view, *args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in CREATORS or len(self.view.created):
+            note_created(func, args, kwargs, result, self.view)
+        return result
 
 
 def _device_of_call(args: Any, kwargs: Any) -> torch.device:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.known_rows import KnownRows
@@ -87,6 +88,8 @@ class GlobalView:
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
+        created: plain tensors that the running model has made, see `filling`: each with the one
+            that it is a view of, if any, and the functions that lead there.
         lost_orders: how often the order of dimensions in memory was lost as rows moved.
     """
 
@@ -101,10 +104,11 @@ class GlobalView:
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
         self.lost_orders = 0
+        self.created = WeakIdKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references can't be copied.
-        return {**self.__dict__, "outputs": None, "inputs": []}
+        return {**self.__dict__, "outputs": None, "inputs": [], "created": WeakIdKeyDictionary()}
 
     @property
     def ranks(self) -> int:
@@ -147,6 +151,7 @@ class SharedMemory:
         is_written: whether one of them was written so that the graph of others does not show it.
         has_hooks: whether one that is a view, or may be one, has hooks of its gradient.
         is_part: whether it may be a part of another memory.
+        is_created: whether the model has made it, and it may be cut before a write.
         links: to memories that may be this one.
         parent: the one that it may be part of; kept, as other tensors may be parts of it.
         strides: of the tensor at the beginning of `history`.
@@ -161,6 +166,7 @@ class SharedMemory:
         self.is_written = False
         self.has_hooks = False
         self.is_part = False
+        self.is_created = x.is_created
         self.links: list[Link] = []
         self.parent: SharedMemory | None = None
         local = x.local
@@ -273,6 +279,7 @@ class GlobalTensor(torch.Tensor):
             if there are no others.
         path: the functions that return this tensor, from the base of its memory: see `memory`.
         is_tracked: whether what shares memory with it is noted.
+        is_created: whether the model has made it, to fill it: see `filling`.
         set_aside: its part, while it is not known whether it was changed with another tensor.
         read_outdated: computes the part of a tensor that was changed with another one.
         has_order: whether dimensions are in memory in the order that they have on one process, as
@@ -293,6 +300,7 @@ class GlobalTensor(torch.Tensor):
     memory: SharedMemory | None
     path: tuple[Any, ...] = ()
     is_tracked: bool = True
+    is_created: bool = False
     set_aside: Tensor | None = None
     read_outdated: ClassVar[Callable[[GlobalTensor], Tensor]]
     has_order: bool = True
@@ -323,9 +331,10 @@ class GlobalTensor(torch.Tensor):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        # The part is missing if it is outdated.
-        if name == "local" and self.memory is not None:
-            return GlobalTensor.read_outdated(self)
+        # The part is missing if it is outdated, and its layout if the memory was cut since.
+        if name in ("local", "rows") and self.memory is not None:
+            GlobalTensor.read_outdated(self)
+            return self.__dict__[name]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     # Read often: not answered through `__torch_function__`, which takes microseconds.

@@ -414,6 +414,184 @@ def test_hooks_of_random_programs_see_the_gradients_of_one_process_or_are_refuse
             raise
 
 
+# ---------------------------------------------------------------- tensors that a model fills
+
+
+def _empty(x, *shape):
+    """Return a tensor of ones that the model makes, plain as no field takes part."""
+    return torch.ones(shape or x.shape, dtype=x.dtype)
+
+
+def slices_of_ones(m, x):
+    y = _empty(x)
+    y[:, 0], y[:, :, :2] = m.scale[0], m.rows[:2]
+    before = y * 2, y[:, 0].clone()
+    y[..., :4] = x[..., :4] * 2
+    y[:, 2:, :, 3:] = x[:, 2:, :, 3:].sin()
+    return y, y * m.scale[:, None, None], *before
+
+
+def rows_with_a_border(m, x):
+    batch, channels, rows, columns = x.shape
+    y = _empty(x, batch, channels, rows + 2, columns + 2)
+    y[:, :, 1:-1, 1:-1] = x
+    y[:, :, 0] = m.scale[None, :, None]
+    return y[:, :, :rows], y.sum((2, 3))
+
+
+def sums_in_place(m, x):
+    y, z = _empty(x), x.new_zeros(x.shape)
+    for i in range(3):
+        y[:, i] += x[:, i + 1] * m.scale[i]
+        y += x * i
+    view = z[:, 1]
+    view += x[:, 0]
+    z[:, 2:] = x[:, 2:]
+    view.mul_(m.scale[0])
+    return y, z, view * 2
+
+
+def steps_in_a_loop(m, x):
+    y = torch.empty(3, *x.shape, dtype=x.dtype)
+    for i in range(3):
+        y[i] = x * m.scale[i]
+    with torch.no_grad():
+        z = _empty(x).to(x.dtype)
+        z[:, :4] = x[:, :4]
+    return y.sum(0), y[1], z * x
+
+
+def views_from_before(m, x):
+    y = _empty(x)
+    views = y[:, :4], y.permute(0, 2, 3, 1), y[:, :, 1:3], y.reshape(2, -1), *y.chunk(2, 1)
+    part = views[2][..., 0]
+    views[0].copy_(x.detach()[:, :4])
+    views[4].add_(x.detach()[:, 4:].exp())
+    views[1][..., 0] *= 2
+    views[2].mul_(3)
+    part += 1
+    views[3].mul_(2)
+    return y * x, *(view * m.scale[0] for view in views), part * m.scale[:, None]
+
+
+def modes_of_a_transform(m, x):
+    spectrum = torch.fft.rfft2(x.permute(0, 2, 3, 1), dim=(1, 2), norm="ortho")
+    spectrum = spectrum.unflatten(-1, (2, -1))
+    weight = m.matrix[:4, :4].expand(2, 4, 4)
+    parts = []
+    for part in (spectrum.real, spectrum.imag):
+        y = torch.zeros(part.shape, dtype=x.dtype)
+        y[:, 1:, :3] = F.relu(torch.einsum("...bi,bio->...bo", part[:, 1:, :3], weight))
+        parts.append(y)
+    changed = torch.view_as_complex(torch.stack(parts, -1)).flatten(-2)
+    kept = torch.zeros(changed.shape, dtype=changed.dtype)
+    kept[:, :2], kept[:, -2:] = changed[:, :2], changed[:, -2:] * m.scale
+    y = torch.fft.irfft2(kept, s=x.shape[-2:], dim=(1, 2), norm="ortho")
+    return y.permute(0, 3, 1, 2)
+
+
+def nodes_of_a_graph(m, x):
+    tokens = x.flatten(2)
+    target = torch.arange(tokens.shape[2]) % 5
+    y = torch.zeros(2, CHANNELS, 5, dtype=x.dtype)
+    y.index_add_(2, target, tokens * m.scale[:, None])
+    return y, y[..., 0, None, None] * x
+
+
+def filled_in_a_checkpoint(m, x):
+    def block(x):
+        y = _empty(x)
+        y[:, :3] = x[:, :3] * m.scale[:3, None, None]
+        return y.sin()
+
+    return checkpoint(block, x, use_reentrant=False) + checkpoint(block, x, use_reentrant=True)
+
+
+FILLS = [
+    slices_of_ones,
+    rows_with_a_border,
+    sums_in_place,
+    steps_in_a_loop,
+    views_from_before,
+    modes_of_a_transform,
+    nodes_of_a_graph,
+    filled_in_a_checkpoint,
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("function", FILLS)
+def test_tensors_that_a_model_fills_become_bands(function, ranks):
+    height = {2: 7, 3: 13, 4: 9}[ranks]
+    check(function, (2, CHANNELS, height, COLUMNS), ranks)
+
+
+def with_another_name(m, x):
+    y, z = _empty(x), _empty(x)
+    detached, array = y.detach(), z.numpy()
+    y[:, 1:], z[:, 1:] = x[:, 1:], x.detach()[:, 1:]
+    return y, detached * x, z * x, torch.from_numpy(array) * x
+
+
+def with_a_hook(m, x):
+    y = _empty(x)
+    y[:, 0] = m.scale[0]
+    y.register_hook(_double)
+    y[:, 1:] = x[:, 1:]
+    return y
+
+
+@pytest.mark.parametrize("function", [with_another_name, with_a_hook])
+def test_tensors_that_something_else_shares_stay_whole(function):
+    check(function, (2, CHANNELS, 13, COLUMNS), 3, {"__setitem__"})
+
+
+def random_filling(seed):
+    """Return a function that fills tensors with fields, through views of them or not."""
+
+    def run(m, x):
+        rng = random.Random(seed)
+        source = x * m.scale[:, None, None]
+        if rng.random() < 0.5:
+            source = source.detach()
+        tensors = [rng.choice([_empty, torch.Tensor.new_zeros])(x, *x.shape) for _ in range(2)]
+        for _ in range(6):
+            if rng.random() < 0.7:
+                tensors.append(_random_view(rng.choice(tensors), rng))
+            y = rng.choice(tensors)
+            part = tuple(_random_slice(size, rng) for size in y.shape)
+            if y.shape == x.shape:
+                writes = [
+                    lambda y=y, part=part: y.__setitem__(part, source[part]),
+                    lambda y=y: y.add_(source),
+                    lambda y=y: y[:, 2].copy_(source[:, 1]),
+                    lambda y=y: y[:, :, 1].mul_(source[:, :, 2]),
+                    lambda y=y, part=part: y[part].add_(source[part]),
+                ]
+                rng.choice(writes)()
+            elif y.ndim and y.numel():
+                _write(y, rng.choice(tensors), m.scale.detach(), rng)
+        fields = [y * 1 for y in tensors if y.ndim == 4 and y.shape[-2] > 4]
+        return [x * 1, *fields, *((y * m.scale[0] * y.detach().cos()).sum() for y in tensors)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, 200))]
+)
+def test_random_fillings_equal_those_of_one_process(seed):
+    shape = (2, CHANNELS, 9 + seed % 5, COLUMNS)
+    function = random_filling(seed)
+    if not _runs_on_one_process(function, shape):
+        return
+    try:
+        check(function, shape, 2 + seed % 3, whole=None)
+    except RankError as error:
+        if "whether both share memory" not in str(error):
+            raise
+
+
 def _hook_of_a_base(x):
     x[:, :, :3].mul_(2)
     first = x[:, :, :2]

@@ -1,0 +1,227 @@
+"""Tensors that a model makes and fills: each becomes a band when a band is first written to it.
+
+`out = torch.zeros(...)` is the same on all ranks, and plain, as no field takes part. Once a band is
+written to it, as in `out[..., :5] = x`, every rank would hold all of it. Instead the tensor is cut
+before the write, along the dimension in which the rows of the band come to lie, and so is what
+shares its memory. A plain tensor turns into one of the view: the object that the model has stays.
+
+That is done where all tensors of that memory are known. Of plain tensors `view.created` has them,
+with the functions that lead to views. A tensor whose memory something else shares, as by `detach`,
+as an array of NumPy or as autograd has saved it, stays whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from credit_dp.domain_parallel.transport import message_device
+from credit_dp.domain_parallel.view.memory import VIEWS, ViewStep, lay_out_memory, view_step
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    Layout,
+    bands_of,
+    functions_named,
+)
+
+# Functions that make a tensor of a shape, whatever the values of others are.
+CREATORS = frozenset(
+    functions_named(
+        "zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like",
+        "new_zeros", "new_ones", "new_empty", "new_full",
+    )
+)  # fmt: skip
+# Functions that return a new tensor with the values of one that was made so.
+COPIES = frozenset(
+    functions_named("to", "type", "type_as", "float", "double", "half", "clone", "cuda", "repeat")
+)
+
+# Functions that return the memory of a tensor as something else.
+READS_MEMORY = frozenset(
+    functions_named("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
+)
+
+
+def layout_with_rows_of(band: GlobalTensor, x: Tensor, dim: int) -> Layout | None:
+    """Return the layout of `x` in which rows of a band lie along `dim`; None if there is none."""
+    rows = band.rows
+    assert rows is not None
+    if x.shape[dim] == rows.size:
+        return rows.at(dim)
+    partition = band.view_.partition(x.shape[dim]) if rows.outer == 1 else None
+    return None if partition is None else Layout(dim, 1, partition)
+
+
+# ---------------------------------------------------------------- plain tensors that models make
+
+
+def note_created(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, view: GlobalView
+) -> None:
+    """Note a plain tensor that a running model has made, and views of such."""
+    created = view.created
+    if func in CREATORS:
+        if type(result) is GlobalTensor:
+            result.is_created = result.rows is None
+        elif _can_be_filled(result):
+            created[result] = (None, ())
+    elif args and isinstance(args[0], Tensor) and args[0] in created:
+        x = args[0]
+        results = [result] if isinstance(result, Tensor) else result
+        if func in COPIES and result is not x and not _is_alias(result, x):
+            created[result] = (None, ())
+        elif func in READS_MEMORY:
+            _forget(_source_of(x, view), view)
+        elif isinstance(results, (list, tuple)):
+            is_one = results is not result
+            for i, y in enumerate(results):
+                if not isinstance(y, Tensor) or y is x or not _is_alias(y, x):
+                    continue
+                if func not in VIEWS or not y._is_view():
+                    _forget(_source_of(x, view), view)
+                    return
+                step = view_step(func, args, kwargs, None if is_one else i)
+                created[y] = (_source_of(x, view), (*created[x][1], step))
+
+
+def _source_of(x: Tensor, view: GlobalView) -> Tensor:
+    """Return the tensor that another one is a view of, which may be itself."""
+    source: Tensor | None = view.created[x][0]
+    return x if source is None else source
+
+
+def _family_of(source: Tensor, view: GlobalView) -> list[tuple[Tensor, tuple[ViewStep, ...]]]:
+    """Return a tensor and the views of it, each with the functions that lead there."""
+    notes: list[tuple[Tensor, Any]] = list(view.created.items())  # type: ignore[no-untyped-call]
+    views = [(y, steps) for y, (base, steps) in notes if base is source]
+    return [(source, ()), *views]
+
+
+def _forget(source: Tensor, view: GlobalView) -> None:
+    """Let a tensor be as any other, which stays whole, and all views of it."""
+    for y, _ in _family_of(source, view):
+        if y in view.created:
+            del view.created[y]
+
+
+def _is_alias(a: Tensor, b: Tensor) -> bool:
+    is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    return is_alias
+
+
+def _can_be_filled(x: Any) -> bool:
+    is_plain = type(x) in (Tensor, FakeTensor)
+    return is_plain and x.ndim > 0 and (x.is_floating_point() or x.is_complex())
+
+
+# ---------------------------------------------------------------- before a write
+
+
+# Returns the layout that the tensor should have; None if a rule does not fit.
+FindLayout = Callable[[], Layout | None]
+
+
+def lay_out(args: tuple[Any, ...], kwargs: dict[str, Any], find: FindLayout) -> None:
+    """Cut a whole tensor that a model has made if a band is about to be written to it.
+
+    All ranks decide alike: by shapes, and together about tensors of which one may know less.
+
+    Args:
+        args: of the function that writes to the first of them.
+        kwargs: its other arguments.
+        find: how the tensor is to be cut.
+    """
+    x = args[0]
+    if not isinstance(x, Tensor) or (type(x) is GlobalTensor and "rows" in vars(x) and x.rows):
+        return
+    bands = bands_of((args[1:], kwargs))
+    if not bands:
+        return
+    view = bands[0].view_
+    if type(x) is not GlobalTensor and x in view.created and find() is not None:
+        _show_all(x, view)
+    if type(x) is not GlobalTensor or x.rows is not None:
+        return
+    is_created = x.is_created if x.memory is None else x.memory.is_created
+    layout = find() if is_created else None
+    if layout is not None:
+        lay_out_memory(x, layout)
+
+
+def _show_all(x: Tensor, view: GlobalView) -> None:
+    """Show a plain tensor that the model has made, and its views, through the view; a collective.
+
+    They stay plain, on all ranks, if there may be another tensor with their memory.
+    """
+    source = _source_of(x, view)
+    family = _family_of(source, view)
+    _forget(source, view)
+    tensors = [y for y, _ in family]
+    if not _all_know(isinstance(x, FakeTensor) or _is_closed(tensors), view):
+        return
+    shown: Any = source
+    shown.local = _exchange_objects(source, GlobalTensor(source, None, view))
+    shown.is_created = True
+    for y, steps in family[1:]:
+        _show_view(y, source, steps)
+
+
+def _show_view(y: Tensor, source: Any, steps: Sequence[ViewStep]) -> None:
+    """Let a plain view of a tensor that is shown through the view be one of that tensor."""
+    shown = source
+    with torch.enable_grad():
+        for step in steps:
+            shown = step.apply(shown)
+    memory = shown.memory
+    _exchange_objects(y, shown)
+    memory.tensors = [weakref.ref(y) if ref() is shown else ref for ref in memory.tensors]
+
+
+def _all_know(is_known: bool, view: GlobalView) -> bool:
+    """Return whether something is true on all ranks; a collective."""
+    group = view.manager.domain_group
+    device = "cpu" if group is None else message_device(group)
+    mine = torch.tensor([is_known], dtype=torch.uint8, device=device)
+    everyone = view.manager.transport.all_gather(mine)
+    if isinstance(mine, FakeTensor):
+        return is_known
+    return bool(everyone.all())
+
+
+def _is_closed(family: Sequence[Tensor]) -> bool:
+    """Return whether a plain tensor and views of it are all that share its memory."""
+    if any(y.is_inference() or y._backward_hooks for y in family):
+        return False
+    if any(y.is_leaf and y.requires_grad for y in family):
+        return False
+    x, *views = family
+    # The storage has its object in Python, and each view counts the tensor that it is a view of.
+    storage = x.untyped_storage()
+    owners = torch._C._storage_Use_Count(storage._cdata)
+    return (
+        storage.resizable()  # arrays forbid to resize the memory that they share
+        and owners == 1 + len(family)
+        and _use_count(x) == len(family)
+        and all(_use_count(y) == 1 for y in views)
+    )
+
+
+def _use_count(x: Any) -> int:
+    """Return by how many tensors and nodes of autograd a tensor is held, its object included."""
+    count: int = x._use_count()
+    return count
+
+
+def _exchange_objects(x: Tensor, other: Tensor) -> Tensor:
+    """Exchange two tensors between the objects that hold them; return what now holds `x`."""
+    with torch._C.DisableTorchFunction():
+        x.__class__, other.__class__ = other.__class__, x.__class__
+        x.__dict__, other.__dict__ = other.__dict__, x.__dict__
+        torch._C._swap_tensor_impl(x, other)
+    return other

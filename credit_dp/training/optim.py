@@ -406,7 +406,13 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
         model_rank: number of this rank among the ranks that share the model and its globe: pipeline
             rank * domain ranks + domain rank.
     """
-    torch.manual_seed(random_seed(seed, step, data_rank, model_rank))
+    number = random_seed(seed, step, data_rank, model_rank)
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        # Where there is none, `torch.manual_seed` keeps the seed for one that may come, together
+        # with the stack of the call: that takes 1 ms.
+        torch.default_generator.manual_seed(number)
     # A model may decide by these which layers run, and all ranks of its globe have to run the same.
     seed_python(random_seed(seed, step, data_rank))
 

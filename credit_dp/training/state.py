@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -130,7 +131,7 @@ class TrainingState:
             self.train(False)
             yield
 
-    @property
+    @cached_property
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters on this rank that are not frozen, by name."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}

@@ -264,6 +264,27 @@ def test_sharded_layers_compile_to_one_graph():
     on_processes(2, _few_layers_compiled)
 
 
+def _norms():
+    rows_and_columns = SHAPE[-2:]
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.LayerNorm(rows_and_columns),
+        nn.RMSNorm(rows_and_columns),
+    )
+
+
+def _norms_compiled(manager):
+    assert_same_as_whole_globe(manager, _norms, (), SHAPE, MODEL, backend="aot_eager")
+
+
+@pytest.mark.slow
+def test_sharded_norms_compile_to_one_graph():
+    on_processes(3, _norms_compiled)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
 @pytest.mark.parametrize(("ranks", "backend"), [(3, "aot_eager"), (2, "inductor")])

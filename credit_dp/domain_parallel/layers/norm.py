@@ -121,7 +121,8 @@ class GlobalReduction(NamedTuple):
 
     def count(self, x: Tensor) -> int:
         """Return the number of entries of the globe in each moment."""
-        area = prod(x.shape[dim] for dim in self.dims if dim != self.row_dim)
+        # A list, as torch's compiler can't pass a generator to `prod`.
+        area = prod([x.shape[dim] for dim in self.dims if dim != self.row_dim])
         return area * sum(self.rows)
 
     def weighted_mean(self, parts: Tensor) -> Tensor:

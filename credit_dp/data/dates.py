@@ -136,8 +136,8 @@ def _choose_slices(
         key = f"data.dates.{splits[0]}"
         raise UserError(
             f"{', '.join(config.stores)}: {key} is chosen among the times that no other split has, "
-            f"but of {len(times)} times there are only {stop - first} in a row. Set {key}, or give "
-            "the other splits fewer dates."
+            f"which are at most {stop - first} in a row of {counted(len(times), 'time')}. Set "
+            f"{key}, or give the other splits fewer dates."
         )
     sizes = _divide_times(
         times[first:stop], [SPLIT_FRACTIONS[split] for split in splits], config.step_hours

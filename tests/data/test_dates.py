@@ -140,7 +140,7 @@ def test_auto_takes_what_the_dates_that_are_given_leave():
     )
     early = ["2001-01-01", "2001-01-02"]
     assert settled(times, test=early).dates.train[0] == "2001-01-03T00"
-    with pytest.raises(UserError, match=r"data\.dates\.valid is chosen among.*only 0 in a row"):
+    with pytest.raises(UserError, match=r"data\.dates\.valid is chosen among.*at most 0 in a row"):
         settled(times, train=["2001-01-01", "2001-01-25"])
 
 
@@ -167,9 +167,14 @@ def test_a_limit_keeps_the_first_times_of_each_split():
     ]
 
 
-def test_too_few_times_are_refused():
-    with pytest.raises(UserError, match=r"s\.zarr: data\.dates\.train is chosen.*only 2 in a row"):
-        settled(six_hourly("2001-01-01", 2))
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "1 in a row of 1 time"), (2, "2 in a row of 2 times")]
+)
+def test_too_few_times_are_refused(count, words):
+    with pytest.raises(
+        UserError, match=rf"s\.zarr: data\.dates\.train is chosen.*at most {words}\."
+    ):
+        settled(six_hourly("2001-01-01", count))
 
 
 def test_a_store_knows_its_dates_when_it_is_open(tmp_path):

@@ -234,6 +234,7 @@ DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
     "longitude": ("lon",),
     "level": ("pressure_level", "isobaricInhPa", "plev", *MODEL_LEVELS),
 }
+NAMES_OF_TIME = ("time", "times", "date", "dates", "datetime")  # that are not read
 PASCALS = 100  # in one hPa
 LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
 HORIZONTAL = ("latitude", "longitude")
@@ -402,13 +403,27 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
             raise _store_error(
                 where,
                 "needs one-dimensional coordinates time, latitude (or lat) and longitude (or lon), "
-                f"but has {', '.join(map(str, dataset.dims))}; {dim} is missing",
+                f"but has {', '.join(map(str, dataset.dims))}; {dim} "
+                + ("has no values" if dim in dataset.dims else "is missing"),
             )
     if timed:
         _check_time(dataset, where)
+    else:
+        _refuse_other_names_of_time(dataset, where)
     latitude = dataset["latitude"].values
     _check_latitude(latitude, where)
     _check_longitude(dataset["longitude"].values, where)
+
+
+def _refuse_other_names_of_time(dataset: xr.Dataset, where: str) -> None:
+    """Refuse times under a name that is not read, whose variables would count as static fields."""
+    for dim in map(str, dataset.dims):
+        has_dates = dim in dataset.coords and np.issubdtype(dataset[dim].dtype, np.datetime64)
+        if has_dates or dim.lower() in NAMES_OF_TIME:
+            raise UserError(
+                f"{where}: needs times named time (or valid_time), but they are named {dim}. "
+                "Rename that dimension and its coordinate, or change data.store."
+            )
 
 
 def _check_time(dataset: xr.Dataset, where: str) -> None:

@@ -209,6 +209,19 @@ def test_static_fields_alone_are_no_store(tmp_path):
             Store.open(config([entry]))
 
 
+@pytest.mark.parametrize("name", ["date", "Time", "forecast_reference"])
+def test_times_of_another_name_are_refused_with_it(tmp_path, name):
+    path = netcdf(DATA[["2m_temperature"]].rename(time=name), tmp_path / "fields.nc")
+    with pytest.raises(UserError, match=rf"fields\.nc: needs times named time.*named {name}\. Ren"):
+        Store.open(config([path]))
+
+
+def test_times_without_values_are_refused(tmp_path):
+    path = netcdf(DATA[["2m_temperature"]].drop_vars("time"), tmp_path / "fields.nc")
+    with pytest.raises(UserError, match="has time, latitude, longitude; time has no values"):
+        Store.open(config([path]))
+
+
 def test_a_static_file_on_another_grid_is_refused(tmp_path):
     entries = [
         netcdf(DATA[[*LONG["prognostic"], "total_precipitation"]], tmp_path / "era5.nc"),

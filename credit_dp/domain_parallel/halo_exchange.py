@@ -20,7 +20,7 @@ from credit_dp.domain_parallel.exchange import (
     rows_with_poles,
     start_fetching,
 )
-from credit_dp.domain_parallel.manager import DomainParallelManager, get_domain_parallel_manager
+from credit_dp.domain_parallel.manager import DomainParallelManager, default_manager
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.planning.planner import active_planner
 from credit_dp.errors import UserError
@@ -52,10 +52,13 @@ class HaloExchange(nn.Module):
 
     @property
     def manager(self) -> DomainParallelManager:
-        """Return the given manager, or the module-level one."""
-        if self._manager is None:
-            self._manager = get_domain_parallel_manager()
-        return self._manager
+        """Return the given manager, or the default one."""
+        if self._manager is not None:
+            return self._manager
+        manager = default_manager()
+        if manager.world_size > 1:  # else a manager of several ranks may be initialised later
+            self._manager = manager
+        return manager
 
     def adopt_manager(self, manager: DomainParallelManager) -> None:
         """Use this manager if none was given."""
@@ -126,7 +129,7 @@ def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None
     Raises:
         UserError: fewer rows than ranks.
     """
-    manager = manager or get_domain_parallel_manager()
+    manager = manager or default_manager()
     height = x.shape[dim]
     if height < manager.domain_parallel_size:
         raise UserError(
@@ -145,7 +148,7 @@ def gather_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | Non
     Shapes:
         `(..., H_local, W)` -> `(..., H_global, W)` for `dim=-2`.
     """
-    manager = manager or get_domain_parallel_manager()
+    manager = manager or default_manager()
     if manager.domain_parallel_size == 1:
         return x
     # The bands need not be those of the plan: ask all ranks.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -260,3 +263,29 @@ def get_domain_parallel_manager() -> DomainParallelManager:
             "Call initialize_domain_parallel first or pass manager=."
         )
     return _default_manager
+
+
+def default_manager() -> DomainParallelManager:
+    """Return the manager for code that was given none: that of `get_domain_parallel_manager`.
+
+    Where none was initialised, a process without other ranks gets one that shards nothing.
+
+    Raises:
+        UserError: there is none, and this process may be one of several ranks.
+    """
+    if _default_manager is None and _has_no_other_ranks():
+        return _single_rank_manager()
+    return get_domain_parallel_manager()
+
+
+@cache  # one for all layers: compiled code knows its transport by name
+def _single_rank_manager() -> DomainParallelManager:
+    return DomainParallelManager(1, 1)
+
+
+def _has_no_other_ranks() -> bool:
+    """Return whether this is certainly the only rank; threads may be ranks, too."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    running = dist.get_world_size() if dist.is_initialized() else 1
+    return running == 1 and os.environ.get("WORLD_SIZE", "1") == "1"

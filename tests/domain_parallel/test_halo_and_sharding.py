@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import (
+    DomainParallelConv2d,
     DomainParallelManager,
     HaloExchange,
     convert_from_domain_parallel,
@@ -25,6 +26,7 @@ from credit_dp.domain_parallel import (
     shard_batch,
     shard_tensor,
 )
+from credit_dp.domain_parallel import manager as manager_module
 from credit_dp.errors import UserError
 from tests.ranks import RankError, on_processes, on_threads
 
@@ -147,7 +149,31 @@ def test_positions_in_a_2x2_mesh():
     assert positions[3] == (3, 1, 1, 2, 2, 2, False, True, (2, None), [2, 3], [1, 3])
 
 
-def test_one_process_needs_no_group():
+def test_one_process_needs_no_manager(monkeypatch):
+    monkeypatch.setattr(manager_module, "_default_manager", None)
+    x, conv = _field(5), nn.Conv2d(3, 3, 3, 2, 1).double()
+    layer = DomainParallelConv2d(conv)
+    assert torch.equal(layer(x), conv(x))
+    assert torch.equal(HaloExchange(2)(x), F.pad(x, (0, 0, 2, 2)))
+    assert torch.equal(shard_tensor(x), x)
+    assert gather_tensor(x) is x
+    # A manager that is initialised later is that of the layer, too.
+    manager = initialize_domain_parallel(1, 1)
+    assert layer.manager is manager
+
+
+def test_what_may_be_one_of_several_ranks_needs_a_manager(monkeypatch):
+    monkeypatch.setattr(manager_module, "_default_manager", None)
+    layer, x = DomainParallelConv2d(nn.Conv2d(3, 3, 3)), _field(5).float()
+    with pytest.raises(RankError, match="there is no manager"):
+        on_threads(2, lambda manager: layer(x))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="there is no manager"):
+        layer(x)
+
+
+def test_one_process_needs_no_group(monkeypatch):
+    monkeypatch.setattr(manager_module, "_default_manager", None)
     with pytest.raises(UserError, match="there is no manager"):
         get_domain_parallel_manager()
     manager = initialize_domain_parallel(1, 1)

@@ -74,8 +74,9 @@ def cosine_similarity(func: Function, args: Args, kwargs: Kwargs) -> Any:
     dim, eps = arguments["dim"], arguments["eps"]
     ndim = max(a.ndim, b.ndim)
     dim = dim % ndim - ndim
-    if -dim > min(a.ndim, b.ndim):
-        raise NoRuleError
+    if -dim > min(a.ndim, b.ndim) or a.shape[dim] != b.shape[dim]:
+        # One entry stands for a vector of equal entries, which is longer than the entry.
+        a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
     return (_unit_vectors(a, dim, eps) * _unit_vectors(b, dim, eps)).sum(dim)
 
 

@@ -295,6 +295,10 @@ MIXTURES = {
         F.cosine_similarity(x * 0, x, 2),
         F.pairwise_distance(x, x * 2),
         F.cosine_similarity(x1=x, x2=x, dim=-1),
+        F.cosine_similarity(x, x[..., :1], -1),
+        F.cosine_similarity(x[:, :, 1:2], x, 2),
+        F.cosine_similarity(x, m.scale[:1, None, None]),
+        F.cosine_similarity(x[0], x * 2, -4),
     ),
     "group norm": lambda m, x: (
         F.group_norm(x, 2),

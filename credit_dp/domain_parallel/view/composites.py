@@ -249,22 +249,56 @@ def gather(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if dim is None or sparse or not isinstance(index, Tensor) or index.ndim != x.ndim:
         raise NoRuleError
     dim %= x.ndim
-    bands = [band for band in bands_of([index, x]) if layout_of(band).dim != dim]
-    if not bands:
-        raise NoRuleError
-    layout, view = layout_of(bands[0]), bands[0].view_
-    if x.shape[layout.dim] != layout.size or index.shape[layout.dim] != layout.size:
-        raise NoRuleError
-    if not is_gather and _without(x, dim) != _without(index, dim):  # they are broadcast
-        raise NoRuleError
+    if not is_gather:
+        if 0 in (*x.shape, *index.shape):
+            raise NoRuleError
+        x, index = _broadcast_but(x, index, dim)
+    for d in range(x.ndim):
+        if d != dim and index.shape[d] < x.shape[d]:
+            x = x.narrow(d, 0, index.shape[d])
+    if is_band(x) and layout_of(x).dim == dim and _is_vector(index, dim):
+        first = [slice(None) if d == dim else 0 for d in range(index.ndim)]
+        return x.index_select(dim, index[tuple(first)])
     # Rows along which is indexed are moved away: each rank then has all entries of its part.
+    layout, view = _layout_to_gather(x, dim, index)
     local, local_index = (with_layout(part, layout, view) for part in (x, index))
     return wrap(local.gather(dim, local_index), layout, view)
 
 
-def _without(x: Tensor, dim: int) -> list[int]:
-    """Return the sizes of a tensor but for one dimension."""
-    return [size for d, size in enumerate(x.shape) if d != dim]
+def _broadcast_but(x: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return tensors that are broadcast against each other but for one dimension."""
+    sizes = [
+        -1 if d == dim else max(pair)
+        for d, pair in enumerate(zip(x.shape, index.shape, strict=True))
+    ]
+    return x.expand(sizes), index.expand(sizes)
+
+
+def _is_vector(index: Tensor, dim: int) -> bool:
+    """Return whether all ranks have these indices, the same for all entries of other dimensions."""
+    if is_band(index) or index.shape[dim] == 0:
+        return False
+    of_dims = zip(index.shape, local_of(index).stride(), strict=True)
+    return all(d == dim or size == 1 or stride == 0 for d, (size, stride) in enumerate(of_dims))
+
+
+def _layout_to_gather(x: Tensor, dim: int, index: Tensor) -> tuple[Layout, GlobalView]:
+    """Return along which dimension tensors are cut whose entries are looked up along `dim`.
+
+    Raises:
+        NoRuleError: in no dimension have both a part for each rank.
+    """
+    bands = bands_of([index, x])
+    view = bands[0].view_
+    fitting = [d for d in range(x.ndim) if d != dim and x.shape[d] == index.shape[d]]
+    for band in bands:
+        if layout_of(band).dim in fitting:
+            return layout_of(band), view
+    for d in sorted(fitting, key=lambda d: -x.shape[d]):
+        partition = view.partition(x.shape[d])
+        if partition is not None:
+            return Layout(d, 1, partition), view
+    raise NoRuleError
 
 
 # Functions that write a source to indices of a dimension, with the parameters after these.

@@ -26,7 +26,7 @@ from credit_dp.domain_parallel.view.rules import (
     require_whole,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import as_view, unfolded
+from credit_dp.domain_parallel.view.shapes import as_view, move_rows, unfolded
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -211,7 +211,8 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         source = take_rows(x, indices_of(item, layout.size))
         items[position] = slice(None)
     else:
-        raise NoRuleError
+        # Points by tables of indices: each rank looks up those of its channels.
+        return move_rows(x, _cut_dims(items, x))[index]
     local_items = tuple(map(local_of, items))
     local = source.local[local_items]
     if source.rows is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.norm import (
     accumulation_dtype,
     cast_for_autocast,
@@ -33,11 +34,13 @@ from credit_dp.domain_parallel.view.rules import (
     layout_of,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import move_rows, with_rows_everywhere
+from credit_dp.domain_parallel.view.shapes import move_rows, unfolded, with_rows_everywhere
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     bands_of,
+    exchange_entries,
     local_of,
+    whole,
     wrap,
 )
 
@@ -401,3 +404,54 @@ def diff(func: Function, args: Args, kwargs: Kwargs) -> Any:
         size = result.shape[dim]
         result = result.narrow(dim, 1, size - 1) - result.narrow(dim, 0, size - 1)
     return result
+
+
+@rule_for("gradient")
+def gradient(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Central differences; along rows each rank needs two more rows on each side."""
+    x, *others = args
+    arguments: dict[str, Any] = {"spacing": 1, "dim": None, "edge_order": 1, **kwargs}
+    if others or len(arguments) > 3:
+        raise NoRuleError
+    dim, spacing = arguments["dim"], arguments["spacing"]
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    dims = [d % x.ndim for d in dims]
+    is_one = not isinstance(spacing, (list, tuple))
+    spacings = [spacing] * len(dims) if is_one else list(spacing)
+    order = arguments["edge_order"]
+    if len(spacings) != len(dims) or any(x.shape[d] <= order for d in dims):
+        raise NoRuleError
+    x = with_rows_everywhere(unfolded(x, dims))
+    layout = layout_of(x)
+    results = []
+    for d, each in zip(dims, spacings, strict=True):
+        if d == layout.dim:
+            result = _gradient_of_rows(func, x, whole(each), order)
+        else:
+            (result,) = func(x.local, spacing=[whole(each)], dim=[d], edge_order=order)
+        results.append(GlobalTensor(result, layout, x.view_))
+    return tuple(results)
+
+
+def _gradient_of_rows(func: Function, x: GlobalTensor, spacing: Any, order: int) -> Tensor:
+    """Return this rank's rows of differences along rows; a collective.
+
+    Args:
+        func: that of torch.
+        x: the field.
+        spacing: the distance of rows, or the coordinates of all of them.
+        order: that of the differences at the first and the last row.
+    """
+    layout, rank = layout_of(x), x.view_.rank
+    bands = [layout.partition.rows(r) for r in range(x.view_.ranks)]
+    wider = [(max(rows.start - 2, 0), min(rows.stop + 2, layout.size)) for rows in bands]
+    local = exchange_entries(x, [(RowRange(*ends),) for ends in wider], None).local
+    start, stop = wider[rank]
+    if isinstance(spacing, Tensor) and spacing.ndim:
+        if len(spacing) != layout.size:
+            raise NoRuleError
+        spacing = spacing[start:stop]
+    (result,) = func(local, spacing=[spacing], dim=[layout.dim], edge_order=order)
+    own = bands[rank]
+    part: Tensor = result.narrow(layout.dim, own.start - start, own.stop - own.start)
+    return part

@@ -178,6 +178,30 @@ ATTENTION = {
     "encoder": encode,
 }
 
+
+def latitudes(x):
+    return torch.linspace(-1, 1, x.shape[2], dtype=x.dtype).sin()
+
+
+def look_up_points(m, x):
+    rows, points = x.shape[2], x.flatten(2)
+    count = points.shape[2]
+    index = torch.arange(2 * count) * 5 % count
+    table, columns = index.view(-1, 4) // COLUMNS, index.view(-1, 4) % COLUMNS
+    few = index[None, None, :5]
+    return (
+        points.gather(2, index.expand(2, CHANNELS, -1)),
+        points.gather(2, index.expand(2, 3, -1)),
+        points.mT.gather(1, (index[:, None] + torch.arange(CHANNELS)).expand(2, -1, -1) % count),
+        torch.take_along_dim(points, few, 2),
+        torch.take_along_dim(points, few.expand(2, 1, 5).contiguous(), 2),
+        x[:, :, table, columns],
+        x[:, :, table],
+        x[:, :, table - rows, None],
+        x[..., table[:, 0], 2:],
+    )
+
+
 REDUCTIONS = {
     "sums": lambda m, x: (x.sum(), x.sum(2), x.mean((0, 2), True), x.sum(dim=(), keepdim=True)),
     "means of nothing": lambda m, x: (x.mean(()), x.mean(dim=[]), torch.std(x)),
@@ -277,6 +301,16 @@ REDUCTIONS = {
         x.median(1),
         x.mode(3),
         x.nanmedian(2)[0],
+    ),
+    "gradients": lambda m, x: (
+        *torch.gradient(x),
+        *torch.gradient(x, dim=2),
+        *torch.gradient(x, spacing=2.0, dim=(1, -1)),
+        *torch.gradient(x, spacing=(0.5, 3.0), dim=(2, 3), edge_order=2),
+        *torch.gradient(x, spacing=(latitudes(x),), dim=2),
+        *torch.gradient(x, spacing=(torch.arange(COLUMNS) ** 2, latitudes(x)), dim=(3, 2)),
+        *torch.gradient(x.flatten(1, 2), dim=2),
+        *torch.gradient(x, spacing=(x[0, 0, :, 0].detach().exp().cumsum(0),), dim=2),
     ),
     "differences": lambda m, x: (
         x.diff(dim=2),
@@ -507,6 +541,7 @@ INDEXING = {
         F.embedding(x.argmax(1), m.matrix),
         F.one_hot(x.argmax(1), 8),
     ),
+    "tables of points": look_up_points,
     "gather": lambda m, x: (
         x.gather(1, x.argsort(1)[:, :2]),
         x.take_along_dim(x.argsort(3), 3),

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.layers import conv
+from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.partition import BandTable
 from credit_dp.domain_parallel.thread_ranks import RankError, run_on_threads
 
@@ -77,7 +77,7 @@ class _Pool:
         self, mesh: tuple[int, int, int], fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((mesh, fn, args, conv.SMALL_BAND_ENTRIES))
+            pipe.send((mesh, fn, args, base.SMALL_BAND_ENTRIES))
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(replies) < len(self.pipes):
@@ -158,7 +158,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     while True:
         try:
             # A test may have replaced the constant in its own process.
-            mesh, fn, args, conv.SMALL_BAND_ENTRIES = pipe.recv()
+            mesh, fn, args, base.SMALL_BAND_ENTRIES = pipe.recv()
         except EOFError:
             os._exit(0)
         try:

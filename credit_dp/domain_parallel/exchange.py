@@ -123,7 +123,7 @@ class RowExchange:
     required_rows: tuple[tuple[RowRange, ...], ...]
     rank: int
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Return whether every rank needs exactly the rows that it owns."""
         bands = (self.partition.rows(r) for r in range(self.partition.ranks))
@@ -318,6 +318,11 @@ def _empty_rows(
 def empty_rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
     """Allocate a tensor as `x` with other rows and the memory format of `x`."""
     return _empty_rows(x, dim, rows, memory_format_of(x))
+
+
+def _narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Return some rows of `x`; without an operation if these are all."""
+    return x if length == x.shape[dim] else x.narrow(dim, start, length)
 
 
 def _flip_and_rotate(rows: Tensor, row_range: RowRange, dim: int, direction: int) -> Tensor:
@@ -579,7 +584,7 @@ def _unpack_add(
     """Add the gradients of a message to those of the band; the adjoint of `_pack_rows`."""
     offset = 0
     for start, length in exchange.local_ranges(message):
-        total.narrow(dim, start, length).add_(rows.narrow(dim, offset, length))
+        total.narrow(dim, start, length).add_(_narrow(rows, dim, offset, length))
         offset += length
 
 
@@ -589,7 +594,7 @@ def _copy_rows_from(
     """Copy all rows of one rank to their positions in the result."""
     for copy in exchange.copies_from(source_rank):
         length = copy.stop - copy.start
-        source = _flip_and_rotate(rows.narrow(dim, copy.start, length), copy.row_range, dim, 1)
+        source = _flip_and_rotate(_narrow(rows, dim, copy.start, length), copy.row_range, dim, 1)
         result.narrow(dim, copy.result_start, length).copy_(source)
 
 

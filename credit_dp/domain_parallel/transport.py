@@ -408,6 +408,8 @@ class GroupTransport(Transport):
         local = self._local
         if local is None:
             return self._start_over_group(send, receive)
+        if local.connects_all:
+            return local.start(send, receive)
         near, far = (
             [
                 [(peer, tensor) for peer, tensor in messages if local.reach(peer) == is_near]

@@ -1,25 +1,25 @@
-"""Which way convolutions of bands take: the bands of tests are small, but both ways are tested."""
+"""Which way layers take: bands of tests are small, but the ways of large ones are tested, too."""
 
 import pytest
 
-from credit_dp.domain_parallel.layers import conv
+from credit_dp.domain_parallel.layers import base
 
-SMALL_BAND_ENTRIES = conv.SMALL_BAND_ENTRIES  # before it is replaced
+SMALL_BAND_ENTRIES = base.SMALL_BAND_ENTRIES  # before it is replaced
 
 
 @pytest.fixture(autouse=True)
 def _like_large_bands(monkeypatch):
-    """Convolve bands of any size while their halo travels, as large ones are.
+    """Treat bands of any size as large ones: convolve them while their halo travels.
 
     The tests of other folders, of models and trainings, compute small bands as users do.
     """
-    monkeypatch.setattr(conv, "SMALL_BAND_ENTRIES", 0)
+    monkeypatch.setattr(base, "SMALL_BAND_ENTRIES", 0)
 
 
 @pytest.fixture
 def small_bands(monkeypatch, _like_large_bands):
-    """Fetch the rows of small bands first, as users do."""
-    monkeypatch.setattr(conv, "SMALL_BAND_ENTRIES", SMALL_BAND_ENTRIES)
+    """Treat small bands as such: fetch their rows first."""
+    monkeypatch.setattr(base, "SMALL_BAND_ENTRIES", SMALL_BAND_ENTRIES)
 
 
 @pytest.fixture(params=[True, False], ids=["overlapped", "fetched first"])

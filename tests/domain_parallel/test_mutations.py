@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from credit_dp.domain_parallel import exchange
-from credit_dp.domain_parallel.layers import base, conv, conv_bands, group_norm, row_groups
+from credit_dp.domain_parallel.layers import base, conv, conv_bands, group_norm, norm, row_groups
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupModel
 from tests.ranks import RankError, on_threads
@@ -33,6 +33,10 @@ def _band_edges_are_poles(start, stop, height, mode):
 
 def _moments_of_the_band(x, groups, rows, transport):
     return group_norm._local_moments(x, groups).unbind()
+
+
+def _moments_of_the_first_band(parts, sizes):
+    return parts[0].unbind()
 
 
 def _phase_of_the_band(self, out, height):
@@ -65,7 +69,6 @@ _INPUT_SPAN = conv._RowConv.input_span
 MUTANTS = [
     (exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
     (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
-    (group_norm, "_global_moments", _moments_of_the_band, "output"),
     (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
     (conv._RowConv, "input_span", _one_row_off, "output"),
     (base, "rows_with_poles", _poles_are_neighbours, "output"),
@@ -76,6 +79,7 @@ MUTANTS = [
     ("where", "name", "mutant", "match"),
     [
         *MUTANTS,
+        (group_norm, "_global_moments", _moments_of_the_band, "output"),
         (conv_bands, "edges_of", _halo_on_the_wrong_side, "output"),
         (conv_bands.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
@@ -85,7 +89,10 @@ def test_a_broken_core_is_noticed(monkeypatch, where, name, mutant, match):
 
 
 @pytest.mark.usefixtures("small_bands")
-@pytest.mark.parametrize(("where", "name", "mutant", "match"), MUTANTS)
+@pytest.mark.parametrize(
+    ("where", "name", "mutant", "match"),
+    [*MUTANTS, (norm, "combine_moments", _moments_of_the_first_band, "output")],
+)
 def test_a_broken_core_is_noticed_in_small_bands(monkeypatch, where, name, mutant, match):
     _assert_noticed(monkeypatch, where, name, mutant, match)
 

@@ -26,7 +26,13 @@ from credit_dp.domain_parallel.exchange import (
     rows_with_poles,
 )
 from credit_dp.domain_parallel.known_rows import KnownRows
-from credit_dp.domain_parallel.layers.base import Bands, StencilLayer, overridden_method
+from credit_dp.domain_parallel.layers import base
+from credit_dp.domain_parallel.layers.base import (
+    Bands,
+    StencilLayer,
+    entries_of_largest_band,
+    overridden_method,
+)
 from credit_dp.domain_parallel.layers.conv_bands import (
     CONV_FUNCTIONS,
     CompiledConv,
@@ -40,11 +46,6 @@ from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.errors import UserError
-
-# Entries of the largest band up to which a convolution fetches its rows first. On CPUs both ways
-# take as long at two to four times as many, for 8 to 256 channels and kernels of 3 x 3. Where
-# columns are padded, the band is copied in either way, and they take as long at 16 times as many.
-SMALL_BAND_ENTRIES = 2**16
 
 
 def padding_widths(conv: _ConvNd) -> tuple[int, ...]:
@@ -192,13 +193,12 @@ class _RowConv(ConvLayer):
         return convolve_band(padded, self.weight, self.bias, settings, halo, known)
 
     def _is_small(self, x: Tensor, bands: RowPartition) -> bool:
-        """Return whether the bands have few entries, with the same answer on all ranks.
-
-        So ranks save the same number of tensors for backward: see `_RowExchangeFunction`.
-        """
+        """Return whether to fetch rows first, with the same answer on all ranks."""
+        # Where columns are padded, the band is copied in either way, and both take as long at 16
+        # times as many entries.
         copies_anyway = x.is_cpu and any(self.column_padding.padding_widths)
-        limit = SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
-        return x.numel() // x.shape[self.row_dim] * max(bands.sizes) <= limit
+        limit = base.SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
+        return entries_of_largest_band(x, self.row_dim, bands) <= limit
 
     def _fetch(self, x: Tensor, bands: Bands, known: KnownRows | None) -> Tensor:
         """Return the rows under the kernel, of which some may be known."""

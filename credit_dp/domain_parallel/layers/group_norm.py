@@ -3,9 +3,10 @@
 torch's own group norm can't be used on a band, as it takes the statistics of its input. Here
 forward gathers each band's moments (one collective) and normalises each channel by the globe's;
 backward sums the gradients of both moments over all bands (one collective). Both passes use torch's
-batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits
-in the cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band
-(with channels last: one sample at a time).
+batch-norm kernels with given statistics. On CPUs they take a chunk at a time that fits in the
+cache; on GPUs, where starting a kernel costs more than what the cache saves, the whole band (with
+channels last: one sample at a time). Small bands on CPUs and compiled code are normalised as in
+`norm.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import (
     gradients_need_graph,
     gradients_with_graph,
     memory_format_of,
 )
-from credit_dp.domain_parallel.layers.base import Bands
+from credit_dp.domain_parallel.layers import base
+from credit_dp.domain_parallel.layers.base import Bands, entries_of_largest_band
 from credit_dp.domain_parallel.layers.norm import (
     GlobalReduction,
     ReductionLayer,
     accumulation_dtype,
+    combine_moments,
     differentiable_standard,
-    row_shares,
+    mean_and_variance,
+    normalise,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
@@ -81,7 +84,16 @@ class DomainParallelGroupNorm(ReductionLayer):
         weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
         # Over all dimensions from the channels of a group on.
         dims = tuple(range(1 - x.ndim, 0))
-        reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
+        rows = bands.input.sizes
+        reduction = GlobalReduction(dims, self.dim, rows, self.manager.transport, self.num_groups)
+        # On a CPU, one operation after the other takes less time than torch's kernels up to 2^16
+        # entries, or 2^14 if channels are last.
+        entries = entries_of_largest_band(x, self.dim, bands.input)
+        is_small = is_chunked(x) and entries <= base.SMALL_BAND_ENTRIES // 4
+        if is_small or torch.compiler.is_dynamo_compiling():
+            moments = mean_and_variance(x, reduction)
+            shape = (self.num_groups, self.num_channels // self.num_groups, *(1,) * (x.ndim - 2))
+            return normalise(x, moments, self.eps, weight, bias, reduction, shape)
         area = x.shape[2:].numel() // x.shape[self.dim] * bands.input.height
         y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, self.num_groups, self.eps, area, reduction
@@ -113,11 +125,8 @@ FULL_CHUNK = _Chunk()
 
 
 def is_chunked(x: Tensor) -> bool:
-    """Return whether to process a field by chunks that fit in a core's cache: only on CPUs.
-
-    A compiler finds chunks of its own.
-    """
-    return x.is_cpu and not torch.compiler.is_dynamo_compiling()
+    """Return whether to process a field by chunks that fit in a core's cache: only on CPUs."""
+    return x.is_cpu
 
 
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
@@ -182,7 +191,7 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
         for sample in range(len(x)):
             slab_values = (x[sample : sample + 1, :, slab] for slab in slabs)
             of_slabs = [_moments_of_slab(values.to(dtype), groups) for values in slab_values]
-            of_samples.append(torch.stack(_combine_moments(torch.stack(of_slabs), sizes)))
+            of_samples.append(torch.stack(combine_moments(torch.stack(of_slabs), sizes)))
         return torch.cat(of_samples, 1)
     chunks = _chunks(x, groups)
     if chunks == [FULL_CHUNK]:
@@ -227,22 +236,7 @@ def _global_moments(
     x: Tensor, groups: int, rows: tuple[int, ...], transport: Transport
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance of each sample's groups over all bands, `(B, G)`; a collective."""
-    return _combine_moments(transport.all_gather(_local_moments(x, groups)), rows)
-
-
-def _combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of N parts `(N, 2, B, G)`, weighted by their sizes.
-
-    Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
-    """
-    shares = cached_constant(row_shares, sizes, parts.device, parts.dtype)
-    weights = shares.view(-1, 1, 1)
-    means, variances = parts.unbind(1)
-    # Averaging differences from the first mean returns equal means without rounding.
-    first = means[0]
-    mean = first + (weights * (means - first)).sum(0)
-    difference = means - mean
-    return mean, (weights * torch.addcmul(variances, difference, difference)).sum(0)
+    return combine_moments(transport.all_gather(_local_moments(x, groups)), rows)
 
 
 class _Factors(NamedTuple):
@@ -265,12 +259,6 @@ def _apply_affine(
 
     With an addend, `addend[0]` times the factors `addend[1]` is added.
     """
-    if torch.compiler.is_dynamo_compiling():  # which fuses the steps
-        scale, shift, center, variance = (_as_field(factor, x) for factor in factors)
-        y = (x - center) * ((variance + eps).rsqrt() * scale) + shift
-        if addend is not None:
-            y = y + addend[0] * _as_field(addend[1], x)
-        return y.to(x.dtype)
     channels_last = _is_channels_last(x)
     y = torch.empty_like(x, memory_format=memory_format_of(x))
     empty_statistics = [factors.center.new_empty(0) for _ in range(2)]
@@ -370,8 +358,7 @@ def _gradients_with_graph(
     """Return the gradients of input, weight and bias that can be differentiated again."""
 
     def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
-        by_group = torch.unflatten(x, 1, (groups, -1))
-        y = differentiable_standard(by_group, True, eps, reduction).flatten(1, 2)
+        y = reduction.ungroup(differentiable_standard(x, True, eps, reduction))
         return y if weight is None else y * weight.view(-1, *(1,) * (x.ndim - 2))
 
     grads = gradients_with_graph(scaled_standard, (x, weight), needs_grad[:2], grad)
@@ -389,11 +376,6 @@ def _channel_gradient_sums(
     variance, `(2, B, C)`.
     """
     center, variance = moments.unbind()
-    if torch.compiler.is_dynamo_compiling():
-        dims = tuple(range(2, x.ndim))
-        grad = grad.to(accumulation_dtype(grad))
-        sum_of_products = (grad * (x - _as_field(center, x))).sum(dims)
-        return torch.stack([sum_of_products * (variance + eps).rsqrt(), grad.sum(dims)])
     channels_last = _is_channels_last(x)
 
     def sums_of(chunk: _Chunk) -> Tensor:

@@ -111,24 +111,32 @@ def row_shares(rows: tuple[int, ...]) -> list[float]:
 class GlobalReduction(NamedTuple):
     """A reduction of all bands over the negative dimensions `dims`, which include `row_dim`.
 
-    `rows` is the number of rows of each rank.
+    `rows` is the number of rows of each rank. With `groups` the moments are those of groups of
+    channels, and `dims` and moments belong to the view that `by_group` returns.
     """
 
     dims: tuple[int, ...]
     row_dim: int
     rows: tuple[int, ...]
     transport: Transport
+    groups: int | None = None
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """Return `(B, C, ...)` as `(B, groups, C / groups, ...)`, if there are groups."""
+        if self.groups is None:
+            return x
+        samples, channels, *sizes = x.shape
+        return x.view(samples, self.groups, channels // self.groups, *sizes)
+
+    def ungroup(self, by_group: Tensor) -> Tensor:
+        """Return `(B, C, ...)` of what `by_group` has returned."""
+        return by_group if self.groups is None else by_group.flatten(1, 2)
 
     def count(self, x: Tensor) -> int:
         """Return the number of entries of the globe in each moment."""
         # A list, as torch's compiler can't pass a generator to `prod`.
         area = prod([x.shape[dim] for dim in self.dims if dim != self.row_dim])
         return area * sum(self.rows)
-
-    def weighted_mean(self, parts: Tensor) -> Tensor:
-        """Return the mean of the bands' means, stacked in dimension 0, weighted by rows."""
-        weights = cached_constant(row_shares, self.rows, parts.device, parts.dtype)
-        return (weights.view(-1, *(1,) * (parts.ndim - 1)) * parts).sum(0)
 
 
 # Mean (None means 0) and variance about it, with size 1 in every reduced dimension.
@@ -143,22 +151,48 @@ def mean_and_variance(x: Tensor, reduction: GlobalReduction) -> tuple[Tensor, Te
 
     Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
     """
-    dtype = accumulation_dtype(x)
-    mean = x.mean(reduction.dims, True, dtype=dtype)
+    x = reduction.by_group(x)
+    mean = x.mean(reduction.dims, True, dtype=accumulation_dtype(x))
     variance = (x - mean).square_().mean(reduction.dims, True)
     # One message for both moments. All ranks combine the same numbers in the same order, so their
     # results are equal bit by bit.
-    means, variances = reduction.transport.all_gather(torch.stack([mean, variance])).unbind(1)
-    # Averaging differences from the first band's mean keeps the digits of a large mean.
-    mean = means[0] + reduction.weighted_mean(means - means[0])
-    return mean, reduction.weighted_mean(variances + (means - mean).square())
+    parts = reduction.transport.all_gather(torch.stack([mean, variance]))
+    return combine_moments(parts, reduction.rows)
+
+
+def combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of N parts `(N, 2, ...)`, weighted by their sizes.
+
+    Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
+    """
+    # Differences from the first mean keep the digits of a large mean, and return equal means
+    # without rounding.
+    if len(sizes) == 2:  # in half as many operations
+        first, second = parts.unbind()
+        share = sizes[1] / sum(sizes)
+        mean, variance = torch.lerp(first, second, share).unbind()
+        difference = second[0] - first[0]
+        return mean, variance.addcmul_(difference, difference, value=share * (1 - share))
+    means, variances = parts.unbind(1)
+    shares = _shares_like(means, sizes)
+    first = means[0]
+    mean = first + (shares * (means - first)).sum(0)
+    difference = means - mean
+    return mean, (shares * torch.addcmul(variances, difference, difference)).sum(0)
 
 
 @torch.no_grad()
 def mean_square(x: Tensor, reduction: GlobalReduction) -> Moments:
     """Return the mean square of the globe, without a mean; a collective."""
     part = x.to(accumulation_dtype(x)).square().mean(reduction.dims, True)
-    return None, reduction.weighted_mean(reduction.transport.all_gather(part))
+    parts = reduction.transport.all_gather(part)
+    return None, (_shares_like(parts, reduction.rows) * parts).sum(0)
+
+
+def _shares_like(parts: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return the share of each part in the sum of all sizes, to multiply `parts` with."""
+    shares = cached_constant(row_shares, sizes, parts.device, parts.dtype)
+    return shares.view(-1, *(1,) * (parts.ndim - 1))
 
 
 def normalise(
@@ -168,15 +202,20 @@ def normalise(
     weight: Tensor | None,
     bias: Tensor | None,
     reduction: GlobalReduction,
+    parameter_shape: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Return `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
     `moments` have to be those of `x`: backward also differentiates through them and is a
-    collective. `weight` and `bias` broadcast against `x`.
+    collective. `weight` and `bias` broadcast against `x`, or `reduction.by_group(x)`, in
+    `parameter_shape` if it is given.
     """
     mean, variance = moments
     rstd = (variance + eps).rsqrt_()
-    return _Normalise.apply(x, weight, bias, mean, rstd, reduction, eps)  # type: ignore[no-any-return, no-untyped-call]
+    y: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, mean, rstd, reduction, eps, parameter_shape
+    )
+    return y
 
 
 @final
@@ -193,45 +232,64 @@ class _Normalise(torch.autograd.Function):
         rstd: Tensor,
         reduction: GlobalReduction,
         eps: float,
+        parameter_shape: tuple[int, ...] | None,
     ) -> Tensor:
         # The standardised input is computed again in backward: it is as large as the input.
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.reduction = reduction
         ctx.eps = eps
+        ctx.parameter_shape = parameter_shape
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        y = _standardise(x, mean, rstd)
+        y = _standardise(reduction.by_group(x), mean, rstd)
         if weight is not None:
-            y = y.mul_(weight)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+            y = y.mul_(_reshaped(weight, parameter_shape))
+        if bias is not None:
+            y = y.add_(_reshaped(bias, parameter_shape))
+        return reduction.ungroup(y).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
+        reduction: GlobalReduction = ctx.reduction
+        shape = ctx.parameter_shape
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = grad.to(rstd.dtype)
+        by_group = reduction.by_group(grad)
         grad_x = grad_weight = grad_bias = None
         if needs_bias:
-            shape, dtype = ctx.bias_like
-            grad_bias = grad.sum_to_size(shape).to(dtype)
+            bias_shape, dtype = ctx.bias_like
+            grad_bias = _summed_to(by_group, bias_shape, shape).to(dtype)
         if gradients_need_graph():
 
             def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
-                y = differentiable_standard(x, mean is not None, ctx.eps, ctx.reduction)
-                return y if weight is None else y * weight
+                y = differentiable_standard(x, mean is not None, ctx.eps, reduction)
+                y = y if weight is None else y * _reshaped(weight, shape)
+                return reduction.ungroup(y)
 
             grad_x, grad_weight = gradients_with_graph(
                 scaled_standard, (x, weight), (needs_x, needs_weight), grad
             )
-            return grad_x, grad_weight, grad_bias, *(None,) * 4
-        standard = _standardise(x, mean, rstd)
+            return grad_x, grad_weight, grad_bias, *(None,) * 5
+        standard = _standardise(reduction.by_group(x), mean, rstd)
         # Gradients of parameters are this band's share; the trainer sums them over the domain.
         if needs_weight:
-            grad_weight = (grad * standard).sum_to_size(weight.shape).to(weight.dtype)
+            grad_weight = _summed_to(by_group * standard, weight.shape, shape).to(weight.dtype)
         if needs_x:  # the same on every rank, as the input's gradient is a collective
-            scaled = grad if weight is None else grad * weight
-            grad_x = _gradient_through_moments(scaled, standard, mean is not None, ctx.reduction)
-            grad_x = grad_x.mul_(rstd).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, *(None,) * 4
+            scaled = by_group if weight is None else by_group * _reshaped(weight, shape)
+            grad_x = _gradient_through_moments(scaled, standard, mean is not None, reduction)
+            grad_x = reduction.ungroup(grad_x.mul_(rstd)).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, *(None,) * 5
+
+
+def _reshaped(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    return parameter if shape is None else parameter.view(shape)
+
+
+def _summed_to(grad: Tensor, parameter_shape: torch.Size, shape: tuple[int, ...] | None) -> Tensor:
+    """Return the sum of gradients over all entries that have the same entry of a parameter."""
+    if shape is None:
+        return grad.sum_to_size(parameter_shape)
+    return grad.sum_to_size(shape).view(parameter_shape)
 
 
 def differentiable_standard(
@@ -242,7 +300,7 @@ def differentiable_standard(
     In terms of functions that can be differentiated any number of times, as a second derivative
     needs it. Half precision becomes float32.
     """
-    x = x.to(accumulation_dtype(x))
+    x = reduction.by_group(x.to(accumulation_dtype(x)))
     count = reduction.count(x)
 
     def mean_of(values: Tensor) -> Tensor:
@@ -334,9 +392,8 @@ class DomainParallelBatchNorm(ReductionLayer):
         if self._is_tracking:
             self._update_running_statistics(moments, reduction.count(x))
         # Parameters broadcast against `(B, C, ...)`.
-        per_channel = (-1, *(1,) * (x.ndim - 2))
-        weight, bias = (p if p is None else p.view(per_channel) for p in (self.weight, self.bias))
-        return normalise(x, moments, self.eps, weight, bias, reduction)
+        per_channel = (x.shape[1], *(1,) * (x.ndim - 2))
+        return normalise(x, moments, self.eps, self.weight, self.bias, reduction, per_channel)
 
     def _accepts(self, x: Tensor) -> bool:
         """Return whether torch would normalise this without an error."""
@@ -431,9 +488,8 @@ class DomainParallelInstanceNorm(ReductionLayer):
             momentum = self.momentum or 0.0
             running = (self.running_mean, self.running_var)
             update_running_statistics(running, moments, reduction.count(x), momentum)
-        per_channel = (-1, *(1,) * self._spatial_ndim)
-        weight, bias = (p if p is None else p.view(per_channel) for p in (self.weight, self.bias))
-        return normalise(x, moments, self.eps, weight, bias, reduction)
+        per_channel = (self.num_features, *(1,) * self._spatial_ndim)
+        return normalise(x, moments, self.eps, self.weight, self.bias, reduction, per_channel)
 
 
 class _TrailingNorm(ReductionLayer):

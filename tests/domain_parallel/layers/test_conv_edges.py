@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
-from credit_dp.domain_parallel.layers import conv, conv_bands
+from credit_dp.domain_parallel.layers import base, conv, conv_bands
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
@@ -179,7 +179,7 @@ def _overlaps(manager):
 
 @pytest.mark.parametrize("entries", [36, 47, 48])
 def test_ranks_agree_whether_bands_are_small(monkeypatch, entries):
-    monkeypatch.setattr(conv, "SMALL_BAND_ENTRIES", entries)
+    monkeypatch.setattr(base, "SMALL_BAND_ENTRIES", entries)
     assert on_threads(2, _overlaps) == [entries < 48] * 2
 
 

@@ -16,9 +16,17 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
-from credit_dp.domain_parallel.layers import group_norm
+from credit_dp.domain_parallel.layers import base, group_norm
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
+
+
+@pytest.fixture(params=["small", "chunked", "as on GPUs"])
+def way(request, monkeypatch):
+    """Run a test in all ways to normalise."""
+    if request.param == "small":
+        request.getfixturevalue("small_bands")
+    monkeypatch.setattr(group_norm, "is_chunked", lambda x: request.param != "as on GPUs")
 
 
 @given(
@@ -26,16 +34,19 @@ from tests.ranks import on_threads
     groups=st.sampled_from([1, 2, 3, 6]),
     batch=st.integers(1, 4),
     affine=st.booleans(),
-    at_once=st.integers(1, 400),
+    at_once=st.none() | st.integers(1, 400),
     others=st.sampled_from([(), (2,)]),
     build=st.sampled_from(
         [nn.GroupNorm, lambda *args: nn.Sequential(_Last(), nn.GroupNorm(*args))]
     ),
 )
-def test_taken_in_pieces(ranks, groups, batch, affine, at_once, others, build):
+def test_exact_in_pieces_and_small(ranks, groups, batch, affine, at_once, others, build):
     shape = (batch, 6, *others, ranks + 3, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_norm, "CHUNK_ENTRIES", at_once)
+        if at_once is None:
+            patch.setattr(base, "SMALL_BAND_ENTRIES", 2**16)
+        else:
+            patch.setattr(group_norm, "CHUNK_ENTRIES", at_once)
         args = (build, (groups, 6, 1e-5, affine), shape)
         on_threads(ranks, assert_same_as_whole_globe, *args)
 
@@ -96,9 +107,8 @@ def _as_exact_as_torch(manager, dtype, mean, change):
     ],
 )
 @pytest.mark.parametrize("change", [lambda x: x, _last])
-@pytest.mark.parametrize("is_chunked", [True, False])  # False: as on GPUs
-def test_as_exact_as_torch(monkeypatch, dtype, mean, change, is_chunked):
-    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
+@pytest.mark.usefixtures("way")
+def test_as_exact_as_torch(dtype, mean, change):
     on_threads(3, _as_exact_as_torch, dtype, mean, change)
 
 
@@ -115,9 +125,8 @@ def _mixed(manager, fields, cotangents):
 
 @pytest.mark.parametrize("fields", [(0, 1, 2), (1,), ()])
 @pytest.mark.parametrize("cotangents", [(0, 1, 2), (0, 2), ()])
-@pytest.mark.parametrize("is_chunked", [True, False])
-def test_channels_last_on_some_ranks(monkeypatch, fields, cotangents, is_chunked):
-    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
+@pytest.mark.usefixtures("way")
+def test_channels_last_on_some_ranks(fields, cotangents):
     on_threads(3, _mixed, fields, cotangents)
 
 
@@ -128,9 +137,8 @@ def _empty(manager):
     assert (y.shape, x.grad.shape) == (x.shape, x.shape)
 
 
-@pytest.mark.parametrize("is_chunked", [True, False])
-def test_no_samples(monkeypatch, is_chunked):
-    monkeypatch.setattr(group_norm, "is_chunked", lambda x: is_chunked)
+@pytest.mark.usefixtures("way")
+def test_no_samples():
     on_threads(2, _empty)
 
 
@@ -142,6 +150,7 @@ def _constant(manager):
     assert fields[1].isfinite().all()
 
 
+@pytest.mark.usefixtures("way")
 def test_constant_input():
     on_threads(3, _constant)
 
@@ -159,6 +168,7 @@ def _collectives(manager):
     assert found == [(1, 1), (1, 0)]
 
 
+@pytest.mark.usefixtures("way")
 def test_one_collective_forward_and_one_backward():
     on_threads(2, _collectives)
 

@@ -82,8 +82,8 @@ def read_data_arguments(
         key, _, value = text.partition("=")
         if key == "store":
             data_overrides.append(f"data.store={_quote_store(value)}")
-        # Keys of the config have a dot (data.NAME); any other word is a mistake.
-        elif "." not in key and key not in GROUPS:
+        # Keys of the config have a dot (data.NAME); any other word is a mistake, as is a bare path.
+        elif ("." not in key and key not in GROUPS) or "=" not in text:
             known = [*command_keys, "store", *GROUPS]
             raise UserError(
                 f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."

@@ -42,7 +42,7 @@ def checkpoint(arguments: Sequence[str], program: str) -> int:
     if len(args.words) != 2 or args.words[0] != "export":
         raise UserError(
             f"{program}: needs `export` and the folder of a run or of a checkpoint, got "
-            f"{' '.join(args.words) or 'nothing'}."
+            f"{' '.join(args.words) or 'nothing'}. The file to write is given by --output FILE."
         )
     for path in export(args.words[1], args.output):
         sys.stdout.write(f"{path}\n")

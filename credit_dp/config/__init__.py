@@ -239,6 +239,8 @@ class Config:
 
     def __post_init__(self) -> None:
         checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # torch and numpy both take these
+        if self.device == "gpu":  # whose closest word is `cpu`
+            raise UserError("device: needs one of auto, cpu, cuda, got 'gpu'. Did you mean cuda?")
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.init_from == "":
             raise UserError("init_from: needs a run's folder or a checkpoint, got none. Give one.")

@@ -169,6 +169,7 @@ def test_no_more_ranks_than_rows(tmp_path: Path) -> None:
     [
         ("domain=13", "domain: needs a number of ranks from 1 to 12"),
         ("domian=2", "Did you mean domain?"),
+        ("a/b.zarr", "needs keys like domain, store, "),
     ],
 )
 def test_refused_in_one_line(

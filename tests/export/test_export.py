@@ -430,9 +430,9 @@ def test_a_file_is_written_whole_or_not_at_all(run, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.md", "m.safetensors"]
 
 
-@pytest.mark.parametrize("words", [[], ["export"], ["import", "run"], ["export", "a", "b"]])
+@pytest.mark.parametrize("words", [[], ["export"], ["import", "run"], ["export", "a", "out=b"]])
 def test_the_command_says_what_it_needs(words):
-    with pytest.raises(UserError, match="needs `export` and the folder of a run"):
+    with pytest.raises(UserError, match=r"needs `export` and the folder of a run.*--output FILE"):
         checkpoint(words, "credit-dp checkpoint")
 
 

@@ -204,12 +204,15 @@ def validate_sharding_constraints(
     Args:
         model: before or after conversion; each strided convolution begins a level.
         local_h: rows of one rank at the model's input.
-        window_sizes: attention window per level, finest first. By default those in the attributes
-            `window_size` and `window` of the model's modules.
+        window_sizes: attention window per level, finest first; more than there are levels count for
+            the coarsest. By default those in the attributes `window_size` and `window` of the
+            model's modules.
     """
     levels = _levels(model)
     if window_sizes is not None:
         windows = [{window} for window in window_sizes] + [set[int]()] * len(levels)
+        # A model may change its rows by other layers than strided convolutions.
+        windows[len(levels) - 1] = set(window_sizes[len(levels) - 1 :])
         levels = [_Level(level.stride, w) for level, w in zip(levels, windows, strict=False)]
     rows = local_h
     warnings: list[str] = []

@@ -303,6 +303,9 @@ def test_constraints_are_readable():
     assert (
         "not a multiple of the window 5" in validate_sharding_constraints(model, 16, [5, 4, 2])[0]
     )
+    assert validate_sharding_constraints(model, 16, [8, 4, 2, 3]) == [
+        "level 2: 4 rows are not a multiple of the window 3"
+    ]
     assert "less than one row" in validate_sharding_constraints(model, 2)[-1]
     converted = convert_to_domain_parallel(model, _mock())
     assert validate_sharding_constraints(converted, 6) != []

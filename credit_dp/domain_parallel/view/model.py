@@ -7,10 +7,11 @@ outputs out of it, see `boundary`. Those of all other modules refuse calls from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
 
@@ -44,6 +45,28 @@ HOOK_OPTIONS = (
 )
 
 
+CALL_ATTRIBUTE = "_call_impl"  # what `nn.Module.__call__` calls: hooks and forward
+
+
+@final
+class UncompiledCall:
+    """Calls a model with its hooks, none of which `torch.compile` around the model traces.
+
+    Without it torch would compile what is called between the hooks, on fields of the view.
+
+    Args:
+        model: in the view.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
+        return type(self.model)._call_impl(self.model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def attach_view(
     model: nn.Module,
     manager: DomainParallelManager,
@@ -73,6 +96,7 @@ def attach_view(
     model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True)
     model.register_forward_hook(LeaveModel(view), always_call=True)
     model.__dict__[VIEW_ATTRIBUTE] = view
+    model.__dict__[CALL_ATTRIBUTE] = UncompiledCall(model)
     return view
 
 
@@ -86,6 +110,7 @@ def detach_view(model: nn.Module) -> None:
     view = model.__dict__.pop(VIEW_ATTRIBUTE, None)
     if view is None:
         return
+    model.__dict__.pop(CALL_ATTRIBUTE, None)
     kinds = (RequireRunningModel, ShowInputs, TakeOutputs, LeaveModel)
     for module in model.modules():
         for name in ("_forward_pre_hooks", "_forward_hooks"):

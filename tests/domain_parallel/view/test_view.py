@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import warnings
@@ -16,6 +17,7 @@ from credit_dp.domain_parallel import (
     DomainParallelManager,
     convert_from_domain_parallel,
     convert_to_domain_parallel,
+    shard_tensor,
     verify_domain_parallel,
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
@@ -24,6 +26,7 @@ from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import decision_line
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
+from tests.ranks import on_processes
 
 WIDTH = 8
 
@@ -670,6 +673,33 @@ def test_functions_that_a_model_compiles_run_uncompiled_in_it():
     graphs.clear()
     shift(torch.ones(1, 2, 3))  # elsewhere it is compiled as before
     assert len(graphs) == 1
+
+
+def _compiles_nothing(manager):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.manual_seed(0)
+    whole, x = _Model(lambda _, x: x.flip(-2)).double(), torch.randn(2, 3, 13, 8).double()
+    model = convert_to_domain_parallel(whole, manager, input_shape=x.shape)
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    band = shard_tensor(x, manager=manager)
+    outputs = [each(band) for each in (model, compiled)]
+    assert torch.equal(*outputs)
+    for y in outputs:
+        y.sum().backward()
+    assert torch.equal(model.stem.weight.grad, compiled.stem.weight.grad)
+    assert not graphs
+    convert_from_domain_parallel(model)
+    assert "_call_impl" not in vars(model)
+
+
+def test_compiling_a_model_of_the_view_compiles_nothing():
+    """On processes: threads share the stance in which the other one runs uncompiled."""
+    on_processes(2, _compiles_nothing)
 
 
 class _Sparse(nn.Module):

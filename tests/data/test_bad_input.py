@@ -89,7 +89,7 @@ def test_missing_dim(tmp_path, dim):
 
 def test_dim_without_coordinates(tmp_path):
     path = changed(tmp_path, lambda data: data.drop_vars("latitude"))
-    assert "latitude is missing" in refusal(path)
+    assert "latitude has no values" in refusal(path)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ shares its memory. A plain tensor turns into one of the view: the object that th
 
 That is done where all tensors of that memory are known. Of plain tensors `view.created` has them,
 with the functions that lead to views. A tensor whose memory something else shares, as by `detach`,
-as an array of NumPy or as autograd has saved it, stays whole.
+as an array of NumPy or as autograd has saved it, stays whole. As that may be so on one rank only,
+which prints values, say, such a tensor is still noted, and the ranks decide together.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ COPIES = frozenset(
     functions_named("to", "type", "type_as", "float", "double", "half", "clone", "cuda", "repeat")
 )
 
-# Functions that return the memory of a tensor as something else.
-READS_MEMORY = frozenset(
-    functions_named("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
-)
+# Functions that return the memory of a tensor as something else, or change how it is viewed.
+USES_MEMORY = frozenset(
+    functions_named(
+        "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage",
+        "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_",
+        "resize_", "resize_as_", "set_",
+    )
+) | {Tensor.data.__set__}  # type: ignore[attr-defined]  # fmt: skip
 
 
 def layout_with_rows_of(band: GlobalTensor, x: Tensor, dim: int) -> Layout | None:
@@ -74,40 +79,27 @@ def note_created(
     elif args and isinstance(args[0], Tensor) and args[0] in created:
         x = args[0]
         results = [result] if isinstance(result, Tensor) else result
-        if func in COPIES and result is not x and not _is_alias(result, x):
+        if func in USES_MEMORY:
+            source = _source_of(x, view)
+            created[source] = (None, None)
+        elif func in COPIES and isinstance(result, Tensor) and not _is_alias(result, x):
             created[result] = (None, ())
-        elif func in READS_MEMORY:
-            _forget(_source_of(x, view), view)
         elif isinstance(results, (list, tuple)):
             is_one = results is not result
             for i, y in enumerate(results):
-                if not isinstance(y, Tensor) or y is x or not _is_alias(y, x):
-                    continue
-                if func not in VIEWS or not y._is_view():
-                    _forget(_source_of(x, view), view)
-                    return
-                step = view_step(func, args, kwargs, None if is_one else i)
-                created[y] = (_source_of(x, view), (*created[x][1], step))
+                if isinstance(y, Tensor) and y is not x and _is_alias(y, x):
+                    steps = created[x][1]
+                    if func not in VIEWS or not y._is_view():
+                        steps = None
+                    elif steps is not None:
+                        steps = (*steps, view_step(func, args, kwargs, None if is_one else i))
+                    created[y] = (_source_of(x, view), steps)
 
 
 def _source_of(x: Tensor, view: GlobalView) -> Tensor:
     """Return the tensor that another one is a view of, which may be itself."""
     source: Tensor | None = view.created[x][0]
     return x if source is None else source
-
-
-def _family_of(source: Tensor, view: GlobalView) -> list[tuple[Tensor, tuple[ViewStep, ...]]]:
-    """Return a tensor and the views of it, each with the functions that lead there."""
-    notes: list[tuple[Tensor, Any]] = list(view.created.items())  # type: ignore[no-untyped-call]
-    views = [(y, steps) for y, (base, steps) in notes if base is source]
-    return [(source, ()), *views]
-
-
-def _forget(source: Tensor, view: GlobalView) -> None:
-    """Let a tensor be as any other, which stays whole, and all views of it."""
-    for y, _ in _family_of(source, view):
-        if y in view.created:
-            del view.created[y]
 
 
 def _is_alias(a: Tensor, b: Tensor) -> bool:
@@ -159,11 +151,15 @@ def _show_all(x: Tensor, view: GlobalView) -> None:
 
     They stay plain, on all ranks, if there may be another tensor with their memory.
     """
+    created = view.created
     source = _source_of(x, view)
-    family = _family_of(source, view)
-    _forget(source, view)
-    tensors = [y for y, _ in family]
-    if not _all_know(isinstance(x, FakeTensor) or _is_closed(tensors), view):
+    views = [y for y, (base, _) in created.items() if base is source]  # type: ignore[no-untyped-call]
+    family = [(y, created[y][1]) for y in (source, *views)]
+    for y, _ in family:
+        del created[y]
+    is_known = all(steps is not None for _, steps in family)
+    is_closed = isinstance(x, FakeTensor) or _is_closed([y for y, _ in family])
+    if not _all_know(is_known and is_closed, view):
         return
     shown: Any = source
     shown.local = _exchange_objects(source, GlobalTensor(source, None, view))
@@ -196,7 +192,7 @@ def _all_know(is_known: bool, view: GlobalView) -> bool:
 
 def _is_closed(family: Sequence[Tensor]) -> bool:
     """Return whether a plain tensor and views of it are all that share its memory."""
-    if any(y.is_inference() or y._backward_hooks for y in family):
+    if any(y.is_inference() or y._backward_hooks or y.retains_grad or vars(y) for y in family):
         return False
     if any(y.is_leaf and y.requires_grad for y in family):
         return False

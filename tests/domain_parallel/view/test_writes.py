@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.running import running_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import RankError, on_threads
@@ -541,7 +542,47 @@ def with_a_hook(m, x):
     return y
 
 
-@pytest.mark.parametrize("function", [with_another_name, with_a_hook])
+def viewed_in_another_way(m, x):
+    size = x.shape[2]
+    y, z = _empty(x, 2, size, size), _empty(x)
+    assert y.type() == "torch.DoubleTensor"
+    y[:, 0] = m.rows[0, 0]
+    column = y[:, :, 0]
+    y.transpose_(1, 2)
+    column[:, 1:] = x[:, 0, 1:, 0]
+    z.label = "z"
+    z[:, 1:] = x[:, 1:]
+    return column, y.sum((1, 2)), z, x if z.label == "z" else z
+
+
+def with_a_gradient_that_is_kept(m, x):
+    y = _empty(x)
+    y[:, 0] = m.scale[0]
+    y.retain_grad()
+    y[:, 1:] = x[:, 1:]
+    return y
+
+
+def read_on_one_rank(m, x):
+    y, z = _empty(x), _empty(x)
+    views = y[:, 2], z.flatten(2)
+    view = running_view()
+    if view is not None and view.rank == 1:  # as for a message
+        assert y.detach().mean() == z.numpy().mean()
+    y[:, 1:], z[:, 1:] = x[:, 1:], x[:, 1:]
+    return y, z, *(view * m.scale[0] for view in views)
+
+
+SHARED = [
+    with_another_name,
+    with_a_hook,
+    viewed_in_another_way,
+    with_a_gradient_that_is_kept,
+    read_on_one_rank,
+]
+
+
+@pytest.mark.parametrize("function", SHARED)
 def test_tensors_that_something_else_shares_stay_whole(function):
     check(function, (2, CHANNELS, 13, COLUMNS), 3, {"__setitem__"})
 

@@ -29,6 +29,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalView,
     Layout,
     bands_of,
+    global_tensors,
     is_band,
     local_of,
     whole,
@@ -288,8 +289,8 @@ def _layout_to_gather(x: Tensor, dim: int, index: Tensor) -> tuple[Layout, Globa
     Raises:
         NoRuleError: in no dimension have both a part for each rank.
     """
-    bands = bands_of([index, x])
-    view = bands[0].view_
+    bands = bands_of([index, x])  # none if `x` was narrowed to fewer rows than there are ranks
+    view = global_tensors([index, x])[0].view_
     fitting = [d for d in range(x.ndim) if d != dim and x.shape[d] == index.shape[d]]
     for band in bands:
         if layout_of(band).dim in fitting:

@@ -192,6 +192,8 @@ def look_up_points(m, x):
     return (
         points.gather(2, index.expand(2, CHANNELS, -1)),
         points.gather(2, index.expand(2, 3, -1)),
+        x.gather(3, x[:, :, :3].argsort(3)),
+        x.gather(3, index[:3, None].expand(2, CHANNELS, 3, 2) % COLUMNS),
         points.mT.gather(1, (index[:, None] + torch.arange(CHANNELS)).expand(2, -1, -1) % count),
         torch.take_along_dim(points, few, 2),
         torch.take_along_dim(points, few.expand(2, 1, 5).contiguous(), 2),

@@ -153,7 +153,12 @@ def mean_and_variance(x: Tensor, reduction: GlobalReduction) -> tuple[Tensor, Te
     """
     x = reduction.by_group(x)
     mean = x.mean(reduction.dims, True, dtype=accumulation_dtype(x))
-    variance = (x - mean).square_().mean(reduction.dims, True)
+    centered = x - mean
+    # The rounding error of `mean`: torch sums channels-last entries one after the other.
+    error = centered.mean(reduction.dims, True)
+    variance = centered.square_().mean(reduction.dims, True)
+    variance = variance.addcmul_(error, error, value=-1).clamp_(min=0)
+    mean = mean + error
     # One message for both moments. All ranks combine the same numbers in the same order, so their
     # results are equal bit by bit.
     parts = reduction.transport.all_gather(torch.stack([mean, variance]))

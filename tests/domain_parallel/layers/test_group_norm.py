@@ -89,8 +89,8 @@ def _both(manager, dtype, mean, change=lambda x: x, shape=(2, 6, 17, 16)):
     return sharded + totals, [*whole[0], *whole[1]], [*exact[0], *exact[1]]
 
 
-def _as_exact_as_torch(manager, dtype, mean, change):
-    for ours, theirs, exact in zip(*_both(manager, dtype, mean, change), strict=True):
+def _as_exact_as_torch(manager, dtype, mean, change, shape=(2, 6, 17, 16)):
+    for ours, theirs, exact in zip(*_both(manager, dtype, mean, change, shape), strict=True):
         assert ours.dtype == dtype
         error = (ours.double() - exact).abs().max()
         rounding = torch.finfo(dtype).eps * exact.abs().max()
@@ -110,6 +110,13 @@ def _as_exact_as_torch(manager, dtype, mean, change):
 @pytest.mark.usefixtures("way")
 def test_as_exact_as_torch(dtype, mean, change):
     on_threads(3, _as_exact_as_torch, dtype, mean, change)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.usefixtures("way")
+def test_large_mean_of_many_rows(ranks):
+    args = (torch.float32, 1e5, _last, (1, 6, 22 * ranks, 64))
+    on_threads(ranks, _as_exact_as_torch, *args)
 
 
 def _mixed(manager, fields, cotangents):
@@ -140,6 +147,18 @@ def _empty(manager):
 @pytest.mark.usefixtures("way")
 def test_no_samples():
     on_threads(2, _empty)
+
+
+def _large_constant(manager):
+    x = _last(shard_tensor(torch.full((2, 6, 40, 37), 5e5 / 3), manager=manager))
+    for norm in (nn.GroupNorm(3, 6), nn.BatchNorm2d(6), nn.InstanceNorm2d(6)):
+        assert not convert_to_domain_parallel(norm, manager)(x).any()
+
+
+@pytest.mark.usefixtures("small_bands")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_constant_input(ranks):
+    on_threads(ranks, _large_constant)
 
 
 def _constant(manager):

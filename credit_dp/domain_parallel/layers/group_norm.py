@@ -92,7 +92,8 @@ class DomainParallelGroupNorm(ReductionLayer):
         is_small = is_chunked(x) and entries <= base.SMALL_BAND_ENTRIES // 4
         if is_small or torch.compiler.is_dynamo_compiling():
             moments = mean_and_variance(x, reduction)
-            shape = (self.num_groups, self.num_channels // self.num_groups, *(1,) * (x.ndim - 2))
+            # By the channels of `x`, so that parameters for others are an error.
+            shape = (self.num_groups, x.shape[1] // self.num_groups, *(1,) * (x.ndim - 2))
             return normalise(x, moments, self.eps, weight, bias, reduction, shape)
         area = x.shape[2:].numel() // x.shape[self.dim] * bands.input.height
         y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]

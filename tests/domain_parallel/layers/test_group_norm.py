@@ -149,6 +149,16 @@ def test_no_samples():
     on_threads(2, _empty)
 
 
+def _too_many_channels(manager):
+    with pytest.raises(RuntimeError):
+        DomainParallelGroupNorm(nn.GroupNorm(2, 2), manager=manager)(torch.ones(1, 4, 4, 5))
+
+
+@pytest.mark.usefixtures("way")
+def test_other_channels_are_refused_as_by_torch():
+    on_threads(2, _too_many_channels)
+
+
 def _large_constant(manager):
     x = _last(shard_tensor(torch.full((2, 6, 40, 37), 5e5 / 3), manager=manager))
     for norm in (nn.GroupNorm(3, 6), nn.BatchNorm2d(6), nn.InstanceNorm2d(6)):

@@ -58,6 +58,34 @@ def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
         ) from error
 
 
+def run_checkpoints(folder: Path, key: str) -> list[Path]:
+    """Return the checkpoints of the run in a folder.
+
+    Raises:
+        UserError: the folder can't be read.
+    """
+    try:
+        return list_checkpoints(RunFolder(folder).checkpoints)
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(
+            f"{key}: cannot read {folder} ({error.strerror}). Give another {key}."
+        ) from error
+
+
+def check_sweep_folder(run: RunConfig) -> None:
+    """Refuse to number the runs of a sweep in the folder of a single run.
+
+    Raises:
+        UserError: the folder holds checkpoints of a run, or can't be read.
+    """
+    folder, key = Path(sweep_folder(run.name, run.dir)), folder_key(run)
+    if run_checkpoints(folder, key):
+        raise UserError(
+            f"{key}: {folder} holds the checkpoint of a single run, but a sweep needs a folder of "
+            f"its own. Give another {key}."
+        )
+
+
 def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     """Refuse to start a new run in a folder with another run's checkpoints.
 
@@ -65,16 +93,10 @@ def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> Non
         UserError: there are some, and `resume` does not start from them; or the folder can't be
             read.
     """
-    checkpoints = RunFolder(folder).checkpoints
-    try:
-        steps = list_checkpoints(checkpoints)
-    except OSError as error:  # a name that is too long, a folder that may not be read
-        raise UserError(
-            f"{key}: cannot read {folder} ({error.strerror}). Give another {key}."
-        ) from error
+    steps = run_checkpoints(folder, key)
     if not steps or config.resume == "auto":
         return
-    resumable = {path.resolve() for path in (folder, checkpoints, *steps)}
+    resumable = {path.resolve() for path in (folder, RunFolder(folder).checkpoints, *steps)}
     if config.resume and Path(config.resume).expanduser().resolve() in resumable:
         return
     raise UserError(

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from credit_dp.cli.arguments import Command, read_keys, run_subcommand
 from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.folders import explain_folder_errors
+from credit_dp.cli.folders import check_sweep_folder, explain_folder_errors
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.run import report_errors, run_job_in_folder
@@ -329,6 +329,7 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
     for texts in covering_combinations(composer, overrides):
         config = composer.compose_config(texts)
         check_run_config(config)
+    check_sweep_folder(config.run)
     texts = [str(override.input_line) for override in overrides]
     try:
         with explain_folder_errors(config.run, "multirun"):
@@ -368,6 +369,7 @@ def check_combinations(composer: Composer, overrides: Sequence[Override]) -> lis
     configs = [composer.compose_config(texts) for texts in product(*choices)]
     for config in configs:
         check_run_config(config)
+        check_sweep_folder(config.run)
     return configs
 
 

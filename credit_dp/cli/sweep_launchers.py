@@ -25,7 +25,12 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from credit_dp.cli.check import check_prepared
 from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.folders import check_unlocked, explain_folder_errors, folder_key
+from credit_dp.cli.folders import (
+    check_sweep_folder,
+    check_unlocked,
+    explain_folder_errors,
+    folder_key,
+)
 from credit_dp.cli.output import print_line
 from credit_dp.cli.sweep_jobs import (
     SUBMISSION_FILE,
@@ -527,6 +532,7 @@ def sweep_as_jobs(
     sweep = Path(str(composed.hydra.sweep.dir))
     settings = launcher_settings(composed.hydra.launcher)
     jobs = plan_jobs(composer, choices, sweep)
+    check_sweep_folder(jobs[0].config.run)
     remaining = [job for job in jobs if job.state != "finished"]
     if len(remaining) < len(jobs):
         print_line(f"done already: {len(jobs) - len(remaining)} of {counted(len(jobs), 'job')}")

@@ -20,7 +20,7 @@ from credit_dp.config import DatesConfig, ParallelConfig
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
-from tests.cli.invocation import answer, record_launches
+from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,17 @@ def test_hydras_own_launcher_leaves_out_what_is_done(
     assert code == 0
     assert "outputs/two/0: done already" in out
     assert [(config.seed, config.resume) for config in configs] == [(2, "auto")]
+
+
+@pytest.mark.parametrize("option", ["--check", "hydra/launcher=local", "trainer.steps=2"])
+def test_a_sweep_in_the_folder_of_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    write_empty_checkpoint(tmp_path / "outputs/base")
+    with record_launches(monkeypatch, tmp_path) as configs:
+        line = refusal(monkeypatch, "-m", option, "seed=1,2", "run.name=base")
+    assert "outputs/base holds the checkpoint of a single run" in line
+    assert configs == []
 
 
 KEYS = ["overrides", "state", "started", "exit_code", "cause", "ended", "slurm_job"]

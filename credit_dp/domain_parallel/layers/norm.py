@@ -154,11 +154,13 @@ def mean_and_variance(x: Tensor, reduction: GlobalReduction) -> tuple[Tensor, Te
     x = reduction.by_group(x)
     mean = x.mean(reduction.dims, True, dtype=accumulation_dtype(x))
     centered = x - mean
-    # The rounding error of `mean`: torch sums channels-last entries one after the other.
-    error = centered.mean(reduction.dims, True)
+    # On CPUs torch sums entries one after the other if channels are last, or in compiled code. Then
+    # the mean has a rounding error, which is the mean of what is centered.
+    if x.is_cpu and (torch.compiler.is_dynamo_compiling() or not x.is_contiguous()):
+        error = centered.mean(reduction.dims, True)
+        mean = mean + error
+        centered -= error
     variance = centered.square_().mean(reduction.dims, True)
-    variance = variance.addcmul_(error, error, value=-1).clamp_(min=0)
-    mean = mean + error
     # One message for both moments. All ranks combine the same numbers in the same order, so their
     # results are equal bit by bit.
     parts = reduction.transport.all_gather(torch.stack([mean, variance]))

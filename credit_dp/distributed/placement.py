@@ -380,12 +380,13 @@ def too_small_message(
     needed, limit, resource = tasks * cpus, available.cores, "cores"
     if gpus_per_rank and available.gpus is not None and tasks * gpus_per_rank > available.gpus:
         needed, limit, resource = tasks * gpus_per_rank, available.gpus, "GPUs"
-    reason = ""
-    if tasks == config.parallel.domain > 1:
-        reason = f" (a domain group stays on one node, unless {request.spread_hint} is given)"
+    reason, remedy = "", "use more nodes"
+    if tasks == config.parallel.domain > 1:  # more nodes don't help
+        reason = " (a domain group stays on one node)"
+        remedy = f"let groups span nodes with {request.spread_hint}"
     return (
         f"parallel.domain: {tasks} ranks on one node need {needed} {resource}, but nodes have "
-        f"{limit}{reason}. Lower parallel.domain, or use more nodes."
+        f"{limit}{reason}. Lower parallel.domain, or {remedy}."
     )
 
 

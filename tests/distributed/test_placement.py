@@ -112,7 +112,8 @@ def test_ranks_are_assigned_to_nodes(
             GPU_NODES,
             PlacementRequest(),
             "cuda",
-            "16 ranks on one node need 16 GPUs, but",
+            "16 ranks on one node need 16 GPUs, but nodes have 8 (a domain group stays on one "
+            "node). Lower parallel.domain, or let groups span nodes with spread=true.",
         ),
         (
             (1, 1, 9),

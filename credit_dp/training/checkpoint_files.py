@@ -88,9 +88,10 @@ def locate_checkpoint(key: str, value: str) -> Path:
     """
     path = checks.checkpoint_path(key, value)
     if path.is_file():
+        is_exported = path.suffix == ".safetensors"
+        kind = "exported models for credit_dp.load are" if is_exported else "old checkpoints were"
         raise UserError(
-            f"{key}: needs the folder of a checkpoint or of a run, but {path} is a file, as "
-            "checkpoints of earlier versions were."
+            f"{key}: needs the folder of a checkpoint or of a run, but {path} is a file, as {kind}."
         )
     if (path / METADATA_FILE).is_file():
         return path

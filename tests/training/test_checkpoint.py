@@ -279,9 +279,9 @@ def test_a_path_may_be_any_folder_around_it_and_has_to_exist(tmp_path):
 
 def test_a_checkpoint_of_one_file_is_refused(tmp_path):
     torch.save({"format": 2}, tmp_path / "checkpoint.pt")
-    with pytest.raises(UserError, match=r"resume: .*is a file, as checkpoints of earlier versions"):
+    with pytest.raises(UserError, match=r"resume: .*is a file, as old checkpoints were"):
         find_checkpoint(str(tmp_path / "checkpoint.pt"), tmp_path)
-    with pytest.raises(UserError, match=r"resume: .*is a file, as checkpoints of earlier versions"):
+    with pytest.raises(UserError, match=r"resume: .*is a file, as old checkpoints were"):
         find_checkpoint("auto", tmp_path / "checkpoint")
 
 

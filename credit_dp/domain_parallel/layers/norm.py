@@ -252,7 +252,8 @@ class _Normalise(torch.autograd.Function):
             y = y.mul_(_reshaped(weight, parameter_shape))
         if bias is not None:
             y = y.add_(_reshaped(bias, parameter_shape))
-        return reduction.ungroup(y).to(x.dtype)
+        # Autograd forbids writes to a view that a function returns; a detached one may be changed.
+        return reduction.ungroup(y).detach().to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

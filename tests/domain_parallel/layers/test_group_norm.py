@@ -159,6 +159,18 @@ def test_other_channels_are_refused_as_by_torch():
     on_threads(2, _too_many_channels)
 
 
+def _before_writes():
+    norms = nn.GroupNorm(3, 6), nn.InstanceNorm2d(6), nn.BatchNorm2d(6)
+    return nn.Sequential(*(layer for norm in norms for layer in (norm, nn.ReLU(inplace=True))))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_its_output_may_be_changed_in_place(ranks):
+    shape = (2, 6, 2 * ranks + 1, 5)
+    on_threads(ranks, assert_same_as_whole_globe, _before_writes, (), shape, 1e-11)
+
+
 def _large_constant(manager):
     x = _last(shard_tensor(torch.full((2, 6, 40, 37), 5e5 / 3), manager=manager))
     for norm in (nn.GroupNorm(3, 6), nn.BatchNorm2d(6), nn.InstanceNorm2d(6)):

@@ -115,11 +115,9 @@ def _can_be_filled(x: Any) -> bool:
 # ---------------------------------------------------------------- before a write
 
 
-# Returns the layout that the tensor should have; None if a rule does not fit.
-FindLayout = Callable[[], Layout | None]
-
-
-def lay_out(args: tuple[Any, ...], kwargs: dict[str, Any], find: FindLayout) -> None:
+def lay_out(
+    args: tuple[Any, ...], kwargs: dict[str, Any], find: Callable[[], Layout | None]
+) -> None:
     """Cut a whole tensor that a model has made if a band is about to be written to it.
 
     All ranks decide alike: by shapes, and together about tensors of which one may know less.
@@ -127,7 +125,7 @@ def lay_out(args: tuple[Any, ...], kwargs: dict[str, Any], find: FindLayout) -> 
     Args:
         args: of the function that writes to the first of them.
         kwargs: its other arguments.
-        find: how the tensor is to be cut.
+        find: returns how the tensor is to be cut; None if a rule does not fit.
     """
     x = args[0]
     if not isinstance(x, Tensor) or (type(x) is GlobalTensor and "rows" in vars(x) and x.rows):

@@ -46,6 +46,7 @@ DOMAINS = (1, 2, 4)
 GRIDS = ((181, 360), (721, 1440))
 TIMES = 4
 CHANNELS = 20
+SURFACE = tuple(Channel(f"field{number}") for number in range(CHANNELS))
 ROUNDS = 20
 LIMIT_ROUNDS = 60
 THREADS, BATCHES, THREAD_ROUNDS = 2, 6, 5
@@ -57,15 +58,20 @@ READER_ROUNDS = 5
 MIB = 2**20
 
 
-def write_store(path: Path, grid: tuple[int, int], times: int, codec: str) -> DataConfig:
+def write_store(
+    path: Path,
+    grid: tuple[int, int],
+    times: int,
+    codec: str,
+    channels: tuple[Channel, ...] = SURFACE,
+) -> DataConfig:
     """Write a prepared store of smooth fields, and the same numbers to a raw file beside it."""
     height, columns = grid
     random = np.random.default_rng(0)
-    base = np.cumsum(random.normal(size=(CHANNELS, *grid)), axis=-1, dtype=np.float32)
-    channels = tuple(Channel(f"field{number}") for number in range(CHANNELS))
+    base = np.cumsum(random.normal(size=(len(channels), *grid)), axis=-1, dtype=np.float32)
     form = PreparedMetadata(channels, (), {}, {}, "benchmark")
     group = zarr.create_group(path, attributes={METADATA_ATTRIBUTE: form.attributes()})
-    shape = (times, CHANNELS, *grid)
+    shape = (times, len(channels), *grid)
     options = shard_options(shape, choose_chunk_rows(height, DOMAINS), codec)
     fields = group.create_array("fields", shape=shape, **options)
     with raw_file(path).open("wb") as raw:
@@ -86,7 +92,7 @@ def write_store(path: Path, grid: tuple[int, int], times: int, codec: str) -> Da
         name="prepared",
         store=str(path),
         cache=str(path.parent / "cache"),
-        prognostic=[channel.variable for channel in channels],
+        prognostic=list(dict.fromkeys(channel.variable for channel in channels)),
         batch_size=1,
         workers=1,
         dates=DatesConfig(train=dates, valid=dates, test=dates),

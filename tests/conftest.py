@@ -15,7 +15,10 @@ import pytest
 import torch
 
 import tests.plots  # noqa: F401
+from tests.ranks import DEVICE
 
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)

@@ -2,11 +2,15 @@
 
 Both call `fn(manager, *args)` on every rank and return the results in rank order. A hang fails
 after eight minutes with every rank's stack.
+
+With `CREDIT_DP_TEST_DEVICE=cuda` tensors are made on a GPU, and processes communicate over nccl;
+all of them share the GPU.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import faulthandler
 import multiprocessing as mp
 import os
@@ -22,13 +26,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.partition import BandTable
 from credit_dp.domain_parallel.thread_ranks import RankError, run_on_threads
 
+DEVICE = os.environ.get("CREDIT_DP_TEST_DEVICE", "cpu")
 TIMEOUT = 480.0  # two files at once, with up to eight ranks each that may compile, share the cores
 # Live ranks with more process groups end: each group has a thread that polls all the time.
 GROUPS = 8
@@ -39,8 +46,15 @@ PROCESSES = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)),
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
     faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=sys.__stderr__)
+
+    def on_device(manager: DomainParallelManager) -> Any:
+        if DEVICE == "cpu":
+            return fn(manager, *args)
+        with torch.device(DEVICE):  # each thread has its own default
+            return fn(manager, *args)
+
     try:
-        return run_on_threads(ranks, lambda manager: fn(manager, *args), TIMEOUT)
+        return run_on_threads(ranks, on_device, TIMEOUT)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -53,6 +67,19 @@ def warm_context() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload", "tests.ranks"])
     return context
+
+
+def moved(tree: Any, device: str) -> Any:
+    """Return the arguments or results of a rank with all tensors and modules on a device."""
+    if DEVICE == "cpu":
+        return tree
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, nn.Module):
+            return copy.deepcopy(leaf).to(device)
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(move, tree)
 
 
 class _Pool:
@@ -77,7 +104,7 @@ class _Pool:
         self, mesh: tuple[int, int, int], fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((mesh, fn, args, base.SMALL_BAND_ENTRIES))
+            pipe.send((mesh, fn, moved(args, "cpu"), base.SMALL_BAND_ENTRIES))
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(replies) < len(self.pipes):
@@ -99,7 +126,7 @@ class _Pool:
         results, groups = zip(*(replies[rank][1] for rank in range(len(self.pipes))), strict=True)
         if max(groups) > GROUPS:
             self.close()
-        return list(results)
+        return list(moved(results, DEVICE))
 
     def close(self, dump: bool = False) -> None:
         for process in self.processes:
@@ -151,8 +178,19 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    gpu = None
+    if DEVICE == "cuda":
+        gpu = torch.device("cuda", 0)
+        torch.set_default_device(gpu)
+        torch.cuda.set_device(gpu)
+        # nccl refuses two ranks of one machine on a GPU; between machines it uses sockets.
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        "nccl" if gpu else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        device_id=gpu,
     )
     managers: dict[tuple[int, int, int], DomainParallelManager] = {}
     while True:
@@ -171,7 +209,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
                     ensemble_parallel_size=ensemble,
                 )
             managers[mesh].bands = BandTable(domain)
-            result = fn(managers[mesh], *args)
+            result = moved(fn(managers[mesh], *moved(args, DEVICE)), "cpu")
             reply = (True, (result, len(distributed_c10d._world.pg_map)))
         except BaseException as error:  # noqa: BLE001
             reply = (False, f"{error}\n{traceback.format_exc()}")

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
+import torch
+
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
@@ -92,7 +94,10 @@ class ThreadRanks(Generic[Result]):
 
     def _run_rank(self, work: Callable[[int], Result], rank: int) -> None:
         try:
-            self._results[rank] = work(rank)
+            # torch runs the backward passes of all threads in one thread for each GPU, where a rank
+            # that waits for another would wait forever.
+            with torch.autograd.set_multithreading_enabled(False):
+                self._results[rank] = work(rank)
         except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
             self._errors.append((rank, error))
             self.world.fail()

@@ -378,6 +378,7 @@ def _channel_gradient_sums(
     """
     center, variance = moments.unbind()
     channels_last = _is_channels_last(x)
+    nothing = center.new_empty(0)  # statistics of training, for which GPUs do not take None
 
     def sums_of(chunk: _Chunk) -> Tensor:
         values = chunk.select(x)
@@ -386,7 +387,7 @@ def _channel_gradient_sums(
             _as_one_sample(chunk.select(grad), channels_last),
             _as_one_sample(values, channels_last),
             of_channels[0],  # no weight: only the gradient of `x` would depend on it
-            *of_channels, None, None, False, eps, [False, True, True],
+            *of_channels, nothing, nothing, False, eps, [False, True, True],
         )  # fmt: skip
         return torch.stack(grads).view(2, *values.shape[:2])
 

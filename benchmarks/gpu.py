@@ -157,6 +157,13 @@ def measured(config: Config, device: torch.device) -> dict[str, Any]:
         "GiB": held / 2**30,
         "warm up": warm_up,
         "slowest kernels": [(name, us / 1e3) for name, us in kernels.most_common(25)],
+        "host": sorted(
+            (
+                (event.self_cpu_time_total / 1e3, event.count, event.key)
+                for event in profiler.key_averages()
+            ),
+            reverse=True,
+        )[:40],
     }
 
 

@@ -281,6 +281,8 @@ class Config:
             )
         if self.trainer.check_finite == "late":
             self._check_late_check()
+        if self.trainer.cuda_graph:
+            self._check_cuda_graph()
         if self.model.fixers:
             self._check_fixers()
         for key in ("shift_longitude", "mirror"):
@@ -396,6 +398,22 @@ class Config:
                 "trainer.check_finite: late needs parallel.cpu_offload=false, as the host waits "
                 "for the gradients of weights in its memory. Change one of them."
             )
+
+    def _check_cuda_graph(self) -> None:
+        parallel = self.parallel
+        supported: dict[str, tuple[object, object]] = {
+            "parallel.data_mode": (parallel.data_mode, "ddp"),
+            "parallel.pipeline": (parallel.pipeline, 1),
+            "parallel.layout": (dict(parallel.layout), {}),
+            "compile": (self.compile, False),
+            "trainer.checkpoint_activations": (self.trainer.checkpoint_activations, "false"),
+        }
+        for key, (given, value) in supported.items():
+            if given != value:
+                raise UserError(
+                    f"trainer.cuda_graph: needs {key}={str(value).lower()}, got "
+                    f"{str(given).lower()}. Change one of them."
+                )
 
     def _check_fixers(self) -> None:
         """Refuse fixers whose variables are not in the data's lists."""

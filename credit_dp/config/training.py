@@ -79,6 +79,8 @@ class TrainerConfig:
     # hours between initial times on the test dates; with 54 every hour of the day occurs
     evaluate_stride_hours: int = 54
     profile: bool = False  # write a profiler trace of a few steps
+    # on GPUs replay forward and backward as a CUDA graph: the host no longer starts each kernel
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         checks.at_least("trainer.steps", self.steps, 1)

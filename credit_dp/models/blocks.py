@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,7 @@ def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float
         model: sharded or not, or a stage of a pipeline.
         numbers: returns those of each sample of the pass, given how many a sample has.
     """
-    layers = [layer for layer in _layers_with_draws(model) if isinstance(layer, NoiseModulation)]
+    layers = [layer for layer in layers_with_draws(model) if isinstance(layer, NoiseModulation)]
     if not layers:
         return
     draws = [list(map(float, of_sample)) for of_sample in numbers(layers[0].noise)]
@@ -152,7 +152,7 @@ def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float
 
 def has_noise(model: nn.Module) -> bool:
     """Whether a model, or a stage of a pipeline, has layers whose noise `draw_noise` draws."""
-    return any(isinstance(layer, NoiseModulation) for layer in _layers_with_draws(model))
+    return any(isinstance(layer, NoiseModulation) for layer in layers_with_draws(model))
 
 
 def number_stochastic_depths(model: nn.Module) -> None:
@@ -180,14 +180,15 @@ def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequ
         layer.draws = constant_tensor(draws, next(model.parameters()).device)
 
 
-def _layers_with_draws(model: nn.Module) -> list[StochasticDepth | NoiseModulation]:
+def layers_with_draws(model: nn.Module) -> list[StochasticDepth | NoiseModulation]:
+    """Return the layers of a model that use numbers drawn on the host before each forward pass."""
     # A sharded layer keeps the layer that it replaced as `wrapped`.
     layers = (m.__dict__.get("wrapped", m) for m in model.modules())
     return [layer for layer in layers if isinstance(layer, StochasticDepth | NoiseModulation)]
 
 
 def _stochastic_depths(model: nn.Module) -> list[StochasticDepth]:
-    return [layer for layer in _layers_with_draws(model) if isinstance(layer, StochasticDepth)]
+    return [layer for layer in layers_with_draws(model) if isinstance(layer, StochasticDepth)]
 
 
 def stochastic_depth_or_identity(rate: float) -> nn.Module:
@@ -204,11 +205,12 @@ def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
     """Return the output of a block; with `checkpointing` backward recomputes it from its input."""
     if not (checkpointing and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
-    if not _layers_with_draws(block):
-        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-    return checkpoint(  # type: ignore[no-any-return]
-        block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), keep_draws(block)())
-    )
+    # Only dropout needs the state of torch's random numbers, which can't be read in a CUDA graph.
+    random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if layers_with_draws(block):
+        options["context_fn"] = lambda: (nullcontext(), keep_draws(block)())
+    return checkpoint(block, x, **options)  # type: ignore[no-any-return]
 
 
 def keep_draws(block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
@@ -218,7 +220,7 @@ def keep_draws(block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     recomputation has to use those of its own forward. torch restores the state of its random
     numbers, but knows nothing of `draws`.
     """
-    return partial(_with_draws, [(layer, layer.draws) for layer in _layers_with_draws(block)])
+    return partial(_with_draws, [(layer, layer.draws) for layer in layers_with_draws(block)])
 
 
 @contextmanager

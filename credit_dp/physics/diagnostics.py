@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from credit_dp.config.model import AIR, SUBSTITUTES
+from credit_dp.constants import cached_constant
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
@@ -150,7 +151,10 @@ def level_pressures(layers: Layers, surface_pressure: Tensor) -> Tensor:
     if isinstance(layers, HybridLayers):
         interfaces = layers.interfaces(surface_pressure)
         return (interfaces[:, 1:] + interfaces[:, :-1]) / 2
-    numbers = PASCALS * torch.tensor(layers.levels).to(surface_pressure)
+    levels = tuple(layers.levels)
+    numbers = PASCALS * cached_constant(
+        list, levels, surface_pressure.device, surface_pressure.dtype
+    )
     shape = (len(surface_pressure), len(numbers), *surface_pressure.shape[2:])
     return numbers[:, None, None].expand(shape)
 

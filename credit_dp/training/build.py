@@ -72,6 +72,7 @@ from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, 
 from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.training.augmentation import build_augmentation
 from credit_dp.training.checkpoint import TrainingState
+from credit_dp.training.cuda_graph import StepGraph, use_own_stream
 from credit_dp.training.data_description import describe_data
 from credit_dp.training.diffusion import Denoising, Sampler
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep, Model, NoiseKeys
@@ -623,6 +624,13 @@ def build_training(
     Raises:
         UserError: the config does not fit the data, the grid or the mesh.
     """
+    if config.trainer.cuda_graph:
+        if device.type != "cuda":
+            raise UserError(
+                f"trainer.cuda_graph: needs a GPU, got device={device.type}. Set "
+                "trainer.cuda_graph=false."
+            )
+        use_own_stream(device)
     first_gpu = device.index or 0  # before `device` becomes that of the model's output
     device = model_output_device(config.parallel.layout, device, first_gpu)
     like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
@@ -680,6 +688,10 @@ def build_training(
     variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
     augmentation = build_augmentation(config, prepared, manager, like)
+    graph = None
+    if config.trainer.cuda_graph:
+        traffic = [manager.transport.traffic, manager.ensemble_transport.traffic]
+        graph = StepGraph(forward_backward, state.trainable_parameters.values(), traffic)
     trainer = Trainer(
         config.trainer,
         state,
@@ -689,6 +701,7 @@ def build_training(
         names,
         augmentation,
         denoising,
+        graph,
     )
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
     members = own_members(config.trainer.scored_members, manager)

@@ -16,6 +16,7 @@ from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 from credit_dp.profiling import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.checkpoint import TrainingState
+from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.diffusion import Denoising, set_level
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward, clip_gradients
 from credit_dp.training.non_finite import NonFiniteGuard, diagnose_non_finite
@@ -97,6 +98,7 @@ class Trainer:
         names: names of the parts of the loss, if they are to be logged.
         augmentation: changes the samples before they are used, if there is one.
         denoising: makes the noisy targets of a diffusion model, if it is one.
+        graph: replays `forward_backward`, if it is to be captured.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Trainer:
         names: LossNames | None = None,
         augmentation: Augmentation | None = None,
         denoising: Denoising | None = None,
+        graph: StepGraph | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -118,6 +121,7 @@ class Trainer:
         self.names = names
         self.augmentation = augmentation
         self.denoising = denoising
+        self.graph = graph
         self.throughput = ThroughputMeter(manager)
         self.guard = NonFiniteGuard(config, state, manager)
 
@@ -232,6 +236,8 @@ class Trainer:
             if begin is not None:
                 begin(part, micro, forecast_step)
 
+        if self.graph is not None and begin is None:
+            return self.graph(batch, prepare)
         return self.forward_backward(batch, prepare)
 
     def diagnose(self, batch: Batch) -> str:

@@ -1,0 +1,194 @@
+"""A replayed step equals the step itself; on CPUs a replay computes it again on the same memory."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.errors import UserError
+from credit_dp.training import cuda_graph
+from credit_dp.training.build import build_training
+from credit_dp.training.cuda_graph import StepGraph
+from tests.ranks import on_processes
+from tests.training.meshes import Mesh, on_mesh
+from tests.training.runs import (
+    TINY_MODELS,
+    alone,
+    built,
+    make_config,
+    make_store,
+    step_records,
+    tiny_crossformer,
+    tiny_unet,
+)
+
+ROWS, WARM_UP = 33, 3
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("store"), ROWS)
+
+
+@pytest.fixture(autouse=True)
+def _few_steps_before(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "WARM_UP", WARM_UP)
+
+
+class ComputedAgain:
+    """Stands for a CUDA graph: a replay calls the work again, and copies what it leaves.
+
+    It reads the memory of the captured step only, and writes to it, as a graph does.
+    """
+
+    def __init__(self, training):
+        self.forward_backward = training.trainer.forward_backward
+        self.parameters = list(training.trainer.state.trainable_parameters.values())
+        self.manager = training.trainer.manager
+        self.captures = self.replays = 0
+
+    def __call__(self, work):
+        self.captures += 1
+        with torch.random.fork_rng():  # a capture draws no numbers
+            share = work()
+        left = [share, self.forward_backward.channel_losses, *(p.grad for p in self.parameters)]
+        return partial(self.replay, work, left), share
+
+    def replay(self, work, left):
+        self.replays += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        before = replace(self.manager.transport.traffic)
+        share = work()
+        vars(self.manager.transport.traffic).update(vars(before))  # a graph counts nothing
+        new = [share, self.forward_backward.channel_losses, *(p.grad for p in self.parameters)]
+        for own, value in zip(left, new, strict=True):
+            if own is not None:
+                own.copy_(value)
+
+
+def trained(manager, config, graph):
+    """Train, and return each step's log, the weights, and captures and replays."""
+    cuda_graph.WARM_UP = WARM_UP  # in a process of its own, too
+    training = built(config, manager)
+    trainer = training.trainer
+    capture = ComputedAgain(training)
+    if graph:
+        trainer.graph = StepGraph(
+            trainer.forward_backward,
+            trainer.state.trainable_parameters.values(),
+            [manager.transport.traffic, manager.ensemble_transport.traffic],
+            capture,
+        )
+    with training.loader:
+        logs = [record.metrics() for record in step_records(training)]
+    times = {"seconds", "wait_seconds", "samples_per_second", "peak_memory_bytes"}
+    logs = [{name: x for name, x in log.items() if name not in times} for log in logs]
+    weights = {name: p.detach().clone() for name, p in trainer.state.parameters.items()}
+    return logs, weights, (capture.captures, capture.replays)
+
+
+CASES = {
+    "plain": ({}, {}),
+    "draws": ({"stochastic_depth": 0.4, "dropout": 0.2}, {}),
+    "members": ({"noise": 4}, {"members": 2}),
+    "micro-batches": ({"stochastic_depth": 0.4}, {"accumulate": 2}),
+    "rollouts": ({"stochastic_depth": 0.4}, {"rollout": {0: 1, 6: 2}, "steps": 14}),
+    "late check": ({}, {"check_finite": "late", "log_every": 4}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_equal_the_steps(store, tmp_path, name):
+    model, trainer = CASES[name]
+    config = make_config(store, tmp_path)
+    loss = replace(config.loss, name="crps") if "noise" in model else config.loss
+    config = replace(
+        config, model=tiny_unet(**model), trainer=replace(config.trainer, **trainer), loss=loss
+    )
+    wanted = trained(alone(), config, False)
+    found = trained(alone(), config, True)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(weight, wanted[1][key]) for key, weight in found[1].items())
+    graphs = len(config.trainer.rollout)
+    assert found[2] == (graphs, config.trainer.steps - graphs * WARM_UP)
+
+
+MESHES = [
+    Mesh(1, 1, 2),
+    *(pytest.param(Mesh(1, *two), marks=pytest.mark.slow) for two in ((2, 1), (2, 2), (1, 3))),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_replayed_steps_of_ranks_equal_the_steps(store, tmp_path, mesh):
+    """Their messages are counted, too."""
+    config = on_mesh(make_config(store, tmp_path, TINY_MODELS["crossformer"]), mesh)
+    wanted, found = (
+        on_processes(mesh.ranks, trained, config, graph, domain=mesh.domain)
+        for graph in (False, True)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(weight, other[1][key]) for key, weight in one[1].items())
+        assert one[2] == (1, config.trainer.steps - WARM_UP)
+        assert mesh.domain == 1 or one[0][-1]["sent_bytes"] > 0
+
+
+def test_the_origin_of_a_nan_is_found_without_the_graph(store, tmp_path):
+    config = make_config(store, tmp_path)
+    training = built(config, alone())
+    trainer = training.trainer
+    parameters = trainer.state.trainable_parameters
+    trainer.graph = StepGraph(
+        trainer.forward_backward, parameters.values(), [], ComputedAgain(training)
+    )
+    with training.loader:
+        records = step_records(training)
+        for _ in range(WARM_UP + 1):
+            next(records)
+        next(iter(parameters.values())).data.fill_(torch.nan)
+        with pytest.raises(UserError, match="The first non-finite output comes from"):
+            next(records)
+
+
+def test_what_cannot_be_captured_is_said(store, tmp_path):
+    def refuse(work):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    training = built(make_config(store, tmp_path), alone())
+    trainer = training.trainer
+    trainer.graph = StepGraph(trainer.forward_backward, [], [], refuse)
+    line = r"cuda_graph: this step can't be captured \(operation not .* capturing\). Set trainer"
+    with training.loader, pytest.raises(UserError, match=line):
+        list(step_records(training))
+
+
+def test_it_needs_a_gpu(store, tmp_path):
+    config = make_config(store, tmp_path, cuda_graph=True)
+    with pytest.raises(UserError, match=r"trainer\.cuda_graph: needs a GPU, got device=cpu"):
+        built(config, alone())
+
+
+GPU_MODELS = {
+    "unet": tiny_unet(stochastic_depth=0.3, dropout=0.1),
+    "pangu": TINY_MODELS["pangu"],
+    "crossformer": tiny_crossformer(activation_checkpointing=True),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", GPU_MODELS)
+def test_a_cuda_graph_equals_the_steps(store, tmp_path, name):
+    found = []
+    for graph in (False, True):
+        config = make_config(store, tmp_path, GPU_MODELS[name], cuda_graph=graph)
+        prepared = prepare_training_data(config.data)
+        training = build_training(config, prepared, alone(), torch.device("cuda", 0))
+        with training.loader:
+            records = list(step_records(training))
+        assert graph == (training.trainer.graph is not None)
+        found.append([(record.loss, record.grad_norm) for record in records])
+    assert found[1] == [pytest.approx(pair, rel=1e-10) for pair in found[0]]

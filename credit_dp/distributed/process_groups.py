@@ -45,8 +45,12 @@ def raise_file_limit() -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if may_open_few_files():
-        # zarr opens a file in each of its threads, beside those of a rank. It is imported later.
-        os.environ.setdefault("ZARR_THREADING__MAX_WORKERS", "1")
+        # zarr opens a file in each of its threads, beside those of a rank. Its variable of the
+        # environment would come too late where a module has imported it already.
+        import zarr
+
+        if zarr.config.get("threading.max_workers") is None:
+            zarr.config.set({"threading.max_workers": 1})
 
 
 def may_open_few_files() -> bool:

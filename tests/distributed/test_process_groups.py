@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import zarr
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -205,12 +206,16 @@ def test_the_limit_of_open_files_is_raised(monkeypatch):
     assert os.environ == {}
 
 
-def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+@pytest.mark.parametrize(
+    ("files", "before", "after"), [(64, None, 1), (64, 3, 3), (4096, None, None)]
+)
+def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch, files, before, after):
+    """Though it was imported before, as by a program that has set up the run."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
-    raise_file_limit()
-    assert os.environ == {"ZARR_THREADING__MAX_WORKERS": "1"}
+    with zarr.config.set({"threading.max_workers": before}):
+        raise_file_limit()
+        assert zarr.config.get("threading.max_workers") == after
 
 
 class CountingStore:

@@ -4,13 +4,16 @@ A rank that raises alone leaves the others waiting in their next collective. Wha
 rank only therefore goes through `run_on_all_ranks`.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from credit_dp.distributed.process_groups import BACKGROUND_TAG, BACKGROUND_TIMEOUT
 from credit_dp.domain_parallel.transport import all_gather_single, message_device
 from credit_dp.errors import UserError
 
@@ -27,18 +30,16 @@ def has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return the value of every rank, in rank order, on every rank; collective.
 
     Args:
         value: any object that can be pickled.
-        group: a group of all ranks. A thread beside training needs its own: collectives of two
-            threads on one group could meet in another order on each rank.
     """
     if not has_process_group() or dist.get_world_size() == 1:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]  # torch has replaced every None
 
 
@@ -76,6 +77,10 @@ class Outcome(Generic[T]):
     result: T | None
     message: str | None = None
 
+    def as_list(self) -> list[Any]:
+        """Return both, which JSON can hold if it can hold the result."""
+        return [self.result, self.message]
+
 
 def run_catching(action: Callable[[], T]) -> Outcome[T]:
     """Return the outcome of an action, to be sent to other ranks."""
@@ -108,64 +113,107 @@ def gather_from_all_ranks(action: Callable[[], T]) -> list[T]:
     return [result_or_raise(outcome) for outcome in outcomes]
 
 
-def run_on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def run_on_rank_0(action: Callable[[], T], background: dist.ProcessGroup | None = None) -> T:
     """Return the result that `action` has on rank 0, on every rank; collective.
 
     For what one rank can find out for all: a thousand of them would otherwise list the same folder.
+
+    Args:
+        action: see above; its result is pickled, or with `background` becomes JSON.
+        background: in a thread beside training, what `join_background_group` returns.
 
     Raises:
         UserError: on all ranks, if `action` raises one.
     """
     outcome = run_catching(action) if global_rank() == 0 else Outcome[T](None)
-    return result_or_raise(broadcast_object(outcome, 0, group))
+    if background is None:
+        return result_or_raise(broadcast_object(outcome, 0))
+    result, message = _broadcast_in_tree(outcome.as_list(), background)
+    return result_or_raise(Outcome[T](result, message))
 
 
-def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(value: T, source: int) -> T:
     """Return the value of the rank `source` on every rank; collective.
 
     Args:
         value: any object that can be pickled; that of other ranks than `source` is ignored.
         source: a rank of the run.
-        group: see `all_gather_object`.
     """
     if not has_process_group() or dist.get_world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=source, group=group)
+    dist.broadcast_object_list(values, src=source)
     return values[0]
 
 
-def gather_on_rank_0(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of every rank, in rank order, on rank 0, and nothing on others; collective.
+def gather_on_rank_0(
+    action: Callable[[], T], background: dist.ProcessGroup | None = None
+) -> list[Outcome[T]]:
+    """Return the outcomes of `action` on all ranks, in rank order, on rank 0; collective.
+
+    Nothing on the other ranks.
 
     Args:
-        value: any object that can be pickled.
-        group: see `all_gather_object`.
+        action: its result becomes JSON.
+        background: see `run_on_rank_0`.
     """
+    outcome = run_catching(action)
     if not has_process_group() or dist.get_world_size() == 1:
-        return [value]
-    if dist.get_backend(group) == "gloo":
-        return _gather_in_tree(value, group)
-    values: list[T | None] = [None] * dist.get_world_size() if global_rank() == 0 else []
-    dist.gather_object(value, values or None, dst=0, group=group)
-    return values  # type: ignore[return-value]  # torch has replaced every None
+        return [outcome]
+    if dist.get_backend(background) == "gloo":
+        return [Outcome(*each) for each in _gather_in_tree(outcome.as_list(), background)]
+    outcomes: list[Outcome[T] | None] = [None] * dist.get_world_size() if global_rank() == 0 else []
+    dist.gather_object(outcome, outcomes or None, dst=0)
+    return outcomes  # type: ignore[return-value]  # torch has replaced every None
 
 
-def _gather_in_tree(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Gather on rank 0 along the tree on which gloo broadcasts from it.
+# Messages along a tree of ranks. Rank 0 needs connections to ranks 1, 2, 4, 8, ... only; for gloo's
+# gather, to all. The parent of a rank has its number without the highest bit.
 
-    Rank 0 needs connections to ranks 1, 2, 4, 8, ... only; for gloo's gather, to all. The parent of
-    a rank has its number without the highest bit.
-    """
+
+def _gather_in_tree(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks, in rank order, on rank 0, and nothing on others."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    gathered = {rank: value}
+    gathered = [(rank, value)]
     for bit in reversed(range((size - 1).bit_length())):
         distance = 1 << bit
         if rank >= distance:
-            dist.send_object_list([gathered], dst=rank - distance, group=group)
+            _send(gathered, rank - distance, group)
             return []
         if rank + distance < size:
-            received: list[dict[int, T]] = [{}]
-            dist.recv_object_list(received, src=rank + distance, group=group)
-            gathered |= received[0]
-    return [gathered[sender] for sender in range(size)]
+            gathered += _receive(rank + distance, group)
+    return [of_rank for _, of_rank in sorted(gathered, key=lambda pair: pair[0])]
+
+
+def _broadcast_in_tree(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return the value of rank 0 on every rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for bit in range((size - 1).bit_length()):
+        distance = 1 << bit
+        if distance <= rank < 2 * distance:
+            value = _receive(rank - distance, group)
+        elif rank < distance and rank + distance < size:
+            _send(value, rank + distance, group)
+    return value
+
+
+def _send(value: Any, to: int, group: dist.ProcessGroup | None) -> None:
+    """Send what JSON can hold to a rank, and wait until it is received."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    for tensor in (torch.tensor([len(text)]), text):
+        work = dist.isend(tensor, to, group, BACKGROUND_TAG)
+        if work is not None:
+            work.wait(BACKGROUND_TIMEOUT)
+
+
+def _receive(sender: int, group: dist.ProcessGroup | None) -> Any:
+    """Return what a rank sends by `_send`."""
+
+    def receive(tensor: Tensor) -> Tensor:
+        work = dist.irecv(tensor, sender, group, BACKGROUND_TAG)
+        if work is not None:
+            work.wait(BACKGROUND_TIMEOUT)
+        return tensor
+
+    length = int(receive(torch.zeros(1, dtype=torch.int64)))
+    return json.loads(bytes(receive(torch.zeros(length, dtype=torch.uint8)).tolist()))

@@ -4,9 +4,11 @@ Every group after the first is one of several that divide the ranks of the run, 
 Over nccl all ranks make these in one call, by splitting the communicator of all ranks. Otherwise
 the ranks of each group make theirs, without waiting for other ranks.
 
-Groups over gloo cost each rank a connection to every other member, and four files. So ranks of a
-large run have no gloo group of all ranks, except one that connects two ranks when they first
-exchange something (`new_background_group`).
+Groups over gloo cost each rank a connection to every other member, and four files: two ends of a
+pipe, a queue of events and a socket that listens. So a group of one rank has those of all ranks'
+group (`new_group_alone`), threads beside training exchange messages in that group, too
+(`join_background_group`), and ranks over nccl have no gloo group of all ranks, except one that
+connects two ranks when they first exchange something (`new_background_group`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +33,11 @@ GROUP_TIMEOUT = timedelta(seconds=600)
 # instance while the others evaluate, and disks differ: only the collectives of training itself find
 # out that a rank hangs.
 BACKGROUND_TIMEOUT = timedelta(hours=24)
+# By which gloo tells the messages of such a thread from those of training, whose tag is 0.
+BACKGROUND_TAG = 1
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-# A process that may open no more saves files: of a run of 24 ranks, rank 0 has 60 open.
+GLOO_ALONE = "credit_dp_gloo_alone"  # a back end of torch, see `new_group_alone`
+# A process that may open no more saves files: of a run of 24 ranks, rank 0 still has up to 52 open.
 FEW_FILES = 255
 
 
@@ -132,6 +137,8 @@ def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> Proces
     uses_nccl = "nccl" in distributed.get_backend()
     if len(parts) == 1 and not (uses_nccl and urgent and len(own) > 1):
         return world
+    if len(own) == 1 and distributed.get_backend() == "gloo":
+        return new_group_alone(world)
     options = nccl_options(urgent) if uses_nccl else None
     if uses_nccl and world.bound_device_id is not None:
         # One call of all ranks for all parts: nccl splits the communicator of all ranks, and every
@@ -148,6 +155,47 @@ def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> Proces
     return cast("ProcessGroup", group)  # every rank is in one of the parts
 
 
+def new_group_alone(world: ProcessGroup) -> ProcessGroup:
+    """Return a gloo group of this rank alone, which opens no files.
+
+    It has the pipe, the queue, the socket and the thread of another group, and sends nothing.
+    torch passes gloo no options, unless through a back end of another name.
+
+    Args:
+        world: the gloo group of all ranks.
+    """
+    import torch
+    from torch import distributed
+    from torch.distributed import Backend
+
+    gloo: Any = distributed.ProcessGroupGloo
+    used = getattr(world._get_backend(torch.device("cpu")), "options", None)
+    # Absent where torch is debugged, by TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    devices = getattr(used, "_devices", None)
+    options = gloo._Options()
+    if devices:
+        options._devices = devices
+        # Again for each group, which changes nothing: torch has one table for the process.
+        Backend.register_backend(GLOO_ALONE, _create_gloo, extended_api=True, devices=["cpu"])
+    group = distributed.new_group(
+        [distributed.get_rank()],
+        timeout=GROUP_TIMEOUT,
+        backend=GLOO_ALONE if devices else "gloo",
+        pg_options=options if devices else None,
+        use_local_synchronization=True,
+    )
+    return cast("ProcessGroup", group)
+
+
+def _create_gloo(group: Any, options: Any) -> Any:
+    """Return gloo with options; torch calls it with what it knows of the group."""
+    from torch import distributed
+
+    gloo: Any = distributed.ProcessGroupGloo
+    options._timeout = group.timeout
+    return gloo(group.store, group.group_rank, group.group_size, options)
+
+
 def nccl_options(urgent: bool) -> object:
     """Return the options of an nccl group of some ranks.
 
@@ -162,19 +210,34 @@ def nccl_options(urgent: bool) -> object:
     return options
 
 
-def new_background_group(parts: Sequence[Sequence[int]] | None = None) -> ProcessGroup:
+def join_background_group() -> ProcessGroup:
+    """Return the gloo group in which threads beside training exchange messages; collective.
+
+    For `run_on_rank_0` and `gather_on_rank_0` of one thread. Over gloo it is the group of all
+    ranks, in which their messages have a tag of their own: a second group of all ranks would cost
+    rank 0 four files and a connection for each doubling of the ranks. Its other messages are those
+    of training: a collective of another thread could meet it in another order on each rank.
+    """
+    from torch import distributed
+
+    world = distributed.group.WORLD
+    if world is not None and distributed.get_backend() == "gloo":
+        return world
+    return new_background_group([range(distributed.get_world_size())])
+
+
+def new_background_group(parts: Sequence[Sequence[int]]) -> ProcessGroup:
     """Create a gloo group for a thread beside training; collective of its ranks.
 
     In the group of training, the collectives of the two threads could run in another order on each
     rank.
 
     Args:
-        parts: divide the ranks of the run: the group is of this rank's part; None: of all ranks.
+        parts: divide the ranks of the run: the group is of this rank's part.
     """
     from torch import distributed
 
-    rank = distributed.get_rank()
-    own = None if parts is None else next(list(part) for part in parts if rank in part)
+    own = next(list(part) for part in parts if distributed.get_rank() in part)
     with _connecting_late():
         group: ProcessGroup = distributed.new_group(
             own, timeout=BACKGROUND_TIMEOUT, backend="gloo", use_local_synchronization=True

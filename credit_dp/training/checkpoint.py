@@ -39,7 +39,7 @@ from credit_dp.distributed.collectives import (
     run_on_all_ranks,
     run_on_rank_0,
 )
-from credit_dp.distributed.process_groups import new_background_group
+from credit_dp.distributed.process_groups import join_background_group
 from credit_dp.errors import UserError
 from credit_dp.files import temporary_path
 from credit_dp.training import checkpoint_files
@@ -89,9 +89,7 @@ class WrittenTensors:
     lowest_ranks: dict[str, int]
 
     @classmethod
-    def agree(
-        cls, shapes: dict[str, Shape], digests: list[str], group: dist.ProcessGroup | None = None
-    ) -> Self:
+    def agree(cls, shapes: dict[str, Shape], digests: list[str]) -> Self:
         """Find out which ranks hold which tensors; collective.
 
         Ranks with equal digests have equal tables of shapes, so that only one of them sends its
@@ -100,13 +98,12 @@ class WrittenTensors:
         Args:
             shapes: unsharded shapes of this rank's tensors.
             digests: of the shapes of all ranks, see `digest_of`.
-            group: of all ranks.
         """
         first_ranks = [digests.index(digest) for digest in dict.fromkeys(digests)]
         all_shapes: dict[str, Shape] = {}
         lowest: dict[str, int] = {}
         for rank in first_ranks:
-            table = broadcast_object(shapes, rank, group) if len(first_ranks) > 1 else shapes
+            table = broadcast_object(shapes, rank) if len(first_ranks) > 1 else shapes
             for name, shape in table.items():
                 all_shapes.setdefault(name, shape)
                 lowest.setdefault(name, rank)
@@ -168,8 +165,8 @@ class CheckpointSaver:
     """Saves a run's checkpoints, and removes checkpoints that need not be kept.
 
     With `trainer.checkpoint_async`, a save copies this rank's tensors to the host's memory, and a
-    thread writes them while training continues, one checkpoint at a time. The threads of all ranks
-    communicate in a separate process group.
+    thread writes them while training continues, one checkpoint at a time. The messages of these
+    threads do not mix with those of training, see `join_background_group`.
 
     Collective: all ranks of the run create it, enter it, save and leave it at the same steps.
 
@@ -195,7 +192,7 @@ class CheckpointSaver:
         import torch.distributed.checkpoint  # noqa: F401
 
         if self._in_background and has_process_group():
-            self._group = new_background_group()
+            self._group = join_background_group()
         return self
 
     def save(self, state: TrainingState, config: str, error: float | None = None) -> None:
@@ -275,7 +272,7 @@ class CheckpointSaver:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.wait()
-            if self._group is not None:
+            if self._group is not None and self._group is not dist.group.WORLD:
                 dist.destroy_process_group(self._group)
         elif self._pending_write is not None:
             # The error that ended the run is raised; one of this write would only hide it.
@@ -460,7 +457,8 @@ def write_checkpoint(
         path: of the checkpoint.
         snapshot: of this rank.
         retention: which checkpoints stay.
-        group: of all ranks, for this function's messages alone; None: the default group.
+        group: what `join_background_group` returns, if a thread calls this; None: the default
+            group.
         check_folder: whether ranks that write nothing look for the folder, too.
 
     Raises:
@@ -481,7 +479,7 @@ def write_checkpoint(
 
     try:
         run_on_rank_0(lambda: begin_checkpoint(temporary, step), group)
-        outcomes = gather_on_rank_0(run_catching(write_part), group)
+        outcomes = gather_on_rank_0(write_part, group)
 
         def commit() -> None:
             shards = [name for outcome in outcomes for name in result_or_raise(outcome)]

@@ -3,7 +3,8 @@
 Its arguments are RANKS PER_NODE PROGRAM and those of the program: a module, or a file. torch is
 imported once; ranks are forked before it has any thread, and each runs the program with the
 environment that a script for torchrun's variables would give it. With AGENT=1 they have a store
-that another process serves, as an agent of torchrun does. The exit codes go to stdout.
+that another process serves, as an agent of torchrun does. The exit codes go to stdout. Each rank
+writes how many files and connections it had open at once into the folder FILES_SEEN, if it is set.
 """
 
 import json
@@ -12,12 +13,43 @@ import runpy
 import signal
 import socket
 import sys
+from pathlib import Path
+from threading import local
 
 import torch
 import torch.distributed.checkpoint
 
 import credit_dp.training.run  # noqa: F401
 from tests.distributed.processes import free_port, until
+
+
+class OpenFiles:
+    """The most files and connections that this process had open at once.
+
+    They are counted whenever Python is about to open something; nothing is missed by chance. What
+    a library in C++ opens is counted at the next such moment, unless it is closed by then.
+    """
+
+    OPENING = ("open", "socket.__new__", "os.listdir", "os.scandir", "subprocess.Popen")
+    PIPE = 2  # that a new process reports to; it has no event of its own
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.in_hook = local()
+        sys.addaudithook(self.count)
+
+    def count(self, event: str, arguments: object) -> None:
+        """Count what is open, and what is about to be; counting opens something itself."""
+        if event not in self.OPENING or getattr(self.in_hook, "now", False):
+            return
+        self.in_hook.now = True
+        try:
+            now = len(os.listdir("/proc/self/fd"))  # and its own descriptor, for the new one
+        except OSError:
+            now = sys.maxsize  # none was left
+        finally:
+            self.in_hook.now = False
+        self.most = max(self.most, now + (self.PIPE - 1 if event == "subprocess.Popen" else 0))
 
 
 def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str]) -> int:
@@ -67,9 +99,12 @@ def main(size: int, per_node: int, program: list[str]) -> None:
         pid = os.fork()
         if not pid:
             code = 1
+            files = OpenFiles() if "FILES_SEEN" in os.environ else None
             try:
                 code = run_rank(rank, size, per_node, port, program)
             finally:
+                if files is not None:
+                    Path(os.environ["FILES_SEEN"], str(rank)).write_text(str(files.most))
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

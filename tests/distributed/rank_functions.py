@@ -14,7 +14,7 @@ from credit_dp.config import Config
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
 from credit_dp.distributed.mesh import build_manager
-from credit_dp.distributed.process_groups import new_background_group
+from credit_dp.distributed.process_groups import join_background_group, new_background_group
 from credit_dp.distributed.shared_store import AGENT_STORE, port_beside_agent
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
@@ -125,7 +125,7 @@ def connect(config: Config, ranks: RankInfo) -> int:
     manager = build_manager(config.parallel, ranks)
     talk(manager)
     domains = torch.arange(ranks.world_size).view(-1, config.parallel.domain).tolist()
-    for group in (new_background_group(), new_background_group(domains)):
+    for group in (join_background_group(), new_background_group(domains)):
         found: list[int | None] = [None] * distributed.get_world_size(group)
         distributed.all_gather_object(found, ranks.rank, group=group)
     count = len(list(Path("/proc/self/fd").iterdir()))
@@ -138,8 +138,8 @@ def count_connections(config: Config, ranks: RankInfo) -> int:
     """Communicate, gather as a checkpoint does, and write what is open then, in all processes."""
     manager = build_manager(config.parallel, ranks)  # its connections are open until the end
     talk(manager)
-    group = new_background_group()
-    gather_on_rank_0(ranks.rank, group)
+    group = join_background_group()
+    gather_on_rank_0(lambda: ranks.rank, group)
     run_on_rank_0(lambda: None, group)
     distributed.barrier()
     files = len(list(Path("/proc/self/fd").iterdir()))

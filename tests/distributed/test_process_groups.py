@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,14 +16,22 @@ import pytest
 import torch
 import zarr
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import RankInfo, process_groups
-from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
+from credit_dp.distributed.collectives import (
+    Outcome,
+    gather_on_rank_0,
+    result_or_raise,
+    run_on_rank_0,
+)
 from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
+    join_background_group,
     new_background_group,
     new_group_of,
     new_mesh,
@@ -31,6 +40,8 @@ from credit_dp.distributed.process_groups import (
 )
 from credit_dp.distributed.shared_store import StoreLink
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import all_gather_single, timeout_of
+from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import new_stage_group
 from tests.distributed.processes import begin, finish
 from tests.ranks import on_processes
@@ -66,7 +77,7 @@ def groups_work(manager: DomainParallelManager) -> list[list[int]]:
     groups = [
         new_group_of(pairs),
         new_background_group(pairs),
-        new_background_group(),
+        new_background_group([range(4)]),
         mesh.get_group("columns"),
         mesh["rows"].get_group(),
     ]
@@ -89,35 +100,138 @@ def test_members_of_a_group_meet():
         assert met == [pair, pair, [0, 1, 2, 3], pair, other]
 
 
-def gathered(manager: DomainParallelManager) -> tuple[list[Any], list[int]]:
-    """Return what a late group gathers on rank 0, and the sockets that a rank opens meanwhile."""
-    group = new_background_group()
+def alone_works(manager: DomainParallelManager) -> None:
+    """Use a group of this rank alone, which opens nothing, for every collective of layers."""
+    distributed.barrier()
+    before = open_descriptors()
+    group = new_group_of([[rank] for rank in range(distributed.get_world_size())])
+    assert open_descriptors() <= before
+    assert timeout_of(group) == GROUP_TIMEOUT.total_seconds()
+    values = torch.arange(4.0) + manager.rank
+    found = [values.clone() for _ in range(4)]
+    distributed.all_reduce(found[0], group=group)
+    distributed.broadcast(found[1], src=manager.rank, group=group)
+    distributed.all_to_all_single(found[2].zero_(), values, group=group)
+    all_gather_single(found[3].zero_(), values, group=group)
+    assert all(torch.equal(each, values) for each in found)
+    objects = [None]
+    distributed.all_gather_object(objects, "one", group=group)
+    assert objects == ["one"]
+    distributed.barrier(group=group)
+    mesh = DeviceMesh.from_group([group], "cpu", [manager.rank], mesh_dim_names=("own",))
+    sharded = distribute_tensor(values, mesh, [Shard(0)])
+    assert torch.equal(sharded.full_tensor(), values)
+    distributed.destroy_process_group(group)
+    distributed.all_reduce(values)  # in the group whose thread it had
+    assert values[0] == sum(range(distributed.get_world_size()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_group_of_one_rank_opens_nothing(ranks: int) -> None:
+    on_processes(ranks, alone_works)
+
+
+def gathered(manager: DomainParallelManager, late: bool) -> tuple[list[Any], list[int]]:
+    """Return what a background group gathers on rank 0, and the sockets that a rank opens for it.
+
+    Args:
+        late: whether the group is one that connects late, as beside nccl.
+    """
+    ranks = distributed.get_world_size()
     distributed.barrier()  # of the group of all ranks, whose connections are then old
     before = open_sockets()
+    group = new_background_group([range(ranks)]) if late else join_background_group()
+    own_socket = len(open_sockets() - before)  # it listens
     distributed.barrier()  # so that no rank connects for the gather before
-    values = gather_on_rank_0(f"of rank {manager.rank}" * (1 + manager.rank * 1000), group)
+    outcomes = gather_on_rank_0(
+        lambda: f"of rank {manager.rank}" * (1 + manager.rank * 1000), group
+    )
+    distributed.barrier()
     after_gathering = open_sockets()
     assert run_on_rank_0(lambda: 7, group) == 7
     distributed.barrier()
-    return values, [len(after_gathering - before), len(open_sockets() - before)]
+    opened = [len(after_gathering - before), len(open_sockets() - before)]
+    return [result_or_raise(each) for each in outcomes], [each - own_socket for each in opened]
 
 
 def open_sockets() -> set[str]:
-    """Return each open socket: other groups' may close at any time, so counts say too little."""
+    """Return each open socket."""
+    return {link for link in open_descriptors() if link.startswith("socket:")}
+
+
+def open_descriptors() -> set[str]:
+    """Return what each is of: other groups' may close at any time, so counts say too little."""
     links = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one by which the folder is read
             links.add(str(entry.readlink()))
-    return {link for link in links if link.startswith("socket:")}
+    return links
 
 
+@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_rank_0_gathers_over_few_connections(ranks: int) -> None:
-    found = on_processes(ranks, gathered)
+def test_rank_0_gathers_over_few_connections(ranks: int, late: bool) -> None:
+    found = on_processes(ranks, gathered, late)
     expected = [f"of rank {rank}" * (1 + rank * 1000) for rank in range(ranks)]
     assert [values for values, _ in found] == [expected, *[[]] * (ranks - 1)]
     # Ranks 1, 2 and 4 send to rank 0, of 1,024 ranks 10; what it broadcasts goes the same ways.
-    assert found[0][1] == [(ranks - 1).bit_length()] * 2
+    opened = (ranks - 1).bit_length() if late else 0
+    assert found[0][1] == [opened] * 2
+
+
+def refused_on_rank_1(manager: DomainParallelManager) -> None:
+    """Refuse on one rank what all do in the background; then on all what rank 0 does."""
+    group = join_background_group()
+
+    def refuse() -> int:
+        if manager.rank == 1:
+            raise UserError("run.dir: no space")
+        return manager.rank
+
+    def complain() -> None:
+        raise UserError("run.dir: gone")
+
+    outcomes = gather_on_rank_0(refuse, group)
+    expected = [Outcome(0), Outcome(None, "run.dir: no space"), Outcome(2)]
+    assert outcomes == (expected if manager.rank == 0 else [])
+    with pytest.raises(UserError, match="gone"):
+        run_on_rank_0(complain, group)
+
+
+def test_a_refusal_in_the_background_reaches_rank_0() -> None:
+    on_processes(3, refused_on_rank_1)
+
+
+def both_threads_communicate(manager: DomainParallelManager) -> None:
+    """Sum in the group of training while a thread gathers, in another order on each rank."""
+    group, ranks = join_background_group(), distributed.get_world_size()
+    rounds, values = 50, torch.empty(1000)
+
+    def gather() -> list[int]:
+        found = []
+        for turn in range(rounds):
+            time.sleep(0.001 * ((turn + manager.rank) % 3))
+            outcomes = gather_on_rank_0(lambda turn=turn: turn + manager.rank, group)
+            total = sum(map(result_or_raise, outcomes))
+            found.append(run_on_rank_0(lambda total=total: total, group))
+        return found
+
+    with ThreadPoolExecutor(1) as executor:
+        sums = executor.submit(gather)
+        peer = manager.rank ^ 1
+        for turn in range(4 * rounds):
+            distributed.all_reduce(values.fill_(turn + manager.rank))
+            assert torch.all(values == ranks * turn + sum(range(ranks)))
+            received = torch.empty(1000)
+            work = distributed.irecv(received, peer)
+            distributed.send(values.fill_(turn + manager.rank), peer)
+            work.wait()
+            assert torch.all(received == turn + peer)
+    assert sums.result() == [ranks * turn + sum(range(ranks)) for turn in range(rounds)]
+
+
+def test_threads_beside_training_share_its_group() -> None:
+    on_processes(4, both_threads_communicate)
 
 
 def groups_of_others_exist(manager: DomainParallelManager, folder: Path) -> bool:

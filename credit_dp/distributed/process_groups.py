@@ -137,7 +137,7 @@ def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> Proces
     uses_nccl = "nccl" in distributed.get_backend()
     if len(parts) == 1 and not (uses_nccl and urgent and len(own) > 1):
         return world
-    if len(own) == 1 and distributed.get_backend() == "gloo":
+    if len(own) == 1 and is_plain_gloo(world):
         return new_group_alone(world)
     options = nccl_options(urgent) if uses_nccl else None
     if uses_nccl and world.bound_device_id is not None:
@@ -155,6 +155,19 @@ def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> Proces
     return cast("ProcessGroup", group)  # every rank is in one of the parts
 
 
+def is_plain_gloo(world: ProcessGroup) -> bool:
+    """Whether all ranks' group is over gloo alone, and torch does not check its messages.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps it, and expects as many messages of each rank.
+    """
+    import torch
+    from torch import distributed
+
+    if distributed.get_backend() != "gloo":
+        return False
+    return isinstance(world._get_backend(torch.device("cpu")), distributed.ProcessGroupGloo)
+
+
 def new_group_alone(world: ProcessGroup) -> ProcessGroup:
     """Return a gloo group of this rank alone, which opens no files.
 
@@ -169,19 +182,16 @@ def new_group_alone(world: ProcessGroup) -> ProcessGroup:
     from torch.distributed import Backend
 
     gloo: Any = distributed.ProcessGroupGloo
-    used = getattr(world._get_backend(torch.device("cpu")), "options", None)
-    # Absent where torch is debugged, by TORCH_DISTRIBUTED_DEBUG=DETAIL.
-    devices = getattr(used, "_devices", None)
+    of_world: Any = world._get_backend(torch.device("cpu"))
     options = gloo._Options()
-    if devices:
-        options._devices = devices
-        # Again for each group, which changes nothing: torch has one table for the process.
-        Backend.register_backend(GLOO_ALONE, _create_gloo, extended_api=True, devices=["cpu"])
+    options._devices = of_world.options._devices
+    # Again for each group, which changes nothing: torch has one table for the process.
+    Backend.register_backend(GLOO_ALONE, _create_gloo, extended_api=True, devices=["cpu"])
     group = distributed.new_group(
         [distributed.get_rank()],
         timeout=GROUP_TIMEOUT,
-        backend=GLOO_ALONE if devices else "gloo",
-        pg_options=options if devices else None,
+        backend=GLOO_ALONE,
+        pg_options=options,
         use_local_synchronization=True,
     )
     return cast("ProcessGroup", group)
@@ -221,7 +231,7 @@ def join_background_group() -> ProcessGroup:
     from torch import distributed
 
     world = distributed.group.WORLD
-    if world is not None and distributed.get_backend() == "gloo":
+    if world is not None and is_plain_gloo(world):
         return world
     return new_background_group([range(distributed.get_world_size())])
 

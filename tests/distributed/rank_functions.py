@@ -125,9 +125,10 @@ def connect(config: Config, ranks: RankInfo) -> int:
     manager = build_manager(config.parallel, ranks)
     talk(manager)
     domains = torch.arange(ranks.world_size).view(-1, config.parallel.domain).tolist()
-    for group in (join_background_group(), new_background_group(domains)):
-        found: list[int | None] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(found, ranks.rank, group=group)
+    gather_on_rank_0(lambda: ranks.rank, join_background_group())
+    group = new_background_group(domains)
+    found: list[int | None] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, ranks.rank, group=group)
     count = len(list(Path("/proc/self/fd").iterdir()))
     Path(config.run.dir, f"files{ranks.rank}").write_text(str(count))
     distributed.barrier()

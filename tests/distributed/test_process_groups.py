@@ -395,3 +395,10 @@ def test_many_ranks_start_with_few_files(tmp_path: Path):
     code, _, err = finish(begin("connect", tmp_path, 24, OMP_NUM_THREADS="1", files=64))
     assert (code, err) == (0, "")
     assert len([int(path.read_text()) for path in tmp_path.iterdir()]) == 24
+
+
+@pytest.mark.slow
+def test_torch_may_compare_the_messages_of_all_ranks(tmp_path: Path):
+    """It counts those of a background thread, too, of which each rank has another number."""
+    code, _, err = finish(begin("connect", tmp_path, 3, TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    assert code == 0, err

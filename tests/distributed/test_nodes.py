@@ -308,9 +308,11 @@ def test_24_ranks_train_and_save_with_64_files_each(tmp_path: Path, cache: Path)
     assert list(run.glob("checkpoint/*"))
     seen = [int((tmp_path / str(rank)).read_text()) for rank in range(24)]
     assert max(seen) <= SEEN_FILES, seen
-    assert max(seen[1:]) <= SEEN_FILES - GIT_FILES, seen
+    assert max(seen[1:]) <= SEEN_BY_OTHERS, seen
     assert min(seen) > 23 + 3  # the others, and the standard streams: they have been counted
 
 
-SEEN_FILES = 54  # at once: 10 are left for what a busy machine's threads may open together
-GIT_FILES = 5  # for the process by which rank 0 finds out the version of the code
+# At once. Rank 0 has 47 all the time, and 5 for the process that finds out the code's version.
+SEEN_FILES = 54
+# The first rank of a node has 46 all the time; its main thread and zarr's open one file each.
+SEEN_BY_OTHERS = 50

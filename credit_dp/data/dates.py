@@ -210,11 +210,9 @@ def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
     """
     # Counting from a fixed date selects the same hours of the day in stores with different first
     # times.
-    epoch = np.datetime64(0, "ns")
-    indices = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
-    return (
-        indices if len(indices) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
-    )
+    epoch, none = np.datetime64(0, "ns"), np.timedelta64(0, "D")
+    indices = np.flatnonzero((times - epoch) % step == none)
+    return indices if len(indices) else np.flatnonzero((times - times[0]) % step == none)
 
 
 def accumulation_windows(

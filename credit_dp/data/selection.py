@@ -205,7 +205,7 @@ class StepReader:
         names = list(variables)
         step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
         indices = data_step_indices(source.times, config, source.where)
-        is_finer = np.timedelta64(0) < time_spacing(source.times) < step
+        is_finer = np.timedelta64(0, "D") < time_spacing(source.times) < step
         self.summed = frozenset(name for name in names if is_finer and is_accumulated(name, config))
         # Row t has the source's times that are summed for time t: without sums, only t itself.
         self._windows = indices[:, None]

@@ -264,7 +264,7 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
             "Change forecast."
         )
     leads: NDArray[np.timedelta64] = variable.values.astype("m8[ns]")
-    if np.any(np.diff(leads) <= np.timedelta64(0)) or not len(leads):
+    if np.any(np.diff(leads) <= np.timedelta64(0, "D")) or not len(leads):
         raise UserError(f"{where}: {LEAD_DIM} is not strictly increasing. Change forecast.")
     return leads
 

@@ -443,7 +443,7 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
         raise _store_error(where, "has no times")
     if np.isnat(times).any():
         raise _store_error(where, "time has missing values")
-    wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0))
+    wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0, "D"))
     if len(wrong):
         earlier, later = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
         raise _store_error(where, f"time must increase throughout, but {later} follows {earlier}")

@@ -76,6 +76,17 @@ def cast_for_autocast(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x)) if torch.is_autocast_enabled(device_type) else x
 
 
+def cast_for_rms_norm(x: Tensor) -> Tensor:
+    """Return `x` in the dtype in which autocast runs a root-mean-square norm.
+
+    On GPUs that is the same as of other norms, but not in torch 2.11.
+    """
+    wide = cast_for_autocast(x)
+    if wide is x or functional.rms_norm(x.new_zeros(1), (1,)).dtype == wide.dtype:
+        return wide
+    return x
+
+
 def sum_over_bands(part: Tensor, transport: Transport) -> Tensor:
     """Return the sum of all ranks' `part` on every rank; a differentiable collective."""
     if torch.compiler.is_dynamo_compiling():  # differentiable by itself
@@ -523,7 +534,7 @@ class _TrailingNorm(ReductionLayer):
                 f"{type(self).__name__}: the globe has {bands.input.height} rows, normalized_shape "
                 f"is {tuple(self.normalized_shape)}. Set its dimension {self.dim} to that height."
             )
-        x = cast_for_autocast(x)
+        x = self._cast(x)
         dims = tuple(range(-len(self.normalized_shape), 0))
         reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
         weight, bias = (self._local_rows(p, bands) for p in (self.weight, self._bias()))
@@ -547,6 +558,9 @@ class _TrailingNorm(ReductionLayer):
 
     def _bias(self) -> Tensor | None:
         return None
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return cast_for_autocast(x)
 
 
 @final
@@ -596,3 +610,6 @@ class DomainParallelRMSNorm(_TrailingNorm):
     def _eps(self, x: Tensor) -> float:
         # As in torch, None means the machine epsilon of the dtype it computes in.
         return torch.finfo(accumulation_dtype(x)).eps if self.eps is None else float(self.eps)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return cast_for_rms_norm(x)

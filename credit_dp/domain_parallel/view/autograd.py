@@ -355,7 +355,7 @@ def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(function, *args, **kwargs)
         shown = [shown_as(x, view) for x in args]
 
-        def recompute(*local: Any, **kwargs: Any) -> Any:
+        def recompute(*local: Any) -> Any:
             # Without torch's options, which precede the function's arguments.
             fields = shown[len(shown) - len(local) :]
             arguments = [show(x, field) for x, field in zip(local, fields, strict=True)]
@@ -364,7 +364,8 @@ def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
             with run_in(view):
                 return function(*arguments, **kwargs)
 
-        return original(recompute, *map(local_of, args), **kwargs)
+        # `kwargs` are not passed on: torch 2.11 saves them as arguments.
+        return original(recompute, *map(local_of, args))
 
     return generator
 

@@ -14,6 +14,7 @@ from credit_dp.domain_parallel.layers.norm import (
     Moments,
     accumulation_dtype,
     cast_for_autocast,
+    cast_for_rms_norm,
     mean_and_variance,
     mean_square,
     normalise,
@@ -210,7 +211,7 @@ def layer_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = with_rows_everywhere(x)
     layout = layout_of(x)
     reduction = _reduction(x, layout, list(range(first, x.ndim)))
-    local = cast_for_autocast(x.local)
+    local = (cast_for_rms_norm if is_rms else cast_for_autocast)(x.local)
     moments = _moments(mean_square if is_rms else mean_and_variance, local, reduction, view)
     # Parameters have an entry for each row: each rank takes those of its band.
     entries = layout.at(layout.dim - first)

@@ -19,7 +19,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelLayerNorm,
     DomainParallelRMSNorm,
 )
-from credit_dp.domain_parallel.layers.norm import cast_for_autocast
+from credit_dp.domain_parallel.layers.norm import cast_for_autocast, cast_for_rms_norm
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
@@ -272,24 +272,24 @@ def test_a_plan_needs_no_number_of_batches():
 
 
 @pytest.mark.parametrize(
-    ("operation", "casts"),
+    ("operation", "cast"),
     [
-        (lambda x: functional.layer_norm(x, (3,)), True),
-        (lambda x: functional.rms_norm(x, (3,)), True),
-        (lambda x: x.softmax(-1), True),
-        (lambda x: x.log_softmax(-1), True),
-        (lambda x: x.sum(-1), True),
-        (lambda x: x.mean(-1), False),
-        (lambda x: functional.batch_norm(x, None, None, training=True), False),
+        (lambda x: functional.layer_norm(x, (3,)), cast_for_autocast),
+        (lambda x: functional.rms_norm(x, (3,)), cast_for_rms_norm),
+        (lambda x: x.softmax(-1), cast_for_autocast),
+        (lambda x: x.log_softmax(-1), cast_for_autocast),
+        (lambda x: x.sum(-1), cast_for_autocast),
+        (lambda x: x.mean(-1), lambda x: x),
+        (lambda x: functional.batch_norm(x, None, None, training=True), lambda x: x),
     ],
 )
-def test_what_autocast_widens_on_gpus(operation, casts):
+def test_what_autocast_widens_on_gpus(operation, cast):
     with FakeTensorMode():
         x = torch.zeros(2, 3, dtype=torch.bfloat16, device="cuda")
-        assert cast_for_autocast(x).dtype == torch.bfloat16
+        assert cast_for_autocast(x).dtype == cast_for_rms_norm(x).dtype == torch.bfloat16
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert operation(x).dtype == (cast_for_autocast(x).dtype if casts else x.dtype)
+            assert operation(x).dtype == cast(x).dtype
             assert cast_for_autocast(x).dtype == torch.float32
         finally:
             torch.set_autocast_enabled("cuda", False)

@@ -29,6 +29,14 @@ def _planned(manager, model, shape):
     convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="refuse")
 
 
+def test_a_plan_in_a_thread_leaves_the_driver_alone(monkeypatch):
+    """Torch would replace it by an object that ends with the thread; see `_FakeModeOfThread`."""
+    calls = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: calls.append(1))
+    on_threads(2, lambda manager: _planned(manager, small_cnn(), (1, 2, 10, 6)))
+    assert not calls
+
+
 def _changes_nothing(manager):
     model = small_cnn()
     before = copy.deepcopy(model.state_dict())

@@ -65,8 +65,12 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
     which all ranks have to reach.
     """
     view_ = bands[0].view_
-    if any(layout_of(x).dim == dim and layout_of(x).outer != 1 for x in bands):
-        raise NoRuleError
+    layouts = [x.rows if is_band(x) else None for x in tensors]
+    folded = layout_of(bands[0])
+    if folded.outer != 1 and all(x is not None and x[::2] == folded[::2] for x in layouts):
+        # The same rows of several samples: those of one tensor after those of another.
+        folded = folded._replace(outer=sum(layout_of(x).outer for x in tensors))
+        return GlobalTensor(torch.cat([x.local for x in tensors], dim), folded, view_)
     tensors = [_in_bands_of(x, dim) for x in tensors]
     bands = bands_of(tensors)
     partition = _extended_partition(tensors, bands, dim) if len(bands) == 1 else None
@@ -88,12 +92,12 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
 
 
 def _in_bands_of(x: Any, dim: int) -> Any:
-    """Return a field with bands along a dimension; other tensors, and those too small, unchanged.
+    """Return a field with bands along a dimension; tensors without bands unchanged.
 
     Raises:
         NoRuleError: its bands are in another dimension, and can't be in this one.
     """
-    if not is_band(x) or layout_of(x).dim == dim:
+    if not is_band(x) or (layout_of(x).dim == dim and layout_of(x).outer == 1):
         return x
     partition = x.view_.partition(x.shape[dim])
     if partition is None:

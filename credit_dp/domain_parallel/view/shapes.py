@@ -162,13 +162,50 @@ def reshape_to(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     source = x
     if not _is_balanced_view(x, layout_of(x), shape):
         source = _moved_for_view(x, shape)
-    layout, unit = view_layout(source.shape, layout_of(source), shape)
+    try:
+        layout, unit = view_layout(source.shape, layout_of(source), shape)
+    except NoRuleError:
+        return _reshaped_by_entries(x, shape)
     source = in_units(source, unit)
     if unit != 1:
         layout = layout._replace(partition=_scaled(layout_of(source).partition, 1, unit))
     local = list(shape)
     local[layout.dim] = layout.outer * layout.partition.sizes[x.view_.rank]
     return GlobalTensor(source.local.reshape(local), layout, x.view_)
+
+
+def _reshaped_by_entries(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
+    """Return `x` with another global shape, in which a row may be in parts; a collective.
+
+    Ranks send entries, in their order in memory, until each has whole indices of one dimension.
+
+    Raises:
+        NoRuleError: no dimension of the view has an index for each rank.
+    """
+    layout, view = layout_of(x), x.view_
+    left, right = _matching_dims(x.shape, shape, layout.dim)
+    outer = prod(x.shape[d] for d in left if d < layout.dim) * layout.outer
+    after = prod(x.shape[d] for d in left if d > layout.dim)
+    entries = _scaled(layout.partition, after, 1)
+    before = 1
+    for dim in right:
+        rest = prod(shape[d] for d in right if d > dim)
+        remaining_outer = outer // before
+        count = shape[dim] // remaining_outer
+        if count * remaining_outer == shape[dim] and count >= view.ranks:
+            break
+        before *= shape[dim]
+        if outer % before:
+            raise NoRuleError
+    else:
+        raise NoRuleError
+    flat = Layout(left[0], outer, entries)
+    local = x.local.reshape(*x.shape[: left[0]], -1, *x.shape[left[-1] + 1 :])
+    source = in_units(GlobalTensor(local, flat, view), rest)
+    result = Layout(dim, remaining_outer, _scaled(layout_of(source).partition, 1, rest))
+    sizes = list(shape)
+    sizes[dim] = remaining_outer * result.partition.sizes[view.rank]
+    return GlobalTensor(source.local.reshape(sizes), result, view)
 
 
 def move_rows(x: GlobalTensor, dims: Sequence[int], preferred: Sequence[int] = ()) -> GlobalTensor:
@@ -336,14 +373,17 @@ def expand(func: Function, args: Args, kwargs: Kwargs) -> Any:
 @rule_for("repeat_interleave")
 def repeat_interleave(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Repeat entries along a dimension."""
-    arguments = {"dim": None} | bind(("input", "repeats", "dim"), args, kwargs)
-    x, dim, count = arguments["input"], arguments["dim"], arguments["repeats"]
-    layout = layout_of(x)
-    if dim is None or not isinstance(count, int):
+    names = ("input", "repeats", "dim", "output_size")
+    arguments = {"dim": None, "output_size": None} | bind(names, args, kwargs)
+    x, count = arguments["input"], arguments["repeats"]
+    layout_of(x)
+    if not isinstance(count, int) or count < 1:
         raise NoRuleError
-    if dim % x.ndim == layout.dim:
-        if layout.outer != 1:
-            raise NoRuleError
+    x, dim = (x.flatten(), 0) if arguments["dim"] is None else (x, arguments["dim"] % x.ndim)
+    if arguments["output_size"] not in (None, x.shape[dim] * count):
+        raise NoRuleError
+    layout = layout_of(x)
+    if dim == layout.dim:
         layout = layout._replace(partition=_scaled(layout.partition, count, 1))
     return wrap(x.local.repeat_interleave(count, dim), layout, x.view_)
 

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.view.rules import (
     layout_of,
     rule_for,
 )
-from credit_dp.domain_parallel.view.shapes import in_units
+from credit_dp.domain_parallel.view.shapes import in_units, move_rows, with_bands
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
@@ -61,6 +61,12 @@ class Windows(NamedTuple):
         return required
 
 
+def _has_windows_for_all(x: GlobalTensor, windows: Windows) -> bool:
+    """Return whether each rank gets a window along the rows, which are not folded."""
+    layout = layout_of(x)
+    return layout.outer == 1 and windows.count(layout.size) >= x.view_.ranks
+
+
 def _rows_of_windows(x: GlobalTensor, windows: Windows) -> tuple[Tensor, RowPartition]:
     """Return the rows of this rank's windows, and the bands of windows; a collective.
 
@@ -85,7 +91,10 @@ def unfold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     layout, dim = layout_of(x), arguments["dimension"] % x.ndim
     if dim != layout.dim:
         return wrap(x.local.unfold(dim, size, step), layout, x.view_)
-    rows, bands = _rows_of_windows(x, Windows(size, step))
+    windows = Windows(size, step)
+    if not _has_windows_for_all(x, windows):
+        return move_rows(x, [dim]).unfold(dim, size, step)
+    rows, bands = _rows_of_windows(x, windows)
     return wrap(rows.unfold(dim, size, step), layout._replace(partition=bands), x.view_)
 
 
@@ -104,15 +113,21 @@ def _pairs(arguments: Kwargs, names: Sequence[str]) -> list[tuple[int, int]]:
 def _unfold_image(args: Args, kwargs: Kwargs) -> Any:
     """Return all windows of `(B, C, H, W)`, one column each."""
     arguments = DEFAULTS | bind(("input", *SETTINGS), args, kwargs)
-    x = with_spatial_rows(arguments["input"], 2)
-    layout = layout_of(x)
+    x = arguments["input"]
     kernel, dilation, padding, stride = _pairs(arguments, SETTINGS)
-    if layout.dim == 0:
+    if layout_of(x).dim != 0:
+        x = with_spatial_rows(x, 2)
+    windows = Windows(kernel[0], stride[0], dilation[0], padding[0])
+    is_by_rows = layout_of(x).dim == 2 and _has_windows_for_all(x, windows)
+    if layout_of(x).dim > 1 and not is_by_rows:
+        x = move_rows(x, [2, 3], [1])
+    layout = layout_of(x)
+    if not is_by_rows:
         local = F.unfold(x.local, kernel, dilation, padding, stride)
+        if layout.dim == 1:  # each channel has an entry for each point of the kernel
+            layout = layout._replace(partition=_times(layout.partition, kernel[0] * kernel[1]))
         return wrap(local, layout, x.view_)
-    if layout.dim != 2:
-        raise NoRuleError
-    rows, bands = _rows_of_windows(x, Windows(kernel[0], stride[0], dilation[0], padding[0]))
+    rows, bands = _rows_of_windows(x, windows)
     local = F.unfold(rows, kernel, dilation, (0, padding[1]), stride)
     columns = Windows(kernel[1], stride[1], dilation[1], padding[1]).count(x.shape[3])
     return wrap(local, Layout(2, 1, _times(bands, columns)), x.view_)
@@ -131,15 +146,22 @@ def fold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     kernel, dilation, padding, stride, size = _pairs(arguments, (*SETTINGS, "output_size"))
     if x.ndim != 3:
         raise NoRuleError
-    if layout_of(x).dim == 0:
-        return wrap(F.fold(x.local, size, kernel, dilation, padding, stride), x.rows, view)
+    layout = layout_of(x)
+    if layout.dim == 0:
+        return wrap(F.fold(x.local, size, kernel, dilation, padding, stride), layout, view)
     windows = Windows(kernel[0], stride[0], dilation[0], padding[0])
     columns = Windows(kernel[1], stride[1], dilation[1], padding[1]).count(size[1])
     target = view.partition(size[0])
-    if layout_of(x).dim != 2 or layout_of(x).outer != 1 or target is None:
+    if x.shape[2] != columns * windows.count(size[0]):
         raise NoRuleError
-    if layout_of(x).size != columns * windows.count(size[0]):
-        raise NoRuleError
+    has_windows = layout.dim == 2 and layout.outer == 1 and windows.count(size[0]) >= view.ranks
+    if not has_windows or target is None:
+        points = kernel[0] * kernel[1]
+        x = _with_whole_channels(x, points)
+        local = F.fold(x.local, size, kernel, dilation, padding, stride)
+        layout = layout_of(x)
+        bounds = tuple(bound // points for bound in layout.partition.bounds)
+        return wrap(local, layout._replace(partition=RowPartition(bounds)), view)
     x = in_units(x, columns)
     bands = RowPartition(tuple(bound // columns for bound in layout_of(x).partition.bounds))
     if 0 in bands.sizes:
@@ -149,3 +171,19 @@ def fold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     exchange = RowExchange(target, tuple(windows.required_rows(bands, size[0])), view.rank)
     total = exchange.add_to_owners(local, view.manager.transport, -2)
     return wrap(total, Layout(2, 1, target), view)
+
+
+def _with_whole_channels(x: GlobalTensor, points: int) -> GlobalTensor:
+    """Return windows `(B, C * points, L)` of which each rank has those of some channels.
+
+    Raises:
+        NoRuleError: there are fewer channels than ranks.
+    """
+    layout, ranks = layout_of(x), x.view_.ranks
+    partition = layout.partition
+    is_whole = layout.dim == 1 and partition.bounds_are_multiples_of(points)
+    if is_whole and 0 not in partition.sizes:
+        return x
+    if x.shape[1] < ranks * points:
+        raise NoRuleError
+    return with_bands(x, Layout(1, 1, RowPartition.in_multiples_of(x.shape[1], ranks, points)))

@@ -183,6 +183,19 @@ def latitudes(x):
     return torch.linspace(-1, 1, x.shape[2], dtype=x.dtype).sin()
 
 
+def join_folded_rows(model, x):
+    """Join rows that are folded into samples or, as bands of columns, into tokens."""
+    rows = x.transpose(1, 2).flatten(0, 1)
+    other = x[:1].flip(2).transpose(1, 2).flatten(0, 1)
+    by_columns = x.mT.flatten(2)
+    return (
+        torch.cat([rows, other, rows * 2]),
+        torch.cat([rows, model.rows[:3, None, :COLUMNS].expand(-1, CHANNELS, -1)]),
+        torch.cat([by_columns, x.flatten(2)], 2),
+        torch.cat([x.flatten(2)[..., 1:], by_columns], 2),
+    )
+
+
 def look_up_points(m, x):
     rows, points = x.shape[2], x.flatten(2)
     count = points.shape[2]
@@ -565,6 +578,12 @@ INDEXING = {
         x.tile(2, 1, 1, 1),
         x.repeat(1, 1, 2, 1).sum(2),
     ),
+    "repeat_interleave": lambda m, x: (
+        x.repeat_interleave(3, dim=1, output_size=3 * CHANNELS),
+        torch.repeat_interleave(x, 2, -2),
+        x.transpose(1, 2).flatten(0, 1).repeat_interleave(2, 0),  # rows after samples
+        x[:1, 0].repeat_interleave(2),
+    ),
     "joins": lambda m, x: (
         torch.cat([x, x], axis=2),
         torch.concat((x, m.scale.expand(2, 8, 8)[:, :, :COLUMNS, None].mT), 2),
@@ -572,6 +591,7 @@ INDEXING = {
         torch.cat([x[:, :, :2], x], 2),
         torch.cat([x, x.mT.flip(2).mT], 2),
     ),
+    "joins of folded rows": join_folded_rows,
     "flips and rolls": lambda m, x: (
         x.flip(2, 3),
         torch.flip(x, dims=[2]),
@@ -774,6 +794,11 @@ def swin_windows(model, x, size=4):
 WINDOWS = {
     "swin": swin_windows,
     "rows that are spread": lambda m, x: x.reshape(2, CHANNELS, COLUMNS, -1).softmax(-1),
+    "rows in parts": lambda m, x: (
+        tokens(x)[:1].reshape(x[:1].shape) * x[:1],
+        tokens(x).reshape(2, -1, 2, x.shape[2] * 2),
+        x[0].transpose(0, 1).reshape(CHANNELS, -1).sin(),
+    ),
     "unfold": lambda m, x: (
         F.unfold(x, 3, padding=1),
         F.unfold(x, (1, 2), stride=(1, 2)),
@@ -789,6 +814,15 @@ WINDOWS = {
         x.unfold(1, 3, 2),
         x.unfold(2, 1, 1),
         F.pad(x, (0, 0, 1, 1), mode="circular").unfold(2, 3, 1).mean(-1),
+    ),
+    "fewer windows than ranks": lambda m, x: (
+        x.unfold(2, x.shape[2], 1) * 2,
+        x.flip(2).unfold(-2, x.shape[2] - 1, 1).mean(-1),
+        F.unfold(x, (x.shape[2], 2)),
+        F.unfold(x[:1].mT, (2, x.shape[2]), padding=(1, 0)),
+        fold_again(m, x, (x.shape[2], 2)),
+        fold_again(m, x[:1], (x.shape[2] - 1, 3), dilation=(1, 2)),
+        fold_again(m, x.transpose(1, 2), (CHANNELS, 2)),
     ),
 }
 

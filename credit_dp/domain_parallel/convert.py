@@ -43,6 +43,7 @@ from credit_dp.domain_parallel.layers.base import (
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
+from credit_dp.domain_parallel.planning.audit import NAME_RULE
 from credit_dp.domain_parallel.planning.plan import (
     GlobalForwardError,
     InputFactory,
@@ -90,9 +91,8 @@ CONVERSION_ATTRIBUTE = "_domain_parallel_conversion"
 # (B, C, H, W) and of (B, C, D, H, W).
 ROW_DIMS_FROM_START = (2, 3)
 _HOW_TO_REGISTER = (
-    "Pass custom_converters={TYPE: function(module) -> replacement}. The replacement, which may be "
-    "the module itself, is trusted and not checked: it has to act on each row separately, unless "
-    "it is a RowLayer"
+    f"{NAME_RULE}. The replacement, which may be the module itself, is trusted and not checked: it "
+    "has to act on each row separately, unless it is a RowLayer"
 )
 
 

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from credit_dp.checks import existing_path
 from credit_dp.config import VariableConfig
+from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
 from credit_dp.files import write_bytes_atomic
+from credit_dp.plugins import PLUGINS_VARIABLE
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
 from credit_dp.training.checkpoint_shards import (
     CHECKSUMS_KEY,
@@ -534,6 +536,12 @@ def usage_text(metadata: ModelMetadata, path: Path) -> str:
     )
     forcing_note = f" The last argument is {', '.join(names)} at that time." if names else ""
     order_note = " The oldest state comes first." if metadata.frames > 1 else ""
+    if metadata.kind not in MODELS:
+        block = (
+            f"The file has no code. Its model `{metadata.kind}` comes from a plug-in: before you "
+            f"start Python, set {PLUGINS_VARIABLE} to the Python file that defines it, or install "
+            f"the package that has it.\n\n{block}"
+        )
     return (
         f"{block}\nRows go from {metadata.latitude[0]:g} to {metadata.latitude[-1]:g} degrees "
         f"north, columns from {metadata.longitude[0]:g} to {metadata.longitude[-1]:g} degrees "

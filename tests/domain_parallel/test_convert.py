@@ -148,6 +148,7 @@ class _GlobeNorm(nn.Module):
 def test_layers_without_a_rule_are_refused(layer, message):
     with pytest.raises(UserError, match=message) as caught:
         convert_to_domain_parallel(nn.Sequential(layer), _mock(), whole_ops="refuse")
+    assert "row_rules" in str(caught.value)
     assert "custom_converters" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -194,7 +195,9 @@ class _Subclass1x1(nn.Conv2d):
 def test_user_leaves_that_mix_rows_are_refused(leaf, message):
     def refused(manager):
         copied = copy.deepcopy(leaf)
-        with pytest.raises(UserError, match=message + "custom_converters={TYPE: ") as caught:
+        with pytest.raises(
+            UserError, match=message + "row_rules .*custom_converters={TYPE: "
+        ) as caught:
             convert_to_domain_parallel(
                 _between_convolutions(copied), manager, input_shape=SHAPE, whole_ops="refuse"
             )

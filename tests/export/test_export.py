@@ -540,6 +540,9 @@ def test_a_user_model_is_imported_as_in_training(tmp_path, monkeypatch):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", model, steps=1)
     training = trained(config)
     file = exported(tmp_path / "run")
+    assert f"`mine` comes from a plug-in: before you start Python, set {PLUGINS_VARIABLE}" in (
+        file.with_suffix(".md").read_text()
+    )
     given, wanted = forecast(config, training, 1)
     with torch.no_grad():
         assert torch.equal(credit_dp.load(file)(*given), wanted)

@@ -203,7 +203,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         if override:
             raise UserError(
                 f"{type_name} overrides {override}, which {type(self).__name__} would ignore. "
-                f"Name {type_name} in custom_converters, or build it from a plain torch layer."
+                f"Build {type_name} from a plain torch layer, or convert it by a rule of its own."
             )
 
     def _check_dim(self) -> None:

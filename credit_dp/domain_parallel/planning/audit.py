@@ -473,6 +473,12 @@ CONTROL_FLOW_DIFFERS = (
     "control flow depends on the number of rows or on the type of a sharded layer"
 )
 
+# The commands convert by `row_rules`; `custom_converters` is for callers in Python.
+NAME_RULE = (
+    "Name a rule for a module's type in row_rules of the model, or in Python pass "
+    "custom_converters={TYPE: function(module) -> replacement}"
+)
+
 # How to call these: a size that is read from a tensor would be that of a band.
 CALL_HINTS = {
     "interpolate": "(x, scale_factor=...), or with size=(rows, columns) of the whole globe as "
@@ -540,10 +546,7 @@ def refusal_message(location: str, reason: str, operation: str = "") -> str:
     call = f"credit_dp.domain_parallel.functional.{alternative}{hint}"
     fix = f"Use {call}, or put" if alternative else "Put"
     colon = ": " if operation else ""
-    return (
-        f"{location}: {operation}{colon}{reason}. {fix} this into its own module and name it in "
-        "custom_converters={TYPE: function(module) -> replacement}."
-    )
+    return f"{location}: {operation}{colon}{reason}. {fix} this into its own module. {NAME_RULE}."
 
 
 def _operation_label(step: TraceStep) -> str:

@@ -21,7 +21,7 @@ from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
-from credit_dp.domain_parallel.planning.audit import audit, refusal_message
+from credit_dp.domain_parallel.planning.audit import NAME_RULE, audit, refusal_message
 from credit_dp.domain_parallel.planning.planner import Planner
 from credit_dp.domain_parallel.planning.trace import (
     Trace,
@@ -318,8 +318,8 @@ def _band_error(planner: Planner, error: Exception) -> UserError:
         return UserError(refusal_message(step.location, str(coupling), step.name))
     return UserError(
         f"{_location(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
-        "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module "
-        "and name it in custom_converters."
+        "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module. "
+        f"{NAME_RULE}."
     )
 
 
@@ -384,7 +384,7 @@ def _check_outputs(
                 raise UserError(
                     f"output: rank {rank} returns {tuple(band_output.shape)}, but its band of "
                     f"{tuple(output.shape)} is {tuple(expected)}. The code after the last layer "
-                    "changes rows; put it into a module and name that in custom_converters."
+                    f"changes rows; put it into a module. {NAME_RULE}."
                 )
 
 
@@ -422,7 +422,8 @@ def check_model(
         text = next(iter(str(error).strip().splitlines()), "")
         raise UserError(
             f"model: {name}.forward fails at {user_line_of(error)} ({type(error).__name__}: "
-            f"{text})."
+            f"{text}). It is called with one tensor, (batch, channels, rows, columns), of shape "
+            f"{x_shape}."
         ) from error
     got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if got != needed:

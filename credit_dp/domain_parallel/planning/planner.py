@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
 from credit_dp.domain_parallel.planning.audit import (
     FACTORIES,
+    NAME_RULE,
     Layout,
     RowCouplingError,
     RowLayout,
@@ -338,7 +339,7 @@ class Planner:
             raise UserError(
                 f"{call.name}: rank {rank} of {self.bands.ranks} has {x.shape[dim]} "
                 f"rows, but its band of {call.in_height} rows has {expected}. The code before this "
-                "layer changes rows; put it into a module and name that in custom_converters."
+                f"layer changes rows; put it into a module. {NAME_RULE}."
             )
         layouts = iter(call.output_layouts)
 

@@ -9,10 +9,11 @@ import sys
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import OneLineParser
+from credit_dp.cli.compose import check_rows
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config, microbatches_per_step
@@ -437,6 +438,12 @@ def plan(arguments: Sequence[str], program: str) -> int:
         raise UserError("--memory: has no effect without --up-to. Add --up-to.")
     if options.memory is not None and not options.memory > 0:
         raise UserError(f"--memory: needs more than 0 GiB, got {options.memory:g}.")
+    if config.parallel.domain > 1:
+        from credit_dp.data.setup import expected_grid  # a store's, too; xarray: not for --help
+
+        # As all commands that run a model: on more ranks none of them would.
+        grid = "x".join(map(str, expected_grid(config.data)))
+        check_rows(replace(config, data=replace(config.data, grid=grid)))
     if options.machine is not None:
         return _predict(config, options)
     if options.up_to is not None:

@@ -14,6 +14,7 @@ from credit_dp.cli.entry import dispatch, run_command
 from credit_dp.cli.train import train
 from credit_dp.config import Config
 from credit_dp.config.data import SPLITS
+from credit_dp.config.model import ModelConfig, UNetConfig
 from tests.data import stores
 
 SMALL = ("model.channels=[8,16]", "model.groups=4", "data.grid=24x48")
@@ -44,6 +45,14 @@ def refusal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
 def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of `credit-dp plan ARGUMENTS`."""
     return answer(monkeypatch, "plan", *arguments, program="credit-dp")
+
+
+@contextmanager
+def hide_coarsest_rows() -> Iterator[None]:
+    """Let the U-Net's config not say how many rows its last level has, as configs of users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UNetConfig, "coarsest_rows", ModelConfig.coarsest_rows)
+        yield
 
 
 @contextmanager

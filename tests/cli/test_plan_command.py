@@ -14,7 +14,7 @@ from credit_dp.cli.plan import group_identical_layers
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel.costs.report import LayerTraffic
 from credit_dp.domain_parallel.count_transport import RankTraffic
-from tests.cli.invocation import SMALL, plan, store_overrides
+from tests.cli.invocation import SMALL, hide_coarsest_rows, plan, store_overrides
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -134,10 +134,18 @@ def test_a_users_store_gives_channels_and_grid(
     code, out, _ = plan(monkeypatch, *arguments, "data.grid=24x48")
     assert code == 0
     assert f" x {inputs} x 24 x 48" in out
+    code, out, err = plan(monkeypatch, *arguments, "parallel.domain=13")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "of the grid's 12 rows, too few for 13 ranks" in err
 
 
 @pytest.mark.slow
 def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hide_coarsest_rows():
+        _check_list_of_levels(monkeypatch)
+
+
+def _check_list_of_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     few_rows = ("data.grid=24x48", "parallel.domain=16")
     code, out, err = plan(monkeypatch, *few_rows)
     assert (code, err) == (0, "")
@@ -156,6 +164,11 @@ def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatc
 
 
 REFUSED = {
+    "more ranks than rows": (["parallel.domain=999"], r"too few for 999 ranks\. Lower .* to 8 or"),
+    "more ranks than rows of the coarsest level": (
+        ["parallel.domain=9", "--machine=h100"],
+        "parallel.domain: the model's coarsest level has 8 of the grid's 32 rows",
+    ),
     "unknown model": (["model=unett"], "model: needs one of .*mean unet?"),
     "no grid": (["data.grid=721"], "data.grid: needs ROWSxCOLUMNS"),
     "a small grid": (["data.grid=3x6"], "data.grid: the quickstart climate needs at least 4"),

@@ -42,7 +42,7 @@ from credit_dp.domain_parallel.costs.work import (
 )
 from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
-from tests.cli.invocation import SMALL, answer, plan
+from tests.cli.invocation import SMALL, answer, hide_coarsest_rows, plan
 
 # Four ranks a node; a rank computes 1 GFLOP/s, moves 1 GB/s and starts an operation in 1 ms.
 CONTENT: dict[str, Any] = {
@@ -346,9 +346,13 @@ def test_what_does_not_fit_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.slow
 def test_a_domain_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     keys = ("--machine", str(file), "parallel.domain=20", "parallel.whole_ops=refuse")
-    code, out, err = plan(monkeypatch, *SMALL, *keys)
+    with hide_coarsest_rows():
+        code, out, err = plan(monkeypatch, *SMALL, *keys)
     assert (code, err) == (1, "")
     assert "Lower parallel.domain to 12 or less." in out
+    code, out, err = plan(monkeypatch, *SMALL, *keys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "Lower parallel.domain to 12 or less." in err
 
 
 @pytest.mark.parametrize("name", machine_names())

@@ -14,6 +14,7 @@ from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder
 
 LOCK_FILE = ".run.lock"
+SWEEP_FILE = "multirun.yaml"  # Hydra and our launchers write it into the folder of a sweep
 
 
 def run_folder(name: str | None, folder: str) -> str:
@@ -87,13 +88,18 @@ def check_sweep_folder(run: RunConfig) -> None:
 
 
 def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
-    """Refuse to start a new run in a folder with another run's checkpoints.
+    """Refuse to start a run in the folder of a sweep, or in one with another run's checkpoints.
 
     Raises:
-        UserError: there are some, and `resume` does not start from them; or the folder can't be
-            read.
+        UserError: it is a sweep's; there are some, and `resume` does not start from them; or the
+            folder can't be read.
     """
     steps = run_checkpoints(folder, key)
+    if (folder / SWEEP_FILE).exists():
+        raise UserError(
+            f"{key}: {folder} is the folder of a sweep, but a single run needs a folder of its "
+            f"own. Give another {key}."
+        )
     if not steps or config.resume == "auto":
         return
     resumable = {path.resolve() for path in (folder, RunFolder(folder).checkpoints, *steps)}

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from credit_dp.cli.check import check_prepared
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.folders import (
+    SWEEP_FILE,
     check_sweep_folder,
     check_unlocked,
     explain_folder_errors,
@@ -546,7 +547,7 @@ def sweep_as_jobs(
         return 0
     with explain_folder_errors(jobs[0].config.run, "multirun"):
         sweep.mkdir(parents=True, exist_ok=True)
-        save_sweep_config(composed, overrides, sweep / "multirun.yaml")
+        save_sweep_config(composed, overrides, sweep / SWEEP_FILE)
         if launcher == "slurm":
             return submit(remaining, options, settings, sweep)
         return run_locally(remaining, options, settings["cores"])

@@ -65,6 +65,20 @@ def test_the_key_that_chose_the_folder_is_named(
     assert line.startswith("run.dir: another run is writing")
 
 
+@pytest.mark.parametrize("option", ["--check", "resume=auto", "seed=1"])
+def test_a_run_in_the_folder_of_a_sweep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    with record_launches(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, "-m", "seed=1,2", "run.name=many")[0] == 0
+        line = refusal(monkeypatch, f"run.dir={tmp_path / 'outputs/many'}", option)
+        assert line.startswith("run.dir: ")
+        assert "outputs/many is the folder of a sweep, but a single run needs" in line
+        # Twice, as its runs may be in folders that exist, and the sweep's own stays what it is.
+        assert answer(monkeypatch, "-m", "seed=1,2", "run.name=many")[0] == 0
+    assert len(configs) == 4
+
+
 @pytest.mark.slow
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with record_launches(monkeypatch, tmp_path) as configs, pytest.MonkeyPatch.context() as patch:

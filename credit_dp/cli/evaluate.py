@@ -69,10 +69,6 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "masked": [],
     "limits": {},
 }
-REQUIRED_KEYS = {
-    "forecast": "the store of forecasts, like forecast=forecast.zarr",
-    "out": "the folder to write, like out=scores",
-}
 # Of columns in the terminal, after the score's name.
 SOURCE_LABELS = {
     "forecast": "",
@@ -97,6 +93,8 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
     screen = Screen(Console(file=sys.stdout))
     forecast = open_forecast(request.forecast)
+    if not keys["out"]:  # after a forecast that does not exist, which is the first key
+        raise UserError("out: needs the folder to write, like out=scores.")
     request = replace(request, truth=request.truth or truth_stores(forecast))
     # Made before scoring, so that a folder that can't be written is refused at once.
     folder = ScoreFolder(checks.expand_home("out", keys["out"]))
@@ -151,9 +149,8 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
     from credit_dp.data.grid import check_regions
     from credit_dp.evaluation.alignment import ScoreRequest
 
-    for key, needed in REQUIRED_KEYS.items():
-        if not keys[key]:
-            raise UserError(f"{key}: needs {needed}.")
+    if not keys["forecast"]:
+        raise UserError("forecast: needs the store of forecasts, like forecast=forecast.zarr.")
     dates = {key: to_texts(key, keys[key]) for key in ("dates", "climatology_dates")}
     for key, date_range in dates.items():
         if date_range:

@@ -194,6 +194,7 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["climatology_dates=[2000-01-01,2000-01-02]"], "no effect together with climatology="),
         (["truht=x"], "Did you mean truth?"),
         (["truth="], "forecast.zarr does not say what it started from"),
+        (["forecast=nowhere.zarr", "out="], "nowhere.zarr: no such zarr store. Set forecast"),
         (["out="], "out: needs the folder to write, like out=scores"),
         (["out=truth.zarr"], "truth.zarr: exists already"),
         (["out=."], ".: exists already"),

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 
 # Starts with a letter, or is a path: Hydra takes no such word for a number.
 PLAIN_TEXT = re.compile(r"(?:\.{0,2}/)?[a-z_](?:[\w./+@% -]*[\w./+@%-])?", re.ASCII | re.IGNORECASE)
@@ -23,6 +24,13 @@ def counted(count: float, noun: str) -> str:
     """Return a number and its noun: `1 field`, `1,200 fields`."""
     number = f"{int(count):,}" if count == int(count) else f"{count:g}"
     return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
+def traceback_message(lines: Sequence[str]) -> str | None:
+    """Return the first line of the last traceback's message, `TYPE: ...`; None if there is none."""
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    below = lines[starts[-1] + 1 :] if starts else ()
+    return next((line.strip() for line in below if line.strip() and not line.startswith(" ")), None)
 
 
 def shell_argument(key: str, value: str) -> str:

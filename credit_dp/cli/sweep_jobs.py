@@ -28,7 +28,7 @@ from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated
 from credit_dp.distributed.slurm import slurm_job_id
-from credit_dp.errors import UserError, quote
+from credit_dp.errors import UserError, quote, traceback_message
 from credit_dp.forkserver import die_with_parent
 from credit_dp.training.run_folder import RunFolder, write_run_file
 
@@ -112,14 +112,20 @@ def read_overrides(path: Path) -> list[str] | None:
 
 
 def failure_cause(output: str) -> str | None:
-    """Return the line of a program's output that names the cause: `error: ...`, or the last one."""
+    """Return the line of a program's output that names the cause.
+
+    It is `error: ...`, the message of a traceback, or the last line.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     program_lines = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
-    for candidates in (errors, program_lines, lines):
-        if candidates:
-            return candidates[-1]
-    return None
+    return reported_cause(output) or next(reversed(program_lines or lines), None)
+
+
+def reported_cause(output: str) -> str | None:
+    """Return what a program reported as an error, the last one; None if it did not."""
+    lines = output.splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1].strip() if errors else traceback_message(lines)
 
 
 def utc_now() -> str:
@@ -339,10 +345,15 @@ class JobProcess:
         return code
 
     def cause(self) -> str | None:
-        """Return the line of this start's output that names a cause."""
+        """Return the line of this start's output that names a cause, or the signal."""
         with self.log.open("rb") as log:
             log.seek(self.log_offset)
-            return failure_cause(log.read().decode(errors="replace"))
+            output = log.read().decode(errors="replace")
+        code = self.process.returncode
+        if code >= 0:
+            return failure_cause(output)
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return reported_cause(output) or f"killed by {signal.Signals(-code).name}{hint}"
 
     def send(self, signal_number: int) -> None:
         """Send the job a signal, which it passes on to its ranks."""

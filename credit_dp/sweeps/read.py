@@ -25,7 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from credit_dp.checks import did_you_mean
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, traceback_message
 from credit_dp.training.loggers import read_csv_log
 from credit_dp.training.run_folder import RunFolder
 
@@ -416,12 +416,11 @@ def last_exit(text: str) -> tuple[str, str, str] | None:
         if LOG_LINE.match(line):
             break
         trace.append(line)
-    messages = [line for line in trace if line and not line.startswith((" ", "Traceback"))]
-    return match[1], match[2], strip_error_type(messages[-1] if messages else "")
+    return match[1], match[2], strip_error_type(traceback_message(trace) or "")
 
 
 def strip_error_type(line: str) -> str:
-    """Return the last line of a traceback without the type of a UserError."""
+    """Return the message of a traceback without the type of a UserError."""
     return line.removeprefix("credit_dp.errors.UserError: ").strip()
 
 

@@ -1,6 +1,8 @@
 """The jobs of a sweep: found again by what they compute, and recorded however they end."""
 
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import (
     Job,
+    JobProcess,
     failure_cause,
     override_choices,
     plan_jobs,
@@ -157,6 +160,11 @@ def test_a_job_that_is_ended_is_recorded(
     ("text", "cause"),
     [
         ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
+        (
+            "Traceback (most recent call last):\n  File\n\nKeyError: 3\n\nDuring handling of\n\n"
+            "Traceback (most recent call last):\n  File\nRuntimeError: one\nand another line\n",
+            "RuntimeError: one",
+        ),
         ("started\nerror: data.store: none\nother: text\n", "data.store: none"),
         ("KeyError: 3\nsrun: error: node1: task 0: Exited with exit code 1\n", "KeyError: 3"),
         ("srun: error: Unable to create step\n", "srun: error: Unable to create step"),
@@ -165,3 +173,17 @@ def test_a_job_that_is_ended_is_recorded(
 )
 def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> None:
     assert failure_cause(text) == cause
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        ("writes to  here", "killed by SIGKILL (out of memory?)"),
+        ("error: rank 1 was killed", "rank 1 was killed"),
+    ],
+)
+def test_a_killed_job_names_the_signal(tmp_path: Path, printed: str, cause: str) -> None:
+    code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), 9)"
+    job = JobProcess(tmp_path, [], [sys.executable, "-I", "-S", "-c", code], {})
+    assert job.wait() == 128 + signal.SIGKILL
+    assert (read(tmp_path)["state"], read(tmp_path)["cause"]) == ("failed", cause)

@@ -17,6 +17,7 @@ CRASHED = (
     "Traceback (most recent call last):\n"
     '  File "train.py", line 3, in <module>\n'
     "credit_dp.errors.UserError: trainer: the loss has to stay finite\n"
+    "another line of that message\n"
 )
 
 

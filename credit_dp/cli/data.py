@@ -31,6 +31,7 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
+from credit_dp.distributed.signals import raise_on_stop
 from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.process import usable_cores
 
@@ -343,7 +344,7 @@ def prepare(arguments: Sequence[str], program: str) -> int:
     from credit_dp.data.rechunk.run import RechunkJob
 
     job = RechunkJob(_request(parsed))
-    with job.locked():
+    with job.locked(), raise_on_stop():
         _run_preparation(job)
     return 0
 

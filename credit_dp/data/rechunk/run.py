@@ -10,15 +10,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import active_children, get_context
 from typing import Any, final
 
 import numpy as np
 import zarr
-from dask.base import compute
-from dask.callbacks import Callback
-from dask.delayed import delayed
 
 from credit_dp.bands import rows_touched
 from credit_dp.checks import expand_home
@@ -379,7 +379,7 @@ def run_tasks(
     """Run all tasks, and report the times of each that succeeded.
 
     Raises:
-        UserError: the message of the first task that failed.
+        UserError: the message of the first task that failed, or a process was killed.
     """
 
     def on_result(result: tuple[int, str]) -> None:
@@ -390,31 +390,35 @@ def run_tasks(
 
     if workers.scheduler:
         _run_distributed(tasks, workers.scheduler, on_result)
-        return
-    calls = [delayed(task.run, pure=False)() for task in tasks]
-    options: dict[str, Any] = {"scheduler": "synchronous"}
-    if workers.count > 1:
-        options = {
-            "scheduler": "processes",
-            "num_workers": workers.count,
-            "chunksize": 1,  # or dask sends several tasks at once, and their progress comes late
-            "initializer": workers.start,
-        }
-    with _ResultCallback(on_result):
-        compute(*calls, optimize_graph=False, **options)  # type: ignore[no-untyped-call]
+    elif workers.count > 1:
+        _run_in_processes(tasks, workers, on_result)
+    else:
+        for task in tasks:
+            on_result(task.run())
 
 
-@final
-class _ResultCallback(Callback):
-    """Reports the result of each task when it ends; dask's own call returns only at the end."""
-
-    def __init__(self, on_result: Callable[[tuple[int, str]], None]) -> None:
-        super().__init__(posttask=self._after)  # type: ignore[no-untyped-call]
-        self._on_result = on_result
-
-    def _after(self, key: object, result: object, *rest: object) -> None:
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str):
-            self._on_result(result)
+def _run_in_processes(
+    tasks: Sequence[RechunkTask],
+    workers: WorkerConfig,
+    on_result: Callable[[tuple[int, str]], None],
+) -> None:
+    others = {*active_children()}
+    pool = ProcessPoolExecutor(workers.count, get_context("spawn"), workers.start)
+    try:
+        for future in as_completed([pool.submit(task.run) for task in tasks]):
+            on_result(future.result())
+    except BaseException as error:  # also Ctrl-C
+        # What they have begun may take minutes; they leave no part of a shard under its name.
+        for process in {*active_children()} - others:
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "workers: a process that wrote was killed (out of memory?). Lower workers; the "
+                "same command continues where it stopped."
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _run_distributed(

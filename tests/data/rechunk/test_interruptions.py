@@ -1,18 +1,22 @@
 """`prepare` is stopped, killed or out of disk at any point, and resumes."""
 
 import errno
+import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zarr
 
 from credit_dp import files
+from credit_dp.data.rechunk import run as rechunk_run
 from credit_dp.data.rechunk import target
 from credit_dp.data.rechunk.run import RechunkJob, WorkerConfig
 from credit_dp.errors import UserError
@@ -156,6 +160,31 @@ def test_stopped_while_replacing(
 def test_processes_write_what_one_process_does(small: Path, tmp_path: Path) -> None:
     wanted = tree(prepared(small, tmp_path / "one.zarr"))
     assert tree(prepared(small, tmp_path / "three.zarr", workers=WorkerConfig(3))) == wanted
+
+
+@pytest.mark.slow
+def test_processes_are_not_waited_for_after_ctrl_c(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    before = set(multiprocessing.active_children())
+    slow = WorkerConfig(2, start=partial(time.sleep, 3600.0))
+    monkeypatch.setattr(rechunk_run, "as_completed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(small, tmp_path / "out.zarr", workers=slow)
+    assert set(multiprocessing.active_children()) == before
+    monkeypatch.undo()
+    assert prepared(small, tmp_path / "out.zarr").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_one_line(small: Path, tmp_path: Path) -> None:
+    dying = WorkerConfig(2, start=partial(os._exit, 9))
+    with pytest.raises(UserError, match=r"^workers: a process that wrote was killed"):
+        prepared(small, tmp_path / "out.zarr", workers=dying)
+    assert prepared(small, tmp_path / "out.zarr").exists()
 
 
 @pytest.mark.slow

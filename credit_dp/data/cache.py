@@ -75,18 +75,54 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
     Args:
         path: the file or folder under its final name.
         is_complete: whether a path exists and is undamaged; a damaged one is removed.
+
+    Raises:
+        UserError: another user's files are in the way.
     """
-    with FileLock(lock_path(path)):
+    with lock_cached(path):
         # Only with the lock: the process that held it until now may have completed the path.
         if is_complete(path):
             yield None
             return
         # Holding the lock, leftovers can only be those of a process that died while it wrote.
         temporary = partial_path(path)
-        for leftover in (temporary, path):
-            _remove(leftover)
+        with explain_cache_errors(path):
+            for leftover in (temporary, path):
+                _remove(leftover)
         with atomic_path(path, temporary):
             yield temporary
+
+
+@contextmanager
+def lock_cached(path: Path) -> Iterator[None]:
+    """Hold the lock file of a path in the cache; wait for a process that holds it.
+
+    Raises:
+        UserError: another user's lock file may not be opened.
+    """
+    lock = FileLock(lock_path(path))
+    with explain_cache_errors(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def explain_cache_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the file system in the cache into one line.
+
+    Raises:
+        UserError: a file can't be written or removed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be written ({error.strerror}). If users share the "
+            "cache, they need umask 002 and one group; remove this, or set data.cache."
+        ) from error
 
 
 @contextmanager

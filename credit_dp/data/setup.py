@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
-from filelock import FileLock
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import SPLITS
@@ -27,7 +26,7 @@ from credit_dp.data.cache import (
     check_may_compute,
     create_once,
     fingerprint,
-    lock_path,
+    lock_cached,
 )
 from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
@@ -209,7 +208,7 @@ def _build_quickstart(
     path = folder / quickstart.store_name(config.quickstart, grid)
     if not path.exists():
         check_may_compute(compute, "store", folder)
-        with FileLock(lock_path(path)):
+        with lock_cached(path):
             # Another process may have built it while this one waited for the lock.
             if not path.exists():
                 quickstart.build(config.quickstart, grid, path, progress)

@@ -1,5 +1,7 @@
+import errno
 import multiprocessing
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,3 +80,23 @@ def test_fingerprint_is_equal_for_equal_parts_only():
     parts = (1, ["geopotential"], {"a": 1, "b": 2})
     assert fingerprint(*parts) == fingerprint(1, ["geopotential"], {"b": 2, "a": 1})
     assert fingerprint(*parts) != fingerprint(2, *parts[1:])
+
+
+def _create(path):
+    with create_once(path, lambda file: file.exists()) as temporary:
+        temporary.touch()
+
+
+def test_another_users_files_are_one_line(tmp_path, monkeypatch):
+    # In place of a file without permission, which the superuser could open.
+    (tmp_path / "result.lock").mkdir()
+    with pytest.raises(UserError, match=r"result\.lock: cannot be written \(Is a directory\)\. If"):
+        _create(tmp_path / "result")
+    (tmp_path / "other.partial").mkdir()
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(UserError, match=r"other\.partial: cannot be written \(Permission denied\)"):
+        _create(tmp_path / "other")

@@ -43,6 +43,24 @@ GROUPS = 8
 PROCESSES = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)), 3]
 
 
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of the device on which tensors are made."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def cpu_only(reason: str) -> pytest.MarkDecorator:
+    """Return a mark for tests that make no sense with tensors on a GPU."""
+    return pytest.mark.skipif(DEVICE != "cpu", reason=f"on a CPU only: {reason}")
+
+
+def assert_same_numbers(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Assert that tensors are equal; on a GPU, whose sums may have any order, to rounding."""
+    if DEVICE == "cpu":
+        assert torch.equal(a, b)
+    else:
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13 * float(b.abs().max()))
+
+
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
     faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=sys.__stderr__)
@@ -65,7 +83,9 @@ def warm_context() -> ForkServerContext:
     For every test that forks: a test process has one fork server, with what its first user wants.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload", "tests.ranks"])
+    # Processes that are forked from one that has looked for a GPU can't use it.
+    preload = ["tests.preload", "tests.ranks"] if DEVICE == "cpu" else []
+    context.set_forkserver_preload(preload)
     return context
 
 
@@ -103,8 +123,13 @@ class _Pool:
     def run(
         self, mesh: tuple[int, int, int], fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> list[Any]:
-        for pipe in self.pipes:
-            pipe.send((mesh, fn, moved(args, "cpu"), base.SMALL_BAND_ENTRIES))
+        task = (mesh, fn, moved(args, "cpu"), base.SMALL_BAND_ENTRIES)
+        try:
+            for pipe in self.pipes:
+                pipe.send(task)
+        except OSError as error:
+            self.close()
+            raise RankError("a process died; its last words are on stderr") from error
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(replies) < len(self.pipes):
@@ -116,7 +141,7 @@ class _Pool:
             for pipe in ready:
                 try:
                     replies[waiting[pipe]] = pipe.recv()  # type: ignore[index]
-                except EOFError:
+                except (EOFError, OSError):
                     replies[waiting[pipe]] = (False, "the process died")  # type: ignore[index]
             failed = {r: text for r, (ok, text) in replies.items() if not ok}
             if failed:

@@ -20,13 +20,13 @@ from credit_dp.channel_parallel import (
 )
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.errors import UserError
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 
 def _transpose_both_ways(manager, rows, channels, before, columns, dtype=torch.float64):
     """Compare with slices of the global tensor, bit by bit; return what was sent."""
     transport, rank = manager.transport, manager.domain_rank
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     shape = (*before, sum(channels), sum(rows), columns)
     globe, cotangent = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     row_slice, local_channels = channel_slice(rows, rank), channel_slice(channels, rank)

@@ -22,7 +22,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 3, 13, 6)
 
@@ -82,7 +82,7 @@ def _description(model):
 def _convert_and_back(manager, plain, planned):
     model, state = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
     before = _description(model)
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(SHAPE, generator=seeded(0))
     expected = plain(x)
     for _ in range(2):
         converted = _converted(model, manager, input_shape=SHAPE if planned else None)
@@ -182,7 +182,7 @@ def _replanned(manager, plain):
     for height in (13, 20, 9):
         if height != 13:
             replan(model, (1, 3, height, 6))
-        x = torch.randn(1, 3, height, 6, generator=torch.Generator().manual_seed(height))
+        x = torch.randn(1, 3, height, 6, generator=seeded(height))
         band = model(shard_tensor(x, manager=manager))
         torch.testing.assert_close(gather_tensor(band, manager=manager), plain(x))
     with pytest.raises(UserError, match="1 rows can't be shared by 3"):
@@ -228,7 +228,7 @@ def test_a_model_with_row_tensors_refuses_another_height():
 def _without_data(manager, planned):
     plain = UserModel().eval().double()
     with torch.random.fork_rng(devices=[]):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         for tensor in plain.state_dict().values():
             if tensor.is_floating_point():
                 tensor.uniform_(0.5, 1.5, generator=generator)

@@ -31,7 +31,7 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 
 def test_convolutions_that_need_a_halo():
@@ -143,7 +143,7 @@ def test_custom_converters(ranks):
 
 
 def _function(manager, width, dim):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(2, 3, 13, 5, dtype=torch.float64, generator=generator)
     band = x[..., manager.rows(13), :].clone().requires_grad_()
     padded = _HaloExchangeFunction.apply(band, width, dim, manager)

@@ -16,7 +16,7 @@ from credit_dp.domain_parallel.exchange import (
 )
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads, seeded
 
 
 @st.composite
@@ -56,7 +56,7 @@ def _expected(x, ranges):
 
 
 def _check(manager, partition, required_rows):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     globe = torch.randn(2, 3, partition.height, 5, dtype=torch.float64, generator=generator)
     cotangents = [
         torch.randn(

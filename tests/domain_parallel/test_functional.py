@@ -24,7 +24,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.functional import active_context
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 4, 13, 6)
 RANKS = st.sampled_from([2, 3, 4, 8])
@@ -221,7 +221,7 @@ def test_recomputed_in_backward(what):
 
 
 def _recomputed_function(manager):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     plain = Block().double()
     for parameter in plain.parameters():
         parameter.data.normal_(generator=generator)
@@ -257,7 +257,7 @@ def test_a_recomputed_function_of_a_plain_model_is_torchs():
 
 def test_a_plain_model_stays_plain_beside_a_converted_one():
     def both(manager):
-        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(SHAPE, generator=seeded(0))
         plain = Model(PAIRS["mean"][1])
         expected = plain(x)
         sharded = convert_to_domain_parallel(copy.deepcopy(plain), manager, input_shape=SHAPE)

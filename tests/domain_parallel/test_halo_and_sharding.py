@@ -28,18 +28,18 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.domain_parallel import manager as manager_module
 from credit_dp.errors import UserError
-from tests.ranks import RankError, on_processes, on_threads
+from tests.ranks import RankError, on_processes, on_threads, seeded
 
 
 def _field(height, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(2, 3, height, 4, dtype=torch.float64, generator=generator)
 
 
 def _halo(manager, height, width, dim):
     globe = _field(height).requires_grad_()
     padded = F.pad(globe, (0, 0, width, width))
-    cotangent = torch.randn(padded.shape, generator=torch.Generator().manual_seed(1)).double()
+    cotangent = torch.randn(padded.shape, generator=seeded(1)).double()
     rows = manager.rows(height)
     x = globe.detach()[..., rows, :].clone().requires_grad_()
     y = HaloExchange(width, dim, manager=manager)(x)

@@ -9,6 +9,9 @@ from torch import nn
 
 from credit_dp.models import initial_weights
 from credit_dp.models.initial_weights import build_on_meta, build_without_weights
+from tests.ranks import cpu_only
+
+pytestmark = cpu_only("initial weights are drawn there, whatever computes with them")
 
 
 @pytest.fixture(autouse=True)

@@ -13,24 +13,24 @@ GRID = (33, 64)
 FIELDS = Fields(((0, 1), (2, 3)), (4,), others=1)
 
 
-def _model(manager, name):
+def _sharded_model(manager, name):
     model = build_model(Composer("train").compose_config([f"model={name}"]).model, FIELDS, GRID)
     if manager.domain_parallel_size > 1:
         shard_model(model, manager, (1, FIELDS.inputs, *GRID))
-    return model.to("cuda")
+    return model.to("cuda"), len(range(GRID[0])[manager.rows(GRID[0])])
 
 
 def _step(manager, models):
-    rows = len(range(GRID[0])[manager.rows(GRID[0])])
+    model, rows = models[manager.rank]
     x = torch.zeros(1, FIELDS.inputs, rows, GRID[1], device="cuda")
-    models[manager.rank](x).square().mean().backward()
+    model(x).square().mean().backward()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["unet", "pangu", "crossformer"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_of_a_model_does_not_wait(name, ranks):
-    models = on_threads(ranks, _model, name)
+    models = on_threads(ranks, _sharded_model, name)
     on_threads(ranks, _step, models)  # what is made once may wait
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads, seeded
 
 RANKS = st.sampled_from([2, 3, 4])
 
@@ -60,7 +60,7 @@ def test_a_stack_on_gloo_ranks(ranks, planned, height):
 
 def _by_hand(manager, wrap, make, shape):
     """Build a wrapper without the converter, on bands that differ from the balanced ones."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     layer = make().double()
     for parameter in layer.parameters():
         parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
@@ -113,7 +113,7 @@ def test_checkpointed_layers_exchange_again(ranks):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_group_norm_in_half_precision_is_as_exact_as_torch(dtype):
     def half(manager):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         x = (300 * torch.randn(1, 4, 12, 8, generator=generator)).to(dtype)
         layer = DomainParallelGroupNorm(nn.GroupNorm(2, 4).to(dtype), manager=manager)
         y = layer(shard_tensor(x, manager=manager))
@@ -125,7 +125,7 @@ def test_group_norm_in_half_precision_is_as_exact_as_torch(dtype):
 
 
 def _float32_norm(manager):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(1, 4, 16, 32, generator=generator) + 1e4
     layer = DomainParallelGroupNorm(nn.GroupNorm(2, 4), manager=manager)
     y = layer(shard_tensor(x, manager=manager))

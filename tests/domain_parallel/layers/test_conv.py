@@ -20,7 +20,7 @@ from credit_dp.domain_parallel.convert import _needs_halo_conv2d, _needs_halo_co
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import MOVE, MOVE_BACK, Moved
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads, seeded
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -301,7 +301,7 @@ def test_wrappers_shard_rows_only():
 
 def _by_hand(manager, wrapper, conv, rows, shape):
     """Build a wrapper without the converter, on bands that differ from the balanced ones."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
     layer = wrapper(conv, manager=manager)
     cut = {2: (0, 9, shape[rows]), 3: (0, 1, 7, shape[rows])}[manager.domain_parallel_size]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
 from credit_dp.domain_parallel.layers import base, conv, conv_bands
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import PROCESSES, RankError, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -211,7 +211,7 @@ def _dtype(manager, dtype):
     x = torch.randn(1, 2, 12, 6, dtype=dtype)
     layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1).to(dtype), manager=manager)
     band = shard_tensor(x, manager=manager).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert layer(band).dtype == layer.conv(x).dtype
     layer(band).sum().backward()
     assert band.grad.dtype == layer.weight.grad.dtype == dtype

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.convert import (
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Settings along the other dimensions: columns last, times or levels first.
@@ -199,7 +199,7 @@ def _half_precision(manager):
     conv = nn.ConvTranspose2d(2, 4, 2, 5)  # rows that no input reaches hold the bias alone
     convert_to_domain_parallel(model := nn.Sequential(conv), manager, input_shape=(1, 2, 6, 3))
     x = shard_tensor(torch.ones(1, 2, 6, 3), manager=manager)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert model(x).dtype == conv(x).dtype == torch.bfloat16
 
 

@@ -28,7 +28,7 @@ from credit_dp.domain_parallel.layers import (
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import RANDOM_LOCK, assert_same_as_whole_globe
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
 TRANSPOSE_MOVES_LESS = DepthwiseLayer._transpose_moves_less
@@ -51,7 +51,7 @@ def _conv(channels, multiplier, kernel, stride, padding, dilation, mode, bias=Tr
 
 
 def _distributed(channels, kernel, groups, bias):
-    return DistributedDepthwiseConv2d(channels, kernel, groups, bias, device="cpu")
+    return DistributedDepthwiseConv2d(channels, kernel, groups, bias, device=DEVICE)
 
 
 @given(
@@ -326,7 +326,7 @@ def _types(manager):
         nn.Conv2d(4, 4, (1, 3), padding=(0, 1), groups=4),
         nn.Conv2d(4, 4, 3, padding=1, groups=2),
         nn.Conv2d(4, 4, 3, padding=1, groups=4),
-        DistributedDepthwiseConv2d(4, (1, 5), device="cpu"),
+        DistributedDepthwiseConv2d(4, (1, 5), device=DEVICE),
     )
     convert_to_domain_parallel(model, manager, input_shape=(1, 4, 8, 4))
     return [type(layer) for layer in model]

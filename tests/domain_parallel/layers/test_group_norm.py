@@ -18,7 +18,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.layers import base, group_norm
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import on_threads
+from tests.ranks import on_threads, seeded
 
 
 @pytest.fixture(params=["small", "chunked", "as on GPUs"])
@@ -71,7 +71,7 @@ def _step(layer, x, cotangent):
 
 def _both(manager, dtype, mean, change=lambda x: x, shape=(2, 6, 17, 16)):
     """Return the results of torch, of torch in float64, and of the sharded layer."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = (torch.randn(shape, generator=generator) + mean).to(dtype)
     cotangent = torch.randn(shape, generator=generator).to(dtype)
     norms = [nn.GroupNorm(3, 6).to(kind) for kind in (dtype, torch.float64, dtype)]

@@ -20,7 +20,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import RANDOM_LOCK, error
 from tests.domain_parallel.models import Moved
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 # The old forms set `weight` in a hook before every forward; the new ones make a type of their own.
 NORMS = {
@@ -107,7 +107,7 @@ def _assert_same(manager, name):
     assert list(before) == list(whole.state_dict())
     assert all(torch.equal(before[key], value) for key, value in whole.state_dict().items())
 
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
     cotangent = torch.randn(2, 2, 18, 12, dtype=torch.float64, generator=generator)
     expected = _train(whole, x, cotangent)

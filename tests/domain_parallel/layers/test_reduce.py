@@ -16,7 +16,7 @@ from credit_dp.domain_parallel.layers.reduce import (
     Reduction,
 )
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 REDUCTIONS = {
@@ -121,7 +121,7 @@ def test_pools_of_tokens(kind):
 def _indices(manager, space, size):
     pool = KINDS["max"][space - 1](size, return_indices=True)
     shape = (2, 3, 9, 6) if space == 2 else (2, 3, 4, 9, 6)
-    x = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(0)).double()
+    x = torch.randint(0, 4, shape, generator=seeded(0)).double()
     model = convert_to_domain_parallel(nn.Sequential(pool), manager, input_shape=shape)
     for made, expected in zip(model(shard_tensor(x, manager=manager)), pool(x), strict=True):
         assert torch.equal(made, expected)
@@ -280,7 +280,7 @@ def test_collectives(layer, collectives):
 )
 def test_half_precision_is_as_exact_as_torch(layer, dtype):
     def close(manager):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         x = (1 + torch.randn(1, 3, 40, 8, generator=generator)).to(dtype)
         model = convert_to_domain_parallel(nn.Sequential(layer()), manager, input_shape=x.shape)
         y = model(shard_tensor(x, manager=manager))

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel.view import rules
 from credit_dp.domain_parallel.view.model import attach_view, attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor
 from credit_dp.errors import UserError
-from tests.ranks import on_processes, on_threads
+from tests.ranks import cpu_only, on_processes, on_threads, seeded
 
 SHAPE = (2, 8, 7, 6)
 
@@ -34,7 +34,7 @@ class _Model(nn.Module):
 
 def _run(function, ranks=2, shape=SHAPE):
     """Return what a function of the shown field returns on each rank, and the view."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=seeded(0))
 
     def run(manager):
         results = []
@@ -237,7 +237,7 @@ def _read_types(manager):
         return x * 1
 
     results = []
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(SHAPE, generator=seeded(0))
     model = _Model(forward)
     attach_view(model, manager, [SHAPE])
     model(shard_tensor(x, manager=manager).clone())
@@ -312,6 +312,7 @@ def _one_bit_more(x):
     return value
 
 
+@cpu_only("NumPy has no arrays on GPUs")
 def test_text_and_arrays_are_those_of_the_first_rank():
     def read(x):
         value = _one_bit_more(x)
@@ -325,6 +326,7 @@ def test_text_and_arrays_are_those_of_the_first_rank():
     assert view[0].whole_calls == {}
 
 
+@cpu_only("NumPy has no arrays on GPUs")
 def test_what_is_written_to_arrays_is_not_lost():
     def write(x):
         whole = x.mean((2, 3))

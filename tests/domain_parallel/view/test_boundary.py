@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.view.model import attach_view
 from credit_dp.errors import UserError
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 3, 7, 8)
 RANKS = 2
@@ -82,7 +82,7 @@ def compare(model, call, prepare=lambda model: model, shape=SHAPE, ranks=RANKS):
 
 
 def _compare(model, call, prepare, shape, ranks):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(shape, generator=generator)
     unsharded = prepare(copy.deepcopy(model))
     whole_x = x.clone().requires_grad_()

@@ -17,7 +17,7 @@ from credit_dp.domain_parallel.view.layers import call_layer
 from credit_dp.domain_parallel.view.model import attach_view
 from credit_dp.domain_parallel.view.rules import NoRuleError
 from credit_dp.errors import UserError
-from tests.ranks import on_threads
+from tests.ranks import DEVICE, on_threads
 
 SHAPE = (1, 3, 13, 6)
 INF = float("inf")
@@ -85,7 +85,7 @@ def test_autocast_leaves_an_average_to_few_rows_as_it_is(size):
     x = torch.randn(SHAPE)
 
     def average(x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return F.adaptive_avg_pool2d(x, size)
 
     (y, *_), _ = _on_ranks(average, x)

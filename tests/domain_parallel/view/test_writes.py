@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.view.model import attach_view
 from credit_dp.domain_parallel.view.running import running_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
-from tests.ranks import RankError, on_threads
+from tests.ranks import RankError, cpu_only, on_threads
 
 
 def masked_windows(m, x):
@@ -420,7 +420,7 @@ def test_hooks_of_random_programs_see_the_gradients_of_one_process_or_are_refuse
 
 def _empty(x, *shape):
     """Return a tensor of ones that the model makes, plain as no field takes part."""
-    return torch.ones(shape or x.shape, dtype=x.dtype)
+    return torch.ones(shape or x.shape, dtype=x.dtype, device=x.device)
 
 
 def slices_of_ones(m, x):
@@ -545,7 +545,7 @@ def with_a_hook(m, x):
 def viewed_in_another_way(m, x):
     size = x.shape[2]
     y, z = _empty(x, 2, size, size), _empty(x)
-    assert y.type() == "torch.DoubleTensor"
+    assert y.type() == torch.zeros(1, dtype=x.dtype).type()
     y[:, 0] = m.rows[0, 0]
     column = y[:, :, 0]
     y.transpose_(1, 2)
@@ -573,12 +573,13 @@ def read_on_one_rank(m, x):
     return y, z, *(view * m.scale[0] for view in views)
 
 
+NO_ARRAYS = cpu_only("NumPy has no arrays on GPUs")
 SHARED = [
-    with_another_name,
+    pytest.param(with_another_name, marks=NO_ARRAYS),
     with_a_hook,
     viewed_in_another_way,
     with_a_gradient_that_is_kept,
-    read_on_one_rank,
+    pytest.param(read_on_one_rank, marks=NO_ARRAYS),
 ]
 
 

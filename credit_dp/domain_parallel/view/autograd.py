@@ -353,19 +353,23 @@ def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
         view = running_view()
         if view is None:
             return original(function, *args, **kwargs)
-        shown = [shown_as(x, view) for x in args]
+        # Torch saves positional tensors only, not those in containers or given by keyword.
+        leaves, structure = tree_flatten((args, kwargs))
+        shown = [shown_as(x, view) for x in leaves]
+        others = [None if isinstance(x, Tensor) else x for x in leaves]
 
         def recompute(*local: Any) -> Any:
             # Without torch's options, which precede the function's arguments.
-            fields = shown[len(shown) - len(local) :]
+            options = others[: len(others) - len(local)]
+            fields = shown[len(options) :]
             arguments = [show(x, field) for x, field in zip(local, fields, strict=True)]
             for x in global_tensors(arguments):
                 x.hooks = shown  # of outside, as in the forward: not those of this computation
+            positional, keywords = tree_unflatten([*options, *arguments], structure)
             with run_in(view):
-                return function(*arguments, **kwargs)
+                return function(*positional[len(options) :], **keywords)
 
-        # `kwargs` are not passed on: torch 2.11 saves them as arguments.
-        return original(recompute, *map(local_of, args))
+        return original(recompute, *map(local_of, leaves))
 
     return generator
 

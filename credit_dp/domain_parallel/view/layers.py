@@ -635,7 +635,8 @@ def recurrent(func: Function, args: Args, kwargs: Kwargs) -> Any:
         layout = layout_of(x)
     state = layout.at(1)
     hidden = arguments["hx"] if is_lstm else (arguments["hx"],)
-    local_hidden = [with_layout(h, state, view) for h in hidden]
+    # cuDNN refuses hidden states that are not contiguous, as parts of whole ones are.
+    local_hidden = [with_layout(h, state, view).contiguous() for h in hidden]
     others = [arguments[name] for name in names[3:]]
     parameters = [local_of(p) for p in arguments["params"]]
     output, *states = func(

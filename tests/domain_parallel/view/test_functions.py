@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
@@ -1210,6 +1211,18 @@ def one_field_by_two_names(model, x):
     return y + checkpoint(lambda z: block(z, x), x, use_reentrant=False)
 
 
+def test_fields_in_containers_and_by_keyword_are_recomputed():
+    def block(fields, factor, *, z):
+        return (fields["x"][0] * factor).sin() * z
+
+    def function(model, x):
+        fields = {"x": [x, 1]}
+        y = checkpoint(block, fields, model.scale[0], z=x * 2, use_reentrant=False)
+        return y + checkpoint(lambda z: block({"x": (z, None)}, 3, z=x), x, use_reentrant=False)
+
+    check(function, (2, CHANNELS, 13, COLUMNS), 3)
+
+
 @pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
@@ -1323,6 +1336,28 @@ def test_antialiased_interpolation_to_one_column_runs_whole():
         return F.interpolate(x, size=(7, 1), mode="bilinear", antialias=True) * x[..., :7, :]
 
     check(narrow, (2, CHANNELS, 13, COLUMNS), 3, whole={"interpolate"})
+
+
+@pytest.mark.parametrize(
+    ("name", "mixture", "ranks"), [("lstm", "lstm of rows", 3), ("gru", "gru", 4)]
+)
+def test_hidden_states_are_contiguous_as_gpus_need_them(name, mixture, ranks, monkeypatch):
+    found = []
+
+    def noted(func, args, kwargs):
+        def run(x, hidden, *others):
+            found.extend(h.is_contiguous() for h in tree_leaves(hidden))
+            return func(x, hidden, *others)
+
+        run.__name__ = name
+        return rule(run, args, kwargs)
+
+    function = getattr(torch, name)
+    rule = rules.RULES[function]
+    monkeypatch.setitem(rules.RULES, function, noted)
+    check(MIXTURES[mixture], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
+    assert found
+    assert all(found)
 
 
 def test_recurrent_layers_that_drop_out_run_whole():

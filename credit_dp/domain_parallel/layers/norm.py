@@ -65,6 +65,12 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if is_narrow else x.dtype
 
 
+# From torch 2.12 or 2.13 on, autocast widens RMS norms on GPUs.
+AUTOCAST_WIDENS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::rms_norm", "AutocastCUDA"
+)
+
+
 def cast_for_autocast(x: Tensor) -> Tensor:
     """Return `x` in the dtype in which autocast runs sums, softmax and layer norm.
 
@@ -77,14 +83,8 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 
 def cast_for_rms_norm(x: Tensor) -> Tensor:
-    """Return `x` in the dtype in which autocast runs a root-mean-square norm.
-
-    On GPUs that is the same as of other norms, but not in torch 2.11.
-    """
-    wide = cast_for_autocast(x)
-    if wide is x or functional.rms_norm(x.new_zeros(1), (1,)).dtype == wide.dtype:
-        return wide
-    return x
+    """Return `x` in the dtype in which autocast runs RMS norms with this version of torch."""
+    return cast_for_autocast(x) if AUTOCAST_WIDENS_RMS_NORM else x
 
 
 def sum_over_bands(part: Tensor, transport: Transport) -> Tensor:
@@ -514,6 +514,8 @@ class DomainParallelInstanceNorm(ReductionLayer):
 class _TrailingNorm(ReductionLayer):
     """Normalisation over the last dimensions, with a `normalized_shape` of the whole globe."""
 
+    _cast = staticmethod(cast_for_autocast)
+
     def __init__(
         self,
         norm: nn.LayerNorm | nn.RMSNorm,
@@ -603,6 +605,8 @@ class DomainParallelRMSNorm(_TrailingNorm):
 
     Source: Zhang & Sennrich 2019, eq. 4.
     """
+
+    _cast = staticmethod(cast_for_rms_norm)
 
     def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments:
         return mean_square(x, reduction)

@@ -22,7 +22,7 @@ from credit_dp.domain_parallel.layers import (
 from credit_dp.domain_parallel.layers.norm import cast_for_autocast, cast_for_rms_norm
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_processes, on_threads, seeded
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 OFFSETS = st.sampled_from([0.0, 1e4])
@@ -34,7 +34,7 @@ def _tolerance(offset):
 
 def _randomised(norm, training=True):
     """Give a layer random parameters and running statistics."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     for tensor in (*norm.parameters(), *norm.buffers()):
         if tensor.is_floating_point():
             tensor.data = torch.rand(tensor.shape, generator=generator) + 0.5
@@ -196,7 +196,7 @@ def test_an_instance_norm_without_batch():
 
 def _trains(manager, kind, momentum):
     """Several batches, then evaluation: what a run does to running statistics."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     whole = nn.Sequential(kind(4, momentum=momentum, track_running_stats=True)).double()
     sharded = copy.deepcopy(whole)
     convert_to_domain_parallel(sharded, manager, input_shape=(2, 4, 11, 5))
@@ -239,7 +239,7 @@ def test_one_collective_forward_and_one_backward(kind):
 
 def _close_to_exact(manager, kind, dtype, offset, factor):
     """Compare with the float64 result: the error is at most the plain layer's times a factor."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = (torch.randn(2, 4, 7, 5, generator=generator) + offset).to(dtype)
     layer = _stack(kind)[1].to(dtype)
     whole = layer(x)
@@ -379,7 +379,7 @@ def test_a_normalized_shape_of_another_globe_is_refused():
 
 def _by_hand(manager, wrap, make, shape):
     """Build a wrapper without the converter, on bands that differ from the balanced ones."""
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, dtype=torch.float64, generator=seeded(0))
     norm = _randomised(make()).double()
     cut = (0, 1, 6, shape[-2])[manager.domain_rank :]
     y = wrap(copy.deepcopy(norm), manager=manager)(x[..., cut[0] : cut[1], :])

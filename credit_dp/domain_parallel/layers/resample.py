@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -109,8 +109,36 @@ def interpolation_table_of(
 ) -> InterpolationTable:
     """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.
 
-    The operator has to be linear and the same for all channels: each channel carries the unit
-    vector of one input row, so that the outputs are the columns of its matrix.
+    The operator has to be linear and the same for all channels.
+    """
+    columns, rows, weights, out_height = _columns_of(operator, height, dtype, device)
+    return _table_from_triples(rows, columns, weights, out_height)
+
+
+@_disable_dynamo
+@torch.inference_mode(False)
+@torch.no_grad()
+@_disable_current_modes()
+def gradient_table_of(
+    backward: Operator, out_height: int, dtype: torch.dtype, device: torch.device
+) -> InterpolationTable:
+    """Return the table whose gradient an operator computes in its backward pass.
+
+    `backward` maps gradients of the output, `(1, C, out_height, 1)`, to `(1, C, H, 1)`.
+    """
+    rows, columns, weights, _ = _columns_of(backward, out_height, dtype, device)
+    return _table_from_triples(rows, columns, weights, out_height)
+
+
+def _columns_of(
+    operator: Operator, height: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return the entries of an operator's matrix that are not 0, and its height.
+
+    Each channel carries the unit vector of one row, so that the outputs are the matrix's columns.
+
+    Returns:
+        The column, the row and the value of each entry.
     """
     dtype = torch.promote_types(dtype, torch.float32)  # as torch computes half precision
     if device.type == "meta":  # the table is read off values, which meta tensors lack
@@ -126,9 +154,7 @@ def interpolation_table_of(
         out_rows.append(rows)
         in_rows.append(columns + start)
         weights.append(matrix[rows, columns])
-    return _table_from_triples(
-        torch.cat(out_rows), torch.cat(in_rows), torch.cat(weights), matrix.shape[0]
-    )
+    return torch.cat(in_rows), torch.cat(out_rows), torch.cat(weights), matrix.shape[0]
 
 
 def _table_from_triples(
@@ -142,7 +168,8 @@ def _table_from_triples(
     first_entry = counts.cumsum(0) - counts
     column = torch.arange(len(out_rows), device=out_rows.device) - first_entry[out_rows]
     widest = int(counts.max())
-    sources = in_rows[first_entry][:, None].repeat(1, widest)
+    # A backward pass may use some rows nowhere, the last one, too.
+    sources = in_rows[first_entry.clamp(max=len(in_rows) - 1)][:, None].repeat(1, widest)
     weight_table = weights.new_zeros(out_height, widest)
     sources[out_rows, column] = in_rows
     weight_table[out_rows, column] = weights
@@ -262,11 +289,28 @@ class InterpolationLayer(RowLayer):
         y = gradient_table.apply(rows, self.dim, out, first)
         if gradient_table is table:
             return y
-        # The value of `table` with the gradient of `gradient_table`.
-        return y + (table.apply(rows, self.dim, out, first) - y).detach()
+        value = table.apply(rows.detach(), self.dim, out, first)
+        return _WithGradientOf.apply(y, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@final
+class _WithGradientOf(torch.autograd.Function):
+    """A value, with the gradient of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, other: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 NEAREST = ("nearest", "nearest-exact")
+NEAREST_BACKWARD = {
+    "nearest": torch.ops.aten.upsample_nearest2d_backward,
+    "nearest-exact": torch.ops.aten._upsample_nearest_exact2d_backward,
+}
 # The same operator along one dimension.
 LINEAR = ("linear", "bilinear", "trilinear")
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
@@ -332,6 +376,7 @@ class _Interpolate(InterpolationLayer, ABC):
         dim = shard_dim if shard_dim < 0 else shard_dim - ndim
         super().__init__(upsample, dim, manager, ndim=ndim)
         self.shard_dim = shard_dim
+        self._gradient_tables: dict[tuple[int, int, DtypeAndDevice], InterpolationTable] = {}
 
     @property
     def _antialias(self) -> bool:
@@ -385,16 +430,31 @@ class _Interpolate(InterpolationLayer, ABC):
     def gradient_table(self, height: int) -> InterpolationTable:
         """Return the table that gradients follow.
 
-        For float64 torch rounds nearest positions in float64 in forward, but in float32 in
-        backward. About one in 300 pairs of heights has rows where these differ.
+        In the modes `nearest` torch rounds positions in backward in another way than in forward: on
+        GPUs, and on CPUs for float64. One in some hundred pairs of heights has rows that differ.
         """
         table = self.interpolation_table(height)
-        if self.mode not in NEAREST or self._dtype_and_device.dtype != torch.float64:
+        if self.mode not in NEAREST:
             return table
-        float32_table = self._cached_table(
-            height, DtypeAndDevice(torch.float32, self._dtype_and_device.device)
-        )
-        return table if float32_table.has_same_sources(table) else float32_table
+        key = (self.dim, height, self._dtype_and_device)
+        if key not in self._gradient_tables:
+            gradient = gradient_table_of(
+                partial(self._nearest_backward, height, table.out_height),
+                table.out_height,
+                *self._dtype_and_device,
+            )
+            same = gradient.weights is None and gradient.has_same_sources(table)
+            self._gradient_tables[key] = table if same else gradient
+        return self._gradient_tables[key]
+
+    def _nearest_backward(self, height: int, out_height: int, grad: Tensor) -> Tensor:
+        """Return the gradient of a single column of the input, given that of the output."""
+        by_factor = self.size is None and not self.recompute_scale_factor
+        factors = (float(self.row_setting(self.scale_factor)), 1.0) if by_factor else (None, None)
+        shape = (*grad.shape[:-2], height, 1)
+        backward = NEAREST_BACKWARD[self.mode]
+        gradient: Tensor = backward(grad.contiguous(), (out_height, 1), shape, *factors)
+        return gradient
 
 
 @final

@@ -16,13 +16,14 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelInterpolate,
     DomainParallelPixelUnshuffle,
     DomainParallelRoll,
+    resample,
 )
 from credit_dp.domain_parallel.layers.resample import ANTIALIASED_MODES, AntialiasedUpsample
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicUpsample
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
 from tests.domain_parallel.models import Moved
-from tests.ranks import PROCESSES, RankError, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
@@ -93,6 +94,33 @@ def test_sizes_where_torch_rounds_forward_and_backward_differently(mode, height,
     on_threads(3, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (1, 2, height, 3))
 
 
+def _gradient(manager, mode):
+    layer = DomainParallelInterpolate(scale_factor=1.5, mode=mode, manager=manager)
+    x = shard_tensor(torch.randn(1, 2, 12, 3, dtype=torch.float64), manager=manager)
+    x.requires_grad_()
+    y = layer(x)
+    rows = manager.rows(18)
+    y.backward(torch.arange(18.0)[rows, None].expand(y.shape).double())
+    return x.grad
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_gradients_of_nearest_rows_are_those_of_torchs_backward(mode, monkeypatch):
+    def backward(grad, size, shape, *factors):
+        assert factors == (1.5, 1.0)
+        gradient = grad.new_zeros(shape)
+        gradient[:, :, 1], gradient[:, :, 9] = grad[:, :, :5].sum(2), grad[:, :, 5:-1].sum(2)
+        return gradient
+
+    monkeypatch.setitem(resample.NEAREST_BACKWARD, mode, backward)
+    gradient = torch.cat(on_threads(3, _gradient, mode), -2)
+    # Columns of 3 become 4: one of them is there twice.
+    expected = torch.zeros(12, dtype=torch.float64)
+    expected[1], expected[9] = sum(range(5)), sum(range(5, 17))
+    assert torch.equal(gradient[0, 0].amin(-1), expected)
+    assert torch.equal(gradient[0, 1].amax(-1), 2 * expected)
+
+
 @pytest.mark.parametrize("kind", [nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d])
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_upsample_on_processes(kind, ranks):
@@ -134,7 +162,7 @@ def test_upsample_around_the_globe_on_processes(ranks, planned):
 
 def _interpolated(manager, x, options, dtype):
     layer = DomainParallelInterpolate(manager=manager, **options)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is None):
         made = layer(shard_tensor(x, manager=manager))
     return gather_tensor(made, manager=manager)
 
@@ -158,7 +186,7 @@ def test_interpolate_by_hand_in_single_precision(mode, antialias, size):
 def test_half_precision_gives_torchs_dtype(mode, autocast):
     x = torch.randn(1, 2, 10, 6, dtype=torch.bfloat16)
     options = {"size": (23, 12), "mode": mode}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         whole = F.interpolate(x, **options)
     for made in on_threads(3, _interpolated, x, options, None if autocast else x.dtype):
         assert made.dtype == whole.dtype

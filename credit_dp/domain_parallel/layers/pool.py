@@ -114,6 +114,14 @@ class PoolLayer(StencilLayer):
         return first, (out.stop - 1) * self._stride - self._padding + self._kernel_extent
 
 
+def has_wrong_gradient(x: Tensor) -> bool:
+    """Return whether torch's gradient of a padded average of `(B, C, H, W)` is wrong.
+
+    On GPUs that of channels last is, in the versions that have pytorch's issue 188344.
+    """
+    return x.is_cuda and x.stride(1) == 1
+
+
 class _AveragePool(PoolLayer, ABC):
     """Averages over windows; rows beyond the poles are zeros."""
 
@@ -122,17 +130,24 @@ class _AveragePool(PoolLayer, ABC):
 
     def average(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the means of this rank's windows."""
+        has_padding = hasattr(self.__dict__["wrapped"], "padding")
+        padding = self.padding_without_rows() if has_padding else [0]
         settings: list[Any] = [
             self.setting("kernel_size"),
             self.setting("stride"),
-            self.padding_without_rows() if hasattr(self.__dict__["wrapped"], "padding") else 0,
+            padding,
             self.ceil_mode,
             self._counts_padding,
         ]
         if self._divisor is not None:
             settings.append(self._divisor)
         rows = self.fetch(x, bands)
+        copies = self._spatial_ndim == 2 and any(padding) and has_wrong_gradient(rows)
+        if copies:
+            rows = rows.clone(memory_format=torch.contiguous_format)
         means: Tensor = getattr(nn.functional, f"avg_pool{self._spatial_ndim}d")(rows, *settings)
+        if copies:
+            means = means.contiguous(memory_format=torch.channels_last)
         return self._rescale_by_count(means, bands)
 
     def _rescale_by_count(self, means: Tensor, bands: Bands) -> Tensor:

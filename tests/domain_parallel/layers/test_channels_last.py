@@ -18,7 +18,7 @@ from credit_dp.domain_parallel.layers import (
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import on_threads
+from tests.ranks import cpu_only, on_threads
 
 
 class Branches(nn.Module):
@@ -69,6 +69,10 @@ LAYERS = {
     "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(6, 12, 1), nn.PixelShuffle(2)),
     "pixel unshuffle": lambda: nn.PixelUnshuffle(2),
 }
+NAMES = [
+    pytest.param(name, marks=cpu_only("torch's own gradient is wrong")) if name == "mean" else name
+    for name in LAYERS
+]
 ROWS = 8  # of a band
 
 
@@ -123,7 +127,14 @@ def layer_keeps(manager, name):
     return keeps
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # On GPUs torch itself copies what it reflects, and averages are copied for its gradient.
+        pytest.param(name, marks=cpu_only("copies")) if name in ("reflection", "mean") else name
+        for name in LAYERS
+    ],
+)
 def test_layers_keep_channels_last(name):
     assert all(on_threads(3, layer_keeps, name))
 
@@ -151,7 +162,7 @@ class InChannelsLast(Layer):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_are_exact_in_channels_last(ranks, name):
     on_threads(ranks, assert_same_as_whole_globe, InChannelsLast, (name,), (2, 6, 24, 8), 1e-11)
 

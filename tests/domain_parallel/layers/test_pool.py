@@ -14,11 +14,12 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelAvgPool,
     DomainParallelMaxPool,
     DomainParallelPowerPool,
+    pool,
 )
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads, seeded
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -201,7 +202,7 @@ def test_recomputation_repeats_the_same_exchanges_on_every_rank(planned):
 
 def _kept(manager, dimensions):
     """Return the dtypes that a max pool saves, whose gradient has the gradient of torch's."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     kind = {2: nn.MaxPool2d, 3: nn.MaxPool3d}[dimensions]
     pool = DomainParallelMaxPool(kind(3, 2, 1), manager=manager)
     x = torch.randn((2, 4, *[8] * dimensions), dtype=torch.float64, generator=generator)
@@ -223,6 +224,33 @@ def _kept(manager, dimensions):
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_max_pools_keep_no_copy_of_their_input(dimensions):
     assert on_threads(2, _kept, dimensions) == [[torch.int64]] * 2
+
+
+def _averaged(manager, x, cotangent):
+    """Return the band's output and gradient, both in channels last."""
+    layer = DomainParallelAvgPool(nn.AvgPool2d((2, 3), 1, 1), manager=manager)
+    x, cotangent = (
+        shard_tensor(y, manager=manager).to(memory_format=torch.channels_last)
+        for y in (x, cotangent)
+    )
+    y = layer(x.requires_grad_())
+    y.backward(cotangent)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("wrong", [None, True])
+def test_padded_averages_of_channels_last_have_the_gradient_of_contiguous_ones(wrong, monkeypatch):
+    if wrong:
+        monkeypatch.setattr(pool, "has_wrong_gradient", lambda x: True)
+    generator = seeded(0)
+    x = torch.randn((2, 4, 13, 5), dtype=torch.float64, generator=generator).requires_grad_()
+    y = nn.functional.avg_pool2d(x, (2, 3), 1, 1)
+    cotangent = torch.randn(y.shape, dtype=torch.float64, generator=generator)
+    y.backward(cotangent)
+    outputs, gradients = zip(*on_threads(3, _averaged, x.detach(), cotangent), strict=True)
+    torch.testing.assert_close(torch.cat(outputs, -2), y.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(gradients, -2), x.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_infinite_power_is_refused():

@@ -2,7 +2,7 @@
 
 `verify_domain_parallel` takes these steps:
 
-1. Draw an input and the parameters from the seed, in float64 on the CPU.
+1. Draw an input and the parameters from the seed, in float64.
 2. Run the unsharded model forward and backward, with random gradients of its outputs.
 3. Convert one copy per rank, and run all ranks as threads on their bands of the same numbers.
 4. Join the bands and compare outputs, gradients of inputs and parameters, and buffers.
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +93,9 @@ def verify_domain_parallel(
     whole_ops: str = "allow",
     tolerance: float = MODEL_TOLERANCE,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> VerifyReport:
-    """Compare a sharded model with the unsharded one: forward and backward, float64, on the CPU.
+    """Compare a sharded model with the unsharded one: forward and backward, in float64.
 
     The ranks are threads of this process. The model is in training mode except for its dropout
     layers, which draw other numbers on every rank and are switched off.
@@ -107,6 +109,7 @@ def verify_domain_parallel(
         whole_ops: as for `convert_to_domain_parallel`.
         tolerance: the largest relative error that passes.
         seed: determines the model's parameters, the inputs and the gradients of the outputs.
+        device: where the model runs, all ranks on the same GPU if it is one.
 
     Raises:
         UserError: the model can't be sharded, its outputs are random, or a rank failed.
@@ -116,9 +119,11 @@ def verify_domain_parallel(
             f"ranks: one rank is the plain model, nothing to verify; needs 2 or more, got {ranks}."
         )
     input_shapes = as_shapes(input_shape)
-    with torch.random.fork_rng(devices=[]):
+    device = torch.empty(0, device=device).device  # with its number
+    gpus = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(gpus), _as_default(device):
         torch.manual_seed(seed)
-        model = train_without_dropout(copy_model(build_model()).to("cpu", torch.float64))
+        model = train_without_dropout(copy_model(build_model()).to(device, torch.float64))
         inputs = [torch.randn(shape, dtype=torch.float64) for shape in input_shapes]
         check_outputs_are_deterministic(model, inputs)
         cotangents: list[Tensor] = []
@@ -136,9 +141,18 @@ def verify_domain_parallel(
             _BandModel(model, world, rank, input_shapes, custom_converters or {}, whole_ops)
             for rank in range(ranks)
         ]
-        thread_ranks = ThreadRanks[StepResult](world, TIMEOUT)
-        bands = thread_ranks.run(lambda rank: models[rank].step(inputs, cotangents))
+
+        def step(rank: int) -> StepResult:
+            with _as_default(device):  # each thread has a default of its own
+                return models[rank].step(inputs, cotangents)
+
+        bands = ThreadRanks[StepResult](world, TIMEOUT).run(step)
     return VerifyReport(ranks, input_shapes, tolerance, **step_errors(unsharded, bands))
+
+
+def _as_default(device: torch.device) -> AbstractContextManager[Any]:
+    """Create tensors without a device on this one, as a model may create constants."""
+    return nullcontext() if torch.empty(0).device == device else device
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
@@ -156,10 +170,15 @@ def check_outputs_are_deterministic(model: nn.Module, inputs: list[Tensor]) -> N
     Raises:
         UserError: the outputs differ.
     """
-    state = torch.get_rng_state()
+    gpus = {x.device for x in inputs if x.is_cuda}
+
+    def random_states() -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+    states = random_states()
     with torch.no_grad():
         first = named_tensors(copy_model(model)(*inputs))
-        if torch.equal(torch.get_rng_state(), state):
+        if all(map(torch.equal, random_states(), states)):
             return
         # It draws random numbers, which may be without effect on the outputs.
         second = named_tensors(copy_model(model)(*inputs))

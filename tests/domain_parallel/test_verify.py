@@ -160,6 +160,15 @@ def test_nan_fails():
     assert math.isnan(report.worst[1])
 
 
+def test_all_ranks_create_tensors_on_the_device():
+    # Tensors of the device meta have no numbers: with one of them nothing could be compared.
+    with torch.device("meta"):
+        model = lambda: _around(lambda x: x + torch.ones(x.shape[-1]))  # noqa: E731
+        keep = {_Inner: lambda module: module}
+        report = verify_domain_parallel(model, SHAPE, 3, custom_converters=keep, device="cpu")
+    assert report.passed
+
+
 def test_dropout_is_switched_off():
     assert _verify(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5))).passed
 

@@ -32,7 +32,7 @@ from credit_dp.domain_parallel.view.trial import WholeCall
 from credit_dp.errors import UserError
 from credit_dp.training.summary import whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK
-from tests.ranks import on_threads
+from tests.ranks import DEVICE, cpu_only, on_threads
 
 SHAPE = (2, 4, 13, 6)
 
@@ -89,7 +89,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_layers_refuse_is_exact_by_default(name):
-    result = verify_domain_parallel(lambda: _around(REFUSED[name]()), SHAPE, 3)
+    result = verify_domain_parallel(lambda: _around(REFUSED[name]()), SHAPE, 3, device=DEVICE)
     assert result.passed, result.worst
 
 
@@ -254,7 +254,10 @@ def test_refusals_name_module_and_line_of_the_model_first():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x * float(x.detach().numpy().mean()),
+        pytest.param(
+            lambda x: x * float(x.detach().numpy().mean()),
+            marks=cpu_only("NumPy has no arrays on GPUs"),
+        ),
         lambda x: x * x.detach().flatten().tolist()[0],
     ],
 )

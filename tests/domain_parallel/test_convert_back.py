@@ -22,7 +22,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
-from tests.ranks import on_processes, on_threads, seeded
+from tests.ranks import DEVICE, on_processes, on_threads, seeded
 
 SHAPE = (2, 3, 13, 6)
 
@@ -237,7 +237,7 @@ def _without_data(manager, planned):
     _converted(model, manager, input_shape=SHAPE if planned else None)
     assert all(p.device.type == "meta" and type(p) is nn.Parameter for p in model.parameters())
     assert all(b.device.type == "meta" for b in model.buffers())
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     model.load_state_dict(plain.state_dict())
     x = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
     band = model(shard_tensor(x, manager=manager))

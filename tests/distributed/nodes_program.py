@@ -4,17 +4,18 @@ Its arguments are RANKS PER_NODE PROGRAM and those of the program: a module, or 
 imported once; ranks are forked before it has any thread, and each runs the program with the
 environment that a script for torchrun's variables would give it. With AGENT=1 they have a store
 that another process serves, as an agent of torchrun does. The exit codes go to stdout. Each rank
-writes how many files and connections it had open at once into the folder FILES_SEEN, if it is set.
+writes what `OpenFiles` has counted into the folder FILES_SEEN, if it is set.
 """
 
 import json
 import os
+import re
 import runpy
 import signal
 import socket
 import sys
 from pathlib import Path
-from threading import local
+from threading import current_thread, local
 
 import torch
 import torch.distributed.checkpoint
@@ -35,10 +36,11 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self.most = 0
+        self.readers = set[str]()  # names of the threads in which zarr has opened chunks
         self.in_hook = local()
         sys.addaudithook(self.count)
 
-    def count(self, event: str, arguments: object) -> None:
+    def count(self, event: str, arguments: tuple[object, ...]) -> None:
         """Count what is open, and what is about to be; counting opens something itself."""
         if event not in self.OPENING or getattr(self.in_hook, "now", False):
             return
@@ -50,6 +52,8 @@ class OpenFiles:
         finally:
             self.in_hook.now = False
         self.most = max(self.most, now + (self.PIPE - 1 if event == "subprocess.Popen" else 0))
+        if event == "open" and re.search(r"\.zarr/.*/c/", str(arguments[0])):
+            self.readers.add(current_thread().name)
 
 
 def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str]) -> int:
@@ -104,7 +108,8 @@ def main(size: int, per_node: int, program: list[str]) -> None:
                 code = run_rank(rank, size, per_node, port, program)
             finally:
                 if files is not None:
-                    Path(os.environ["FILES_SEEN"], str(rank)).write_text(str(files.most))
+                    seen = [files.most, *sorted(files.readers)]
+                    Path(os.environ["FILES_SEEN"], str(rank)).write_text(json.dumps(seen))
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

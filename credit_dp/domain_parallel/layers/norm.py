@@ -561,9 +561,6 @@ class _TrailingNorm(ReductionLayer):
     def _bias(self) -> Tensor | None:
         return None
 
-    def _cast(self, x: Tensor) -> Tensor:
-        return cast_for_autocast(x)
-
 
 @final
 class DomainParallelLayerNorm(_TrailingNorm):
@@ -614,6 +611,3 @@ class DomainParallelRMSNorm(_TrailingNorm):
     def _eps(self, x: Tensor) -> float:
         # As in torch, None means the machine epsilon of the dtype it computes in.
         return torch.finfo(accumulation_dtype(x)).eps if self.eps is None else float(self.eps)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return cast_for_rms_norm(x)

@@ -65,7 +65,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if is_narrow else x.dtype
 
 
-# From torch 2.12 or 2.13 on, autocast widens RMS norms on GPUs.
+# Autocast widens RMS norms on GPUs in torch 2.13, not in 2.11.
 AUTOCAST_WIDENS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
     "aten::rms_norm", "AutocastCUDA"
 )

@@ -1,5 +1,7 @@
 """Forecasts as GRIB, read back by cfgrib and by ecCodes."""
 
+import sys
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -292,3 +294,20 @@ def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
     assert not (tmp_path / "f.grib").exists()
     assert check_forecast(str(forecast(settings))).complete
     assert len(GribFile.open(tmp_path / "f.grib", "path").messages) == 2 * 7
+
+
+def test_pyproj_is_not_imported_after_eccodes(monkeypatch):
+    """Python would crash at its end; xarray may have loaded ecCodes, with cfgrib."""
+    imported = []
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "pyproj":
+                imported.append(name)
+                raise ImportError
+
+    assert "eccodes" in sys.modules
+    monkeypatch.delitem(sys.modules, "pyproj", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert load_eccodes.__wrapped__("format") is eccodes
+    assert imported == []

@@ -10,6 +10,7 @@ names that ecCodes gives to NCEP's messages.
 
 import atexit
 import os
+import sys
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -179,9 +180,11 @@ def load_eccodes(key: str) -> Any:
     Raises:
         UserError: it is not installed; names the key that needs it.
     """
-    # Each brings its own copy of PROJ's C library: pyproj fails if it is imported after ecCodes.
-    with suppress(ImportError):
-        import pyproj  # noqa: F401
+    # Each brings its own copy of PROJ's C library: pyproj fails, and Python crashes at its end, if
+    # it is imported after ecCodes, which xarray loads with cfgrib. Nothing here needs pyproj.
+    if "eccodes" not in sys.modules:
+        with suppress(ImportError):
+            import pyproj  # noqa: F401
     try:
         import eccodes
     except (ImportError, RuntimeError) as error:  # RuntimeError: without its C library

@@ -23,7 +23,13 @@ MACHINE = "h100"
 DOMAINS = (1, 2, 4, 8, 16, 32)
 RANKS = (1, 4, 8, 64, 1024)
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
-KEYS = ("data.grid=721x1440", f"data.levels={LEVELS}", "device=cpu", "trainer.autocast=bfloat16")
+KEYS = (
+    "data.grid=721x1440",
+    f"data.levels={LEVELS}",
+    "device=cpu",
+    "trainer.autocast=bfloat16",
+    "trainer.cuda_graph=true",
+)
 HEADING = ("model", "domain", "GiB", "1 GPU", *(f"{n:,} GPUs" for n in RANKS[1:]), "limited by")
 
 

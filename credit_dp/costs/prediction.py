@@ -325,6 +325,7 @@ class Predictor:
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (config.trainer.members, *field)
         self._parallel = config.parallel
+        self._is_graph = config.trainer.cuda_graph and machine.runs_ahead
         self._moments = moments_per_parameter(self.model, config)
         self._whole = whole_state_bytes(self.model, config.optimizer)
         self._whole_ops = config.parallel.whole_ops
@@ -383,7 +384,9 @@ class Predictor:
         messages += sum(unit.gathers + 1 for unit in units)
         busy = [busy_seconds(o, machine, self.dtype) for o in work.operations]
         starting = [
-            starting_seconds(o.total() + self._updated, views, messages, machine)
+            starting_seconds(self._updated, 0, 0, machine)  # forward and backward start at once
+            if self._is_graph
+            else starting_seconds(o.total() + self._updated, views, messages, machine)
             for o, views in zip(work.operations, work.views, strict=True)
         ]
         # A rank updates its shards.

@@ -290,6 +290,15 @@ def test_shards_hold_less_and_update_less(monkeypatch: pytest.MonkeyPatch, file:
     assert fsdp2["exchange"] == ddp["exchange"]
 
 
+def test_a_cuda_graph_leaves_the_host_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("h100", "--up-to", "2", "parallel.domain=2", "parallel.data=1")
+    [without] = predict(monkeypatch, *keys)
+    [graph] = predict(monkeypatch, *keys, "trainer.cuda_graph=true")
+    assert graph["starting"] < 0.05 * without["starting"]
+    assert graph["compute"] < without["compute"] == without["starting"]
+    assert graph["exchange"] == without["exchange"]
+
+
 FASTER = {
     "links": ({"links_reached": 1.0}, {"exchange", "reduction"}),
     "latency": ({"within_node": {"latency_us": 500, "gb_per_s": 2}}, {"exchange", "reduction"}),

@@ -4,24 +4,22 @@
 a domain of several ranks it measures the rank in the middle, with its band, while nobody sends
 messages: what the rank computes, and what its host starts.
 
-Columns:
-
-- step: milliseconds of the fastest training step, and of the median one;
-- busy: milliseconds in which kernels ran, by torch's profiler, and how many kernels;
-- predicted: milliseconds of the step without messages, of its kernels, and of the host that starts
-  them, by `credit-dp plan --machine h100`;
-- GiB: the most that was allocated, and what the plan expects.
+- step: milliseconds of the fastest training step; in a row: of several of which none is waited for;
+- busy: milliseconds in which kernels ran, by torch's profiler, and the number of kernels;
+- predicted: milliseconds of the step without messages, and of the host alone to start its kernels,
+  by `credit-dp plan --machine h100`;
+- GiB: the most that was allocated, without the memory of a CUDA graph, and what the plan expects.
 """
 
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -31,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loader import write_store
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -45,7 +44,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.distributed.worker import set_precision
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training import build, non_finite
+from credit_dp.training import build, cuda_graph, non_finite
 
 MODELS = ("unet_base", "pangu_base", "crossformer_base")
 GRID = (721, 1440)
@@ -64,7 +63,7 @@ KEYS = (
     # What nobody has sent may be anything.
     "trainer.on_nonfinite=skip",
 )
-WARM_UP, STEPS = 3, 6
+STEPS = 6
 
 
 def configured(model: str, domain: int, keys: tuple[str, ...], data: DataConfig) -> Config:
@@ -105,7 +104,7 @@ def unnormalised(store: Store) -> TrainingData:
 
 
 def measured(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return the figures of a rank's steps; the key `kernels` has the seconds by kernel."""
+    """Return the figures of a rank's steps."""
     if device.type == "cuda":
         gc.collect()  # what an earlier model has left
         torch.cuda.empty_cache()
@@ -113,68 +112,56 @@ def measured(config: Config, device: torch.device) -> dict[str, Any]:
     prepared = unnormalised(Store.open(config.data))
     with one_of(config.parallel.domain) as manager:
         training = build.build_training(config, prepared, manager, device)
-        trainer = training.trainer
-        wrapped = getattr(trainer.forward_backward, "model", None)
-        if isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-            wrapped.register_comm_hook(None, _keep_gradients)
+        model = getattr(training.trainer.forward_backward, "model", None)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, _keep_gradients)
         with training.loader:
             batch = next(training.loader)
-        trainer.start()
-        began = time.perf_counter()
-        for _ in range(WARM_UP):
-            trainer.train_step(batch)
-        _wait(device)
-        warm_up = time.perf_counter() - began
-        seconds = []
+        training.trainer.start()
+
+        def steps(count: int) -> float:
+            """Return the seconds of a step."""
+            began = time.perf_counter()
+            for _ in range(count):
+                training.trainer.train_step(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return (time.perf_counter() - began) / count
+
+        steps(3 + config.trainer.cuda_graph * cuda_graph.WARM_UP)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            trainer.train_step(batch)
-            _wait(device)
-            seconds.append(time.perf_counter() - began)
+        seconds = [steps(1) for _ in range(STEPS)]
         held = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            trainer.train_step(batch)
-        _wait(device)
-        in_a_row = (time.perf_counter() - began) / STEPS
+        in_a_row = steps(STEPS)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            trainer.train_step(batch)
-            _wait(device)
-    kernels: Counter[str] = Counter()
-    started = 0
-    for event in profiler.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            kernels[event.name] += event.device_time_total
-            started += 1
+            steps(1)
+    kernels = [
+        event
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    by_name: Counter[str] = Counter()
+    for event in kernels:
+        by_name[event.name] += event.device_time_total / 1e3
     return {
-        "step": min(seconds),
-        "median": statistics.median(seconds),
-        "in a row": in_a_row,
-        "busy": sum(kernels.values()) / 1e6,
-        "kernels": started,
+        "step": 1e3 * min(seconds),
+        "in a row": 1e3 * in_a_row,
+        "busy": by_name.total(),
+        "kernels": len(kernels),
         "GiB": held / 2**30,
-        "warm up": warm_up,
-        "slowest kernels": [(name, us / 1e3) for name, us in kernels.most_common(25)],
-        "host": sorted(
-            (
-                (event.self_cpu_time_total / 1e3, event.count, event.key)
-                for event in profiler.key_averages()
-            ),
-            reverse=True,
-        )[:40],
+        "slowest kernels": by_name.most_common(25),
     }
 
 
 def predicted(config: Config) -> dict[str, float]:
     """Return the prediction for this rank, without messages."""
-    config.compile = False  # is not modelled
+    config = replace(config, compile=False)  # which is not modelled
     predictor = Predictor(config, read_machine("h100"))
     found = predictor.predict(1, config.parallel.domain)
     return {
-        "predicted step": found.time.compute,
-        "predicted start": found.time.starting,
+        "predicted": 1e3 * found.time.compute,
+        "predicted start": 1e3 * found.time.starting,
         "predicted GiB": found.held_bytes / 2**30,
     }
 
@@ -186,11 +173,6 @@ def _keep_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
     return future
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> None:
     """Print a line for each model and domain."""
     parser = argparse.ArgumentParser()
@@ -199,40 +181,30 @@ def main() -> None:
     parser.add_argument("--keys", nargs="*", default=[])
     parser.add_argument("--grid", nargs=2, type=int, default=GRID)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-prediction", action="store_true", help="measure only")
     parser.add_argument("--json", type=Path, help="a file to append all figures to")
     given = parser.parse_args()
     with TemporaryDirectory() as folder:
         data = write_store(Path(folder) / "fields.zarr", tuple(given.grid), TIMES, "none", CHANNELS)
         data = replace(data, levels=list(LEVELS))
-        for model in given.models:
-            for domain in given.domain:
-                config = configured(model, domain, tuple(given.keys), data)
-                try:
-                    row = measured(config, torch.device(given.device))
-                except torch.OutOfMemoryError:
-                    print(model, domain, *given.keys, "does not fit", flush=True)
-                    continue
-                row |= {} if given.no_prediction else predicted(config)
-                if given.json is not None:
-                    with given.json.open("a") as file:
-                        entry = {"model": model, "domain": domain, "keys": given.keys, **row}
-                        file.write(json.dumps(entry) + "\n")
-                print(as_text(model, domain, given.keys, row), flush=True)
-
-
-def as_text(model: str, domain: int, keys: list[str], row: dict[str, Any]) -> str:
-    """Return the line of a model and domain."""
-    return (
-        f"{model:<17} domain {domain} {' '.join(keys):<24}"
-        f" step {1e3 * row['step']:7.1f} median {1e3 * row['median']:7.1f}"
-        f" in a row {1e3 * row['in a row']:7.1f}"
-        f" busy {1e3 * row['busy']:7.1f} kernels {row['kernels']:5d}"
-        f" predicted {1e3 * row.get('predicted step', 0):7.1f}"
-        f" start {1e3 * row.get('predicted start', 0):6.1f}"
-        f" GiB {row['GiB']:5.2f} predicted {row.get('predicted GiB', 0):5.2f}"
-        f" warm-up {row['warm up']:5.1f} s"
-    )
+        for model, domain in product(given.models, given.domain):
+            row: dict[str, Any] = {"model": model, "domain": domain, "keys": " ".join(given.keys)}
+            config = configured(model, domain, tuple(given.keys), data)
+            try:
+                row |= measured(config, torch.device(given.device))
+            except torch.OutOfMemoryError:
+                row["step"] = "does not fit"
+            row |= predicted(config)
+            if given.json is not None:
+                with given.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            cells = {name: value for name, value in row.items() if name != "slowest kernels"}
+            print(
+                ", ".join(
+                    f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in cells.items()
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.planning.shape_memo import tensors_in
+from credit_dp.domain_parallel.planning.trace import map_tensors
 
 
 class UnplannedError(Exception):
@@ -151,7 +152,12 @@ class KnownValues:
         if expression is None or expression.buffers & self._changed:
             return None
         with torch._C._DisableTorchDispatch():
-            return expression.value
+            value = expression.value
+        device = next((x.device for x in tensors_in(args)), torch.device("cpu"))
+        if device.type == "cpu":
+            return value
+        # Values are on the CPU only, so that a GPU's result has its shape, and `note` its values.
+        return map_tensors(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), value)
 
 
 # Operations that return a truth value of tensors.

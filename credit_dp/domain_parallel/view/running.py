@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +45,9 @@ FACTORIES = frozenset(
     getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
 )
 DRAWING = FACTORIES | RANDOM
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+# Where ranks compute the same bits; the last bits of what they compute on GPUs may differ.
+SAME_BITS = ("cpu", "meta")
 VIEW_ATTRIBUTE = "_global_view"  # of a model, holds its view
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -85,8 +88,8 @@ class RunningMode(TorchFunctionMode):
                 own_backwards.append(f"{func}, a custom operator")
                 return func(*args, **kwargs)
             return with_whole_gradients(func, self.view)(*args, **kwargs)
-        if RULES.get(func) is read_values and args and args[0].device.type not in ("cpu", "meta"):
-            # As for fields: the last bits of what ranks compute on GPUs may differ.
+        if RULES.get(func) is read_values and args and _may_differ(args[0]):
+            # As for fields: all ranks read the values of the first.
             shown = (wrap(x, None, self.view) if type(x) in PLAIN else x for x in args)
             return read_values(func, tuple(shown), kwargs)
         if func == SET_DATA and type(args[1]) is GlobalTensor:
@@ -97,6 +100,11 @@ class RunningMode(TorchFunctionMode):
         if func in CREATORS or len(self.view.created):
             note_created(func, args, kwargs, result, self.view)
         return result
+
+
+def _may_differ(x: Any) -> bool:
+    """Return whether a tensor that is no field may have other last bits on each rank."""
+    return type(x) in PLAIN and x.device.type not in SAME_BITS
 
 
 def _device_of_call(args: Any, kwargs: Any) -> torch.device:

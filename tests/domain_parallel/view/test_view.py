@@ -21,7 +21,7 @@ from credit_dp.domain_parallel import (
     verify_domain_parallel,
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view import report
+from credit_dp.domain_parallel.view import report, running
 from credit_dp.domain_parallel.view.model import attached_view
 from credit_dp.domain_parallel.view.report import decision_line
 from credit_dp.errors import UserError
@@ -51,7 +51,8 @@ class _Block(nn.Module):
         self.norm = nn.BatchNorm2d(WIDTH)
 
     def forward(self, x):
-        factor = torch.rand(x.shape[0], 1, 1, 1).mul(0).add(1)
+        # The thread of a GPU's backward, in which it may run again, has no default device.
+        factor = torch.rand(x.shape[0], 1, 1, 1, device=x.device).mul(0).add(1)
         return x + F.gelu(self.norm(self.conv(x))) * factor
 
 
@@ -625,6 +626,33 @@ def test_values_that_do_not_depend_on_the_input_may_decide():
 @pytest.mark.parametrize("change", ["before", "after"])
 def test_values_that_change_from_step_to_step_may_decide(change):
     _check(lambda: _Decides(change), (2, 3, 13, 8), 3)
+
+
+@pytest.mark.parametrize("change", [None, "before", "after"])
+def test_values_may_decide_whose_last_bits_differ_between_ranks(change, monkeypatch):
+    monkeypatch.setattr(running, "SAME_BITS", ())  # as on GPUs
+    _check(lambda: _Decides(change), (2, 3, 13, 8), 3)
+
+
+def test_a_plan_counts_what_ranks_send_to_decide_alike(monkeypatch):
+    def sent():
+        return attached_view(_convert(_Decides())).plan.trial.forward[""][0].collective_bytes
+
+    monkeypatch.setattr(running, "SAME_BITS", (DEVICE,))
+    without = sent()
+    monkeypatch.setattr(running, "SAME_BITS", ())
+    # Two truth values, which of 14 rows are northern, the largest index, and a latitude.
+    assert sent() - without == 1 + 1 + 14 + 8 + 4
+
+
+def test_a_plan_knows_values_on_a_gpu():
+    def weigh(model, x):
+        longitude = torch.arange(9, device="cuda")
+        eastern = longitude.masked_select(longitude > 2)
+        return x * (eastern + torch.arange(len(eastern), device="cuda")).sum().item()
+
+    trial = attached_view(_convert(_Model(weigh))).plan.trial
+    assert trial.decisions == ()
 
 
 class _Counts(nn.Module):

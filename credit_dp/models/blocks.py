@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.constants import constant_tensor
@@ -205,12 +206,20 @@ def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
     """Return the output of a block; with `checkpointing` backward recomputes it from its input."""
     if not (checkpointing and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
-    # Only dropout needs the state of torch's random numbers, which can't be read in a CUDA graph.
-    random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+    # Where nothing is drawn, the state of torch's random numbers is not needed: it can't be read in
+    # a CUDA graph.
+    random = any(map(_draws_from_torch, block.modules()))
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if layers_with_draws(block):
         options["context_fn"] = lambda: (nullcontext(), keep_draws(block)())
     return checkpoint(block, x, **options)  # type: ignore[no-any-return]
+
+
+def _draws_from_torch(layer: nn.Module) -> bool:
+    layer = layer.__dict__.get("wrapped", layer)
+    if isinstance(layer, StochasticDepth):
+        return layer.rate > 0 and layer.draws is None
+    return isinstance(layer, _DropoutNd) and layer.p > 0
 
 
 def keep_draws(block: nn.Module) -> Callable[[], AbstractContextManager[None]]:

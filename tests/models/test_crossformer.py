@@ -275,10 +275,13 @@ def _gradients(model, x):
     return [p.grad for p in model.parameters()]
 
 
-def test_computing_again_gives_the_same_gradients():
+@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
+def test_computing_again_gives_the_same_gradients(option):
+    """Also of stochastic depth without draws, which takes torch's random numbers."""
+    options = {"depths": [2, 2], option: 0.4}
     x = torch.randn(2, 3, 16, 16)
-    kept = _model((16, 16), dropout=0.2)
-    again = _model((16, 16), dropout=0.2, activation_checkpointing=True)
+    kept = _model((16, 16), **options)
+    again = _model((16, 16), **options, activation_checkpointing=True)
     again.load_state_dict(kept.state_dict())
     for a, b in zip(_gradients(kept, x), _gradients(again, x), strict=True):
         torch.testing.assert_close(a, b)

@@ -96,6 +96,14 @@ class ViewStep(NamedTuple):
         attribute = getattr(getattr(self.func, "__self__", None), "__name__", "")
         return self.name == "detach" or (self.name == "" and attribute == "data")
 
+    @property
+    def window(self) -> tuple[int, int, int] | None:
+        """Return the dimension, the size and the step of `unfold`; None of other functions."""
+        if self.name != "unfold":
+            return None
+        named = dict(zip(("dimension", "size", "step"), self.args, strict=False)) | self.kwargs
+        return named["dimension"], named["size"], named["step"]
+
     def as_index(self, x: Tensor) -> Any:
         """Return the index by which `x` would give the same view; None if there is none."""
         arguments = list(self.args)
@@ -251,6 +259,7 @@ def writing(x: Any) -> Iterator[None]:
         return
     x.local  # noqa: B018  (computed anew if others have been written)
     memory = x.memory
+    _refuse_overlapping_rows(x, memory)
     _bypass_hooks(x, memory)
     if memory.pending is not None and memory.pending[0] is not x.path:
         _write_back(memory)
@@ -271,6 +280,29 @@ def writing(x: Any) -> Iterator[None]:
         if other is not x:
             _outdate(other)
     _outdate_linked(memory, None)
+
+
+def _refuse_overlapping_rows(x: GlobalTensor, memory: SharedMemory) -> None:
+    """Refuse to write to windows that share rows: each rank has copies of the rows of its windows.
+
+    Raises:
+        UserError: a write to one of them would have to be seen in others.
+    """
+    steps = [step.window for step in x.path]
+    if not any(steps):
+        return
+    part = memory.base
+    for step, window in zip(x.path, steps, strict=True):
+        if window is not None and part.rows is not None:
+            dim, size, stride = window
+            is_shared = size > stride and size + stride <= part.shape[dim]
+            if dim % part.ndim == part.rows.dim and is_shared:
+                raise UserError(
+                    f"unfold: its windows of {size} rows, {stride} apart, share rows, and one is "
+                    "changed in place, which can't be done where rows are sharded. Clone the "
+                    "windows before."
+                )
+        part = step.apply(part)
 
 
 def note_hook(x: GlobalTensor) -> None:

@@ -25,7 +25,7 @@ from tests.domain_parallel.view.functions import (
     assert_close,
     check,
 )
-from tests.ranks import on_threads
+from tests.ranks import RankError, on_threads
 
 
 def tokens(x):
@@ -1053,6 +1053,24 @@ def change_input_of_identities(model, x):
     ]
     x.mul_(2)
     return results
+
+
+def change_windows_in_place(model, x, size, dim):
+    y = x + 0
+    y.unfold(dim, size, 2)[..., 0].mul_(3)
+    return y
+
+
+@pytest.mark.parametrize(("size", "dim"), [(1, 2), (2, -2), (12, 2), (3, 3), (3, 1)])
+def test_windows_are_changed_in_place(size, dim):
+    check(lambda m, x: change_windows_in_place(m, x, size, dim), (2, 8, 13, COLUMNS), 3, None)
+
+
+@pytest.mark.parametrize("size", [3, 11])
+def test_windows_that_share_rows_are_not_changed_in_place(size):
+    message = f"unfold: its windows of {size} rows, 2 apart, share rows"
+    with pytest.raises(RankError, match=message):
+        check(lambda m, x: change_windows_in_place(m, x, size, -2), (2, 8, 13, COLUMNS), 3, None)
 
 
 @pytest.mark.usefixtures("strict_rules")

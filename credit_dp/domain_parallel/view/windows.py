@@ -111,9 +111,11 @@ def _pairs(arguments: Kwargs, names: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _unfold_image(args: Args, kwargs: Kwargs) -> Any:
-    """Return all windows of `(B, C, H, W)`, one column each."""
+    """Return all windows of `(B, C, H, W)` or `(C, H, W)`, one column each."""
     arguments = DEFAULTS | bind(("input", *SETTINGS), args, kwargs)
     x = arguments["input"]
+    if x.ndim == 3:
+        return F.unfold(**arguments | {"input": x.unsqueeze(0)}).squeeze(0)
     kernel, dilation, padding, stride = _pairs(arguments, SETTINGS)
     if layout_of(x).dim != 0:
         x = with_spatial_rows(x, 2)
@@ -143,9 +145,9 @@ def fold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The sum of overlapping windows, of which neighbours add the rows that they share."""
     arguments = DEFAULTS | bind(("input", "output_size", *SETTINGS), args, kwargs)
     x, view = arguments["input"], arguments["input"].view_
+    if x.ndim == 2:
+        return F.fold(**arguments | {"input": x.unsqueeze(0)}).squeeze(0)
     kernel, dilation, padding, stride, size = _pairs(arguments, (*SETTINGS, "output_size"))
-    if x.ndim != 3:
-        raise NoRuleError
     layout = layout_of(x)
     if layout.dim == 0:
         return wrap(F.fold(x.local, size, kernel, dilation, padding, stride), layout, view)

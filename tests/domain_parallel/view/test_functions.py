@@ -824,6 +824,8 @@ WINDOWS = {
         fold_again(m, x, (x.shape[2], 2)),
         fold_again(m, x[:1], (x.shape[2] - 1, 3), dilation=(1, 2)),
         fold_again(m, x.transpose(1, 2), (CHANNELS, 2)),
+        F.unfold(x[0].transpose(0, 1), 2),  # one sample, whose rows are channels
+        F.fold(F.unfold(x[0], 3, padding=1), x.shape[2:], 3, padding=1),
         # Folded rows are channels: a band's first row may be at a channel's border, not its last.
         F.fold(x.reshape(4, -1, COLUMNS), (3, 4), 2),
     ),

@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -61,8 +62,16 @@ def assert_same_numbers(a: torch.Tensor, b: torch.Tensor) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13 * float(b.abs().max()))
 
 
+@cache
+def load_linear_algebra() -> None:
+    """Load torch's linear algebra for GPUs, as two threads that do so at once fail."""
+    torch.linalg.inv(torch.eye(1, device=DEVICE))
+
+
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
+    if DEVICE != "cpu":
+        load_linear_algebra()
     faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=sys.__stderr__)
 
     def on_device(manager: DomainParallelManager) -> Any:

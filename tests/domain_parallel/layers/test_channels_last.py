@@ -70,7 +70,9 @@ LAYERS = {
     "pixel unshuffle": lambda: nn.PixelUnshuffle(2),
 }
 NAMES = [
-    pytest.param(name, marks=cpu_only("torch's own gradient is wrong")) if name == "mean" else name
+    pytest.param(name, marks=cpu_only("torch's gradient is wrong on GPUs"))
+    if name == "mean"
+    else name
     for name in LAYERS
 ]
 ROWS = 8  # of a band
@@ -131,7 +133,9 @@ def layer_keeps(manager, name):
     "name",
     [
         # On GPUs torch itself copies what it reflects, and averages are copied for its gradient.
-        pytest.param(name, marks=cpu_only("copies")) if name in ("reflection", "mean") else name
+        pytest.param(name, marks=cpu_only("torch makes copies on GPUs"))
+        if name in ("reflection", "mean")
+        else name
         for name in LAYERS
     ],
 )

@@ -193,7 +193,7 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
         lambda score, x: len(torch.bincount((score > 0.5).long())),
         lambda score, x: F.one_hot((score > 0.5).long()).shape,
         lambda score, x: score.repeat_interleave((score > 0.5).long()).shape,
-        lambda score, x: [len(y) for y in score.tensor_split((score > 0.5).long()[:3])],
+        lambda score, x: [len(y) for y in score.tensor_split((score > 0.5).long()[:3].cpu())],
         lambda score, x: _assign_by_mask(score).shape,
         lambda score, x: torch.cat(
             [y.sum((1, 2, 3)) for y in (x[:, :, score.argsort()],)]

@@ -247,9 +247,9 @@ def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path, me
     expected = run_on_mesh(ONE, train_from_start, config, None)
     assert np.iscomplexobj(expected[1]["filter"])
     torch.manual_seed(config.seed)
-    with torch.device("cpu"):
-        start = Complex(expected[1]["stem.weight"].shape[1], 1).filter.detach().numpy()
-    moved = expected[1]["filter"] - start
+    # On the default device, as the run draws: a GPU draws other numbers.
+    start = Complex(expected[1]["stem.weight"].shape[1], 1).filter.detach().cpu()
+    moved = expected[1]["filter"] - start.numpy()
     assert 1e-4 < np.abs(moved.imag).max() < 0.1
     assert_same_trajectory(trained(mesh, config), expected)
 

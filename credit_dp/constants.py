@@ -1,7 +1,7 @@
 """Tensors made of Python numbers, and methods whose results are constants of compiled code."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ def cached_constant(
     return _cached_constant(compute, key, device, dtype)
 
 
-@lru_cache(maxsize=1024)
+@cache  # without a limit: a CUDA graph reads the memory of what it has used as long as it lives
 def _cached_constant(
     compute: Callable[[K], Sequence[Any]], key: K, device: torch.device, dtype: torch.dtype
 ) -> Tensor:

@@ -44,6 +44,14 @@ def test_a_constant_is_made_once_for_each_dtype(made):
     assert len(made) == 2
 
 
+def test_a_constant_is_kept_beside_many_others(made):
+    """A CUDA graph may go on to read its memory."""
+    first = cached_constant(list, (1,), CPU, torch.float64)
+    for number in range(2, 1200):
+        cached_constant(list, (number,), CPU, torch.float64)
+    assert cached_constant(list, (1,), CPU, torch.float64) is first
+
+
 def test_a_fake_constant_is_not_kept(made):
     with FakeTensorMode():
         assert isinstance(cached_constant(halves, (3,), CPU, torch.float64), FakeTensor)

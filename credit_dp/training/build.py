@@ -577,10 +577,14 @@ def wrap_in_ddp(
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
+    # It would measure one forward pass in a hundred by events, which a CUDA graph can't hold.
+    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # type: ignore[no-untyped-call]
     for parameter in without_gradient:
         parameter.requires_grad_(True)
     return wrapped
 
+
+NEVER = 2**31 - 1  # the largest number of passes that torch takes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -118,6 +118,19 @@ def backward_of_idle(manager: DomainParallelManager, kind: type[Idle]) -> None:
     )
 
 
+def last_measured_pass(manager: DomainParallelManager) -> int:
+    """Return the number of the last forward pass that DDP has measured, of 102."""
+    model = wrap_in_ddp(nn.Linear(1, 1), ParallelConfig(data=manager.dp_world_size))
+    for _ in range(102):
+        model(torch.ones(1)).sum().backward()
+    return int(model._get_ddp_logging_data()["iteration"])
+
+
+def test_ddp_measures_its_first_passes_only():
+    """A CUDA graph that is captured after them can't hold what it would measure."""
+    assert max(on_processes(2, last_measured_pass, domain=1)) <= 10
+
+
 class IdleAtLast(Idle):
     """Uses all parameters in the first call only."""
 

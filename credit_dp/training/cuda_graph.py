@@ -9,13 +9,16 @@ the captured step, and leaves its gradients there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from operator import add, sub
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel.transport import Traffic
@@ -35,7 +38,13 @@ def use_own_stream(device: torch.device) -> None:
 
     Call it before the model is wrapped in DDP: gradients are added up on the stream of then.
     """
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    if current != torch.cuda.default_stream(device):
+        return  # an earlier run of this process has changed it
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # Streams do not wait for each other: what was computed so far has to be there.
+    stream.wait_stream(current)
+    torch.cuda.set_stream(stream)
 
 
 def captured(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -52,6 +61,9 @@ def captured(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 @final
 class StepGraph:
     """Forward and backward of batches of one shape: captured once, and then replayed.
+
+    A replay runs no Python. A step that changes something on the host is refused: numbers that the
+    model counts, for example, would stay those of the captured step.
 
     Args:
         forward_backward: to capture.
@@ -86,9 +98,10 @@ class StepGraph:
         Raises:
             UserError: the step can't be captured.
         """
-        if _shapes(batch) != self._shapes:  # at first, and when a rollout becomes longer
-            self._shapes, self._steps, self._step = _shapes(batch), 0, None
-            self._draws.clear()
+        # At first, when a rollout becomes longer, and if weights are in other memory than before.
+        if _shapes(batch) != self._shapes or (self._step is not None and self._step.memory_moved()):
+            self.release()
+            self._shapes = _shapes(batch)
         self._steps += 1
         if self._steps <= WARM_UP:
             return self.forward_backward(batch, self._noting_draws(prepare))
@@ -99,8 +112,7 @@ class StepGraph:
         for numbers, (part, draws) in self._draws.items():
             prepare(part, *numbers)
             for layer, own_draws in draws:
-                if own_draws is not None and layer.draws is not None:
-                    own_draws.copy_(layer.draws)
+                _copy_draws(own_draws, layer.draws)
         self._step.replay()
         for parameter, gradient in zip(self.parameters, self._step.gradients, strict=True):
             parameter.grad = gradient
@@ -108,6 +120,24 @@ class StepGraph:
             _set(traffic, map(add, astuple(traffic), sent))
         self.forward_backward.channel_losses = self._step.channel_losses
         return self._step.share
+
+    def release(self) -> None:
+        """Free the memory of the captured step; later steps run as at first."""
+        self._shapes, self._steps, self._step = [], 0, None
+        self._draws.clear()
+
+    def _parts(self) -> Iterator[tuple[str, object]]:
+        """Yield the modules, and the user's loss, whose Python code the step runs, with names."""
+        for part in {id(part): part for part, _ in self._draws.values()}.values():
+            model = part.module if isinstance(part, DistributedDataParallel) else part
+            yield from model.named_modules()
+        error = self.forward_backward.loss.plugin_error
+        error = getattr(error, "__self__", error)  # of a method
+        yield from (
+            error.named_modules(prefix="loss")
+            if isinstance(error, nn.Module)
+            else [("loss", error)]
+        )
 
     def _noting_draws(self, prepare: PrepareForward) -> PrepareForward:
         """Return a function that calls `prepare`, and keeps what it has drawn."""
@@ -131,16 +161,18 @@ class StepGraph:
                 layer.draws = own_draws
 
         before = [astuple(traffic) for traffic in self.traffic]
+        parts = list(self._parts())
+        host = _HostState.read(parts, batch.state.device)
         try:
             replay, share = self.capture(lambda: self.forward_backward(batch, use_own_draws))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-            raise UserError(
-                f"trainer.cuda_graph: this step can't be captured ({reason}). Set "
-                "trainer.cuda_graph=false."
-            ) from error
+            origin = _origin(error)
+            if isinstance(origin, torch.OutOfMemoryError | UserError):
+                raise origin from None
+            raise _refusal(str(origin).partition("\n")[0].rstrip(".")) from error
+        changed = host.first_difference(_HostState.read(parts, batch.state.device))
+        if changed:
+            raise _refusal(f"it changes {changed} on the host, which a replay does not")
         sent = []
         for traffic, counts in zip(self.traffic, before, strict=True):
             sent.append(tuple(map(sub, astuple(traffic), counts)))
@@ -152,6 +184,14 @@ class StepGraph:
             gradients=[parameter.grad for parameter in self.parameters],
             channel_losses=self.forward_backward.channel_losses,
             sent=sent,
+            memory=[
+                (table, name, tensor.data_ptr())
+                for _, module in parts
+                if isinstance(module, nn.Module)
+                for table in (module._parameters, module._buffers)
+                for name, tensor in table.items()
+                if tensor is not None
+            ],
         )
 
 
@@ -164,6 +204,7 @@ class _CapturedStep:
         share: of the loss.
         gradients: of each parameter that has one.
         sent: what a step adds to each counter of messages.
+        memory: where parameters and buffers were, which the replay reads and writes.
     """
 
     replay: Callable[[], None]
@@ -172,6 +213,87 @@ class _CapturedStep:
     gradients: list[Tensor | None]
     channel_losses: Tensor
     sent: list[tuple[int, ...]]
+    memory: list[tuple[dict[str, Any], str, int]]
+
+    def memory_moved(self) -> bool:
+        """Whether a parameter or a buffer is in other memory than when the step was captured."""
+        tensors = ((table.get(name), pointer) for table, name, pointer in self.memory)
+        return any(tensor is None or tensor.data_ptr() != at for tensor, at in tensors)
+
+
+@final
+@dataclass(frozen=True)
+class _HostState:
+    """What a step may have changed on the host, by its name.
+
+    Attributes:
+        numbers: attributes of modules that are numbers, texts or None; states of random numbers.
+        tensors: attributes of modules, with the memory of parameters and buffers, and the number of
+            changes of those on another device.
+    """
+
+    numbers: dict[str, object]
+    tensors: dict[str, tuple[Tensor, int, int]]
+
+    @classmethod
+    def read(cls, parts: Iterable[tuple[str, object]], device: torch.device) -> _HostState:
+        """Return the present state of modules on a device, and of random numbers."""
+        _, *of_numpy = np.random.get_state()
+        numbers: dict[str, object] = {
+            "random numbers of Python": random.getstate(),
+            "random numbers of NumPy": [np.asarray(x).tobytes() for x in of_numpy],
+            "random numbers of torch": torch.get_rng_state().numpy().tobytes(),
+        }
+        tensors: dict[str, tuple[Tensor, int, int]] = {}
+        for path, module in parts:
+            own = dict(getattr(module, "__dict__", {}))
+            held: dict[str, Any] = {}
+            if isinstance(module, nn.Module):
+                held = module._parameters | module._buffers
+            if isinstance(module, StochasticDepth | NoiseModulation):
+                own.pop("draws")  # set for each step
+            for key, value in (own | held).items():
+                name = f"{path}.{key}".lstrip(".")
+                if isinstance(value, bool | int | float | complex | str | None):
+                    numbers[name] = value
+                # A tensor with a gradient belongs to one step: no later one can use it.
+                elif isinstance(value, Tensor) and value.is_leaf:
+                    on_host = value.device != device and not value.is_inference()
+                    memory = value.data_ptr() if key in held else 0
+                    tensors[name] = value, memory, value._version if on_host else 0
+        return cls(numbers, tensors)
+
+    def first_difference(self, later: _HostState) -> str | None:
+        """Return the name of what has changed, or None."""
+        for name in self.numbers | later.numbers:
+            if name not in self.numbers or self.numbers[name] != later.numbers.get(name, ...):
+                return name
+        for name, (tensor, *numbers) in later.tensors.items():
+            before, *old_numbers = self.tensors.get(name, (None,))
+            if before is not tensor or old_numbers != numbers:
+                return name
+        return None
+
+
+def _origin(error: BaseException) -> BaseException:
+    """Return the first error: if one ends the work, torch raises another as it ends the capture."""
+    while isinstance(error.__context__, RuntimeError | UserError):
+        error = error.__context__
+    return error
+
+
+def _refusal(reason: str) -> UserError:
+    return UserError(
+        f"trainer.cuda_graph: this step can't be captured ({reason}). Set trainer.cuda_graph=false."
+    )
+
+
+def _copy_draws(own: Tensor | None, new: Tensor | None) -> None:
+    """Copy the draws of a step into those that a replay reads."""
+    if own is not None and new is not None and own.shape == new.shape:
+        own.copy_(new)
+    elif own is not None or new is not None:
+        raise RuntimeError("trainer.cuda_graph: a layer has other draws than when it was captured")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -73,6 +73,7 @@ class WeightedLoss:
         self.ensemble = ensemble or SingleRankTransport()
         shares = channels_per_rank(len(scale), self.ensemble.size)
         self.own_channels = channel_slice(shares, self.ensemble.rank)
+        self.plugin_error: Callable[[Tensor, Tensor], Tensor] | None = None  # the user's
         self.pointwise = self._pointwise(config)
         self.weight = rows[:, None] * channels[:, None, None] / height
 
@@ -119,7 +120,7 @@ class WeightedLoss:
             return lambda forecast, target: error(self.scaled(forecast - target))
         if not isinstance(config, OwnLossConfig):
             raise TypeError(f"{type(config).__name__} is the config of no loss")
-        plugin_error = build_plugin_error(config, self.scale)
+        self.plugin_error = plugin_error = build_plugin_error(config, self.scale)
 
         def masked_error(forecast: Tensor, target: Tensor) -> Tensor:
             errors = plugin_error(self.scaled(forecast), self.scaled(target))

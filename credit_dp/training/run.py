@@ -313,6 +313,9 @@ class _Run:
                 if stop or trainer.should_save(record.step):
                     checkpoints.save(state, yaml, monitor.validation_error)
                 monitor.end_step()
+        if trainer.graph is not None:
+            # Its memory is for forecasts then, and nccl's communicators must not end before it.
+            trainer.graph.release()
         # Writing the last checkpoint takes time: a signal may have come meanwhile.
         stop = stop or preemption.agree_on_signal()
         if stop:

@@ -1,14 +1,18 @@
 """A replayed step equals the step itself; on CPUs a replay computes it again on the same memory."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.distributed import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training import cuda_graph
+from credit_dp.training import run as training_run
 from credit_dp.training.build import build_training
 from credit_dp.training.cuda_graph import StepGraph
 from tests.ranks import on_processes
@@ -164,6 +168,171 @@ def test_what_cannot_be_captured_is_said(store, tmp_path):
     line = r"cuda_graph: this step can't be captured \(operation not .* capturing\). Set trainer"
     with training.loader, pytest.raises(UserError, match=line):
         list(step_records(training))
+
+
+def test_the_first_error_is_said_of_two(store, tmp_path):
+    """If an operation ends a capture, torch raises another error, of the end of the capture."""
+
+    def refuse(work):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(UserError, match="operation not permitted"):
+        train_captured(store, tmp_path, refuse)
+
+
+def train_captured(store, tmp_path, capture, change=lambda training: None):
+    """Train with a graph of this capture; a function changes the run before."""
+    training = built(make_config(store, tmp_path), alone())
+    trainer = training.trainer
+    parameters = trainer.state.trainable_parameters.values()
+    trainer.graph = StepGraph(trainer.forward_backward, parameters, [], capture)
+    change(training)
+    with training.loader:
+        return list(step_records(training))
+
+
+def count_calls(model):
+    model.calls = getattr(model, "calls", 0) + 1
+
+
+def draw_from_python(model):
+    random.random()
+
+
+def draw_from_numpy(model):
+    np.random.rand()
+
+
+def draw_from_torch(model):
+    torch.rand(())
+
+
+def replace_buffer(model):
+    model.register_buffer("mean", torch.zeros(1))
+
+
+def replace_tensor(model):
+    model.last = torch.zeros(1)
+
+
+def replace_weights(model):
+    parameter = next(model.parameters())
+    parameter.data = parameter.data.clone()
+
+
+CHANGES = {
+    count_calls: "it changes calls on the host",
+    draw_from_python: "it changes random numbers of Python on the host",
+    draw_from_numpy: "it changes random numbers of NumPy on the host",
+    draw_from_torch: "it changes random numbers of torch on the host",
+    replace_buffer: "it changes mean on the host",
+    replace_tensor: "it changes last on the host",
+    replace_weights: "it changes .*weight on the host",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_step_that_changes_the_host_is_refused(store, tmp_path, change):
+    def hook(training):
+        model = training.trainer.state.parts[0]
+        model.register_forward_pre_hook(lambda module, inputs: change(module))
+
+    with pytest.raises(UserError, match=f"captured .{CHANGES[change]}"):
+        train_captured(store, tmp_path, lambda work: (list, work()), hook)
+
+
+class CountingError:
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, forecast, truth):
+        self.calls += 1
+        return (forecast - truth).square() / self.calls
+
+
+def test_a_loss_that_counts_is_refused(store, tmp_path):
+    def change(training):
+        loss = training.trainer.forward_backward.loss
+        loss.plugin_error = loss.pointwise = CountingError()
+
+    with pytest.raises(UserError, match=r"it changes loss\.calls on the host"):
+        train_captured(store, tmp_path, lambda work: (list, work()), change)
+
+
+def test_weights_in_other_memory_are_captured_again(store, tmp_path):
+    training = built(make_config(store, tmp_path), alone())
+    trainer, capture = training.trainer, ComputedAgain(training)
+    parameters = trainer.state.trainable_parameters.values()
+    trainer.graph = StepGraph(trainer.forward_backward, parameters, [], capture)
+    with training.loader:
+        for record in step_records(training):
+            if record.step == WARM_UP + 1:
+                replace_weights(trainer.state.parts[0])
+    assert (capture.captures, capture.replays) == (2, trainer.config.steps - 2 * WARM_UP)
+
+
+def test_other_draws_than_the_captured_ones_are_an_error():
+    own = torch.zeros(2, 3)
+    for new in (None, torch.ones(1, 3)):
+        with pytest.raises(RuntimeError, match="other draws"):
+            cuda_graph._copy_draws(own, new)
+    with pytest.raises(RuntimeError, match="other draws"):
+        cuda_graph._copy_draws(None, own)
+
+
+def test_a_run_frees_its_graph_before_it_scores(store, tmp_path, monkeypatch):
+    """It is gone before the process groups are: nccl's communicators need not outlive it."""
+    graphs, steps = [], []
+
+    def build(*arguments):
+        training = build_training(*arguments)
+        trainer = training.trainer
+        parameters = trainer.state.trainable_parameters.values()
+        trainer.graph = StepGraph(trainer.forward_backward, parameters, [], ComputedAgain(training))
+        graphs.append(trainer.graph)
+        return training
+
+    def score(session, dates):
+        steps.append(graphs[0]._step)
+        raise UserError("scored")
+
+    monkeypatch.setattr(training_run, "build_training", build)
+    monkeypatch.setattr(training_run._Run, "score", score)
+    with pytest.raises(UserError, match="scored"):
+        training_run.run(make_config(store, tmp_path), RankInfo(0, 1))
+    assert graphs[0].capture.replays
+    assert steps == [None]
+
+
+class FakeStream:
+    """A stream that notes what it waits for."""
+
+    def __init__(self, *arguments):
+        self.waits_for = []
+
+    def wait_stream(self, other):
+        self.waits_for.append(other)
+
+
+def test_the_own_stream_waits_for_the_default_one(monkeypatch):
+    default = FakeStream()
+    current = [default]
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    device = torch.device("cuda", 0)
+    cuda_graph.use_own_stream(device)
+    own = current[0]
+    assert own is not default
+    assert own.waits_for == [default]
+    cuda_graph.use_own_stream(device)  # of a later run in the process
+    assert current == [own]
 
 
 def test_it_needs_a_gpu(store, tmp_path):

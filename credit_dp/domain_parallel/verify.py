@@ -112,14 +112,15 @@ def verify_domain_parallel(
         device: where the model runs, all ranks on the same GPU if it is one.
 
     Raises:
-        UserError: the model can't be sharded, its outputs are random, or a rank failed.
+        UserError: the model can't be sharded, its outputs are random, or a rank failed; or this
+            machine lacks the device.
     """
     if ranks < 2:
         raise UserError(
             f"ranks: one rank is the plain model, nothing to verify; needs 2 or more, got {ranks}."
         )
     input_shapes = as_shapes(input_shape)
-    device = torch.empty(0, device=device).device  # with its number
+    device = _existing_device(device)
     gpus = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(gpus), _as_default(device):
         torch.manual_seed(seed)
@@ -148,6 +149,24 @@ def verify_domain_parallel(
 
         bands = ThreadRanks[StepResult](world, TIMEOUT).run(step)
     return VerifyReport(ranks, input_shapes, tolerance, **step_errors(unsharded, bands))
+
+
+def _existing_device(name: torch.device | str) -> torch.device:
+    """Return a device with its number.
+
+    Raises:
+        UserError: it is no CPU or GPU of this machine.
+    """
+    try:
+        device = torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:  # the former from a build for CPUs
+        reason = next(iter(str(error).splitlines()), "")
+        raise UserError(
+            f"device: this machine has no {name} ({reason}). Pass cpu, or a GPU that it has."
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device: needs cpu or cuda, got {name}.")
+    return device
 
 
 def _as_default(device: torch.device) -> AbstractContextManager[Any]:

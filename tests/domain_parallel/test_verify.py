@@ -169,6 +169,18 @@ def test_all_ranks_create_tensors_on_the_device():
     assert report.passed
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:99", r"device: this machine has no cuda:99 \(.+\)\. Pass cpu"),
+        ("meta", "device: needs cpu or cuda, got meta"),
+    ],
+)
+def test_devices_without_numbers_are_refused(device, message):
+    with pytest.raises(UserError, match=message):
+        verify_domain_parallel(lambda: nn.Conv2d(3, 3, 3, padding=1), SHAPE, 2, device=device)
+
+
 def test_dropout_is_switched_off():
     assert _verify(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Dropout(0.5))).passed
 

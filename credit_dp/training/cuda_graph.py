@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from credit_dp.data.loader import Batch
+from credit_dp.distributed.collectives import run_on_all_ranks
 from credit_dp.domain_parallel.transport import Traffic
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import NoiseModulation, StochasticDepth, layers_with_draws
@@ -96,7 +97,7 @@ class StepGraph:
         Gradients have to be None before.
 
         Raises:
-            UserError: the step can't be captured.
+            UserError: the step can't be captured, on all ranks alike.
         """
         # At first, when a rollout becomes longer, and if weights are in other memory than before.
         if _shapes(batch) != self._shapes or (self._step is not None and self._step.memory_moved()):
@@ -106,7 +107,8 @@ class StepGraph:
         if self._steps <= WARM_UP:
             return self.forward_backward(batch, self._noting_draws(prepare))
         if self._step is None:
-            self._step = self._captured(batch)
+            # What one rank alone refuses, all refuse: nothing is sent before the first replay.
+            self._step = run_on_all_ranks(lambda: self._captured(batch))
         for own, new in zip(_tensors(self._step.batch), _tensors(batch), strict=True):
             own.copy_(new)
         for numbers, (part, draws) in self._draws.items():

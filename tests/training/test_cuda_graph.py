@@ -244,6 +244,29 @@ def test_a_step_that_changes_the_host_is_refused(store, tmp_path, change):
         train_captured(store, tmp_path, lambda work: (list, work()), hook)
 
 
+def refusal(manager, config):
+    """Return the line of a run in which the last rank alone counts its calls."""
+    training = built(config, manager)
+    trainer = training.trainer
+    parameters = trainer.state.trainable_parameters.values()
+    trainer.graph = StepGraph(trainer.forward_backward, parameters, [], lambda work: (list, work()))
+    cuda_graph.WARM_UP = WARM_UP
+    if manager.rank == manager.world_size - 1:
+        model = trainer.state.parts[0]
+        model.register_forward_pre_hook(lambda module, inputs: count_calls(module))
+    try:
+        with training.loader:
+            list(step_records(training))
+    except UserError as error:
+        return str(error)
+
+
+def test_all_ranks_refuse_what_one_refuses(store, tmp_path):
+    config = on_mesh(make_config(store, tmp_path), Mesh(1, 1, 2))
+    for line in on_processes(2, refusal, config, domain=2):
+        assert "it changes calls on the host" in line
+
+
 class CountingError:
     """A loss that counts its calls."""
 

@@ -169,7 +169,7 @@ def is_plain_gloo(world: ProcessGroup) -> bool:
 
 
 def new_group_alone(world: ProcessGroup) -> ProcessGroup:
-    """Return a gloo group of this rank alone, which opens no files.
+    """Return a gloo group of this rank alone, which opens no files if torch lets it share them.
 
     It has the pipe, the queue, the socket and the thread of another group, and sends nothing.
     torch passes gloo no options, unless through a back end of another name.
@@ -183,8 +183,15 @@ def new_group_alone(world: ProcessGroup) -> ProcessGroup:
 
     gloo: Any = distributed.ProcessGroupGloo
     of_world: Any = world._get_backend(torch.device("cpu"))
+    # No part of the documented interface: another version of torch may not have them.
+    devices = getattr(getattr(of_world, "options", None), "_devices", None)
+    if not devices:
+        alone = distributed.new_group(
+            [distributed.get_rank()], timeout=GROUP_TIMEOUT, use_local_synchronization=True
+        )
+        return cast("ProcessGroup", alone)
     options = gloo._Options()
-    options._devices = of_world.options._devices
+    options._devices = devices
     # Again for each group, which changes nothing: torch has one table for the process.
     Backend.register_backend(GLOO_ALONE, _create_gloo, extended_api=True, devices=["cpu"])
     group = distributed.new_group(

@@ -33,6 +33,7 @@ from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
     join_background_group,
     new_background_group,
+    new_group_alone,
     new_group_of,
     new_mesh,
     raise_file_limit,
@@ -129,6 +130,21 @@ def alone_works(manager: DomainParallelManager) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_group_of_one_rank_opens_nothing(ranks: int) -> None:
     on_processes(ranks, alone_works)
+
+
+def alone_in_another_torch(manager: DomainParallelManager) -> float:
+    """Return a sum over a group of one rank in a version of torch that does not share devices."""
+    world: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    group = new_group_alone(world)
+    value = torch.ones(1) + manager.rank
+    distributed.all_reduce(value, group=group)
+    assert timeout_of(group) == GROUP_TIMEOUT.total_seconds()
+    distributed.destroy_process_group(group)
+    return value.item()
+
+
+def test_a_torch_that_does_not_share_its_devices_makes_new_ones() -> None:
+    assert on_processes(2, alone_in_another_torch) == [1, 2]
 
 
 def gathered(manager: DomainParallelManager, late: bool) -> tuple[list[Any], list[int]]:

@@ -14,9 +14,7 @@ A rename alone survives the death of a process, but not that of the machine: the
 new name before the content. What cost hours to compute is flushed first (`durable`). Errors are
 `OSError`; callers turn them into a line that names the config key to change.
 
-`temporary_folder` is another matter: a folder for as long as a process needs one, locked so that
-another process finds out whether it is still in use. Python's multiprocessing has one of its own,
-which `mark_temporary_folder` marks with a locked folder in it.
+`temporary_folder` is another matter: a folder for as long as a process needs one.
 """
 
 import contextlib
@@ -31,7 +29,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
-PYTHONS_PREFIX = "pymp-"  # of the folders in which multiprocessing keeps its sockets
 SECONDS_TO_LOCK = 60.0  # in which a process locks the temporary folder that it has created
 
 
@@ -197,29 +194,10 @@ def temporary_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def mark_temporary_folder(folder: Path) -> None:
-    """Let `remove_abandoned_folders` remove a folder of another library if this process is killed.
-
-    Args:
-        folder: in the folder for temporary files; the library removes it when the process ends.
-
-    Raises:
-        OSError: it can't be written to.
-    """
-    if not any(folder.glob(f"{_prefix()}*")):
-        mark = tempfile.mkdtemp(prefix=_prefix(), dir=folder)
-        descriptor = os.open(mark, os.O_RDONLY)  # never closed: locked as long as this process is
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def remove_abandoned_folders() -> None:
     """Remove the temporary folders of processes that were killed, of this user on this machine."""
-    temporary = Path(tempfile.gettempdir())
-    folders = {folder: folder for folder in temporary.glob(f"{_prefix()}*")}
-    folders |= {mark: mark.parent for mark in temporary.glob(f"{PYTHONS_PREFIX}*/{_prefix()}*")}
-    for locked, folder in folders.items():
-        with contextlib.suppress(OSError), _opened_folder(locked) as descriptor:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError), _opened_folder(folder) as descriptor:
             found = os.fstat(descriptor)
             is_old = time.time() - found.st_mtime > SECONDS_TO_LOCK
             if is_old and found.st_uid == os.getuid():

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from credit_dp.files import (
-    PYTHONS_PREFIX,
     SECONDS_TO_LOCK,
     atomic_path,
     fsync_folders,
     fsync_tree,
-    mark_temporary_folder,
     partial_path,
     remove_abandoned_folders,
     remove_if_possible,
@@ -190,12 +188,6 @@ def keep_a_folder_and_die() -> None:
     with temporary_folder() as folder:
         (folder / "file").touch()
         grow_old(folder)
-        pythons = Path(tempfile.mkdtemp(prefix=PYTHONS_PREFIX))
-        for _ in range(2):
-            mark_temporary_folder(pythons)
-        [mark] = pythons.iterdir()
-        (pythons / "socket").touch()
-        grow_old(mark)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -213,12 +205,7 @@ def test_only_temporary_folders_of_killed_processes_are_swept(
         process.start()
         process.join(60)
         abandoned = names(tmp_path) - {used.name, linked.name}
-        assert len(abandoned) == 2
-        others = [tmp_path / f"{PYTHONS_PREFIX}of_another_program", tmp_path / f"{PYTHONS_PREFIX}x"]
-        for folder in others:
-            folder.mkdir()
-        mark_temporary_folder(others[1])
-        grow_old(next(others[1].iterdir()))
+        assert len(abandoned) == 1
         young = Path(f"{used}-young")
         young.mkdir()
         link = Path(f"{used}-link")
@@ -226,5 +213,5 @@ def test_only_temporary_folders_of_killed_processes_are_swept(
         for folder in (used, linked):
             grow_old(folder)
         remove_abandoned_folders()
-        assert names(tmp_path) == {path.name for path in (used, linked, young, link, *others)}
-    assert names(tmp_path) == {path.name for path in (young, link, *others)}
+        assert names(tmp_path) == {path.name for path in (used, linked, young, link)}
+    assert names(tmp_path) == {young.name, link.name}

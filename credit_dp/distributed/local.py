@@ -18,7 +18,6 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from credit_dp.config import Config, ParallelConfig
@@ -32,7 +31,7 @@ from credit_dp.distributed.report import (
 )
 from credit_dp.distributed.signals import STOP_SIGNALS, Terminated, block_signals, handle_stop
 from credit_dp.distributed.worker import rank_main
-from credit_dp.files import mark_temporary_folder, remove_abandoned_folders, temporary_folder
+from credit_dp.files import remove_abandoned_folders, temporary_folder
 
 # torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
 EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
@@ -55,8 +54,6 @@ def start_fork_server(run: str) -> None:
         resource_tracker.ensure_running()  # it unblocks SIGTERM in this process at the end
     with block_signals():  # so the signals are blocked again for the fork server
         forkserver.ensure_running()
-    with contextlib.suppress(OSError):
-        mark_temporary_folder(Path(get_temp_dir()))  # which has the socket of the fork server
 
 
 @contextlib.contextmanager

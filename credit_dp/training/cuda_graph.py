@@ -51,7 +51,7 @@ def use_own_stream(device: torch.device) -> None:
 def captured(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     """Capture GPU work of the current stream; nothing is computed before the first replay."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may wait for the device meanwhile: that of nccl, and those that read data.
+    # Meanwhile the threads of nccl and of the loader may use the device.
     with torch.cuda.graph(
         graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
     ):
@@ -291,7 +291,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def _copy_draws(own: Tensor | None, new: Tensor | None) -> None:
-    """Copy the draws of a step into those that a replay reads."""
+    """Copy a layer's random numbers of this step to where the graph reads them."""
     if own is not None and new is not None and own.shape == new.shape:
         own.copy_(new)
     elif own is not None or new is not None:

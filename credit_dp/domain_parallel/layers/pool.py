@@ -117,7 +117,7 @@ class PoolLayer(StencilLayer):
 def has_wrong_gradient(x: Tensor) -> bool:
     """Return whether torch's gradient of a padded average of `(B, C, H, W)` is wrong.
 
-    On GPUs that of channels last is, in the versions that have pytorch's issue 188344.
+    torch's kernel for channels last on GPUs is wrong, which was seen with torch 2.11.
     """
     return x.is_cuda and x.stride(1) == 1
 

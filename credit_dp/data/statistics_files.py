@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
-import zarr
 
 from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once
 from credit_dp.data.channels import Channel
@@ -27,7 +26,7 @@ from credit_dp.data.sources.address import (
     reason_of,
     redact_secrets,
 )
-from credit_dp.data.sources.storage import open_zarr_store
+from credit_dp.data.sources.storage import open_current_group, open_zarr_store
 from credit_dp.data.sources.zarr import open_shared_netcdf
 from credit_dp.data.statistics import (
     IDENTITY_STATISTICS,
@@ -380,7 +379,7 @@ def _open_dataset(where: str) -> xr.Dataset:
             dataset = open_shared_netcdf(local_path(where))
         else:
             zarr_store = open_zarr_store(where)
-            metadata = zarr.open_group(zarr_store, mode="r").metadata
+            metadata = open_current_group(zarr_store, where).metadata
             consolidated = metadata.consolidated_metadata is not None
             dataset = xr.open_zarr(zarr_store, chunks=None, consolidated=consolidated)
         # Loaded whole: statistics are small, and the file need not stay open.

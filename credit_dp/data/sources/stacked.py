@@ -47,6 +47,7 @@ from credit_dp.data.sources.storage import (
     StoreChangeDetector,
     has_valid_checksum,
     is_blosc_array,
+    open_current_group,
     open_zarr_store,
     resolved_address,
     unreadable_error,
@@ -63,13 +64,14 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
     """
     counting_store = open_zarr_store(where)
     try:
-        blosc = [
-            name
-            for name, array in zarr.open_group(counting_store, mode="r").arrays()
-            if is_blosc_array(array)
-        ]
+        opened = open_current_group(counting_store, where)
+        consolidated = opened.metadata.consolidated_metadata is not None
+        blosc = [name for name, array in opened.arrays() if is_blosc_array(array)]
         # Opened a second time, with the checks that the first opening has shown to be needed.
-        group = zarr.open_group(CompleteStore(IntactStore(counting_store, blosc), arrays), mode="r")
+        store = CompleteStore(IntactStore(counting_store, blosc), arrays)
+        group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
+    except UserError:
+        raise
     except Exception as error:
         raise zarr_open_error(where, error) from error
     return group, counting_store

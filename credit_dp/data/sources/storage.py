@@ -12,8 +12,10 @@ chunks in shards, for readers that don't use zarr.
 """
 
 import atexit
+import json
+import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from threading import Lock
@@ -37,6 +39,8 @@ from credit_dp.data.sources.address import (
     storage_options,
 )
 from credit_dp.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 30.0  # for zarr's reading thread to end, on a busy machine, too
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
@@ -139,6 +143,76 @@ def open_zarr_store(where: str) -> CountingStore:
     if not path.exists():
         raise UserError(f"{where}: no such zarr store. Set data.store to one that exists.")
     return CountingStore(FolderStore(path, read_only=True))
+
+
+def open_current_group(store: Store, where: str) -> zarr.Group:
+    """Open a zarr group, by its consolidated metadata only if these are up to date.
+
+    A store that was extended or changed without consolidating it again would be read as it was
+    before. All arrays of a local store are compared with their own metadata; of a remote store,
+    where each costs a round trip, those of the times.
+
+    Args:
+        store: to read from.
+        where: its path or address.
+
+    Raises:
+        UserError: the metadata are out of date, and the server can't list the arrays.
+    """
+    group = zarr.open_group(store, mode="r")
+    if group.metadata.consolidated_metadata is None:
+        return group
+    current = zarr.open_group(store, mode="r", use_consolidated=False)
+    consolidated: Mapping[str, zarr.Array[Any]] = dict(group.arrays())
+    if is_remote(where):
+        consolidated = {name: array for name, array in consolidated.items() if _has_times(array)}
+        found = {name: current.get(name) for name in consolidated}
+        own = {name: array for name, array in found.items() if isinstance(array, zarr.Array)}
+        consolidated = {name: consolidated[name] for name in own}
+    else:
+        own = dict(current.arrays())
+    names = sorted({*own, *consolidated})
+    changed = [name for name in names if _metadata(own, name) != _metadata(consolidated, name)]
+    if not changed:
+        return group
+    problem = (
+        f"{redact_secrets(where)}: its consolidated metadata are out of date "
+        f"({_describe_change(changed, consolidated, own)})"
+    )
+    recipe = f"zarr.consolidate_metadata({redact_secrets(where)!r})"
+    if is_remote(where) and not any(True for _ in current.arrays()):
+        raise UserError(f"{problem}. Update them by {recipe}.")
+    logger.warning("%s: each array's own are used. Update them by %s", problem, recipe)
+    return current
+
+
+def _has_times(array: "zarr.Array[Any]") -> bool:
+    has_unit = " since " in str(array.attrs.get("units", ""))
+    return array.ndim == 1 and (has_unit or array.dtype.kind == "M")
+
+
+def _metadata(arrays: "Mapping[str, zarr.Array[Any]]", name: str) -> str:
+    """Return shape and attributes of an array as a text; empty if it is not there."""
+    array = arrays.get(name)
+    if array is None:
+        return ""
+    return json.dumps([array.shape, dict(array.attrs)], sort_keys=True)
+
+
+def _describe_change(
+    names: Sequence[str],
+    before: "Mapping[str, zarr.Array[Any]]",
+    after: "Mapping[str, zarr.Array[Any]]",
+) -> str:
+    """Return what differs in the first array, or in that of the times if it is one of them."""
+    both = [name for name in names if name in before and name in after]
+    name = next((name for name in both if _has_times(after[name])), names[0])
+    if name not in both:
+        return f"{name} is {'missing in them' if name in after else 'in them only'}"
+    old, new = before[name].shape, after[name].shape
+    if old == new:
+        return f"{name} has other attributes"
+    return f"{name} has the shape {new}, not {old}"
 
 
 def resolved_address(where: str) -> str:

@@ -51,6 +51,7 @@ from credit_dp.data.sources.storage import (
     IntactStore,
     StoreChangeDetector,
     is_blosc_array,
+    open_current_group,
     open_zarr_store,
     resolved_address,
     unreadable_error,
@@ -80,7 +81,7 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     """
     counting_store = open_zarr_store(where)
     try:
-        group = zarr.open_group(counting_store, mode="r")
+        group = open_current_group(counting_store, where)
         # Passed to xarray, which would try both otherwise, and warn.
         consolidated = group.metadata.consolidated_metadata is not None
         arrays = dict(group.arrays())
@@ -92,6 +93,8 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         dataset = xr.open_zarr(
             store, chunks=None, consolidated=consolidated, decode_timedelta=False
         )
+    except UserError:
+        raise
     except Exception as error:
         raise zarr_open_error(where, error) from error
     return dataset, counting_store

@@ -219,12 +219,18 @@ class DataConfig:
                 "data.hybrid: needs {a:[...],b:[...]} with two numbers or more, as many of a as of "
                 f"b, got {self.hybrid}"
             )
-        pressures = [x + 1e5 * y for x, y in zip(a, b, strict=True)]
-        if any(not upper < lower for upper, lower in pairwise(pressures)):
+        if 0 < max(map(abs, a)) <= 1:
             raise UserError(
-                "data.hybrid: needs pressures a + b x 1e5 Pa that rise from the top, got "
-                f"{', '.join(f'{pressure:g}' for pressure in pressures)} Pa"
+                f"data.hybrid: needs a in Pa, got {max(a):g} at most. If these are multiples of a "
+                "reference pressure such as 1e5 Pa, multiply them by it."
             )
+        for surface in ("1e5", "5e4"):  # the pressure at sea level and on high mountains
+            pressures = [x + float(surface) * y for x, y in zip(a, b, strict=True)]
+            if any(not upper < lower for upper, lower in pairwise(pressures)):
+                raise UserError(
+                    f"data.hybrid: needs pressures a + b x {surface} Pa that rise from the top, "
+                    f"got {', '.join(f'{pressure:g}' for pressure in pressures)} Pa"
+                )
         self.hybrid = {"a": [float(x) for x in a], "b": [float(x) for x in b]}
 
     def _check_statistics(self) -> None:

@@ -169,7 +169,8 @@ class LossConfig:
 
     name: str = MISSING  # name of the error at each point
     latitude_weight: bool = True  # weight rows by their area; false: all rows alike
-    # weight levels by their pressure, with mean 1 over all channels on levels; others weigh 1
+    # weight levels by their pressure (model levels without coefficients by their number), with mean
+    # 1 over all channels on levels; others weigh 1
     level_weight: bool = False
     # weights of all channels of a variable, or of one channel, e.g. {geopotential: 2,
     # temperature_500: 0.5}; the others weigh 1

@@ -45,8 +45,19 @@ def select_channels(source: Source, config: DataConfig) -> Channels:
         static=tuple(config.static),
         diagnostic=tuple(expand_channels(config.diagnostic, on_levels, levels)),
     )
+    check_hybrid(config, channels)
     _check_no_duplicates(source, [*channels.output_channels, *map(Channel, config.forcing)])
     return channels
+
+
+def check_hybrid(config: DataConfig, channels: Channels) -> None:
+    """Refuse coefficients of another number of model levels than the variables are on."""
+    levels = {x.level for x in channels.output_channels if x.level is not None}
+    if config.hybrid and levels and len(config.hybrid["a"]) != len(levels) + 1:
+        raise UserError(
+            f"data.hybrid: needs a and b at the {len(levels) + 1} interfaces of {len(levels)} "
+            f"levels, got {len(config.hybrid['a'])}. Change data.hybrid or data.levels."
+        )
 
 
 def _check_no_duplicates(source: Source, channels: Iterable[Channel]) -> None:

@@ -42,7 +42,7 @@ from credit_dp.data.quickstart.dataset import (
     resolve_grid,
 )
 from credit_dp.data.quickstart.dynamics import LEVELS
-from credit_dp.data.selection import check_variable_keys, data_step_indices
+from credit_dp.data.selection import check_hybrid, check_variable_keys, data_step_indices
 from credit_dp.data.sources.base import Times
 from credit_dp.data.statistics import (
     Pair,
@@ -287,12 +287,14 @@ def expected_channels(config: DataConfig) -> Channels:
     _check_names("static", config.static, {*STATIC_VARIABLES, *COMPUTED_STATICS})
     check_variable_keys(config)
     levels = LEVELS if config.levels is None else config.levels
-    return Channels(
+    channels = Channels(
         prognostic=tuple(expand_channels(config.prognostic, set(LEVEL_VARIABLES), levels)),
         forcing=tuple(config.forcing),
         static=tuple(config.static),
         diagnostic=tuple(expand_channels(config.diagnostic, set(LEVEL_VARIABLES), levels)),
     )
+    check_hybrid(config, channels)
+    return channels
 
 
 @final

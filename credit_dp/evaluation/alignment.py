@@ -332,7 +332,8 @@ def _validated_levels(
                 f"{source.where}: {name} is on levels in the {with_levels}, but not in the "
                 f"{without}. Leave it out of variables, or change truth."
             )
-        if predicted.levels and forecast.model_levels != truth.model_levels:
+        # A truth that does not say which levels it has is trusted to have those of the forecast.
+        if predicted.levels and truth.model_levels not in (None, bool(forecast.model_levels)):
             kinds = ("pressure", "model") if truth.model_levels else ("model", "pressure")
             raise UserError(
                 f"{forecast.where}: {name} is on {kinds[0]} levels, but on {kinds[1]} levels in "

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval, format_minute
 from credit_dp.data.sources.address import reason_of, redact_secrets
-from credit_dp.data.sources.base import (
+from credit_dp.data.sources.base import Times, as_slice
+from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
-    Times,
-    as_slice,
     chunk_length,
     in_dim_order,
     standardise_dims,

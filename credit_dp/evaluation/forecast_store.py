@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of, redact_secrets
-from credit_dp.data.sources.base import (
-    as_slice,
+from credit_dp.data.sources.base import as_slice
+from credit_dp.data.sources.coordinates import (
     check_coordinates,
     chunk_length,
     has_model_levels,
@@ -127,7 +127,7 @@ class ForecastStore:
         members: number of members; 1 without an ensemble.
         latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
         variables: the forecast variables by name.
-        model_levels: whether levels are model levels, not pressure levels.
+        model_levels: see `VariableInfo`.
         span: timedelta64[ns], span of sums; None if the store does not state it.
         attributes: global attributes.
     """

@@ -113,7 +113,7 @@ class ForecastFormat:
             # A model's sums cover one of its steps, whichever lead times are written.
             span=store.config.step_hours if summed else 0,
             model_levels=not request.pressure_levels
-            and any(store.source.variables[name].model_levels for name in names),
+            and any(bool(store.source.variables[name].model_levels) for name in names),
         )
 
     @property

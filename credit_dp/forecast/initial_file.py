@@ -23,7 +23,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.rechunk.request import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
-from credit_dp.data.sources.base import check_coordinates
+from credit_dp.data.sources.coordinates import check_coordinates
 from credit_dp.data.sources.grib import (
     MODEL,
     OTHER_NAMES,
@@ -188,7 +188,8 @@ class GriddedStates(StateFile):
             on_level = (level,) if level is not None else ()
             if bool(variable.levels) != bool(on_level) or not {*on_level} <= {*variable.levels}:
                 continue
-            if variable.levels and variable.model_levels != model_levels:
+            # A file that does not say which levels it has is trusted to have those of the run.
+            if variable.levels and variable.model_levels not in (None, model_levels):
                 continue
             if variable.problem:
                 raise UserError(f"{KEY}: {self.where}: {name} {variable.problem}. Change {KEY}.")
@@ -291,7 +292,7 @@ class InitialFiles:
     ) -> tuple[StateFile, FoundField] | None:
         long, level = long_name(channel.variable, channel.level)
         names = dict.fromkeys([channel.variable, *all_names_of(long), *OTHER_NAMES.get(long, ())])
-        model_levels = store.source.variables[channel.variable].model_levels
+        model_levels = bool(store.source.variables[channel.variable].model_levels)
         for file in self._files:
             found = file.find(list(names), level, model_levels, time)
             if found is not None:

@@ -37,6 +37,8 @@ EVAPORATION_HEAT = 2.5008e6  # J kg-1
 
 PASCALS = 100.0  # in one hPa
 GROUND = "geopotential_at_surface"
+SURFACE = 1e5  # Pa, the surface pressure for which pressures of model levels are stated
+LOWEST_PRESSURE = 300  # hPa: levels that are all above it lack most of a column's air
 GROUND_TOLERANCE = (1.0, 1e-4)  # of a (in Pa) and b at the surface, where they are 0 and 1
 VAPOUR = "specific_humidity"  # or `TOTAL_WATER`
 CONDENSATES = (
@@ -168,24 +170,32 @@ def build_layers(levels: Sequence[int], hybrid: Hybrid) -> Layers:
     return PressureLayers(rising)
 
 
+def on_model_levels(store: Store) -> bool:
+    """Whether the levels of a run are model levels."""
+    channels = store.channels.output_channels
+    return any(store.source.variables[channel.variable].model_levels for channel in channels)
+
+
 def hybrid_of(store: Store) -> dict[str, list[float]]:
     """Return the coefficients at the interfaces of a run's model levels, from the top.
 
-    `data.hybrid` has them, or the store, for all of its levels. Without model levels the result is
+    `data.hybrid` has them, or the store, for all of its levels. On pressure levels the result is
     empty.
 
     Raises:
-        UserError: neither has them, they are those of other levels, or end above the ground.
+        UserError: neither has them, they are those of other levels, or end above the ground; or
+            levels that are no model levels can't be pressures of whole columns.
     """
-    if not any(store.source.variables[c.variable].model_levels for c in store.channels.prognostic):
-        return {}
     rising, given = sorted(store.levels), store.config.hybrid
-    if given:
-        if len(given["a"]) != len(rising) + 1:
+    if not on_model_levels(store):
+        if rising and rising[-1] < LOWEST_PRESSURE:
             raise UserError(
-                f"data.hybrid: needs a and b at the {len(rising) + 1} interfaces of {len(rising)} "
-                f"levels, got {len(given['a'])}. Change data.hybrid or data.levels."
+                f"{store.source.where}: has levels of {rising[0]} to {rising[-1]}, which are no "
+                "pressures in hPa down to the ground. If they are model levels, set "
+                "data.hybrid={a:[...],b:[...]}; otherwise add lower levels to data.levels."
             )
+        return {}
+    if given:
         found = {name: list(given[name]) for name in ("a", "b")}
         _check_ground(found, "data.hybrid", "Change the last values of data.hybrid.")
         return found
@@ -211,6 +221,31 @@ def hybrid_of(store: Store) -> dict[str, list[float]]:
         advice = "Set data.hybrid={a:[...],b:[...]}."
     _check_ground(found, f"{store.source.where}: data.levels ends at level {last}", advice)
     return found
+
+
+def pressures_of(store: Store) -> dict[int, float] | None:
+    """Return the pressure of each model level over a surface at 1000 hPa, in hPa.
+
+    None on pressure levels, and on model levels whose coefficients neither `data.hybrid` nor the
+    store has.
+    """
+    levels = sorted(store.levels)
+    given, stored = store.config.hybrid, store.source.hybrid
+    numbers = levels
+    if given:
+        a, b, numbers = np.array(given["a"]), np.array(given["b"]), list(range(1, len(levels) + 1))
+    elif stored is not None and on_model_levels(store):
+        a, b = stored
+    else:
+        return None
+    interfaces = (a + b * SURFACE) / PASCALS
+    if levels and not 0 < numbers[0] <= numbers[-1] < len(interfaces):
+        return None
+    # Level k, counted from 1, lies between the interfaces k - 1 and k.
+    return {
+        level: float(interfaces[number - 1] + interfaces[number]) / 2
+        for level, number in zip(levels, numbers, strict=True)
+    }
 
 
 def _check_ground(hybrid: Hybrid, where: str, advice: str) -> None:
@@ -252,8 +287,13 @@ class NamedChannels(nn.Module):
 
     @staticmethod
     def name(channel: Channel) -> str:
-        """Return the name of a channel's variable in ERA5, without the level."""
-        return long_name(channel.variable, channel.level)[0]
+        """Return the name of a channel's variable in ERA5, without the level.
+
+        A field on one pressure level, such as `Z500`, keeps its name: it is none of the levels of a
+        variable that is on levels.
+        """
+        name, level = long_name(channel.variable, channel.level)
+        return name if level == channel.level else channel.variable
 
     def has(self, name: str) -> bool:
         """Whether a field of this name is among the channels."""

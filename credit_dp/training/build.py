@@ -66,6 +66,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
 from credit_dp.models.initial_weights import InitialWeights, build_without_weights
+from credit_dp.physics.columns import pressures_of
 from credit_dp.physics.fixers import fixers_of_run
 from credit_dp.pipeline_parallel.placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
@@ -732,7 +733,10 @@ def build_forecast_step_and_loss(
     tendency = normaliser.tendency_scale[: store.channels.num_states]
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
     points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.all_reduce)
-    loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points, manager)
+    pressures = pressures_of(store) if config.loss.level_weight else None
+    loss = build_loss(
+        config.loss, store.channels, store.latitude, rows, scale, points, manager, pressures
+    )
     return build_forecast_step(config, prepared, manager, model, normaliser, points), loss
 
 

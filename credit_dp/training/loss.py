@@ -8,7 +8,7 @@ up to the loss of the globe. Ranks that share the members of a sample exchange t
 (`trade_members`): each scores all members of some channels.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import final
@@ -143,6 +143,7 @@ def build_loss(
     scale: Tensor,
     points: ValidPoints | None = None,
     manager: DomainParallelManager | None = None,
+    pressures: Mapping[int, float] | None = None,
 ) -> WeightedLoss:
     """Build the loss of the config for one band of rows.
 
@@ -157,6 +158,7 @@ def build_loss(
             diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
         points: the points with values, if not all have values.
         manager: knows the ranks that have the other rows, or other members; None: there are none.
+        pressures: see `channel_weights`.
 
     Raises:
         UserError: on all ranks, if `loss.variable_weight` or `loss.variable_error` names no output
@@ -165,7 +167,8 @@ def build_loss(
     """
     weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
     band_weights = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
-    by_channel = torch.as_tensor(channel_weights(config, channels.output_channels)).to(scale)
+    channel_weight = channel_weights(config, channels.output_channels, pressures)
+    by_channel = torch.as_tensor(channel_weight).to(scale)
     by_channel = by_channel / by_channel.sum()
     if points is not None:
         valid_weight = points.globe_weight(band_weights)
@@ -206,12 +209,22 @@ def check_channels_have_values(channels: Channels, weights: Tensor) -> None:
             )
 
 
-def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArray[np.float64]:
+def channel_weights(
+    config: LossConfig,
+    channels: tuple[Channel, ...],
+    pressures: Mapping[int, float] | None = None,
+) -> NDArray[np.float64]:
     """Return the weight of each output channel, `(C,)`: its level's times its variable's.
 
-    The weight of a level is proportional to its pressure, with mean 1 over all channels that have a
-    level; that of a surface variable is 1. A channel that `loss.variable_weight` names, such as
-    `temperature_500`, has that weight in place of its variable's.
+    The weight of a level is proportional to its pressure, or to the number of a model level whose
+    pressure is unknown, with mean 1 over all channels that have a level; that of a surface variable
+    is 1. A channel that `loss.variable_weight` names, such as `temperature_500`, has that weight in
+    place of its variable's.
+
+    Args:
+        config: of the loss.
+        channels: of the output.
+        pressures: of each model level; None on pressure levels, or if they are unknown.
 
     Raises:
         UserError: `loss.variable_weight` names no output, or all weights are 0.
@@ -219,14 +232,19 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     named = {channel.name for channel in channels}
     variables = [name for name in config.variable_weight if name not in named]
     check_variables("loss.variable_weight", variables, channels)
-    levels = [channel.level for channel in channels if channel.level is not None]
-    mean_level = sum(levels) / len(levels) if levels else 1.0
+
+    def pressure(level: int) -> float:
+        return level if pressures is None else pressures[level]
+
+    levels = [pressure(channel.level) for channel in channels if channel.level is not None]
+    mean_pressure = sum(levels) / len(levels) if levels else 1.0
 
     def weight(channel: Channel) -> float:
-        by_level = config.level_weight and channel.level is not None
-        level = channel.level / mean_level if by_level and channel.level is not None else 1.0
+        by_level = 1.0
+        if config.level_weight and channel.level is not None:
+            by_level = pressure(channel.level) / mean_pressure
         weight = config.variable_weight.get(channel.variable, 1.0)
-        return level * config.variable_weight.get(channel.name, weight)
+        return by_level * config.variable_weight.get(channel.name, weight)
 
     weights = np.array([weight(channel) for channel in channels])
     if not weights.sum() > 0:

@@ -92,8 +92,16 @@ CASES = {
     ),
     "half of the coefficients": (["data.hybrid={a:[0,1]}"], "data.hybrid: needs {a:"),
     "coefficients that fall": (
-        ["data.hybrid={a:[0,1,0],b:[0,0,0]}"],
-        "data.hybrid: needs pressures .* that rise from the top, got 0, 1, 0 Pa",
+        ["data.hybrid={a:[0,2,0],b:[0,0,0]}"],
+        "data.hybrid: needs pressures .* that rise from the top, got 0, 2, 0 Pa",
+    ),
+    "coefficients that cross over mountains": (
+        ["data.hybrid={a:[0,30000,0,0],b:[0,0,0.4,1]}"],
+        "data.hybrid: needs pressures a [+] b x 5e4 Pa that rise .* got 0, 30000, 20000, 50000 Pa",
+    ),
+    "coefficients in multiples of a pressure": (
+        ["data.hybrid={a:[0,0.2,0],b:[0,0.1,1]}"],
+        "data.hybrid: needs a in Pa, got 0.2 at most. .* multiply them by it",
     ),
     "list in a list": (["model.channels=[[8],16]"], "model.channels: needs a list of integers, "),
     "no list in a list": (

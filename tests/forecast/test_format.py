@@ -158,7 +158,9 @@ def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_p
         ("level", {"standard_name": "model_level_number"}, True),
         ("level", {"long_name": "Model level number"}, True),
         ("level", {"units": "hPa"}, False),
+        ("level", {"standard_name": "air_pressure"}, False),
         ("isobaricInhPa", {}, False),
+        ("level", {}, None),
     ],
 )
 def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):

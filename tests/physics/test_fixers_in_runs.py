@@ -12,9 +12,10 @@ import xarray as xr
 import credit_dp
 from credit_dp.cli.check import inspect_data
 from credit_dp.cli.export import checkpoint
-from credit_dp.config import Config, VariableConfig
+from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.config.data import ROLES
 from credit_dp.costs.budget import plan_step, training_memory
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.zarr import hybrid_coefficients
@@ -22,8 +23,9 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.forecast.format import describe_difference, settings_of
-from credit_dp.physics.columns import hybrid_of
+from credit_dp.physics.columns import NamedChannels, hybrid_of, pressures_of
 from credit_dp.physics.fixers import check_signs
+from credit_dp.training.loss import channel_weights
 from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
@@ -189,6 +191,86 @@ def test_coefficients_come_from_the_config_or_the_store(folder):
     copied = prepared(Path(config.data.store), folder / "copy.zarr", data=roles)
     config.data.name, config.data.store = "prepared", str(copied)
     assert hybrid_of(opened(config)) == air.HYBRID
+
+
+def as_written_by_others(folder: Path) -> Path:
+    """Return a store of model levels whose dim is called `level`, without the coefficients."""
+    path = folder / "called level.zarr"
+    if not path.exists():
+        data = air.dataset("model").drop_vars(["hyai", "hybi"]).rename(hybrid="level")
+        # As every n-th of many model levels: nothing but `data.hybrid` says what they are.
+        data = data.assign_coords(level=[10, 60, 100, 137])
+        air.stores.write(data, path, chunks={"time": 1, "latitude": 4})
+    return path
+
+
+@pytest.mark.slow
+def test_coefficients_make_a_dim_called_level_one_of_model_levels(folder, tmp_path):
+    config = air.atmosphere_config(
+        folder,
+        "model",
+        ["nonnegative", "dry_air"],
+        steps=2,
+        dtype="float32",
+        store=str(as_written_by_others(folder)),
+        hybrid=air.HYBRID,
+    )
+    leave_checkpoint(config)
+    written = forecast(
+        forecast_config(config, tmp_path / "f.zarr", lead="24h", diagnostics="[tcwv]")
+    )
+    with xr.open_zarr(written) as data:
+        assert data["level"].attrs["standard_name"] == "model_level_number"
+        mass = dry_air(data)
+        with xr.open_zarr(config.data.store, consolidated=False) as store:
+            start = dry_air(store.sel(time=data["time"].values))
+        np.testing.assert_allclose(mass, np.broadcast_to(start[:, None], mass.shape), rtol=2e-7)
+        # Column vapour in kg m-2 by hand: the layers' thickness in Pa over gravity.
+        a, b = (np.diff(np.array(air.HYBRID[name]))[:, None, None] for name in "ab")
+        surface = data["surface_pressure"].values.astype(float)[..., None, :, :]
+        humidity = data["specific_humidity"].values.astype(float)
+        column = (humidity * (a + b * surface)).sum(-3) / 9.80665
+        found = data["total_column_water_vapour"].values
+        np.testing.assert_allclose(found, column, rtol=1e-5)
+
+
+def test_a_dim_called_level_needs_its_coefficients(folder):
+    store = str(as_written_by_others(folder))
+    for levels, said in (
+        (None, "has levels of 10 to 137, which are no pressures in hPa down to the ground. If"),
+        ([10, 60], "has levels of 10 to 60, which are no pressures in hPa down to the ground"),
+    ):
+        config = air.atmosphere_config(folder, "model", ["dry_air"], store=store, levels=levels)
+        with pytest.raises(UserError, match=said):
+            inspect_data(config)
+    # Without fixers, too.
+    config = air.atmosphere_config(
+        folder, "model", [], store=store, hybrid={"a": [0.0, 0.0], "b": [0.0, 1.0]}
+    )
+    with pytest.raises(UserError, match="at the 5 interfaces of 4 levels, got 2"):
+        inspect_data(config)
+
+
+def test_levels_of_a_variable_do_not_include_its_fields_on_pressure_levels():
+    """As `T500` beside temperature on model levels."""
+    upper = [Channel(name, level) for name in ("temperature", "u") for level in (1, 2)]
+    named = NamedChannels([*upper, Channel("T500"), Channel("surface_pressure")], {}, None)
+    assert named.select("temperature") == slice(0, 2)
+    assert [named.name(channel) for channel in named.channels[-2:]] == ["T500", "surface_pressure"]
+
+
+def test_the_loss_weighs_model_levels_by_their_pressure(folder):
+    store = str(as_written_by_others(folder))
+    config = air.atmosphere_config(folder, "model", [], store=store, hybrid=air.HYBRID)
+    # By hand from the coefficients over 1000 hPa: interfaces 0, 50, 350, 780 and 1000 hPa.
+    assert pressures_of(opened(config)) == pytest.approx({10: 25, 60: 200, 100: 565, 137: 890})
+    of_store = air.atmosphere_config(folder, "model", [], levels=[4, 2])
+    assert pressures_of(opened(of_store)) == pytest.approx({2: 200, 4: 890})
+    assert pressures_of(opened(air.atmosphere_config(folder, "pressure", []))) is None
+    pressures = {10: 25.0, 137: 75.0}
+    channels = (Channel("temperature", 10), Channel("temperature", 137))
+    found = channel_weights(StandardLossConfig(level_weight=True), channels, pressures)
+    assert found.tolist() == [0.5, 1.5]
 
 
 def test_coefficients_of_cam_are_multiples_of_its_reference_pressure():

@@ -192,7 +192,7 @@ class SelectedFields:
             units={name: converted_unit(self._source, name, self._config) for name in variables},
             standard_names={name: variable.standard_name for name, variable in variables.items()},
             origin=self._source.where,
-            model_levels=any(variable.model_levels for variable in variables.values()),
+            model_levels=any(bool(variable.model_levels) for variable in variables.values()),
             title=self._source.title,
             hybrid=_hybrid_as_lists(self._source),
         )

@@ -4,7 +4,7 @@ The cells have to be the points of a regular grid, so that rows of latitude can 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -21,8 +21,8 @@ from credit_dp.data.sources.base import (
     Times,
     VariableInfo,
     as_slice,
-    check_coordinates,
 )
+from credit_dp.data.sources.coordinates import are_consecutive, check_coordinates
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.stacked import (
     StackedArray,
@@ -138,6 +138,9 @@ class AnemoiVariables:
                 has_time, levels if level is None else (*levels, level), unit
             )
             indices[Channel(variable, level)] = index
+        for name, variable_info in by_long_name.items():
+            if are_consecutive(sorted(variable_info.levels)):  # model levels: no pressures do so
+                by_long_name[name] = replace(variable_info, model_levels=True)
         stored_names = StoredNames.of({**by_stored_name, **by_long_name})
         aliases = {**stored_names.variables.aliases, **by_stored_name}
         return cls(AliasedVariables(by_long_name, aliases), stored_names.under_all_names(indices))

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
-from credit_dp.data.sources.base import GRID_TYPES
+from credit_dp.data.sources.coordinates import GRID_TYPES
 from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import UPPER_AIR_NAMES, long_name
 

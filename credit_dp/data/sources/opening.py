@@ -24,7 +24,7 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
-from credit_dp.data.sources.base import Source
+from credit_dp.data.sources.base import Source, with_model_levels
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.storage import open_zarr_store
@@ -60,6 +60,8 @@ def open_source(config: DataConfig) -> Source:
             date = source.times[0].astype("M8[m]")
             logger.info("%s: its fields at %s are used as static fields", source.where, date)
     source = _join(timed, timeless, config)
+    if config.hybrid:
+        source.variables = with_model_levels(source.variables)
     _log_names(source, config)
     return source
 

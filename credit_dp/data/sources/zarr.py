@@ -27,8 +27,6 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.base import (
-    DIM_ALIASES,
-    HORIZONTAL,
     Fields,
     Indexer,
     ReadCounter,
@@ -36,6 +34,10 @@ from credit_dp.data.sources.base import (
     Times,
     VariableInfo,
     as_slice,
+)
+from credit_dp.data.sources.coordinates import (
+    DIM_ALIASES,
+    HORIZONTAL,
     check_coordinates,
     has_model_levels,
     in_dim_order,
@@ -471,7 +473,9 @@ class GriddedSource(Source):
         return values
 
 
-def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, VariableInfo]:
+def _variables(
+    dataset: xr.Dataset, where: str, model_levels: bool | None
+) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = whole_number_levels(dataset, where, "data.store")
     variables = {}
@@ -483,7 +487,7 @@ def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str,
             units=str(array.attrs.get("units", "")).strip(),
             standard_name=str(array.attrs.get("standard_name", "")),
             problem=_problem(array, dims),
-            model_levels=model_levels and "level" in dims,
+            model_levels=model_levels if "level" in dims else False,
         )
     return variables
 

@@ -354,17 +354,18 @@ class Scorecard:
         }
 
     def spectra_csv(self) -> str:
-        """Return the spectra of the headline channels as CSV, one line for each wavenumber."""
-        rows = []
-        for c in headline_indices(self.channels):
-            variable = name_and_level(self.channels[c])
+        """Return the spectra as CSV, a line for each wavenumber; cells without power are empty."""
+        columns = ("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES)
+        return csv_text(columns, self._spectra_rows())
+
+    def _spectra_rows(self) -> Iterator[Sequence[object]]:
+        """Yield the rows of `spectra_csv`, of which there may be millions."""
+        for c, channel in enumerate(self.channels):
             for lead, hours in enumerate(self.hours):
                 for band, name in enumerate(self.bands):
                     for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
                         cells = [repr(x) if math.isfinite(x) else "" for x in pair]
-                        rows.append((*variable, hours, name, k, *cells))
-        columns = ("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES)
-        return csv_text(columns, rows)
+                        yield (*name_and_level(channel), hours, name, k, *cells)
 
     def rank_histograms_csv(self) -> str:
         """Return the rank histograms as CSV, one line for each rank; the header without members."""
@@ -386,7 +387,9 @@ def name_and_level(channel: Channel) -> tuple[str, int | str]:
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table as CSV."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
     return text.getvalue()
 
 

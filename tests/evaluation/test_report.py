@@ -2,6 +2,7 @@
 
 import base64
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,3 +75,14 @@ def test_the_page_says_that_not_all_variables_are_plotted(channels: int, noted: 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:
     shown = score_image(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), "spread")
     assert "error of the mean" in base64.b64decode(shown.split(",")[1]).decode()
+
+
+def test_the_csv_of_spectra_has_every_variable() -> None:
+    count = MAX_HEADLINES + 3
+    powers = np.arange(2.0 * count).reshape(2, 1, count, 1, 1).repeat(2, 4)
+    many = replace(card({"rmse": [1.0, 2.0, 3.0]}, count), spectra=powers)
+    lines = many.spectra_csv().splitlines()
+    assert lines[0] == "variable,level,lead_hours,band,wavenumber,forecast,truth"
+    assert lines[1:] == [
+        f"x{c},,24,globe,{wave},{c}.0,{c + count}.0" for c in range(count) for wave in (0, 1)
+    ]

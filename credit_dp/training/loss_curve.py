@@ -17,8 +17,10 @@ CURVE_LABELS = {
     "validation_rmse": "validation RMSE\n(standard deviations)",
     "validation_crps": "validation CRPS\n(standard deviations)",
 }
-MIN_ROWS_TO_SMOOTH = 100  # logged steps from which a running mean is drawn as well
-SMOOTHING_DIVISOR = 20  # the running mean is over this fraction of all logged steps
+MIN_ROWS_TO_SMOOTH = 20  # logged steps from which a running mean is drawn as well
+SMOOTHING_DIVISOR = 20  # the running mean is over this fraction of all logged steps,
+MIN_ROWS_OF_MEAN = 5  # and over at least so many
+MAX_MARKERS = 50  # more points are a line without marks
 DECADE = 10.0
 
 
@@ -58,11 +60,13 @@ def curve_points(rows: list[Row], name: str) -> np.ndarray:
 def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """Draw one curve on a log scale, with its running mean if there are many points."""
     many = len(steps) >= MIN_ROWS_TO_SMOOTH
-    marker = "o" if len(steps) < MIN_ROWS_TO_SMOOTH // 2 else ""
-    style: dict[str, Any] = {"color": PALE, "linewidth": 0.8} if many else {"color": SERIES[0]}
+    marker = "o" if len(steps) < MAX_MARKERS else ""
+    style: dict[str, Any] = {"color": SERIES[0]}
+    if many:  # single batches are faint behind their mean
+        style = {"color": PALE, "linewidth": 0.8, "markersize": 2.5}
     axes.plot(steps, values, marker=marker, **style)
     if many:
-        width = len(steps) // SMOOTHING_DIVISOR
+        width = max(len(steps) // SMOOTHING_DIVISOR, MIN_ROWS_OF_MEAN)
         means = np.convolve(values, np.full(width, 1 / width), mode="valid")
         first = width // 2
         label = f"mean of {width} logged steps"

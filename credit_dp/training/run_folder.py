@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,21 +95,35 @@ class RunFolder:
         """The command that repeats the run in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
 
-    def existing_files(self) -> dict[str, Path]:
-        """Return the files to name at the end of a run, by label; plots as a pattern.
+    def last_lines(self) -> list[str]:
+        """Return the lines at the end of a run, which name its files; scores and plots are last.
 
         Files that do not exist are left out: a run that only evaluates has no checkpoints.
         """
         files = {
-            "checkpoint": self.checkpoints,
-            "metrics": self.scores,
-            "training log": self.log,
-            "config": self.config,
-            "plots": self.path / "*.png",
-            "code": self.code,
-            "trace": self.trace,
+            "checkpoint": [self.checkpoints],
+            "training log": [self.log],
+            "config": [self.config],
+            "code": [self.code],
+            "trace": [self.trace],
         }
-        return {label: file for label, file in files.items() if any(self.path.glob(file.name))}
+        plots = [self.map_plot, self.loss_plot, self.rmse_plot, self.spectra_plot, self.errors_plot]
+        results = {"scores": [self.scores], "plots": plots}
+        return [
+            *self._lines(files),
+            f"{'once more':<13}{self.rerun_command}",
+            *self._lines(results),
+        ]
+
+    @staticmethod
+    def _lines(files: Mapping[str, Sequence[Path]]) -> list[str]:
+        """Return a line for each file that exists, the first of a kind with its label."""
+        existing = {label: filter(Path.exists, paths) for label, paths in files.items()}
+        return [
+            f"{'' if number else label:<13}{path}"
+            for label, paths in existing.items()
+            for number, path in enumerate(paths)
+        ]
 
 
 def resolved_yaml(config: Config) -> str:

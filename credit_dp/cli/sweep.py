@@ -33,6 +33,7 @@ from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.report import report_error
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError, counted
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.files import write_bytes_atomic
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import choose_metric
@@ -77,6 +78,21 @@ def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
     """Whether a word is `KEY=VALUE`, with a right or wrong key, and not the path of a folder."""
     key, equals, _ = text.partition("=")
     return bool(equals) and (key in defaults or not Path(text).exists())
+
+
+def metric_png(table: SweepTable) -> bytes | None:
+    """Return the figure of a sweep's metric as PNG; None if no run has the metric."""
+    from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
+
+    figure = draw_metric(table)
+    return None if figure is None else png_bytes(figure)
+
+
+def scaling_png(series: Sequence[ScalingSeries]) -> bytes:
+    """Return the figure of a sweep's scaling as PNG."""
+    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
+
+    return png_bytes(draw_scaling(series))
 
 
 def png_bytes(figure: "Figure") -> bytes:
@@ -153,12 +169,10 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     table = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
     sys.stdout.write("\n".join([*table_lines(table), ""]))
     if keys["out"]:
-        from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
-
         files = {"sweep.csv": table.to_csv().encode(), "sweep.json": table.to_json().encode()}
-        figure = draw_metric(table)
+        figure = draw_or_warn("metric.png", metric_png, table)
         if figure is not None:
-            files["metric.png"] = png_bytes(figure)
+            files["metric.png"] = figure
         written = write_files(Path(os.path.expanduser(keys["out"])), files)
         sys.stdout.write("\n".join(["", *map(str, written), ""]))
     return 0
@@ -262,13 +276,13 @@ def report_scaling(folder: Path) -> None:
 
 def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
     """Write the numbers and the figure, and print their paths."""
-    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
-
     files = {
         "scaling.csv": series_to_csv(series).encode(),
         "scaling.json": series_to_json(series).encode(),
-        "scaling.png": png_bytes(draw_scaling(series)),
     }
+    figure = draw_or_warn("scaling.png", scaling_png, series)
+    if figure is not None:
+        files["scaling.png"] = figure
     sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
 
 

@@ -22,12 +22,14 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp.config import by_dotted_key
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import (
     SERIES,
     SOURCE_LINES,
     escape_mathtext,
     figure_style,
     series_colour,
+    title_text,
     with_unit,
 )
 from credit_dp.evaluation.metric_table import (
@@ -38,7 +40,7 @@ from credit_dp.evaluation.metric_table import (
     Metric,
     metrics_of_comparison,
 )
-from credit_dp.evaluation.plots import add_legend, create_panels
+from credit_dp.evaluation.plots import NUMBER, add_legend, create_panels
 from credit_dp.evaluation.report import figure_data_uri, render_page, table_lead_indices
 from credit_dp.evaluation.scorecard import MODEL, csv_text, headlines, three_digits
 
@@ -411,13 +413,13 @@ class ScoreSection(NamedTuple):
     """A metric's section of a comparison.
 
     Attributes:
-        image: `data:` URI of its curves.
+        image: `data:` URI of its curves; None if they could not be drawn.
         wins: says how often each result is the best; may be empty.
         rows: of the table.
     """
 
     metric: Metric
-    image: str
+    image: str | None
     wins: str
     rows: list[ComparisonRow]
 
@@ -434,7 +436,7 @@ def comparison_page(comparison: Comparison) -> str:
         scores=[
             ScoreSection(
                 METRICS[score],
-                curves_image(comparison, score),
+                draw_or_warn(score, curves_image, comparison, score),
                 describe_wins(comparison, score),
                 rows_for_table(comparison, score),
             )
@@ -479,7 +481,7 @@ def curves_image(comparison: Comparison, score: str) -> str:
     rows, first = comparison.global_rows(score), comparison.results[0]
     names = list(dict.fromkeys(row.key.channel for row in rows))
     channels = [names[index] for index in headlines(names)]
-    figure, axes_of = create_panels(len(channels))
+    figure, axes_of = create_panels(len(channels), labels=[*comparison.names, *BASELINES])
     for axes, channel in zip(axes_of, channels, strict=True):
         by_lead = sorted(
             (row for row in rows if row.key.channel == channel), key=lambda row: row.key.hours
@@ -496,8 +498,9 @@ def curves_image(comparison: Comparison, score: str) -> str:
             values = [first.scores[row.key].get(source, np.nan) for row in by_lead]
             if np.isfinite(values).any():
                 axes.plot(days, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
-        axes.set_title(escape_mathtext(channel))
+        axes.set_title(title_text(channel))
+        axes.yaxis.set_major_formatter(NUMBER)
         axes.set_xlabel("lead time (days)")
         axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
-    add_legend(figure, axes_of[0])
+    add_legend(figure, axes_of)
     return figure_data_uri(figure, "svg")

@@ -36,6 +36,7 @@ SERIES = (
     "#1797a6", "#d16ba5", "#7a5230", "#7d8f2a", "#111111",
 )  # fmt: skip
 PALE = "#9db4d8"  # single values behind their mean, which has the first colour of `SERIES`
+NO_VALUE = "#d4d4d4"  # cells of a map without a value
 REFERENCE = "#888888"  # reference lines: zero, the ideal, a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
@@ -68,6 +69,8 @@ RC_PARAMS: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",  # text, not outlines of glyphs
     "svg.hashsalt": "credit_dp",  # matplotlib's ids are random by default: files would differ
 }
+
+PANEL_CHARACTERS = 44  # of a title that fits above a panel of curves
 
 # The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
 EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
@@ -111,6 +114,21 @@ def longitude_label(degrees: float) -> str:
 def escape_mathtext(text: str) -> str:
     """Escape dollar signs, between which matplotlib would read a formula."""
     return text.replace("$", r"\$")
+
+
+def title_text(text: str, width: int = PANEL_CHARACTERS) -> str:
+    """Return a title with line breaks after commas and underscores, to fit into so many characters.
+
+    A panel of curves has room for two lines.
+    """
+    lines = []
+    while len(text) > width:
+        cut = 1 + max(text.rfind(mark, 0, width) for mark in ",_")
+        if not cut:
+            break
+        lines.append(text[:cut])
+        text = text[cut:].lstrip()
+    return escape_mathtext("\n".join([*lines, text]))
 
 
 def with_unit(name: str, unit: str) -> str:

@@ -23,6 +23,7 @@ from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid, coasts_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
@@ -493,13 +494,13 @@ def example_map(
     truth = held_out.fields(times + lead * held_out.step)
     # Denormalise both on the local rows, then gather the one channel that is drawn.
     local = held_out.denormalise(torch.cat([last, truth]))[:, index]
-    coasts = coasts_of(store.source) if manager.rank == 0 else NO_LINES
+    coasts = draw_or_warn("coasts", coasts_of, store.source) if manager.rank == 0 else None
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
         title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
         unit=unit_of(store, channel.variable),
         forecast=gather_field(local[0], manager),
         truth=gather_field(local[1], manager),
-        grid=MapGrid(store.latitude, store.longitude, coasts),
+        grid=MapGrid(store.latitude, store.longitude, NO_LINES if coasts is None else coasts),
         bounds=manager.partition(len(store.latitude)).bounds,
     )

@@ -18,6 +18,7 @@ from credit_dp.data.grid import FULL_CIRCLE, row_edges
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
+    NO_VALUE,
     REFERENCE,
     SEQUENTIAL,
     SOURCE_LINES,
@@ -27,6 +28,7 @@ from credit_dp.evaluation.figure_style import (
     power_label,
     power_of_ten_label,
     series_colour,
+    title_text,
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
@@ -47,11 +49,13 @@ def draw_map(field: FieldMap, path: Path) -> None:
         UserError: the file can't be written.
     """
     error = field.forecast - field.truth
-    low, high = np.nanpercentile(np.stack([field.truth, field.forecast]), [0.5, 99.5])
     # Percentiles, so that single extreme points do not set the scale; a constant field needs some
     # span, too.
-    far = max(float(np.nanpercentile(np.abs(error), 99.5)), 1e-30)
-    shared = Normalize(float(low), float(high) if high > low else float(low) + 1e-30)
+    both = np.stack([field.truth, field.forecast])
+    low = _finite_percentile(both, 100 - COLOUR_PERCENTILE)
+    high = _finite_percentile(both, COLOUR_PERCENTILE)
+    far = _colour_limit(np.abs(error))
+    shared = Normalize(low, high if high > low else low + MIN_COLOUR_SPAN)
     figure = Figure(figsize=(8.0, 11.0), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
     draw_panel(panels[0], field, field.forecast, "forecast", (SEQUENTIAL, shared))
@@ -59,7 +63,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
     draw_panel(panels[2], field, error, "forecast - truth", (DIVERGING, Normalize(-far, far)))
     bands = len(field.bounds) - 1
     dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
-    figure.suptitle(escape_mathtext(field.title) + dashed)
+    figure.suptitle(title_text(field.title, MAP_CHARACTERS) + dashed)
     save_figure(figure, path)
 
 
@@ -75,9 +79,13 @@ def draw_panel(
 
 
 def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourScale) -> None:
-    """Draw the cells of a map `(H, W)` with coasts, and with ticks at multiples of 30 or 60."""
+    """Draw the cells of a map `(H, W)` with coasts, and with ticks at multiples of 30 or 60.
+
+    Cells without a value are grey.
+    """
     cmap, norm = colours
     axes.grid(visible=False)
+    axes.set_facecolor(NO_VALUE)
     axes.spines[:].set_visible(True)
     longitudes = column_edges(grid.longitude)
     axes.pcolormesh(
@@ -147,31 +155,41 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 PANEL_COLUMNS = 3
 PANEL_INCHES = (3.6, 2.7)  # width, height
-LEGEND_INCHES = 0.4  # two lines
+LEGEND_INCHES = 0.4  # of two lines
+LEGEND_LINE_INCHES = 0.17
 LEGEND_COLUMNS = 4
+CHARACTER_INCHES = 0.07  # of a legend
 TITLE_INCHES = 0.3
-COLOUR_PERCENTILE = 99.5  # of the errors, the end of the colour bar
+COLOUR_PERCENTILE = 99.5  # of the values, the end of the colour bar
+MIN_COLOUR_SPAN = 1e-30  # of a colour bar, for fields that are the same everywhere
 MAX_POWER_TICKS = 7  # on the axis of a spectrum
 MIN_POWER_RATIO = 100.0  # largest to smallest power; beyond, ticks are powers of ten
+MAX_POWER_DEFICIT = 30.0  # how far below the other source's power the axis of a spectrum reaches
+NO_SPECTRUM = "no row has values at all points"
 WAVENUMBER_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+NUMBER = "{x:g}"  # ticks as 2e-05: a common factor above the axis would be on the title
+MAP_CHARACTERS = 80  # of a title that fits above a map
 MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 
 
-def create_panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
-    """Return a figure with room for a legend above, and `count` axes."""
+def create_panels(
+    count: int, title: str = "", labels: Sequence[str] = ()
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with room for a legend with `labels` above, and `count` axes."""
     columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
-    top = LEGEND_INCHES + (TITLE_INCHES if title else 0.0)
     width = PANEL_INCHES[0] * columns
+    lines = -(-len(labels) // legend_columns(labels, width))
+    top = LEGEND_INCHES + LEGEND_LINE_INCHES * max(0, lines - 2) + (TITLE_INCHES if title else 0.0)
     height = PANEL_INCHES[1] * rows + top
     figure = Figure(figsize=(width, height))
     # Fixed margins: a layout engine takes longer than drawing the curves.
     figure.subplots_adjust(
-        left=0.75 / width,
+        left=0.8 / width,
         right=1 - 0.15 / width,
         bottom=0.5 / height,
-        top=1 - (top + 0.25) / height,
-        wspace=0.32,
+        top=1 - (top + 0.35) / height,
+        wspace=0.34,
         hspace=0.42,
     )
     if title:
@@ -182,14 +200,24 @@ def create_panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def add_legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """Return how many columns a legend has in a figure of so many inches."""
+    longest = max(map(len, labels), default=0)
+    return max(1, min(LEGEND_COLUMNS, int(width / (0.5 + CHARACTER_INCHES * longest))))
+
+
+def add_legend(figure: Figure, panels: Sequence[Axes], below: float = 0.0) -> None:
     """Add a legend of the curves above all panels, `below` inches from the top."""
-    handles, labels = axes.get_legend_handles_labels()
+    # All panels have the same curves, but for those without a spectrum.
+    legends = [axes.get_legend_handles_labels() for axes in panels]
+    handles, labels = max(legends, key=lambda legend: len(legend[1]))
+    if not labels:
+        return
     figure.legend(
         handles,
         labels,
         loc="upper left",
-        ncols=min(len(labels), LEGEND_COLUMNS),
+        ncols=min(len(labels), legend_columns(labels, figure.get_figwidth())),
         bbox_to_anchor=(0, 1 - below / figure.get_figheight()),
     )
 
@@ -214,22 +242,32 @@ def draw_scores(
             marker="o" if len(leads) < 12 else "",
             **SOURCE_LINES[source],
         )
-    axes.set_title(escape_mathtext(title))
+    axes.set_title(title_text(title))
     axes.set_ylabel(label)
+    axes.yaxis.set_major_formatter(NUMBER)
     axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})")
     if len(leads) < 5:
         axes.set_xticks(leads)
 
 
 def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
-    """Draw the power `(W // 2 + 1,)` of each source by zonal wavenumber, starting at 1."""
+    """Draw the power `(W // 2 + 1,)` of each source by zonal wavenumber, starting at 1.
+
+    Without any power, as of a field that has missing values in each row, a text says so.
+    """
+    axes.set_title(title_text(name))
+    if not any(map(has_power, powers.values())):
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, NO_SPECTRUM, transform=axes.transAxes, ha="center")
+        return
+    waves = np.arange(1, len(next(iter(powers.values()))))
     for source, spectrum in powers.items():
         power = spectrum[1:]
-        waves = np.arange(1, len(power) + 1)
         positive = np.where(power > 0, power, np.nan)  # a logarithmic axis has no zero
         axes.plot(waves, positive, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(bottom=lowest_power(np.stack(list(powers.values()))))
     # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
     axes.xaxis.set_major_locator(FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)]))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -239,9 +277,29 @@ def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit:
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
         axes.yaxis.set_major_formatter(power_of_ten_label)
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_title(escape_mathtext(name))
     axes.set_xlabel("zonal wavenumber")
     axes.set_ylabel(power_label(unit))
+
+
+def has_power(spectrum: np.ndarray) -> bool:
+    """Whether there is power, `(..., W // 2 + 1)`, at a wavenumber above 0."""
+    return bool((spectrum[..., 1:] > 0).any())  # NaN, of missing values, is not
+
+
+def lowest_power(spectra: np.ndarray) -> float | None:
+    """Return where the axis of spectra `(sources, W // 2 + 1)` ends; None to show all of them.
+
+    Below it there is only what a float32 field has from rounding, or the power of one source where
+    the other has far more, as in a truth that ends at some wavenumber.
+    """
+    power = np.where(spectra > 0, spectra, np.nan)[:, 1:]
+    power = power[:, np.isfinite(power).any(axis=0)]
+    higher = float(np.nanmax(power, axis=0).min())
+    # Errors of values near the mean, spread evenly over all wavenumbers.
+    columns = 2 * (spectra.shape[1] - 1)
+    rounding = float(np.finfo(np.float32).eps) ** 2 * float(np.nanmax(spectra[:, 0])) / columns
+    end = max(higher / MAX_POWER_DEFICIT, rounding if rounding < np.nanmax(power) else 0.0)
+    return end if np.nanmin(power) < end else None
 
 
 def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: str) -> None:
@@ -252,15 +310,22 @@ def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: 
         axes.stairs(frequencies * len(frequencies), edges, label=label, color=series_colour(number))
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(escape_mathtext(name))
+    axes.set_title(title_text(name))
     axes.set_xlabel("rank of the truth")
     axes.set_ylabel("relative frequency")
 
 
-def draw_error_maps(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
+def draw_error_maps(
+    grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str, title: str = ""
+) -> Figure:
     """Return a figure with root-mean-square and mean error on each grid point, side by side."""
-    figure = Figure(figsize=(9.6, 2.7))
-    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
+    above = TITLE_INCHES if title else 0.0
+    height = 2.7 + above
+    figure = Figure(figsize=(9.6, height))
+    top = 1 - (above + 0.36) / height
+    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.24 / height, top=top, wspace=0.14)
+    if title:
+        figure.suptitle(title, y=1 - 0.08 / height, va="top")
     rmse_limit = _colour_limit(rmse)
     bias_limit = _colour_limit(np.abs(bias))
     parts = (
@@ -281,8 +346,13 @@ def draw_error_maps(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str
 
 
 def _colour_limit(values: np.ndarray) -> float:
+    return max(_finite_percentile(values, COLOUR_PERCENTILE), MIN_COLOUR_SPAN)
+
+
+def _finite_percentile(values: np.ndarray, percentile: float) -> float:
+    """Return a percentile of the finite values; 0 if there are none."""
     finite = values[np.isfinite(values)]
-    return max(float(np.percentile(finite, COLOUR_PERCENTILE)) if len(finite) else 0.0, 1e-30)
+    return float(np.percentile(finite, percentile)) if len(finite) else 0.0
 
 
 @figure_style()
@@ -300,7 +370,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
         label = with_unit(metric.label, metric.unit(scores.units[c]))
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
-    add_legend(figure, panels[0], below=TITLE_INCHES)
+    add_legend(figure, panels, below=TITLE_INCHES)
     save_figure(figure, path)
 
 
@@ -309,7 +379,7 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
     """Write a PNG with power by zonal wavenumber: a row per channel, a column per latitude band.
 
     Raises:
-        UserError: the file can't be written.
+        UserError: no channel has a spectrum, or the file can't be written.
     """
     forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
     title = f"Zonal power spectra, {forecasts}"
@@ -322,13 +392,27 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
         powers = dict(zip(SPECTRA_SOURCES, spectra, strict=True))
         name = f"{scores.channels[c]}, {list(LATITUDE_BANDS)[band]}"
         draw_spectrum(axes, powers, name, scores.units[c])
-    add_legend(figure, panels[0], below=TITLE_INCHES)
+    add_legend(figure, panels, below=TITLE_INCHES)
     save_figure(figure, path)
 
 
 def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[int]:
-    """Return the map's channel, if it has spectra, and one channel with another unit."""
-    available = last.spectra_channels
+    """Return the map's channel, if it has spectra, and one channel with another unit.
+
+    Channels without power in one of the latitude bands are left out if there are others.
+
+    Raises:
+        UserError: no channel has power in any band.
+    """
+    spectra = dict(zip(last.spectra_channels, last.spectra.swapaxes(0, 1), strict=True))
+    some = [c for c, both in spectra.items() if has_power(both)]
+    if not some:
+        raise UserError(
+            "a spectrum needs a row with values at all points that are not all equal, which no "
+            "variable has"
+        )
+    complete = [c for c in some if all(has_power(band) for band in spectra[c].swapaxes(0, 1))]
+    available = complete or some
     first = last.map_channel if last.map_channel in available else available[0]
     others = [c for c in available if scores.units[c] != scores.units[first]]
     return [first, *(others or [c for c in available if c != first])[:1]]
@@ -345,7 +429,7 @@ def draw_last_lead_errors(
     """
     unit = scores.units[last.map_channel]
     name = scores.channels[last.map_channel]
-    figure = draw_error_maps(grid, last.rmse, last.bias, unit)
     forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
-    figure.suptitle(f"{escape_mathtext(name)}, {forecasts}")
+    title = f"{escape_mathtext(name)}, {forecasts}"
+    figure = draw_error_maps(grid, last.rmse, last.bias, unit, title)
     save_figure(figure, path)

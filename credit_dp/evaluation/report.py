@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, Better, Metric
 from credit_dp.evaluation.metrics import ErrorMap
@@ -29,6 +30,7 @@ from credit_dp.evaluation.plots import (
     draw_rank_histogram,
     draw_scores,
     draw_spectrum,
+    has_power,
 )
 from credit_dp.evaluation.scorecard import (
     MAX_HEADLINES,
@@ -54,7 +56,7 @@ def score_image(card: Scorecard, name: str) -> str:
         label = with_unit(metric.label, metric.unit(card.units[c]))
         draw_scores(axes, card.hours, values, card.channels[c].name, label)
         mark_ideal(axes, metric.better)
-    add_legend(figure, panels[0])
+    add_legend(figure, panels)
     return figure_data_uri(figure, "svg")
 
 
@@ -74,14 +76,22 @@ def mark_ideal(axes: Axes, better: Better) -> None:
 
 @figure_style()
 def spectra_image(card: Scorecard, band: int) -> str:
-    """Return spectra at the longest lead time, one panel per headline channel, as `data:` URI."""
-    channels = headline_indices(card.channels)
+    """Return spectra at the longest lead time, one panel per headline channel, as `data:` URI.
+
+    Channels without a spectrum are left out.
+    """
+    channels = [c for c in headline_indices(card.channels) if has_spectrum(card, c, band)]
     figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
         powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
         draw_spectrum(axes, powers, card.channels[c].name, card.units[c])
-    add_legend(figure, panels[0])
+    add_legend(figure, panels)
     return figure_data_uri(figure, "svg")
+
+
+def has_spectrum(card: Scorecard, channel: int, band: int) -> bool:
+    """Whether a channel has a spectrum at the longest lead time."""
+    return has_power(card.spectra[:, -1, channel, band])
 
 
 @figure_style()
@@ -93,7 +103,7 @@ def rank_histogram_image(card: Scorecard) -> str:
     for axes, c in zip(panels, channels, strict=True):
         leads = {f"{card.hours[lead]} h": histograms[lead, c] for lead in shown_leads(card)}
         draw_rank_histogram(axes, leads, card.channels[c].name)
-    add_legend(figure, panels[0])
+    add_legend(figure, panels)
     return figure_data_uri(figure, "svg")
 
 
@@ -139,6 +149,7 @@ def render_page(template: str, **content: object) -> str:
 
 def scorecard_page(card: Scorecard) -> str:
     """Return the page as HTML text."""
+    ensemble = card.rank_histograms is not None
     return render_page(
         "scorecard.html",
         title=f"Scorecard of {card.forecast}",
@@ -148,8 +159,13 @@ def scorecard_page(card: Scorecard) -> str:
         scores=[score_section(card, name) for name in card.scores],
         hours=card.hours[-1],
         spectra=spectra_by_band(card),
-        maps=[(map_title(card, errors), error_map_image(card, errors)) for errors in card.maps],
-        ranks=None if card.rank_histograms is None else rank_histogram_image(card),
+        maps=[
+            (title, draw_or_warn(title, error_map_image, card, errors))
+            for errors in card.maps
+            for title in [map_title(card, errors)]
+        ],
+        ensemble=ensemble,
+        ranks=draw_or_warn("rank histograms", rank_histogram_image, card) if ensemble else None,
         regions={region: region_tables(card, region) for region in card.regions},
     )
 
@@ -204,18 +220,18 @@ class ScoreSection(NamedTuple):
     """A metric's section of a scorecard.
 
     Attributes:
-        image: `data:` URI of its curves.
+        image: `data:` URI of its curves; None if they could not be drawn.
     """
 
     metric: Metric
-    image: str
+    image: str | None
     table: ScoreTable
 
 
 def score_section(card: Scorecard, name: str) -> ScoreSection:
     """Return the section of a score over the globe."""
     table = score_table(card, name, card.scores[name], name)
-    return ScoreSection(METRICS[name], score_image(card, name), table)
+    return ScoreSection(METRICS[name], draw_or_warn(name, score_image, card, name), table)
 
 
 def region_tables(card: Scorecard, region: str) -> list[ScoreTable]:
@@ -247,13 +263,29 @@ def score_cells(metric: Metric, values: Array) -> list[ScoreCell]:
     ]
 
 
-def spectra_by_band(card: Scorecard) -> dict[str, str]:
-    """Return images of spectra by latitude band, for bands that have any."""
-    return {
-        name: spectra_image(card, band)
-        for band, name in enumerate(card.bands)
-        if np.isfinite(card.spectra[:, -1, :, band]).any()
-    }
+class SpectraSection(NamedTuple):
+    """The spectra of a latitude band.
+
+    Attributes:
+        image: `data:` URI; None if they could not be drawn.
+        without: headline channels that have no spectrum.
+    """
+
+    band: str
+    image: str | None
+    without: list[str]
+
+
+def spectra_by_band(card: Scorecard) -> list[SpectraSection]:
+    """Return the spectra of the latitude bands that have any."""
+    sections = []
+    for band, name in enumerate(card.bands):
+        channels = headline_indices(card.channels)
+        without = [card.channels[c].name for c in channels if not has_spectrum(card, c, band)]
+        if len(without) < len(channels):
+            image = draw_or_warn(f"spectra of {name}", spectra_image, card, band)
+            sections.append(SpectraSection(name, image, without))
+    return sections
 
 
 def map_title(card: Scorecard, errors: ErrorMap) -> str:

@@ -31,8 +31,9 @@ from credit_dp.evaluation.alignment import (
     translate_error_keys,
 )
 from credit_dp.evaluation.blocks import Block, Fields, read_blocks, variable_slices
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.maps import coasts_of
+from credit_dp.evaluation.maps import NO_LINES, coasts_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
@@ -446,6 +447,7 @@ class Scorer:
             for region in results[0].scores
         }
         ranks = [one.ranks for one in results if one.ranks is not None]
+        coasts = draw_or_warn("coasts", coasts_of, truth.source)
         card = Scorecard(
             forecast=redact_secrets(request.forecast),
             truth=", ".join(map(redact_secrets, request.truth)),
@@ -459,7 +461,7 @@ class Scorer:
             ),
             latitude=truth.latitude,
             longitude=truth.longitude,
-            coasts=coasts_of(truth.source),
+            coasts=NO_LINES if coasts is None else coasts,
             scores=regions.pop(GLOBAL),
             spectra=torch.cat([one.spectra for one in results], dim=2).numpy(),
             bands=tuple(LATITUDE_BANDS),

@@ -10,11 +10,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from credit_dp.evaluation.figure_style import PALE, REFERENCE, SERIES, figure_style, series_colour
+from credit_dp.evaluation.plots import legend_columns
 from credit_dp.sweeps.read import Job, metric_of, parse_number
 from credit_dp.sweeps.scaling import Kind, ScalingSeries, StepTiming, is_oversubscribed
 from credit_dp.sweeps.tables import SweepTable, swept_values
 
 MARKERS = "osD^vPX*"
+METRIC_INCHES = 7.5  # width of the figure of a metric
 MAX_LABELLED = 12  # lines in a legend, or values on an axis
 MIN_RELATIVE_SPAN = 1e-4  # minimum span of the axis, relative: hides differences of rounding
 REPEAT_KEYS = ("seed",)  # runs that differ only in these are repeats
@@ -33,7 +35,7 @@ def draw_metric(table: SweepTable) -> Figure | None:
     scored = [job for job in table.sweep.jobs if metric_of(job, table.metric) is not None]
     if not scored:
         return None
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(METRIC_INCHES, 5.4), layout="constrained")
     axes = figure.subplots()
     keys = [key for key in table.sweep.keys if key not in REPEAT_KEYS] or list(table.sweep.keys)
     along = axis_key(scored, keys)
@@ -89,8 +91,10 @@ def draw_lines(
     if high - low < MIN_RELATIVE_SPAN * abs(high):
         axes.set_ylim(low - MIN_RELATIVE_SPAN * abs(low), high + MIN_RELATIVE_SPAN * abs(high))
     if others:
-        title = f" (first {MAX_LABELLED} of {len(lines)})" if len(lines) > MAX_LABELLED else ""
-        axes.legend(title=title or None)
+        title = f"first {MAX_LABELLED} of {len(lines)}" if len(lines) > MAX_LABELLED else None
+        # Below the axes: inside them it would cover lines.
+        columns = legend_columns(axes.get_legend_handles_labels()[1], METRIC_INCHES)
+        axes.figure.legend(loc="outside lower center", ncols=columns, title=title)
 
 
 def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, list[float]]:

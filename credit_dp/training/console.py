@@ -222,7 +222,12 @@ def collect_data_notes() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        notes += notes_of(handler.pop_all())
+        records = handler.pop_all()
+        notes += notes_of(records)
+        for record in records:
+            # The handler above kept it from the terminal, unless there was another handler.
+            if record.levelno >= WARNING and not logger.hasHandlers():
+                logger.handle(record)
 
 
 def notes_of(records: Iterable[LogRecord]) -> list[str]:

@@ -4,9 +4,10 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -28,6 +29,7 @@ from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError, shell_argument
+from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.held_out import (
     HeldOutData,
     LastLeadAccumulator,
@@ -353,10 +355,9 @@ class _Run:
         with self.training.trainer.state.eval_mode():
             field = example_map(self.training.ensemble.rollout, dates, self.manager)
         if self._is_rank_0:
-            self.draw(scores, last, field)
-        for label, path in self.folder.existing_files().items():
-            self.screen.show(f"{label:<13}{path}")
-        self.screen.show(f"{'once more':<13}{self.folder.rerun_command}")
+            draw_or_warn("plots", self.draw, scores, last, field)
+        for line in self.folder.last_lines():
+            self.screen.show(line)
 
     def draw(self, scores: HeldOutScores, last: LastLeadDiagnostics, field: FieldMap) -> None:
         """Draw the plots of a run; matplotlib is imported here, so on rank 0 alone."""
@@ -368,8 +369,12 @@ class _Run:
         )
         from credit_dp.training.loss_curve import draw_loss
 
-        draw_map(field, self.folder.map_plot)
-        draw_loss(self.folder.log, self.folder.loss_plot)
-        draw_rmse(scores, last.spectra_channels, self.folder.rmse_plot)
-        draw_spectra(scores, last, self.folder.spectra_plot)
-        draw_last_lead_errors(scores, last, field.grid, self.folder.errors_plot)
+        plots: dict[Path, Callable[[Path], None]] = {
+            self.folder.map_plot: partial(draw_map, field),
+            self.folder.loss_plot: partial(draw_loss, self.folder.log),
+            self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
+            self.folder.spectra_plot: partial(draw_spectra, scores, last),
+            self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
+        }
+        for path, draw in plots.items():
+            draw_or_warn(path.name, draw, path)

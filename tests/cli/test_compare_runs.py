@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.invocation import answer
+from tests.plots import failing_plots
 
 CONFIG = (
     "run:\n  name: {name}\n  dir: x\noptimizer:\n  lr: {lr}\ndata:\n  name: zarr\n  store: {s}\n"
@@ -172,3 +173,21 @@ def test_refused_in_one_line(tmp_path, monkeypatch):
         assert part in complaints
     b = run(tmp_path, "b")
     assert f"{a}: exists already" in compare(monkeypatch, a, b, f"out={a}")[2]
+
+
+def test_a_figure_that_fails_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such axis")
+
+    runs = [str(run(tmp_path, name)) for name in ("a", "b")]
+    monkeypatch.setattr("credit_dp.evaluation.comparison.create_panels", fail)
+    with failing_plots():
+        code, _, _ = answer(
+            monkeypatch, "compare", *runs, f"out={tmp_path / 'out'}", program="credit-dp"
+        )
+    assert code == 0
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "<img" not in page
+    assert "z_500" in page

@@ -3,16 +3,21 @@
 import base64
 import csv
 import json
+import logging
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import xarray as xr
 
+from credit_dp.evaluation.metrics import EARTH_RADIUS, LATITUDE_BANDS
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer
 from tests.evaluation import forecasts
+from tests.plots import failing_plots
 
 FILES = ["rank_histograms.csv", "scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
 
@@ -121,6 +126,74 @@ def check_page(text: str, results: dict[str, object]) -> None:
     for line in lines:
         wanted = scores[line[0]]["rmse"]["24h"].values()
         assert [float(cell) for cell in line[2:]] == pytest.approx(list(wanted), rel=6e-3)
+
+
+SEA = "sea_surface_temperature"
+BAND = "60S to 30S"
+LAND = [(0, slice(None)), (2, 3), (4, slice(0, 2))]  # none in the row at 45 degrees south
+
+
+@pytest.fixture(scope="module")
+def sea_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with truth, climatology and forecast of a temperature without values on land."""
+    path = tmp_path_factory.mktemp("sea")
+    observed = forecasts.truth()[["2m_temperature"]]
+    observed[SEA] = observed["2m_temperature"] + 5
+    for row, column in LAND:
+        observed[SEA].values[:, row, column] = np.nan
+    mean = forecasts.climatology(observed.assign_coords(level=[500])).fillna(290)
+    # The forecast has values on land, too, which are not scored.
+    made = forecasts.forecast(observed.fillna(300))
+    for name, data in {"truth": observed, "forecast": made, "climatology": mean}.items():
+        forecasts.write(data, path / f"{name}.zarr")
+    return path
+
+
+def test_fields_with_points_without_values_have_all_figures(
+    monkeypatch: pytest.MonkeyPatch, sea_stores: Path
+) -> None:
+    code, _, complaints = ask(monkeypatch, sea_stores, f"masked=[{SEA}]")
+    assert (code, complaints) == (0, "")
+    page = (sea_stores / "new" / "scorecard.html").read_text()
+    names = r"all points, or they are all\s*equal: ([^<]*)\.</p>"
+    assert re.findall(names, page) == [SEA, SEA]  # of the bands with land in their only row
+    assert "This figure could not be drawn" not in page
+    made = xr.open_zarr(sea_stores / "forecast.zarr", consolidated=False)
+    observed = xr.open_zarr(sea_stores / "truth.zarr", consolidated=False)
+    found = list(csv.DictReader((sea_stores / "new" / "spectra.csv").read_text().splitlines()))
+    assert {row["variable"] for row in found} == {"2m_temperature", SEA}
+    assert {row["band"] for row in found if row["variable"] == SEA and row["truth"]} == {BAND}
+    for name in ("2m_temperature", SEA):
+        day = made[name].isel(latitude=6).sel(prediction_timedelta=np.timedelta64(24, "h"))
+        now = observed[name].isel(latitude=6).sel(time=day["time"] + np.timedelta64(24, "h"))
+        rows = [row for row in found if row["variable"] == name and row["band"] == BAND]
+        rows = [row for row in rows if row["lead_hours"] == "24"]
+        assert [row["wavenumber"] for row in rows] == ["0", "1", "2", "3", "4"]
+        for source, field in (("forecast", day), ("truth", now)):
+            waves = np.fft.rfft(field.values.astype(float), axis=-1) / 8
+            power = (np.abs(waves) ** 2).mean(axis=0) * 2 * np.pi * EARTH_RADIUS * np.sqrt(0.5)
+            power[1:] *= 2
+            assert [float(row[source]) for row in rows] == pytest.approx(power, rel=1e-9)
+
+
+def test_a_figure_that_fails_costs_only_itself(
+    monkeypatch: pytest.MonkeyPatch, sea_stores: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such axis")
+
+    monkeypatch.setattr("credit_dp.evaluation.report.draw_spectrum", fail)
+    monkeypatch.setattr("credit_dp.evaluation.score.coasts_of", fail)
+    with failing_plots():
+        code, said, _ = ask(monkeypatch, sea_stores, f"masked=[{SEA}]", "out=without")
+    assert code == 0
+    assert said.endswith("without/scorecard.html\n")
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    lines = [line.partition(":")[0] for line in warnings]
+    assert lines == ["coasts", *(f"spectra of {band}" for band in LATITUDE_BANDS)]
+    page = (sea_stores / "without" / "scorecard.html").read_text()
+    assert page.count("This figure could not be drawn") == 3
+    assert sorted(path.name for path in (sea_stores / "without").iterdir()) == FILES[1:]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Maps and the plots of a run: their data, collected on bands of rows, and the figures."""
 
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from credit_dp.data.grid import row_edges
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.figure_style import unit_label
+from credit_dp.evaluation.figure_style import NO_VALUE, PALE, SERIES, title_text, unit_label
 from credit_dp.evaluation.held_out import (
     HeldOutData,
     LastLeadAccumulator,
@@ -24,7 +25,19 @@ from credit_dp.evaluation.held_out import (
 )
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
 from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights
-from credit_dp.evaluation.plots import channels_to_draw, column_edges, draw_map, draw_panel
+from credit_dp.evaluation.plots import (
+    NO_SPECTRUM,
+    channels_to_draw,
+    column_edges,
+    create_panels,
+    draw_error_maps,
+    draw_map,
+    draw_panel,
+    draw_spectra,
+    draw_spectrum,
+    legend_columns,
+    lowest_power,
+)
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from credit_dp.training.loggers import FIRST_COLUMNS
@@ -200,13 +213,113 @@ def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
     assert curve_points(rows, "validation_rmse").shape == (0, 2)
 
 
-def test_many_steps_have_a_running_mean() -> None:
-    steps = np.arange(1.0, 201)
+@pytest.mark.parametrize(("count", "width", "first"), [(200, 10, 6), (45, 5, 3)])
+def test_many_steps_have_a_running_mean(count: int, width: int, first: int) -> None:
+    steps = np.arange(1.0, count + 1)
     axes = Figure().subplots()
     draw_curve(axes, steps, 1 / steps)
     curve, mean = axes.lines
-    assert len(curve.get_xdata()) == 200
+    assert len(curve.get_xdata()) == count
     x, y = mean.get_data()
-    assert y[0] == pytest.approx(np.mean(1 / steps[:10]))
-    assert x[0] == 6
+    assert y[0] == pytest.approx(np.mean(1 / steps[:width]))
+    assert x[0] == first
+    assert (curve.get_color(), mean.get_color()) == (PALE, SERIES[0])
+    assert curve.get_linewidth() < mean.get_linewidth()
     assert axes.get_yscale() == "log"
+
+
+def test_few_steps_have_no_running_mean() -> None:
+    axes = Figure().subplots()
+    draw_curve(axes, np.arange(1.0, 20), np.arange(1.0, 20))
+    assert len(axes.lines) == 1
+
+
+def power(*values: float) -> np.ndarray:
+    """The power of wavenumbers 0, 1, 2, ..."""
+    return np.array(values)
+
+
+@pytest.mark.parametrize(
+    ("forecast", "truth", "lowest"),
+    [
+        # The truth ends at wavenumber 3, where the forecast has 300: a thirtieth of that.
+        (power(1e9, 9e4, 3e3, 300), power(1e9, 9e4, 3e3, 1e-9), 10.0),
+        # Rounding of 6 values: a sixth of float32's epsilon squared, 1.4e-14, of the mean's power.
+        (power(1e15, 9e4, 3e3, 0.5), power(1e15, 9e4, 200, 0.5), 1e15 * 2.0**-46 / 6),
+        (power(1e9, 9e4, 3e3, 100), power(1e9, 9e4, 3e3, 300), None),
+        (power(0, 9e4, np.nan, 100), power(0, 9e4, np.nan, 300), None),
+    ],
+)
+def test_the_axis_of_a_spectrum_ends_where_it_means_something(
+    forecast: np.ndarray, truth: np.ndarray, lowest: float | None
+) -> None:
+    assert lowest_power(np.stack([forecast, truth])) == (lowest and pytest.approx(lowest))
+    axes = Figure().subplots()
+    draw_spectrum(axes, {"forecast": forecast, "truth": truth}, "x", "K")
+    if lowest:
+        assert axes.get_ylim()[0] == pytest.approx(lowest)
+
+
+@pytest.mark.parametrize("empty", [np.nan, 0.0])
+def test_a_spectrum_without_power_is_a_text(empty: float) -> None:
+    axes = Figure().subplots()
+    draw_spectrum(axes, {"forecast": np.full(5, empty), "truth": np.full(5, empty)}, "x", "K")
+    assert [text.get_text() for text in axes.texts] == [NO_SPECTRUM]
+    axes.figure.savefig(BytesIO())
+
+
+def spectra_of(present: list[list[bool]]) -> tuple[HeldOutScores, LastLeadDiagnostics]:
+    """Channels of the same unit with power in these of three bands; NaN in the others."""
+    count = len(present)
+    names = tuple(f"x{number}" for number in range(count))
+    scores = HeldOutScores(names, ("K",) * count, (6,), {"rmse": np.ones((3, 1, count))}, 2)
+    spectra = np.where(np.array(present)[None, :, :, None], np.ones((2, count, 3, 5)), np.nan)
+    globe = np.zeros((4, 8))
+    return scores, LastLeadDiagnostics(6, tuple(range(count)), 0, spectra, globe, globe)
+
+
+def test_channels_that_lack_a_spectrum_are_drawn_only_without_others(tmp_path: Path) -> None:
+    nowhere, south, everywhere = [False] * 3, [False, False, True], [True] * 3
+    assert channels_to_draw(*spectra_of([nowhere, everywhere, south, everywhere])) == [1, 3]
+    assert channels_to_draw(*spectra_of([nowhere, south, south])) == [1, 2]
+    draw_spectra(*spectra_of([nowhere, south]), tmp_path / "spectra.png")
+    assert (tmp_path / "spectra.png").exists()
+    with pytest.raises(UserError, match="no variable has"):
+        draw_spectra(*spectra_of([nowhere]), tmp_path / "spectra.png")
+
+
+def test_points_without_values_are_grey(tmp_path: Path) -> None:
+    globe = field((0, 9))
+    holes = globe.truth.copy()
+    holes[2:5, 3:6] = np.nan
+    draw_map(replace(globe, truth=holes, forecast=holes), tmp_path / "map.png")
+    picture = imread(tmp_path / "map.png")[..., :3]
+    assert (np.abs(picture - int(NO_VALUE[1:3], 16) / 255) < 0.01).all(axis=-1).sum() > 10_000
+    nowhere = np.full_like(holes, np.nan)
+    draw_map(replace(globe, truth=nowhere, forecast=nowhere), tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").exists()
+
+
+def test_the_title_of_error_maps_is_above_those_of_the_panels() -> None:
+    globe = field((0, 9))
+    figure = draw_error_maps(globe.grid, globe.truth, globe.truth, "K", "the title")
+    figure.draw_without_rendering()
+    title = figure.texts[0].get_window_extent()
+    assert title.y1 < figure.bbox.y1
+    for axes in figure.axes[:2]:
+        assert axes._left_title.get_window_extent().y1 < title.y0
+
+
+def test_long_titles_have_several_lines() -> None:
+    assert title_text("a_short_name, 30N to 60N") == "a_short_name, 30N to 60N"
+    assert title_text("one_two_three, four", 10) == "one_two_\nthree,\nfour"
+    assert title_text("without$marks", 5) == r"without\$marks"
+
+
+def test_legends_of_long_names_have_few_columns() -> None:
+    assert legend_columns(["forecast", "truth"], 10.8) == 4
+    assert legend_columns(["x" * 60] * 9, 10.8) == 2
+    assert legend_columns(["x" * 300], 10.8) == 1
+    # Nine lines of a legend are 1.2 inches higher than two.
+    few, many = (create_panels(3, labels=["x" * 90] * count)[0] for count in (2, 9))
+    assert many.get_figheight() - few.get_figheight() == pytest.approx(7 * 0.17)

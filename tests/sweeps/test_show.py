@@ -16,6 +16,7 @@ from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric
 from credit_dp.sweeps.tables import SweepTable
 from tests.cli.invocation import answer
+from tests.plots import failing_plots
 from tests.sweeps.folders import (
     CRASHED,
     write_config,
@@ -25,6 +26,10 @@ from tests.sweeps.folders import (
     write_rank_log,
     write_sweep,
 )
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no such axis")
 
 
 @pytest.fixture
@@ -172,3 +177,17 @@ def test_reading_does_not_import_torch(sweep: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], check=True, timeout=60
     )
+
+
+def test_a_figure_that_fails_costs_no_table(
+    monkeypatch: pytest.MonkeyPatch, sweep: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("credit_dp.sweeps.plots.draw_metric", fail)
+    with failing_plots():
+        code, out, _ = answer(
+            monkeypatch, "sweep", "show", str(sweep), f"out={tmp_path / 'out'}", program="credit-dp"
+        )
+    assert code == 0
+    assert out.endswith("sweep.json\n")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"sweep.csv", "sweep.json"}

@@ -1,6 +1,8 @@
 """Points without values count neither in the loss nor in gradients or scores, on any mesh."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,15 @@ from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.distributed import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
 from credit_dp.evaluation.metrics import RootMeanSquare, ValidPoints
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import build_loss
+from credit_dp.training.run import run
+from tests.plots import DRAW_PLOTS, failing_plots
 from tests.ranks import on_processes, on_threads
 from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 from tests.training.runs import alone, built, train_on, weights
@@ -278,3 +283,17 @@ def test_scores_are_those_of_the_definition(config, wanted):
         squares = np.nan_to_num(guess.astype(np.float64) - truth) ** 2
         mean = (squares * area).sum(axis=(2, 3)).mean(axis=0) / area.sum(axis=(1, 2))
         assert wanted[2][source, 0] == pytest.approx(np.sqrt(mean), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prognostic", "missing"), [(["geopotential", SEA], set()), ([SEA], {"spectra.png"})]
+)
+def test_a_run_draws_fields_with_points_without_values(tmp_path, monkeypatch, prognostic, missing):
+    monkeypatch.setenv(DRAW_PLOTS, "1")
+    config = sea_config(tmp_path, prognostic=prognostic, diagnostic=[], steps=2)
+    allowed = failing_plots() if missing else nullcontext()
+    with allowed:
+        assert run(config, RankInfo()) == 0
+    names = {"errors.png", "forecast.png", "loss.png", "rmse.png", "spectra.png"}
+    assert {path.name for path in Path(config.run.dir).glob("*.png")} == names - missing

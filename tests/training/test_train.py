@@ -5,7 +5,9 @@ import csv
 import io
 import json
 import logging
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from credit_dp.training.checkpoint import find_checkpoint
 from credit_dp.training.run import dates_of_checkpoint, resolve_dates, run
 from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
-from tests.plots import DRAW_PLOTS
+from tests.plots import DRAW_PLOTS, failing_plots
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -72,7 +74,10 @@ def test_a_run_leaves_all_its_files_and_says_where(finished):
     folder = Path(config.run.dir)
     assert {path.name for path in folder.iterdir()} == FILES | ASIDE
     assert all(str(folder / name) in said for name in FILES)
-    assert f"plots        {folder}/*.png\n" in said
+    names = re.findall(r"^(?:plots)? +\S*/(\w+\.png)$", said, re.MULTILINE)
+    assert set(names) == PLOTS
+    assert len(names) == len(PLOTS)
+    assert said.endswith(f"{folder}/errors.png\n")
     assert "geopotential_500" in said
     assert "persis-" in said
 
@@ -221,16 +226,32 @@ def test_a_field_that_never_changes_is_warned_of(config, capsys):
 
 
 @pytest.mark.slow
-def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):
+def test_a_plot_that_fails_costs_nothing_else(config, capsys, caplog, monkeypatch):
     def fail(field: FieldMap, path: Path) -> None:
-        raise UserError("no plot")
+        raise ValueError("no plot\nwith a second line")
 
     monkeypatch.setenv(DRAW_PLOTS, "1")
     monkeypatch.setattr("credit_dp.evaluation.plots.draw_map", fail)
-    with pytest.raises(UserError, match="no plot"):
-        run(config, RankInfo())
-    assert json.loads((Path(config.run.dir) / "metrics.json").read_text())["rmse"]
-    assert "persis-" in capsys.readouterr().out
+    folder = Path(config.run.dir)
+    with failing_plots(), caplog.at_level(logging.INFO):
+        assert run(config, RankInfo()) == 0
+    assert json.loads((folder / "metrics.json").read_text())["rmse"]
+    assert {path.name for path in folder.glob("*.png")} == PLOTS - {"forecast.png"}
+    message = "forecast.png: not drawn, all else is written (no plot)"
+    assert [r.getMessage() for r in caplog.records if r.levelno > logging.INFO] == [message]
+    shown = capsys.readouterr().out
+    assert "persis-" in shown
+    assert "forecast.png" not in shown
+    assert "ValueError: no plot" in (folder / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_plots_that_can_not_be_imported_end_no_run(config, caplog, monkeypatch):
+    monkeypatch.setenv(DRAW_PLOTS, "1")
+    monkeypatch.setitem(sys.modules, "credit_dp.evaluation.plots", None)
+    with failing_plots(), caplog.at_level(logging.WARNING):
+        assert run(config, RankInfo()) == 0
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["plots"]
 
 
 @pytest.mark.slow

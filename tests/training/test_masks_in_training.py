@@ -291,7 +291,8 @@ def test_scores_are_those_of_the_definition(config, wanted):
 )
 def test_a_run_draws_fields_with_points_without_values(tmp_path, monkeypatch, prognostic, missing):
     monkeypatch.setenv(DRAW_PLOTS, "1")
-    config = sea_config(tmp_path, prognostic=prognostic, diagnostic=[], steps=2)
+    changes = {"diagnostic": [], "variables": {SEA: VariableConfig(fill="mean")}}
+    config = sea_config(tmp_path, prognostic=prognostic, steps=2, **changes)
     allowed = failing_plots() if missing else nullcontext()
     with allowed:
         assert run(config, RankInfo()) == 0

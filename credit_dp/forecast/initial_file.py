@@ -33,7 +33,7 @@ from credit_dp.data.sources.grib import (
     Message,
     is_grib,
 )
-from credit_dp.data.sources.storage import version_stamp
+from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.sources.zarr import (
     DatasetCounter,
     GriddedSource,
@@ -227,7 +227,7 @@ class InitialFiles:
     @property
     def stamps(self) -> list[str]:
         """Return a text for each file that changes when it is rewritten."""
-        return [f"{where} {version_stamp(where)}" for where in self.addresses]
+        return [f"{where} {content_stamp(where)}" for where in self.addresses]
 
     def initial_time(self, frames: int, step_hours: int) -> str:
         """Return the time to start from, if the files have the input states of one forecast.

@@ -3,8 +3,10 @@ import multiprocessing
 import shutil
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from omegaconf import OmegaConf
 
@@ -12,7 +14,9 @@ from credit_dp.config import DataConfig
 from credit_dp.data import setup
 from credit_dp.data.cache import NotComputedError
 from credit_dp.data.setup import prepare_training_data
-from tests.data import stores
+from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
+from tests.data import anemoi_stores, prepared_stores, stores
 
 
 @pytest.fixture
@@ -101,6 +105,128 @@ def test_store_written_anew_makes_new_ones(path):
     stores.write(stores.dataset(seed=1), path)
     after = prepare_training_data(stores.config(path))
     assert not np.array_equal(before.statistics.mean, after.statistics.mean)
+
+
+WARMER = 1.03
+
+
+def _in_zarr(**options):
+    def write(data, path):
+        return stores.write(data, path, **options)
+
+    def change(path):
+        array = zarr.open_array(path, path="temperature", mode="r+")
+        array[...] = array[...] * WARMER
+
+    return write, change
+
+
+def _in_netcdf():
+    def write(data, path):
+        file = path.with_suffix(".nc")
+        data.to_netcdf(file)
+        return file
+
+    def change(path):
+        with xr.open_dataset(path) as opened:
+            data = opened.load()
+        data["temperature"] *= WARMER
+        data.to_netcdf(path.with_name("new.nc"))
+        path.with_name("new.nc").replace(path)
+
+    return write, change
+
+
+def _in_anemoi():
+    def change(path):
+        group = zarr.open_group(path, mode="r+")
+        wanted = [name.startswith("t_") for name in group.attrs["variables"]]
+        data = group["data"][...]
+        data[:, wanted] *= WARMER
+        group["data"][...] = data
+
+    return anemoi_stores.write, change
+
+
+def _in_prepared():
+    def change(path):
+        group = zarr.open_group(path, mode="r+")
+        channels = dict(group.attrs)[METADATA_ATTRIBUTE]["channels"]
+        wanted = [channel["variable"] == "temperature" for channel in channels]
+        fields = group["fields"][...]
+        fields[:, wanted] *= WARMER
+        group["fields"][...] = fields
+
+    return prepared_stores.write, change
+
+
+FORMS = {
+    "zarr 2": _in_zarr(zarr_format=2),
+    "zarr 3": _in_zarr(),
+    "shards": _in_zarr(chunks={"time": 1}, shards={"time": 4}),
+    "netCDF": _in_netcdf(),
+    "anemoi": _in_anemoi(),
+    "prepared": _in_prepared(),
+}
+
+
+def expected_mean(data, settings):
+    """The mean of 1000 hPa's temperature over the training dates, weighted by area."""
+    fields = data["temperature"].sel(level=1000, time=slice(*settings.dates.train))
+    sines = np.sin(np.deg2rad(data["latitude"].values))
+    edges = np.concatenate(
+        [[1], np.sin(np.arcsin(sines[:-1]) / 2 + np.arcsin(sines[1:]) / 2), [-1]]
+    )
+    return np.average(fields.mean(["time", "longitude"]), weights=-np.diff(edges))
+
+
+@pytest.mark.parametrize(
+    "form", [x if x == "zarr 3" else pytest.param(x, marks=pytest.mark.slow) for x in FORMS]
+)
+def test_values_changed_in_place_make_new_ones(form, tmp_path):
+    write, change = FORMS[form]
+    data = stores.dataset()
+    path = write(data, tmp_path / "store.zarr")
+    settings = stores.config(path, forcing=[], static=[])
+    for factor in (1, WARMER):
+        ready, titles = titles_of(settings)
+        assert titles != []
+        channel = [x.name for x in ready.store.channels.prognostic].index("temperature_1000")
+        mean = factor * expected_mean(data, settings)
+        assert ready.statistics.mean[channel] == pytest.approx(mean, rel=1e-6)
+        assert titles_of(settings)[1] == []
+        if factor == 1:
+            change(path)
+
+
+@pytest.mark.slow
+def test_a_change_of_a_few_chunks_is_noticed_by_sizes_and_ages_alone(tmp_path, monkeypatch):
+    """No chunk is read, and of many chunks a sample is compared."""
+    path = stores.write(stores.dataset(steps=300), tmp_path / "store.zarr")
+    source = open_source(stores.config(path))
+    before = source.description(["temperature"])
+    assert source.description(["temperature"]) == before
+    others = source.description(["solar"])
+    for chunk in (path / "temperature" / "c").iterdir():
+        if 100 <= int(chunk.name) < 110:
+            for file in filter(Path.is_file, chunk.rglob("*")):
+                file.write_bytes(file.read_bytes())
+    assert source.description(["temperature"]) != before
+    assert source.description(["solar"]) == others
+    assert source.bytes_read == 0
+
+
+def test_a_change_in_a_remote_store_is_noticed(tmp_path):
+    data = stores.dataset()
+    path = stores.write(data, tmp_path / "store.zarr")
+    system = fsspec.filesystem("memory")
+    system.put(str(path), "/changed.zarr", recursive=True)
+    settings = stores.config("memory://changed.zarr", cache=str(tmp_path))
+    before = open_source(settings).description(["temperature"])
+    assert open_source(settings).description(["temperature"]) == before
+    _in_zarr()[1](path)
+    system.put(str(path / "temperature"), "/changed.zarr/", recursive=True)
+    assert open_source(settings).description(["temperature"]) != before
 
 
 @pytest.mark.slow

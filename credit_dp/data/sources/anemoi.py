@@ -229,7 +229,7 @@ class AnemoiSource(Source):
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        return describe_source(self, self._address, variables)
+        return describe_source(self, self._address, variables, ["data"])
 
 
 def _read_variables(

@@ -186,7 +186,7 @@ class PreparedSource(Source):
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        return describe_source(self, self._address, variables)
+        return describe_source(self, self._address, variables, ARRAYS)
 
     def _check(self, name: str, array: StackedArray, shape: tuple[int, ...]) -> None:
         """Refuse an array whose shape differs from that of its coordinates."""

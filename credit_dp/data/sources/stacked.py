@@ -45,13 +45,13 @@ from credit_dp.data.sources.storage import (
     IntactStore,
     ShardedArray,
     StoreChangeDetector,
+    content_stamp,
     has_valid_checksum,
     is_blosc_array,
     open_current_group,
     open_zarr_store,
     resolved_address,
     unreadable_error,
-    version_stamp,
 )
 from credit_dp.errors import UserError
 
@@ -111,9 +111,11 @@ def coordinate_dataset(source: Source) -> xr.Dataset:
     )
 
 
-def describe_source(source: Source, address: str, variables: Sequence[str]) -> list[object]:
-    """See `Source.description`."""
-    description: list[object] = [resolved_address(address), version_stamp(address)]
+def describe_source(
+    source: Source, address: str, variables: Sequence[str], arrays: Sequence[str]
+) -> list[object]:
+    """See `Source.description`; `arrays` have all fields."""
+    description: list[object] = [resolved_address(address), content_stamp(address, arrays)]
     description += [source.latitude.tolist(), source.longitude.tolist()]
     for name in variables:
         variable = source.variables[name]

@@ -12,10 +12,14 @@ chunks in shards, for readers that don't use zarr.
 """
 
 import atexit
+import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from threading import Lock
@@ -37,6 +41,7 @@ from credit_dp.data.sources.address import (
     reason_of,
     redact_secrets,
     storage_options,
+    zarr_open_error,
 )
 from credit_dp.errors import UserError
 
@@ -44,6 +49,15 @@ logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 30.0  # for zarr's reading thread to end, on a busy machine, too
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
+# Files of each array whose sizes and ages are compared.
+SAMPLE = 64
+REMOTE_SAMPLE = 4
+CONCURRENT_REQUESTS = 16
+# What servers call the size, a checksum and the age of a file.
+STATUS = (
+    *("size", "ETag", "etag", "md5Hash", "crc32c", "Content-MD5"),
+    *("LastModified", "Last-Modified", "updated", "mtime", "created"),
+)
 SMALL_RANGE = 2**16  # bytes; reading so few takes less time than handing the read to a thread
 
 
@@ -237,6 +251,78 @@ def version_stamp(where: str | Path) -> str:
         if file.is_file():
             stamps.append(f"{name} {file.stat().st_mtime_ns} {file.read_text()}")
     return "\n".join(stamps)
+
+
+def content_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
+    """Return a text that changes when the values of a store are changed, for cached results.
+
+    Args:
+        where: its path or address.
+        arrays: of a zarr store, whose chunks are sampled; None for all arrays.
+
+    Raises:
+        UserError: the store can't be read or reached.
+    """
+    if not is_remote(where) and local_path(where).is_file():
+        return version_stamp(where)
+    # The arrays' own metadata, unless each would cost a round trip.
+    consolidated = None if is_remote(where) else False
+    store = open_zarr_store(where)
+    try:
+        group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
+        names = [name for name, _ in group.arrays()] if arrays is None else arrays
+        found = {name: group.get(name) for name in sorted(names)}
+        sample = REMOTE_SAMPLE if is_remote(where) else SAMPLE
+        keys = [
+            f"{name}/{key}"
+            for name, array in found.items()
+            if isinstance(array, zarr.Array)
+            for key in _sampled_keys(array, sample)
+        ]
+        stamps = _remote_stamps(where, keys) if is_remote(where) else _local_stamps(where, keys)
+    except UserError:
+        raise
+    except Exception as error:
+        raise zarr_open_error(where, error) from error
+    return f"{version_stamp(where)}\n{hashlib.sha256(repr(stamps).encode()).hexdigest()}"
+
+
+def _sampled_keys(array: "zarr.Array[Any]", sample: int) -> list[str]:
+    """Return the keys of files of an array, evenly spaced from the first to the last."""
+    if not array.ndim:
+        return []
+    sizes = zip(array.shape, array.shards or array.chunks, strict=True)
+    counts = [-(-length // size) for length, size in sizes]
+    total = math.prod(counts)
+    numbers = np.unique(np.linspace(0, total - 1, min(total, sample)).astype(np.int64))
+    places = zip(*np.unravel_index(numbers, counts), strict=True) if total else ()
+    return [array.metadata.encode_chunk_key(tuple(map(int, place))) for place in places]
+
+
+def _local_stamps(where: str, keys: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return keys, sizes and ages of those files that exist."""
+    stamps = []
+    for key in keys:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(f"{local_path(where)}/{key}")
+            stamps.append((key, status.st_size, status.st_mtime_ns))
+    return stamps
+
+
+def _remote_stamps(where: str, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return keys and what the server says about those files: size, checksum, age."""
+    system, root = filesystem(where)
+
+    def stamp(key: str) -> tuple[str, list[str]]:
+        try:
+            status = system.info(f"{root.rstrip('/')}/{key}")
+        # Without the right to list a bucket, an absent file is a forbidden one.
+        except (FileNotFoundError, PermissionError):
+            return key, []
+        return key, [str(status[name]) for name in STATUS if name in status]
+
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
+        return list(pool.map(stamp, keys))
 
 
 def _remote_version_stamp(where: str) -> str:

@@ -52,12 +52,12 @@ from credit_dp.data.sources.storage import (
     CountingStore,
     IntactStore,
     StoreChangeDetector,
+    content_stamp,
     is_blosc_array,
     open_current_group,
     open_zarr_store,
     resolved_address,
     unreadable_error,
-    version_stamp,
 )
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
@@ -392,7 +392,11 @@ class GriddedSource(Source):
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        description: list[object] = [resolved_address(self._address), version_stamp(self._address)]
+        stored = [x for name in variables for x in self._names.stored_variables(name)]
+        description: list[object] = [
+            resolved_address(self._address),
+            content_stamp(self._address, stored),
+        ]
         description += [self.latitude.tolist(), self.longitude.tolist()]
         for name in variables:
             for stored_name in self._names.stored_variables(name):

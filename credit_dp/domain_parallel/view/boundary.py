@@ -28,6 +28,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
+    global_tensors,
     is_same_memory,
     whole,
     with_layout,
@@ -63,7 +64,7 @@ class ShowInputs:
     @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of the forward, inside of the view."""
-        if running_view() is not None:
+        if running_view() is not None and not self._gets_bands((args, kwargs)):
             # Inside of another model everything is shown already.
             _running_forwards.set((*_running_forwards.get(), (module, None)))
             return None
@@ -84,6 +85,17 @@ class ShowInputs:
             error = caught
         ending.enter_context(same_python_numbers(self.view, error))
         return shown
+
+    def _gets_bands(self, values: Any) -> bool:
+        """Return whether the model gets bands that are not shown, from a hook of another model."""
+        tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+        return not global_tensors(tensors) and any(
+            is_same_field(tuple(x.shape), shape)
+            and x.shape[ROW_DIM]
+            == self.view.manager.partition(shape[ROW_DIM]).sizes[self.view.rank]
+            for x in tensors
+            for shape in self.shapes
+        )
 
     def _show(self, x: Tensor) -> Tensor:
         if type(x) is GlobalTensor:

@@ -1,7 +1,8 @@
 """Run a model through the global view: bands go in, bands come out.
 
 `attach_view` puts hooks on a model. Those of the root show the inputs through the view and take the
-outputs out of it, see `boundary`. Those of all other modules refuse calls from elsewhere.
+outputs out of it, see `boundary`. Those of all other modules, which other models may have as well,
+know nothing of the view: they refuse calls past the root, see `check_call`.
 """
 
 from __future__ import annotations
@@ -32,18 +33,10 @@ from credit_dp.domain_parallel.view import (  # noqa: F401
 )
 from credit_dp.domain_parallel.view.autograd import patch_torch
 from credit_dp.domain_parallel.view.boundary import LeaveModel, ShowInputs, TakeOutputs
-from credit_dp.domain_parallel.view.running import VIEW_ATTRIBUTE, RequireRunningModel
+from credit_dp.domain_parallel.view.running import VIEW_ATTRIBUTE, check_call
 from credit_dp.domain_parallel.view.tensor import GlobalView
 
 __all__ = ["attach_view", "attached_view", "detach_view"]
-
-# Where modules keep which of their hooks have which option.
-HOOK_OPTIONS = (
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
-
 
 CALL_ATTRIBUTE = "_call_impl"  # what `nn.Module.__call__` calls: hooks and forward
 
@@ -89,12 +82,14 @@ def attach_view(
         # Parametrizations compute weights, whenever these are read.
         computes_weights = "parametrizations" in path.split(".")
         if path and not computes_weights and not isinstance(module, torch.jit.ScriptModule):
-            module.register_forward_pre_hook(RequireRunningModel(view, path), prepend=True)
+            view.hooks.append(module.register_forward_pre_hook(check_call, prepend=True))
     # Before and after the user's hooks: see `boundary`.
     inputs = ShowInputs(view, input_shapes, of_stage)
-    model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
-    model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True)
-    model.register_forward_hook(LeaveModel(view), always_call=True)
+    view.hooks += [
+        model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True),
+        model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True),
+        model.register_forward_hook(LeaveModel(view), always_call=True),
+    ]
     model.__dict__[VIEW_ATTRIBUTE] = view
     model.__dict__[CALL_ATTRIBUTE] = UncompiledCall(model)
     return view
@@ -111,12 +106,5 @@ def detach_view(model: nn.Module) -> None:
     if view is None:
         return
     model.__dict__.pop(CALL_ATTRIBUTE, None)
-    kinds = (RequireRunningModel, ShowInputs, TakeOutputs, LeaveModel)
-    for module in model.modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks: dict[int, Any] = getattr(module, name)
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, kinds) and hook.view is view:
-                    del hooks[key]
-                    for options in HOOK_OPTIONS:
-                        getattr(module, options).pop(key, None)
+    for hook in view.hooks:
+        hook.remove()

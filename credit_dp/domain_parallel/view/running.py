@@ -8,15 +8,16 @@ mode again by `run_in`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -71,6 +72,8 @@ class RunningMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if running_view() is not self.view:  # another model runs inside of this one
+            return func(*args, **kwargs)
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
             check_no_transform()
@@ -140,32 +143,50 @@ def run_in(view: GlobalView) -> Iterator[None]:
 # ---------------------------------------------------------------- modules called from elsewhere
 
 
-@final
-class RequireRunningModel:
-    """Refuses a module that is called past its model's forward, where bands are plain tensors."""
+def check_call(module: nn.Module, args: Any) -> None:
+    """Check a call of a module in a model of the view, as a hook before its forward.
 
-    def __init__(self, view: GlobalView, path: str) -> None:
-        self.view = view
-        self.path = path
+    Other models may have the module, too, as a default argument `nn.ReLU()` is that of all. Theirs
+    is a call that no such model is part of, and so is one of the module by itself.
 
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Check that the module's model runs."""
-        if running_views.get():
-            if module._backward_hooks and not module._is_full_backward_hook:
-                raise UserError(
-                    f"{self.path}: register_backward_hook shows gradients of bands. Use "
-                    "register_full_backward_hook."
-                )
-            return
-        if VIEW_ATTRIBUTE in module.__dict__:  # a model of its own
-            return
-        # Without rows, as an embedding of a date, everything is as on one process.
-        if any(isinstance(x, Tensor) and x.ndim >= FIELD_DIMS for x in tree_leaves(args)):
+    Raises:
+        UserError: a method of the model calls it past the model's forward, where bands are plain
+            tensors, or it has a hook that would be shown gradients of bands.
+    """
+    if torch.compiler.is_compiling():  # another model: one in the view is not compiled
+        return
+    if running_views.get():
+        if module._backward_hooks and not module._is_full_backward_hook:
             raise UserError(
-                f"{self.path}: called outside of the model's forward, where its input would be a "
-                "band that it takes for the globe. Call the model, and let its forward call this."
+                f"{type(module).__name__}: register_backward_hook shows gradients of bands. Use "
+                "register_full_backward_hook."
             )
+        return
+    # Without rows, as an embedding of a date, everything is as on one process.
+    if not any(isinstance(x, Tensor) and x.ndim >= FIELD_DIMS for x in tree_leaves(args)):
+        return
+    model = _calling_model()
+    if model is not None and model is not module:
+        path = next(path for path, each in model.named_modules() if each is module)
+        raise UserError(
+            f"{path}: called by {type(model).__name__} outside of its forward, where its input "
+            "would be a band that it takes for the globe. Call the model, and let its forward call "
+            "this."
+        )
+
+
+def _calling_model() -> nn.Module | None:
+    """Return the model in the view whose code runs, if only modules of it are called."""
+    callers = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            callers.append(module)
+            if VIEW_ATTRIBUTE in module.__dict__:
+                return module if set(callers) <= set(module.modules()) else None
+        frame = frame.f_back
+    return None
 
 
 # ---------------------------------------------------------------- Python's and NumPy's numbers

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
@@ -88,6 +89,7 @@ class GlobalView:
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
+        hooks: those of the model and its modules, to remove them.
         created: plain tensors that the running model has made, see `filling`: each with the one
             that it is a view of, if any, and the functions that lead there.
         lost_orders: how often the order of dimensions in memory was lost as rows moved.
@@ -103,6 +105,7 @@ class GlobalView:
         self.loss_factor = 1
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
+        self.hooks: list[RemovableHandle] = []
         self.lost_orders = 0
         self.created = WeakIdKeyDictionary()
 

@@ -245,8 +245,8 @@ class _Object:
 
 
 REFUSED = {
-    "method": (None, lambda m, x: m.core(x), "stem: called outside of the model's forward"),
-    "module": (None, lambda m, x: m.stem(x), "stem: called outside of the model's forward"),
+    "method": (None, lambda m, x: m.core(x), "stem: called by Model outside of its forward"),
+    "forward": (None, lambda m, x: m.forward(x), "stem: called by Model outside of its forward"),
     "attribute": (_keep, lambda m, x: m(x) + m.cache, "used outside of its forward"),
     "object in": (lambda m, o: m.core(o.x), lambda m, x: m(_Object(x)), "_Object: fields"),
     "object out": (lambda m, x: _Object(m.core(x)), lambda m, x: m(x), "_Object: fields"),

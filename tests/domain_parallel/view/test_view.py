@@ -469,7 +469,7 @@ def _hook_old(model, x):
     [
         (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
         (_backward, "backward"),
-        (_hook_old, "linear: register_backward_hook"),
+        (_hook_old, r"linear \(Linear\), .*: Linear: register_backward_hook"),
         (lambda m, x: torch.vmap(lambda y: y * x.mean())(x), "not its argument"),
         (
             lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y) * m.linear.bias[0])(x),

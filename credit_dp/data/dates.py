@@ -2,7 +2,7 @@
 
 `split_slice` turns `[first, last]` of the config into a slice of times. `resolve_dates` chooses the
 dates that the config leaves to `auto`. The functions at the end find times that are whole steps
-apart, and the times that a sum over a step needs.
+apart, and the times whose sums fill a step.
 """
 
 from collections.abc import Sequence
@@ -215,24 +215,42 @@ def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
     return indices if len(indices) else np.flatnonzero((times - times[0]) % step == none)
 
 
-def accumulation_windows(
-    times: Times, indices: NDArray[np.intp], step: np.timedelta64
-) -> NDArray[np.intp]:
-    """Return the indices of all times in `(t - step, t]`, earliest first; -1 for absent times.
+class SumWindows(NamedTuple):
+    """The sums of a store that add up to the sum over a step.
+
+    Attributes:
+        indices: `(T, N)`, of the sums of each time, the earliest first. Rows with fewer than N
+            sums begin with -1.
+        complete: `(T,)`, whether they fill the step.
+    """
+
+    indices: NDArray[np.intp]
+    complete: NDArray[np.bool_]
+
+
+def sum_windows(bounds: Times, times: Times, step: np.timedelta64) -> SumWindows:
+    """Find the sums that fill `(t - step, t]` for each time `t`, without gap or overlap.
 
     Args:
-        times: all times of the store.
-        indices: `(T,)`, of the times `t`.
+        bounds: `(S, 2)`, begin and end of the stored sums; NaT for sums that are absent.
+        times: `(T,)`, the times `t`.
         step: the length of a window.
-
-    Returns:
-        `(T, N)`.
     """
-    offsets = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
-    window_times = times[indices][:, None] - offsets
-    # searchsorted returns the next time's index for an absent time, or one beyond the end.
-    window_indices = np.minimum(np.searchsorted(times, window_times), len(times) - 1)
-    return np.where(times[window_indices] == window_times, window_indices, -1)
+    present = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
+    present = present[np.argsort(bounds[present, 1], kind="stable")]
+    begins, ends = bounds[present].T
+    columns: list[NDArray[np.intp]] = []
+    # The end of what is still to be filled, which moves back sum by sum.
+    edges = times.copy()
+    while len(present) and (edges > times - step).any():
+        position = np.minimum(np.searchsorted(ends, edges), len(ends) - 1)
+        found = (edges > times - step) & (ends[position] == edges)
+        if not found.any():
+            break
+        columns.append(np.where(found, present[position], -1))
+        edges = np.where(found, begins[position], edges)
+    indices = np.stack(columns[::-1], axis=1) if columns else np.full((len(times), 1), -1)
+    return SumWindows(indices, edges == times - step)
 
 
 def one_step_pairs(times: Times, step_hours: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

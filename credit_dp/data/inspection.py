@@ -137,7 +137,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         latitude=(float(source.latitude[0]), float(source.latitude[-1])),
         longitude=(float(source.longitude[0]), float(source.longitude[-1])),
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),
-        dates=report_time_axis(source.times),
+        dates=report_time_axis(_common_times(source)),
         variables=variables,
         long_names={
             name: source.variables[name].stored_name
@@ -155,6 +155,15 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
             for ranks in possible_ranks
         },
     )
+
+
+def _common_times(source: Source) -> Times:
+    """Return the times that all variables have."""
+    timed = [name for name, x in source.variables.items() if x.has_time and not x.problem]
+    has_all = np.ones(len(source.times), dtype=bool)
+    for name in timed:
+        has_all &= source.has_times(name)
+    return source.times[has_all]
 
 
 def report_time_axis(times: Times) -> TimeAxisReport:

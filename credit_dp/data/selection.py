@@ -13,10 +13,18 @@ from numpy.typing import NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
-from credit_dp.data.dates import accumulation_windows, indices_on_step, time_spacing
+from credit_dp.data.dates import SumWindows, indices_on_step, sum_windows, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.sources.base import Fields, Source, Times, as_slice, is_listed
+from credit_dp.data.sources.base import (
+    Fields,
+    Source,
+    Times,
+    as_slice,
+    describe_sums,
+    hours_of,
+    is_listed,
+)
 from credit_dp.data.units import is_accumulated, parse_conversion
 from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import long_name
@@ -195,13 +203,15 @@ class StepReader:
         times: `(T,)`, times of the source that are whole steps after midnight 1970-01-01 or, if
             there are none, after its first time; without times whose sum is incomplete.
         num_skipped: times left out because their sum is incomplete.
-        summed: the variables that are summed over each step.
+        summed: the variables that are summed over each step, and how many times a sum has at most.
     """
 
     def __init__(self, source: Source, config: DataConfig, variables: Iterable[str]) -> None:
         """Find the times on the step, and the windows of variables that are summed.
 
-        Accumulated variables are summed if the source's time spacing is smaller than the step.
+        Accumulated variables are summed if their values are sums over less than the step. The
+        windows are formed from all times of the source that the variable is read from, whichever
+        times the other variables have.
 
         Args:
             source: gives the fields.
@@ -214,24 +224,40 @@ class StepReader:
         """
         self._source = source
         names = list(variables)
-        step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
-        indices = data_step_indices(source.times, config, source.where)
-        is_finer = np.timedelta64(0, "D") < time_spacing(source.times) < step
-        self.summed = frozenset(name for name in names if is_finer and is_accumulated(name, config))
-        # Row t has the source's times that are summed for time t: without sums, only t itself.
-        self._windows = indices[:, None]
-        if self.summed:
-            self._windows = accumulation_windows(source.times, indices, step)
+        timed = [name for name in names if source.variables[name].has_time]
+        accumulated = [name for name in timed if is_accumulated(name, config)]
+        # A sum that ends at a time does not need to be stored under it.
+        instants = [name for name in timed if name not in accumulated] or accumulated
+        present = np.flatnonzero(_has_all(source, instants))
+        indices = present[data_step_indices(source.times[present], config, source.where)]
         # The same times for all variables, so that a sample has either all of its fields or none.
-        complete = (self._windows >= 0).all(axis=1)
-        self._windows = self._windows[complete]
-        self._indices = indices[complete]
-        if not len(self._indices):
+        complete = np.ones(len(indices), dtype=bool)
+        windows: dict[str, NDArray[np.intp]] = {}
+        for name in accumulated:
+            found = _sum_windows_of(source, config, name, indices)
+            windows[name] = found.indices
+            complete &= found.complete
+        if not complete.any():
             raise UserError(
                 f"{source.where}: no time has all of the {config.step} before it, which "
-                f"{min(self.summed)} is summed over. Change data.step, or "
-                f"data.variables.{min(self.summed)}.accumulated to false."
+                f"{min(accumulated)} is summed over. Change data.step, or "
+                f"data.variables.{min(accumulated)}.accumulated to false."
             )
+        self._indices = indices[complete]
+        # Row t has the source's times that are summed for time t; variables may share windows.
+        self._windows: list[NDArray[np.intp]] = []
+        self._window_numbers: dict[str, int] = {}
+        for name, window in windows.items():
+            kept = window[complete]
+            if np.array_equal(kept, self._indices[:, None]):
+                continue
+            equal = (n for n, other in enumerate(self._windows) if np.array_equal(other, kept))
+            self._window_numbers[name] = next(equal, len(self._windows))
+            if self._window_numbers[name] == len(self._windows):
+                self._windows.append(kept)
+        self.summed = {
+            name: self._windows[number].shape[1] for name, number in self._window_numbers.items()
+        }
         self.times: Times = source.times[self._indices]
         self.num_skipped = int(np.count_nonzero(~complete))
         conversions = {name: config.variable_config(name).convert for name in names}
@@ -242,21 +268,26 @@ class StepReader:
     def read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
         """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
 
-        Summed channels take one read of the source, all others another one.
+        Channels with the same window take one read of the source.
 
         Args:
             channels: in any order.
             indices: of `times`.
             rows: the band.
         """
-        summed = [channel for channel in channels if channel.variable in self.summed]
-        unsummed = [channel for channel in channels if channel.variable not in self.summed]
-        if not summed:
-            fields = self._source.read(channels, as_slice(self._indices[indices]), rows)
-        elif not unsummed:
-            fields = self._read_sums(channels, indices, rows)
-        else:
-            fields = self._read_mixed(channels, unsummed, summed, indices, rows)
+        groups: dict[int | None, list[int]] = {}
+        for position, channel in enumerate(channels):
+            number = self._window_numbers.get(channel.variable)
+            groups.setdefault(number, []).append(position)
+        parts = [
+            self._read_window(number, [channels[position] for position in positions], indices, rows)
+            for number, positions in groups.items()
+        ]
+        fields = parts[0]
+        if len(parts) > 1:
+            fields = np.empty((len(indices), len(channels), *fields.shape[2:]), dtype=np.float32)
+            for positions, part in zip(groups.values(), parts, strict=True):
+                fields[:, positions] = part
         self.convert(channels, fields)
         return fields
 
@@ -269,7 +300,7 @@ class StepReader:
 
         For a summed channel it is the chunk of the last time of the sum.
         """
-        return self._source.chunk_numbers(channel, self._indices[indices])
+        return self._source.chunk_numbers(channel, self._last_times(channel)[indices])
 
     def blocks(
         self, channels: Sequence[Channel], span: slice, count: int
@@ -279,13 +310,16 @@ class StepReader:
         Blocks of summed channels are shorter, as all the times of their sums are in memory.
         """
         indices = np.arange(span.start, span.stop)
-        if any(channel.variable in self.summed for channel in channels):
-            count = max(1, count // self._windows.shape[1])
-        # Divide the source's times into blocks of whole chunks: then each chunk is decoded once.
-        stride = int(np.diff(self._indices).min()) if len(self._indices) > 1 else 1
-        chunk = self._source.times_per_file(channels[0])
+        longest = max((self.summed.get(channel.variable, 1) for channel in channels), default=1)
+        count = max(1, count // longest)
+        # Divide the variable's times into blocks of whole chunks: then each chunk is decoded once.
+        first = channels[0]
+        places = np.cumsum(self._source.has_times(first.variable)) - 1
+        positions = places[self._last_times(first)]
+        stride = int(np.diff(positions).min()) if len(positions) > 1 else 1
+        chunk = self._source.times_per_file(first)
         block_length = -(-count * stride // chunk) * chunk
-        block_numbers = self._indices[indices] // block_length
+        block_numbers = positions[indices] // block_length
         return np.split(indices, np.flatnonzero(np.diff(block_numbers)) + 1)
 
     def convert(self, channels: Sequence[Channel], fields: Fields) -> None:
@@ -299,34 +333,70 @@ class StepReader:
                 field *= np.float32(scale)
                 field += np.float32(offset)
 
-    def _read_sums(
-        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
-    ) -> Fields:
-        windows = self._windows[indices]
-        # Windows may share times; read each once.
-        unique_indices, inverse = np.unique(windows, return_inverse=True)
-        fields = self._source.read(channels, as_slice(unique_indices), rows)
-        positions = inverse.reshape(windows.shape)
-        sums: Fields = fields[positions[:, 0]]
-        for column in positions.T[1:]:
-            sums += fields[column]
-        return sums
+    def _last_times(self, channel: Channel) -> NDArray[np.intp]:
+        """Return the index among the source's times of the last that is read for each time."""
+        number = self._window_numbers.get(channel.variable)
+        return self._indices if number is None else self._windows[number][:, -1]
 
-    def _read_mixed(
+    def _read_window(
         self,
+        number: int | None,
         channels: Sequence[Channel],
-        unsummed: Sequence[Channel],
-        summed: Sequence[Channel],
         indices: NDArray[np.intp],
         rows: slice,
     ) -> Fields:
-        unsummed_fields = self._source.read(unsummed, as_slice(self._indices[indices]), rows)
-        shape = (len(indices), len(channels), *unsummed_fields.shape[2:])
-        fields = np.empty(shape, dtype=np.float32)
-        is_sum = np.array([channel.variable in self.summed for channel in channels])
-        fields[:, ~is_sum] = unsummed_fields
-        fields[:, is_sum] = self._read_sums(summed, indices, rows)
-        return fields
+        """Read channels that are not summed, or that are summed over one kind of window."""
+        if number is None:
+            return self._source.read(channels, as_slice(self._indices[indices]), rows)
+        windows = self._windows[number][indices]
+        is_summed = windows >= 0
+        # Windows may share times; read each once.
+        unique_indices, inverse = np.unique(windows[is_summed], return_inverse=True)
+        fields = self._source.read(channels, as_slice(unique_indices), rows)
+        positions = np.zeros_like(windows)
+        positions[is_summed] = inverse
+        sums = np.zeros((len(indices), *fields.shape[1:]), dtype=np.float32)
+        for column, present in zip(positions.T, is_summed.T, strict=True):
+            np.add(sums, fields[column], out=sums, where=present[:, None, None, None])
+        return sums
+
+
+def _has_all(source: Source, names: Sequence[str]) -> NDArray[np.bool_]:
+    """Return at which times of a source all of these variables can be read."""
+    has_all = np.ones(len(source.times), dtype=bool)
+    for name in names:
+        has_all &= source.has_times(name)
+    return has_all
+
+
+def _sum_windows_of(
+    source: Source, config: DataConfig, name: str, indices: NDArray[np.intp]
+) -> SumWindows:
+    """Return the windows of a variable over the step that ends at each of some times.
+
+    Raises:
+        UserError: the store says what the sums are, and they fill no step.
+    """
+    step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
+    bounds = source.sum_bounds(name)
+    if (bounds[:, 0] == bounds[:, 1]).any():
+        # There is one time alone, whose value has to be the sum that is needed.
+        return SumWindows(indices[:, None], source.has_times(name)[indices])
+    windows = sum_windows(bounds, source.times[indices], step)
+    stated_by = source.variables[name].sums_stated_by
+    if windows.complete.any() or not stated_by:
+        return windows
+    if config.variable_config(name).accumulated:
+        unstated = source.sum_bounds(name, stated=False)
+        return sum_windows(unstated, source.times[indices], step)
+    apart = hours_of(time_spacing(source.times[source.has_times(name)]))
+    raise UserError(
+        f"{source.where}: {name} has {describe_sums(bounds)} by its {stated_by}, and its times are "
+        f"{counted(apart, 'hour')} apart: these sums do not fill the {config.step} of data.step. "
+        "Change data.store to one with all hours, or set "
+        f"data.variables.{name}.accumulated to false, to take the values as they are, or to true, "
+        "if they are sums since the previous time."
+    )
 
 
 def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:

@@ -327,7 +327,11 @@ class Store:
         described = [*self.source.description(stored), list(self.levels)]
         for name in stored:
             config = self.config.variable_config(name)
-            changes = (config.convert, config.fill is not None, name in self._step_reader.summed)
+            changes = (
+                config.convert,
+                config.fill is not None,
+                self._step_reader.summed.get(name, 0),
+            )
             if any(changes):
                 described.append([name, *changes])
         return described

@@ -197,7 +197,8 @@ def _contiguous_slices(indices: Indices, max_gap: int) -> Iterator[slice]:
 
 def _dates_per_chunk(store: Store, channels: Sequence[Channel]) -> int:
     """Return the number of times on the step per chunk of the store."""
-    times_per_date = max(1, len(store.source.times) // len(store.times))
+    num_times = np.count_nonzero(store.source.has_times(channels[0].variable))
+    times_per_date = max(1, int(num_times) // len(store.times))
     return max(1, store.source.times_per_file(channels[0]) // times_per_date)
 
 

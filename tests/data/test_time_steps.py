@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import accumulation_windows, indices_on_step, time_spacing
+from credit_dp.data.dates import indices_on_step, sum_windows, time_spacing
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -197,9 +197,10 @@ def test_windows_are_the_times_of_the_step_before(present, step):
     times = np.datetime64("2000-01-01", "ns") + HOUR * np.array(present)
     places = indices_on_step(times, step * HOUR)
     distance = int(time_spacing(times) / HOUR)
-    found = accumulation_windows(times, places, step * HOUR)
-    for place, window in zip(places, found, strict=True):
+    bounds = np.stack([times - distance * HOUR, times], axis=1)
+    found = sum_windows(bounds, times[places], step * HOUR)
+    for place, window, complete in zip(places, found.indices, found.complete, strict=True):
         wanted = [present[place] - back for back in range(0, step, distance)][::-1]
-        assert [present[i] if i >= 0 else None for i in window] == [
-            hour if hour in present else None for hour in wanted
-        ]
+        assert complete == (step % distance == 0 and set(wanted) <= set(present))
+        if complete:
+            assert [present[i] for i in window] == wanted

@@ -67,6 +67,32 @@ def test_without_one_it_is_that_between_lead_times(folder, observed):
     assert error(folder, observed, forecast(observed, 6, said=False), "wrong") > 1 / 64
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_hours_of_a_truth_that_is_joined_with_six_hourly_fields(folder, observed, order, tmp_path):
+    """The truth's sums and those of persistence are over the six hours that the forecast states."""
+    surface = stores.dataset(rows=9, columns=8, steps=20)[["2m_temperature"]]
+    paths = [tmp_path / "surface.zarr", folder / "hourly.zarr"]
+    forecasts.write(surface, paths[0])
+    made = forecast(observed, 6)
+    valid = xr.DataArray(made["time"].values, dims="time") + xr.DataArray(
+        LEADS, dims="prediction_timedelta"
+    )
+    made["2m_temperature"] = surface["2m_temperature"].sel(time=valid).drop_vars("time")
+    forecasts.write(made, tmp_path / "both.zarr")
+    truth_stores = tuple(str(paths[place]) for place in order)
+    changes = {"truth": truth_stores, "climatology": "", "variables": ("2m_temperature", RAIN)}
+    card = forecasts.scored(folder, tmp_path / "both.zarr", **changes)
+    forecast_error, persistence_error = card.scores["rmse"][:2]
+    assert float(forecast_error.max()) < 1e-6
+    sums = observed[RAIN].rolling(time=6).sum().astype("f8")
+    weights = np.abs(np.diff(np.sin(np.deg2rad([90, *np.arange(78.75, -90, -22.5), -90]))))
+    for lead, found in zip(LEADS, persistence_error[:, 1], strict=True):
+        inits = made["time"].values
+        errors = sums.sel(time=inits).values - sums.sel(time=inits + lead).values
+        expected = np.sqrt(np.average((errors**2).mean(axis=(0, 2)), weights=weights))
+        assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
 def test_spans_that_can_not_be_are_refused(folder, observed):
     made = forecast(observed, 6)
     for name, change, line in (

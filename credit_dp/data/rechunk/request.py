@@ -153,7 +153,7 @@ class SelectedFields:
             "dates": [str(self.times[0]), str(self.times[-1]), len(self.times)],
             "data.step": self._config.step_hours,
             "variables": [channel.name for channel in (*self._channels, *self._static)],
-            "summed over the step": sorted(self._step_reader.summed),
+            "summed over the step": dict(sorted(self._step_reader.summed.items())),
             "conversions": {name: text for name, text in conversions.items() if text},
             "grid": list(self.shape[2:]),
         }

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.dates import time_spacing
+from credit_dp.errors import counted
 
 Fields = NDArray[np.float32]
 Times = NDArray[np.datetime64]
@@ -35,6 +37,9 @@ class VariableInfo:
         model_levels: whether `levels` are numbers of model levels, not pressures; None if the store
             does not say so, and they are used as pressures.
         stored_name: its name in the store, if that is another one.
+        sums_stated_by: what says which hours its values are sums over, such as "cell_methods"; for
+            `TIME_BOUNDS` they are the source's `time_bounds`; empty if nothing says it.
+        sum_hours: how many hours before each time, if something else than bounds says it.
     """
 
     has_time: bool
@@ -44,6 +49,11 @@ class VariableInfo:
     problem: str = ""
     model_levels: bool | None = False
     stored_name: str = ""
+    sums_stated_by: str = ""
+    sum_hours: float = 0.0
+
+
+TIME_BOUNDS = "time bounds"
 
 
 class ReadCounter(Protocol):
@@ -121,7 +131,8 @@ class Source(ABC):
 
     Attributes:
         where: its address as messages show it.
-        times: `(T,)` datetime64[ns], increasing, perhaps with gaps.
+        times: `(T,)` datetime64[ns], increasing, perhaps with gaps. A variable of a source that is
+            joined from others may lack some of them, see `has_times`.
         latitude: `(H,)` degrees, decreasing.
         longitude: `(W,)` degrees, in the store's order.
         variables: metadata of the variables by their names in the config.
@@ -129,6 +140,7 @@ class Source(ABC):
         title: the store's own title; empty if it has none.
         hybrid: coefficients a, in Pa, and b at the interfaces of all model levels, from the top,
             `(L + 1,)` each; None if the store has none.
+        time_bounds: `(T, 2)`, begin and end of the cells of `times`; None if the store has none.
     """
 
     where: str
@@ -139,6 +151,7 @@ class Source(ABC):
     counters: Sequence[ReadCounter]
     title: str = ""
     hybrid: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    time_bounds: Times | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -160,6 +173,29 @@ class Source(ABC):
         Raises:
             UserError: the store can't be read; the message names file, variable and date.
         """
+
+    def has_times(self, variable: str) -> NDArray[np.bool_]:
+        """Return at which of `times` a variable can be read, `(T,)`."""
+        return np.ones(len(self.times), dtype=bool)
+
+    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
+        """Return begin and end of what an accumulated variable is the sum over, `(T, 2)`.
+
+        This is what the store says or, without a word, the time since the previous one, as far
+        apart as most times are. Begin and end are equal if there is only one time, and NaT at
+        times that the variable lacks.
+
+        Args:
+            variable: its name.
+            stated: whether to follow what the store says.
+        """
+        info = self.variables[variable]
+        if stated and info.sums_stated_by == TIME_BOUNDS and self.time_bounds is not None:
+            return self.time_bounds
+        period = time_spacing(self.times)
+        if stated and info.sum_hours:
+            period = np.timedelta64(round(3600 * info.sum_hours), "s")
+        return np.stack([self.times - period, self.times], axis=1)
 
     def block_reader(self, channels: Sequence[Channel], rows: slice) -> BlockReader | None:
         """Return a reader of blocks for channels that change in time.
@@ -220,6 +256,20 @@ class Source(ABC):
     def chunk_reads(self) -> int:
         """Return how many chunks (or inner chunks of shards) were read since opening."""
         return sum(counter.chunk_reads for counter in self.counters)
+
+
+def hours_of(duration: np.timedelta64) -> float:
+    """Return a duration in hours."""
+    return float(duration / np.timedelta64(1, "h"))
+
+
+def describe_sums(bounds: Times) -> str:
+    """Return how long sums with these bounds are, such as `sums over 1 hour`."""
+    periods = bounds[:, 1] - bounds[:, 0]
+    hours = [hours_of(period) for period in np.unique(periods[~np.isnat(periods)])]
+    if len(hours) == 1:
+        return f"sums over {counted(hours[0], 'hour')}"
+    return f"sums over {hours[0]:g} to {hours[-1]:g} hours"
 
 
 def as_slice(indices: NDArray[np.intp]) -> Indexer:

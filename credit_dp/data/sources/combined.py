@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import format_minute
+from credit_dp.data.dates import format_minute, time_spacing
 from credit_dp.data.sources.base import (
     AliasedVariables,
     Fields,
@@ -85,6 +85,14 @@ class FilesSource(Source):
             times_in_file = as_slice(time_indices[in_file] - self._starts[file])
             fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
         return fields
+
+    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
+        """See `Source`; the sources may have times that are differently far apart."""
+        bounds = np.concatenate([x.sum_bounds(variable, stated) for x in self._sources])
+        # Of sources of one time, only their series tells how far times are apart.
+        unknown = bounds[:, 0] == bounds[:, 1]
+        bounds[unknown, 0] -= time_spacing(self.times)
+        return bounds
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; as in the first source."""
@@ -191,10 +199,11 @@ def _difference(
 
 @final
 class JoinedSource(Source):
-    """Sources with different variables on one grid, at the times that all of them have.
+    """Sources with different variables on one grid, at the times of all of them.
 
     A variable that several stores have is read from the first one; a store that has it under the
-    config's name comes before a store that has it under another.
+    config's name comes before a store that has it under another. It has the times of its store:
+    sums over a step need the hours of a store that is finer than the others.
     """
 
     def __init__(
@@ -221,9 +230,10 @@ class JoinedSource(Source):
         self.longitude = first.longitude
         for other in all_sources[1:]:
             _check_grid(first, other)
-        self.times: Times = _common_times(sources)
-        # The common times have other indices in each store.
-        self._time_indices = [np.searchsorted(source.times, self.times) for source in sources]
+        _check_common_times(sources)
+        self.times: Times = reduce(np.union1d, [source.times for source in sources])
+        # A time has other indices in each store; -1 if the store lacks it.
+        self._time_indices = [_indices_in(source.times, self.times) for source in sources]
         self._sources = all_sources
         self._variables_by_source = [source.variables for source in sources]
         self._variables_by_source += [_without_time(source.variables) for source in timeless]
@@ -258,6 +268,19 @@ class JoinedSource(Source):
                 fields = np.empty(shape, dtype=np.float32)
             fields[:, positions] = part
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
+
+    def has_times(self, variable: str) -> NDArray[np.bool_]:
+        """See `Source`."""
+        if not self.variables[variable].has_time:
+            return super().has_times(variable)
+        return self._time_indices[self._owners[variable]] >= 0
+
+    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
+        """See `Source`; those of the store that the variable is read from."""
+        bounds = np.full((len(self.times), 2), np.datetime64("NaT"), dtype=self.times.dtype)
+        owner = self._sources[self._owners[variable]]
+        bounds[self.has_times(variable)] = owner.sum_bounds(variable, stated)
+        return bounds
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; channels of different stores share no chunk."""
@@ -331,7 +354,10 @@ class JoinedSource(Source):
         """Read channels of one store: either all change in time or none does."""
         source = self._sources[owner]
         if self._variables_by_source[owner][channels[0].variable].has_time:
-            times = as_slice(self._time_indices[owner][times])
+            indices = self._time_indices[owner][times]
+            if (indices < 0).any():
+                raise IndexError(f"{source.where} lacks times of {channels[0].variable}")
+            times = as_slice(indices)
         return source.read(channels, times, rows)
 
     def _variables(self) -> AliasedVariables:
@@ -370,8 +396,14 @@ def _format_axis(degrees: NDArray[np.float64]) -> str:
     return f"{len(degrees)} values from {degrees[0]:g} to {degrees[-1]:g}"
 
 
-def _common_times(sources: Sequence[Source]) -> Times:
-    """Return the times that all sources have.
+def _indices_in(times: Times, wanted: Times) -> NDArray[np.intp]:
+    """Return the indices of `wanted` in `times`; -1 for those that are not there."""
+    indices = np.searchsorted(times, wanted)
+    return np.where(np.isin(wanted, times), indices, -1)
+
+
+def _check_common_times(sources: Sequence[Source]) -> None:
+    """Refuse sources without a time in common, and log how many of the times of each are.
 
     Raises:
         UserError: there is no time in common.
@@ -390,9 +422,8 @@ def _common_times(sources: Sequence[Source]) -> Times:
     for source in sources:
         if len(source.times) > len(common):
             logger.info(
-                "%s: uses %d of %d times, which are in all other stores, too",
+                "%s: %d of its %d times are in all other stores, too",
                 source.where,
                 len(common),
                 len(source.times),
             )
-    return common

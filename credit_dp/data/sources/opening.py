@@ -24,11 +24,12 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
-from credit_dp.data.sources.base import Source, with_model_levels
+from credit_dp.data.sources.base import Source, describe_sums, with_model_levels
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.zarr import GriddedSource, is_netcdf
+from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, canonical_name
 
@@ -63,6 +64,7 @@ def open_source(config: DataConfig) -> Source:
     if config.hybrid:
         source.variables = with_model_levels(source.variables)
     _log_names(source, config)
+    _log_assumed_sums(source, config)
     return source
 
 
@@ -100,6 +102,27 @@ def _log_names(source: Source, config: DataConfig) -> None:
     ]
     if texts:
         logger.info("%s: reads %s", source.where, ", ".join(texts))
+
+
+def _log_assumed_sums(source: Source, config: DataConfig) -> None:
+    """Log which sums are assumed to cover the time since the previous one, as nothing says it."""
+    names_by_sums: dict[str, list[str]] = {}
+    for name in (*config.prognostic, *config.diagnostic, *config.forcing):
+        variable = source.variables.get(name)
+        is_known = config.variable_config(name).accumulated is None and is_accumulated(name, config)
+        if not is_known or variable is None or variable.problem or not variable.has_time:
+            continue
+        bounds = source.sum_bounds(name)
+        if not variable.sums_stated_by and not (bounds[:, 0] == bounds[:, 1]).any():
+            names_by_sums.setdefault(describe_sums(bounds), []).append(name)
+    texts = [f"{' and '.join(names)} to be {sums}" for sums, names in names_by_sums.items()]
+    if texts:
+        logger.info(
+            "%s: assumes %s, as their times are that far apart and no cell_methods, time bounds or "
+            "GRIB steps say what they are; if that is wrong, see data.variables.NAME.accumulated",
+            source.where,
+            ", ".join(texts),
+        )
 
 
 def _open_entry(entry: str, static: Collection[str]) -> list[Source]:

@@ -120,6 +120,14 @@ class SharedSource(Source):
         self.counters = source.counters
         self.hybrid = source.hybrid
 
+    def has_times(self, variable: str) -> NDArray[np.bool_]:
+        """See `Source`."""
+        return self._source.has_times(variable)
+
+    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
+        """See `Source`."""
+        return self._source.sum_bounds(variable, stated)
+
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`."""
         return self._source.group_by_chunk(channels)

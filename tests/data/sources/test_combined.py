@@ -40,12 +40,25 @@ KEPT = [2, 3, 5, 6, 7, 8, 9, 10]
 @pytest.mark.parametrize("order", [list(range(8)), [6, 0, 7, 4, 3], [1, 2], [7]], ids=str)
 def test_fields_of_both_in_the_requested_order(pair, order):
     source = JoinedSource(pair)
-    assert np.array_equal(source.times, DATA["time"].values[KEPT])
+    assert np.array_equal(source.times, DATA["time"].values)
+    common = source.has_times("temperature") & source.has_times("solar")
+    assert np.flatnonzero(common).tolist() == KEPT
     channels = [CHANNELS[place] for place in order]
-    for times in (slice(0, 8), slice(1, 6, 2), np.array([5, 1])):
+    for times in (np.array(KEPT), slice(5, 10, 2), np.array([9, 5])):
         fields = source.read(channels, times, slice(3, 9))
         assert fields.dtype == np.float32
-        assert np.array_equal(fields, FIELDS[KEPT][times][:, order, 3:9])
+        assert np.array_equal(fields, FIELDS[times][:, order, 3:9])
+
+
+def test_a_time_that_a_store_lacks_is_never_read_from_it(pair):
+    source = JoinedSource(pair)
+    surface, upper = [Channel("solar")], [Channel("temperature", 500)]
+    assert np.array_equal(
+        source.read(surface, slice(0, 4), slice(0, 11))[:, 0], DATA["solar"].values[:4]
+    )
+    for times in (slice(0, 4), np.array([1]), np.array([2, 0])):
+        with pytest.raises(IndexError, match="lacks times of temperature"):
+            source.read(upper, times, slice(0, 11))
 
 
 def test_statics_of_both(pair):
@@ -71,7 +84,7 @@ def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
 def test_bytes_add_up(pair):
     source = JoinedSource(pair)
     assert (source.bytes_read, source.chunk_reads) == (0, 0)
-    source.read([Channel("solar"), Channel("temperature", 500)], slice(0, 1), slice(0, 11))
+    source.read([Channel("solar"), Channel("temperature", 500)], slice(2, 3), slice(0, 11))
     assert pair[0].bytes_read == 3 * 11 * 8 * 4
     assert source.bytes_read == (3 + 1) * 11 * 8 * 4
     assert source.chunk_reads == 2
@@ -137,8 +150,8 @@ def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):
     assert caplog.messages == []
     JoinedSource(pair)
     assert [message.split(": ")[1].split(" times")[0] for message in caplog.messages] == [
-        "uses 8 of 10",
-        "uses 8 of 10",
+        "8 of its 10",
+        "8 of its 10",
     ]
 
 
@@ -224,6 +237,6 @@ def test_chunks_are_numbered_across_files_and_stores(tmp_path):
     assert source.chunk_numbers(channel, np.array([4, 5])).tolist() == [1, 2]
     later = stores.write(DATA[SURFACE].isel(time=slice(2, None)), tmp_path / "later.zarr")
     joined = JoinedSource([GriddedSource.open(str(later)), source])
-    assert joined.chunk_numbers(channel, np.arange(10)).tolist() == numbers[2:].tolist()
-    of_first = joined.chunk_numbers(Channel("solar"), np.arange(10))
+    assert joined.chunk_numbers(channel, np.arange(12)).tolist() == numbers.tolist()
+    of_first = joined.chunk_numbers(Channel("solar"), np.arange(2, 12))
     assert of_first.tolist() == list(range(10))

@@ -414,10 +414,11 @@ def format_duration(hours: float) -> str:
 
 
 def initialise_worker(parent: int) -> None:
-    """Set up a worker process: leave Ctrl-C to the parent, and end with it."""
+    """Set up a worker process: leave Ctrl-C and a lost terminal to the parent, and end with it."""
     from credit_dp.forkserver import die_with_parent
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
 
 

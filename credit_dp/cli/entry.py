@@ -5,7 +5,8 @@ Ranks set their own by `os._exit`: local ones in `distributed/worker.py`, those 
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in the input, reported in one line; 3
 `--check` found the config right, but the data are remote and can't be reached; 75 stopped on
-request, can be resumed (`EXIT_PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+request, can be resumed (`EXIT_PREEMPTED`); 129 the terminal was lost (SIGHUP); 130
+interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 
 import os
@@ -113,9 +114,9 @@ def run_command(command: Command, arguments: Sequence[str], program: str) -> int
         wait_for_first_rank(launcher_rank())
         report_error(str(error))
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if launcher_rank() == 0:
-            sys.stderr.write("\ninterrupted\n")
+            sys.stderr.write("\n".join(["", "interrupted", *interrupt.args, ""]))
         return 130
     except Terminated as stop:
         return stop.code

@@ -5,9 +5,10 @@ a single run comes checked; a job of a sweep checks its config here. In a single
 of a launcher's ranks has Hydra make the folder; the others get its path when the ranks meet.
 """
 
+import contextlib
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from credit_dp.cli.folders import (
 )
 from credit_dp.cli.output import print_line
 from credit_dp.cli.sweep_jobs import earlier_state, failure_cause, record_job
-from credit_dp.config import Config
+from credit_dp.config import Config, RunConfig
 from credit_dp.distributed import launch
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.report import (
@@ -36,6 +37,8 @@ from credit_dp.distributed.report import (
     wait_for_first_rank,
 )
 from credit_dp.errors import UserError
+from credit_dp.training.checkpoint_files import list_checkpoints
+from credit_dp.training.run_folder import RunFolder
 
 
 def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> int:
@@ -90,8 +93,24 @@ def run_in_folder(config: Config) -> int:
     config = with_run_folder(config)
     folder = Path(config.run.dir)
     check_run_folder(folder, config, key)
-    with lock_folder(folder, key):
+    with lock_folder(folder, key), name_last_checkpoint(config.run):
         return launch(config)
+
+
+@contextlib.contextmanager
+def name_last_checkpoint(run: RunConfig) -> Iterator[None]:
+    """Add a line to a KeyboardInterrupt on how to continue the run, if it has saved anything."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        folder = RunFolder(Path(run.dir))
+        saved = list_checkpoints(folder.checkpoints)
+        if not saved:
+            raise
+        raise KeyboardInterrupt(
+            f"the last checkpoint is {saved[-1]}; the same command with {folder.resume_keys(run)} "
+            "continues from there"
+        ) from None
 
 
 def run_job_in_folder(composed: DictConfig) -> int:

@@ -26,7 +26,12 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
-from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated
+from credit_dp.distributed.signals import (
+    EXIT_PREEMPTED,
+    STOP_SIGNALS,
+    Terminated,
+    signal_name,
+)
 from credit_dp.distributed.slurm import slurm_job_id
 from credit_dp.errors import UserError, quote, traceback_message
 from credit_dp.forkserver import die_with_parent
@@ -353,7 +358,7 @@ class JobProcess:
         if code >= 0:
             return failure_cause(output)
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        return reported_cause(output) or f"killed by {signal.Signals(-code).name}{hint}"
+        return reported_cause(output) or f"killed by {signal_name(-code)}{hint}"
 
     def send(self, signal_number: int) -> None:
         """Send the job a signal, which it passes on to its ranks."""

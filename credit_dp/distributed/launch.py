@@ -29,8 +29,8 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks, or these can't meet;
             nothing has started.
-        KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 while no training handles
-            them, or SIGTERM more than 2 seconds after the first; all ranks have ended by then.
+        KeyboardInterrupt, Terminated: Ctrl-C, or another of STOP_SIGNALS while no training handles
+            it, or SIGTERM more than 2 seconds after the first; all ranks have ended by then.
 
     Under a launcher with several ranks this returns 0, or ends the process by `os._exit`, here or
     in `PeerMonitor`; signals do not raise then.

@@ -9,11 +9,12 @@ kills all ranks; and if the parent itself is killed, the kernel does (see `credi
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -25,11 +26,18 @@ from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.report import (
     RankOutcome,
     mesh_rank_name,
+    read_aborts,
     read_outcome,
     report_crash,
     report_error,
 )
-from credit_dp.distributed.signals import STOP_SIGNALS, Terminated, block_signals, handle_stop
+from credit_dp.distributed.signals import (
+    STOP_SIGNALS,
+    Terminated,
+    block_signals,
+    handle_stop,
+    signal_name,
+)
 from credit_dp.distributed.worker import rank_main
 from credit_dp.files import remove_abandoned_folders, temporary_folder
 
@@ -39,6 +47,9 @@ EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed
 FAILURE_GRACE_SECONDS = 0.5
 # What multiprocessing returns for a rank if the fork server has ended.
 LOST_FORK_SERVER = 255
+LOST_FORK_SERVER_LINE = (
+    "the process that ranks are forked from ended (killed?); all ranks were stopped"
+)
 
 
 def start_fork_server(run: str) -> None:
@@ -49,10 +60,12 @@ def start_fork_server(run: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # A job queue may signal all processes of a job at once. The two helper processes inherit the
     # blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes
-    # while a rank is being forked is delivered once the rank can act on it.
-    with block_signals(), silence_resource_tracker():
-        resource_tracker.ensure_running()  # it unblocks SIGTERM in this process at the end
-    with block_signals():  # so the signals are blocked again for the fork server
+    # while a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal
+    # would show a traceback of their first imports, before `credit_dp.forkserver` ignores it.
+    blocked = (*STOP_SIGNALS, signal.SIGINT)
+    with block_signals(blocked), silence_resource_tracker():
+        resource_tracker.ensure_running()  # it unblocks some in this process at the end
+    with block_signals(blocked):  # so the signals are blocked again for the fork server
         forkserver.ensure_running()
 
 
@@ -86,9 +99,13 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
     with temporary_folder() as folder:
         processes: list[ForkServerProcess] = []
         try:
-            for rank in range(world_size):
-                ranks = RankInfo(rank, world_size, rank, world_size)
-                processes.append(start_rank(ranks, str(folder), run, config))
+            try:
+                for rank in range(world_size):
+                    ranks = RankInfo(rank, world_size, rank, world_size)
+                    processes.append(start_rank(ranks, str(folder), run, config))
+            except (ConnectionError, EOFError):
+                report_error(LOST_FORK_SERVER_LINE)
+                return 1
             received: list[int] = []
             with handle_stop(partial(forward_signal, processes, received)):
                 # Before `kill`, which gives the surviving ranks an exit code as well.
@@ -100,7 +117,7 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
             # A rank without a handler, before or after training, ends by the forwarded signal.
             if received and any(-(code or 0) in STOP_SIGNALS for _, code in exit_codes):
                 raise Terminated(received[0])
-            return report_failure(outcomes, exit_codes, config.parallel)
+            return report_failure(outcomes, exit_codes, read_aborts(folder), config.parallel)
         return max(outcome.code for outcome in outcomes if outcome is not None)
 
 
@@ -170,6 +187,7 @@ def kill(processes: list[ForkServerProcess]) -> None:
 def report_failure(
     outcomes: list[RankOutcome | None],
     exit_codes: list[tuple[int, int | None]],
+    aborts: Mapping[int, int],
     parallel: ParallelConfig,
 ) -> int:
     """Report the cause of a failed run, not its consequences, and return the exit code.
@@ -177,34 +195,35 @@ def report_failure(
     Args:
         outcomes: of all ranks.
         exit_codes: rank and exit code of each rank that has ended, in order.
+        aborts: when a rank aborted, as far as known.
         parallel: by which ranks are named.
     """
     silent = [(r, code) for r, code in exit_codes if outcomes[r] is None and code is not None]
     failures = [o for o in outcomes if o is not None and o.kind != "returned"]
-    # nccl and gloo abort a rank whose peer has failed: if any rank reported an error or was killed,
-    # an abort is its consequence.
-    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT] or (
-        [] if failures else silent
-    )
+    # nccl and gloo abort a rank whose peer has failed: an abort is a consequence if a rank was
+    # killed, or had reported an error or aborted before.
+    first = min((outcome.time for outcome in failures), default=math.inf)
+    aborted = [(r, code) for r, code in silent if aborts.get(r, 0) < first]
+    aborted.sort(key=lambda entry: aborts.get(entry[0], 0))
+    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT] or aborted
     if causes:
         rank, code = causes[0]
         report_error(death_message(mesh_rank_name(rank, parallel), code))
         return 1
     # Errors of other ranks, such as a lost connection, follow from the first one.
-    first = min(failures, key=lambda outcome: outcome.time)
-    if first.kind == "refused":
-        report_error(first.text)
+    failure = min(failures, key=lambda outcome: outcome.time)
+    if failure.kind == "refused":
+        report_error(failure.text)
     else:
-        report_crash(f"{mesh_rank_name(first.rank, parallel)} failed:\n{first.text}")
-    return first.code
+        report_crash(f"{mesh_rank_name(failure.rank, parallel)} failed:\n{failure.text}")
+    return failure.code
 
 
 def death_message(name: str, code: int) -> str:
     """Return the error line for a rank that ended without reporting an outcome."""
     if code == LOST_FORK_SERVER:
-        return "the process that ranks are forked from ended (killed?); all ranks were stopped"
+        return LOST_FORK_SERVER_LINE
     if code >= 0:
         return f"{name} ended with exit code {code} and without a message"
-    signal_name = signal.Signals(-code).name
-    hint = " (out of memory?)" if signal_name == "SIGKILL" else ""
-    return f"{name} was killed by {signal_name}{hint}; the other ranks were stopped"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"{name} was killed by {signal_name(-code)}{hint}; the other ranks were stopped"

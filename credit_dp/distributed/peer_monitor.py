@@ -61,7 +61,7 @@ from credit_dp.distributed.shared_store import (
     connect,
     listen_on_all_interfaces,
 )
-from credit_dp.distributed.signals import Terminated
+from credit_dp.distributed.signals import Terminated, signal_name
 from credit_dp.errors import counted
 
 # Until a killed process shows as ended; its peers may notice the broken connection earlier.
@@ -514,7 +514,7 @@ class PeerMonitor:
         """Return the error line for ranks that ended without reporting, in this order."""
         first = mesh_rank_name(ended[0].rank, self.parallel)
         how = (
-            f"was ended by {signal.Signals(ended[0].signal).name}"
+            f"was ended by {signal_name(ended[0].signal)}"
             if ended[0].signal
             else "ended without a message (killed, or out of memory?)"
         )

@@ -1,6 +1,7 @@
 """Record how each rank ended, and report a failure on stderr: one line or one traceback."""
 
 import contextlib
+import faulthandler
 import json
 import sys
 import time
@@ -85,6 +86,18 @@ def read_outcome(folder: Path, rank: int) -> RankOutcome | None:
     """Return the outcome that a rank wrote; None if it ended without writing one."""
     path = folder / f"{rank}.json"
     return RankOutcome(**json.loads(path.read_text())) if path.exists() else None
+
+
+def record_abort(folder: Path, rank: int) -> None:
+    """Let Python note in a file of the folder that this process aborts, just before it does."""
+    with contextlib.suppress(FileNotFoundError):  # the parent has just ended, and so will this
+        faulthandler.enable((folder / f"{rank}.abort").open("w"))  # which keeps the file open
+
+
+def read_aborts(folder: Path) -> dict[int, int]:
+    """Return when each rank that aborted did so, as `RankOutcome.time`."""
+    found = {int(path.stem): path.stat() for path in folder.glob("*.abort")}
+    return {rank: stat.st_mtime_ns for rank, stat in found.items() if stat.st_size}
 
 
 def rank_name(rank: int, data: int, domain: int, ensemble: int = 1) -> str:

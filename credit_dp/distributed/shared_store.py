@@ -373,7 +373,7 @@ def start_process(
     numbers = [opened.fileno() for opened in sockets]
     command = [sys.executable, "-I", "-S", store_process.__file__, *kind, *map(str, numbers)]
     # Until the process has decided to ignore them.
-    with block_signals((*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)):
+    with block_signals((*STOP_SIGNALS, signal.SIGINT)):
         return subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,

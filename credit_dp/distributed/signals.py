@@ -18,20 +18,35 @@ parent, and listens in a separate thread.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
+import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import final
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal is gone
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again, with resume=auto
 # A job queue signals a rank and also its launcher, which forwards the signal: within this time
 # after the first SIGTERM another one counts as the same.
 DUPLICATE_SECONDS = 2.0
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; Python has none for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def unignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals that this process does not ignore; with nohup it ignores SIGHUP."""
+    return [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
 
 
 class Terminated(BaseException):
@@ -45,8 +60,20 @@ class Terminated(BaseException):
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(signal_name(number))
         self.code = EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+
+def write_nowhere_without_terminal() -> None:
+    """Send stdout and stderr nowhere where their terminal is lost: writing there is an error."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:  # ENOTTY: it never was a terminal
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 @final
@@ -67,6 +94,7 @@ class SignalRouter:
 
         Can be called in any thread.
         """
+        write_nowhere_without_terminal()
         now = time.monotonic()
         if number == signal.SIGTERM and self.handler is not None:
             self.first_sigterm = self.first_sigterm or now
@@ -135,11 +163,11 @@ def raise_on_stop() -> Iterator[None]:
         if not _router.route(number):
             raise Terminated(number)
 
-    previous = [signal.signal(stop_signal, on_signal) for stop_signal in STOP_SIGNALS]
+    previous = {each: signal.signal(each, on_signal) for each in unignored(STOP_SIGNALS)}
     try:
         yield
     finally:
-        for stop_signal, action in zip(STOP_SIGNALS, previous, strict=True):
+        for stop_signal, action in previous.items():
             signal.signal(stop_signal, action)
 
 
@@ -156,16 +184,16 @@ def handle_stop_in_thread(handler: Callable[[int], None]) -> Iterator[None]:
 
     def listen() -> None:
         while number := receiver.recv(1):  # empty when the sender is closed
-            if number[0] in signals and not _router.route(number[0]):
+            if number[0] in previous and not _router.route(number[0]):
                 handler(number[0])
 
-    signals = (*STOP_SIGNALS, signal.SIGINT)
     # A Python handler would wait until the main thread returns from a collective. The wake-up file
     # descriptor is written by the C handler, at once, with the number of the signal as one byte.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     # The C handler runs only for signals that have a Python handler, which has nothing to do.
-    previous = [signal.signal(each, lambda number, frame: None) for each in signals]
+    signals = [*unignored(STOP_SIGNALS), signal.SIGINT]
+    previous = {each: signal.signal(each, lambda number, frame: None) for each in signals}
     previous_wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
@@ -173,7 +201,7 @@ def handle_stop_in_thread(handler: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous_wakeup)
-        for each, action in zip(signals, previous, strict=True):
+        for each, action in previous.items():
             signal.signal(each, action)
         sender.close()  # ends the listener
         listener.join()

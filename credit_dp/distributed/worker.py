@@ -31,14 +31,14 @@ from credit_dp.distributed.process_groups import (
     trace_collectives,
     wait_until_connected,
 )
-from credit_dp.distributed.report import RankOutcome, write_outcome
+from credit_dp.distributed.report import RankOutcome, record_abort, write_outcome
 from credit_dp.distributed.shared_store import (
     RendezvousStore,
     StoreLink,
     join_shared_store,
     uses_shared_store,
 )
-from credit_dp.distributed.signals import STOP_SIGNALS
+from credit_dp.distributed.signals import STOP_SIGNALS, unignored
 from credit_dp.errors import UserError
 from credit_dp.forkserver import die_with_parent
 
@@ -52,10 +52,12 @@ def rank_main(
     die_with_parent()
     os.setpgid(0, 0)  # the parent kills this rank and its children as one process group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is left to the parent
-    for stop_signal in STOP_SIGNALS:  # training sets its handler once there is something to save
+    # Training sets its handler once there is something to save.
+    for stop_signal in unignored(STOP_SIGNALS):
         signal.signal(stop_signal, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_fork_server`
     os.environ.update(environment)
+    record_abort(Path(folder), ranks.rank)
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:
@@ -71,7 +73,8 @@ def exit_rank(folder: str, outcome: RankOutcome) -> None:
 
     An orderly exit would wait for threads and process groups, which may be stuck after a failure.
     """
-    write_outcome(Path(folder), outcome)
+    with contextlib.suppress(FileNotFoundError):  # the parent has just ended
+        write_outcome(Path(folder), outcome)
     if outcome.kind == "returned":
         # `os._exit` skips multiprocessing's finalizers; without them the resource tracker reports
         # semaphores of libraries as leaked.

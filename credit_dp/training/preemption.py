@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from credit_dp.distributed.signals import STOP_SIGNALS, handle_stop
+from credit_dp.distributed.signals import STOP_SIGNALS, handle_stop, signal_name
 from credit_dp.distributed.slurm import TimeLimit, job_time_limit
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import message_device
@@ -46,7 +46,7 @@ def agreed_signal(marks: Sequence[float]) -> int:
 
 @final
 class Preemption:
-    """Handles SIGTERM, SIGUSR1 and the end of a job's time.
+    """Handles SIGTERM, SIGUSR1, SIGHUP and the end of a job's time.
 
     A SIGTERM that comes more than 2 seconds after the first ends the process.
 
@@ -105,7 +105,7 @@ class Preemption:
             keys: of the config, with which the same command continues the run.
         """
         time_is_up = not self.local_signal and self.time_limit.reached()
-        name = "the job's time is over" if time_is_up else signal.Signals(number).name
+        name = "the job's time is over" if time_is_up else signal_name(number)
         return (
             f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
             f"with {keys} continues from there"

@@ -28,7 +28,7 @@ from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError, shell_argument
+from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.held_out import (
     HeldOutData,
@@ -227,13 +227,6 @@ class _Run:
         return self.manager.rank == 0
 
     @property
-    def _resume_keys(self) -> str:
-        # Without a name the same command would choose another folder.
-        if self.config.run.name:
-            return "resume=auto"
-        return f"{shell_argument('run.dir', str(self.folder.path))} resume=auto"
-
-    @property
     def _finished(self) -> bool:
         return self.training.trainer.state.step >= self.config.trainer.steps
 
@@ -321,7 +314,10 @@ class _Run:
         # Writing the last checkpoint takes time: a signal may have come meanwhile.
         stop = stop or preemption.agree_on_signal()
         if stop:
-            self.screen.show(preemption.stop_message(stop, state.step, folder, self._resume_keys))
+            keys = self.folder.resume_keys(self.config.run)
+            message = preemption.stop_message(stop, state.step, folder, keys)
+            self.screen.show(message)
+            logging.getLogger(__name__).info(message)  # the terminal may be gone
             return False
         monitor.show_missing_trace()
         bubble = trainer.forward_backward.bubble_message()

@@ -22,8 +22,8 @@ from typing import TextIO, final
 from omegaconf import OmegaConf
 
 import credit_dp
-from credit_dp.config import Config
-from credit_dp.errors import UserError, counted
+from credit_dp.config import Config, RunConfig
+from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.files import write_text_atomic
 from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 
@@ -94,6 +94,12 @@ class RunFolder:
     def rerun_command(self) -> str:
         """The command that repeats the run in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
+
+    def resume_keys(self, run: RunConfig) -> str:
+        """Return the keys with which the command of a run with these keys continues it."""
+        # Without a name the same command would choose another folder.
+        folder = [] if run.name else [shell_argument("run.dir", str(self.path))]
+        return " ".join([*folder, "resume=auto"])
 
     def last_lines(self) -> list[str]:
         """Return the lines at the end of a run, which name its files; scores and plots are last.

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.cli import run
 from credit_dp.cli.folders import lock_folder, unique_name
+from credit_dp.config import Config
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint
@@ -77,6 +79,30 @@ def test_a_run_in_the_folder_of_a_sweep_is_refused(
         # Twice, as its runs may be in folders that exist, and the sweep's own stays what it is.
         assert answer(monkeypatch, "-m", "seed=1,2", "run.name=many")[0] == 0
     assert len(configs) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"), [("run.name=first", ""), ("run.dir=first", "run.dir={folder} ")]
+)
+def test_ctrl_c_names_the_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, keys: str
+) -> None:
+    def save_two(config: Config) -> int:
+        for step in ("step-00000002", "step-00000003"):
+            write_empty_checkpoint(Path(config.run.dir)).rename(
+                Path(config.run.dir, "checkpoint", step)
+            )
+        raise KeyboardInterrupt
+
+    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "launch", save_two)
+        code, _, err = answer(monkeypatch, key)
+    folder = tmp_path / ("outputs/first" if key == "run.name=first" else "first")
+    assert (code, err) == (
+        130,
+        f"\ninterrupted\nthe last checkpoint is {folder}/checkpoint/step-00000003; the same "
+        f"command with {keys.format(folder=folder)}resume=auto continues from there\n",
+    )
 
 
 @pytest.mark.slow

@@ -176,14 +176,15 @@ def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("printed", "cause"),
+    ("printed", "sent", "cause"),
     [
-        ("writes to  here", "killed by SIGKILL (out of memory?)"),
-        ("error: rank 1 was killed", "rank 1 was killed"),
+        ("writes to  here", signal.SIGKILL, "killed by SIGKILL (out of memory?)"),
+        ("writes to  here", 40, "killed by signal 40"),
+        ("error: rank 1 was killed", signal.SIGKILL, "rank 1 was killed"),
     ],
 )
-def test_a_killed_job_names_the_signal(tmp_path: Path, printed: str, cause: str) -> None:
-    code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), 9)"
+def test_a_killed_job_names_the_signal(tmp_path: Path, printed: str, sent: int, cause: str) -> None:
+    code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), {sent:d})"
     job = JobProcess(tmp_path, [], [sys.executable, "-I", "-S", "-c", code], {})
-    assert job.wait() == 128 + signal.SIGKILL
+    assert job.wait() == 128 + sent
     assert (read(tmp_path)["state"], read(tmp_path)["cause"]) == ("failed", cause)

@@ -77,10 +77,10 @@ def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
 
 
 def hanging(
-    folder: Path, function: str = "hang", ranks: int = 2
+    folder: Path, function: str = "hang", ranks: int = 2, **environment: str
 ) -> tuple[subprocess.Popen[str], list[int]]:
     """Start ranks that wait for ever, or for a signal; return the program and their ids."""
-    process = begin(function, folder, ranks)
+    process = begin(function, folder, ranks, **environment)
     files = [folder / f"pid{rank}" for rank in range(ranks)]
     until(lambda: all(file.exists() and file.read_text() for file in files))
     return process, [int(file.read_text()) for file in files]
@@ -93,6 +93,12 @@ def gone(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
+
+
+def children(parent: int, word: str = "") -> list[int]:
+    """Ids of a process's children whose command has the word, in the order of their birth."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in found if word in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def free_port() -> int:

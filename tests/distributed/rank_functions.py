@@ -100,6 +100,13 @@ def train(config: Config, ranks: RankInfo) -> int:
     return EXIT_PREEMPTED
 
 
+def train_and_show(config: Config, ranks: RankInfo) -> int:
+    """Train as above, then print to the terminal, which may be gone."""
+    code = train(config, ranks)
+    print("stopped", flush=True)
+    return code
+
+
 def train_for_ever(config: Config, ranks: RankInfo) -> int:
     """Take one step that never ends."""
     with Preemption(build_manager(config.parallel, ranks)):

@@ -1,8 +1,10 @@
 """Ranks that the program itself starts: they end together and report the cause once."""
 
 import os
+import pty
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,16 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed.local import report_failure
 from credit_dp.distributed.report import RankOutcome
 from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
-from tests.distributed.processes import begin, finish, gone, hanging, until, voices
+from tests.distributed.processes import (
+    ROOT,
+    begin,
+    children,
+    finish,
+    gone,
+    hanging,
+    until,
+    voices,
+)
 
 
 @pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
@@ -57,40 +68,72 @@ def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sent", "name"),
+    [
+        (3, signal.SIGABRT, "SIGABRT"),
+        pytest.param(2, signal.SIGABRT, "SIGABRT", marks=pytest.mark.slow),
+        pytest.param(3, signal.SIGSEGV, "SIGSEGV", marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGRTMIN, "SIGRTMIN", marks=pytest.mark.slow),
+        pytest.param(3, 40, "signal 40", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_a_signal_ends_is_named_and_no_other(
+    tmp_path: Path, ranks: int, sent: int, name: str
+) -> None:
+    """The others fail as they communicate with it, in Python, soon afterwards."""
+    process, pids = hanging(tmp_path, "communicate", ranks, SEEN=str(tmp_path))
+    os.kill(pids[1], sent)
+    line = f"error: rank 1 (pipeline 0, data 0, domain 1) was killed by {name}; the other ranks "
+    assert finish(process) == (1, "", f"{line}were stopped\n")
+
+
 def failed(rank: int, kind: str = "crashed") -> RankOutcome:
     return RankOutcome(rank, kind, 1, "Traceback", time=rank)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "exit_codes", "line"),
+    ("outcomes", "exit_codes", "aborts", "line"),
     [
         pytest.param(
             [None, None, None],
             [(2, -signal.SIGABRT), (1, -signal.SIGKILL), (0, -signal.SIGABRT)],
+            {2: 5, 0: 6},
             "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL",
             id="killed before aborted",
         ),
         pytest.param(
             [None, None, None],
             [(2, -signal.SIGSEGV), (0, -signal.SIGKILL)],
+            {2: 5},
             "error: rank 2 (pipeline 0, data 0, domain 2) was killed by SIGSEGV",
             id="in the order of time",
         ),
         pytest.param(
             [None, None, None],
-            [(1, -signal.SIGABRT), (0, -signal.SIGABRT)],
+            [(0, -signal.SIGABRT), (1, -signal.SIGABRT)],
+            {0: 6, 1: 5},
             "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGABRT",
             id="the first abort",
         ),
         pytest.param(
             [None, failed(1), failed(2)],
             [(0, -signal.SIGABRT), (2, 1), (1, 1)],
+            {0: 2},
             "rank 1 (pipeline 0, data 0, domain 1) failed:",
             id="an error before an abort",
         ),
         pytest.param(
+            [None, failed(1), failed(2)],
+            [(2, 1), (1, 1), (0, -signal.SIGABRT)],
+            {0: 0},
+            "error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGABRT",
+            id="an abort before errors",
+        ),
+        pytest.param(
             [None, None, None],
             [(2, 255), (0, 255)],
+            {},
             "error: the process that ranks are forked from ended (killed?)",
             id="the fork server",
         ),
@@ -99,10 +142,11 @@ def failed(rank: int, kind: str = "crashed") -> RankOutcome:
 def test_the_cause_is_reported_and_not_its_consequences(
     outcomes: list[RankOutcome | None],
     exit_codes: list[tuple[int, int]],
+    aborts: dict[int, int],
     line: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert report_failure(outcomes, exit_codes, ParallelConfig(domain=3)) == 1
+    assert report_failure(outcomes, exit_codes, aborts, ParallelConfig(domain=3)) == 1
     message = capfd.readouterr().err
     assert message.startswith(line)
     assert len(voices(message)) == 1
@@ -120,6 +164,7 @@ def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
         (signal.SIGINT, 130, "\ninterrupted\n"),
         (signal.SIGTERM, 143, ""),
         (signal.SIGUSR1, EXIT_PREEMPTED, ""),
+        (signal.SIGHUP, 129, ""),
     ],
 )
 def test_signals_end_all_ranks_that_do_not_train(
@@ -149,7 +194,50 @@ def test_ranks_that_train_stop_after_the_same_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_stop_after_a_step_if_the_terminal_is_lost(tmp_path: Path, ranks: int) -> None:
+    """They can't write to it any more. The kernel sends SIGHUP."""
+    program = ["-m", "tests.distributed.launch_program", "train_and_show", str(ranks), "0", "1"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, *program, str(tmp_path)])
+    until(lambda: all((tmp_path / f"pid{rank}").exists() for rank in range(ranks)))
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_PREEMPTED
+    assert len({(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nohup_holds_for_the_ranks(tmp_path: Path, ranks: int) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which programs inherit
+    try:
+        process, pids = hanging(tmp_path, "train", ranks)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for pid in {*pids, process.pid}:
+        [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (EXIT_PREEMPTED, "", "")
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_is_killed_at_the_start_is_one_line(tmp_path: Path) -> None:
+    process = begin("meet", tmp_path, TMPDIR=str(tmp_path))
+    until(lambda: len(children(process.pid, "forkserver")) == 1)
+    [fork_server] = children(process.pid, "forkserver")
+    os.kill(fork_server, signal.SIGSTOP)  # as it imports torch
+    # Its socket, and the connection of the program, which waits for a rank.
+    until(lambda: Path("/proc/net/unix").read_text().count(f" {tmp_path}") == 2)
+    os.kill(fork_server, signal.SIGKILL)
+    line = "the process that ranks are forked from ended (killed?); all ranks were stopped"
+    assert finish(process) == (1, "", f"error: {line}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
     """Job queues signal all processes, and the program that started the ranks forwards it, too."""
     process, pids = hanging(tmp_path, "train")

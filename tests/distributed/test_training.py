@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from tests.distributed.processes import ROOT, TORCHRUN, VICTIMS, ends, free_port, gone, until
+from tests.distributed.processes import (
+    ROOT,
+    TORCHRUN,
+    VICTIMS,
+    children,
+    ends,
+    free_port,
+    gone,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -73,12 +82,6 @@ def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> 
     found, said = on_two_machines(tmp_path / "within", cache, *keys)
     assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
     assert "network" not in said
-
-
-def children(parent: int, word: str = "") -> list[int]:
-    """Ids of a process's children whose command has the word, in the order of their birth."""
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in found if word in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def rank_processes(program: subprocess.Popen[str]) -> list[int]:

@@ -29,7 +29,7 @@ from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_datase
 from credit_dp.errors import UserError
 
 LEAD_DIM = "prediction_timedelta"
-LEAD_ALIASES = ("lead_time", "step", "leadtime")
+LEAD_ALIASES = ("lead_time", "step", "leadtime", "forecast_period")
 # Source: CF conventions, section 7.3: dimensions with colons, then the method.
 SUM_PATTERN = re.compile(rf"\b(?:{'|'.join((LEAD_DIM, *LEAD_ALIASES))}):(?: \w+:)* sum\b")
 
@@ -241,8 +241,10 @@ def _rename_dims(dataset: xr.Dataset) -> xr.Dataset:
     """Give the dims of forecasts their standard names."""
     # Redundant, and `standardise_dims` would take it for the time of the fields.
     dataset = dataset.drop_vars("valid_time", errors="ignore")
+    named = {str(dataset[dim].attrs.get("standard_name")): str(dim) for dim in dataset.indexes}
     for standard, others in DIM_ALIASES.items():
-        other = next((name for name in others if name in dataset.dims), None)
+        dims = (named.get(name, name) for name in others)
+        other = next((name for name in dims if name in dataset.dims), None)
         if other is not None and standard not in dataset.dims:
             # A coordinate that is not a dim may have the standard name already.
             dataset = dataset.drop_vars(standard, errors="ignore").rename({other: standard})

@@ -5,7 +5,8 @@ form, `squeeze_other_dims` drops dims of length 1, and `check_coordinates` refus
 which row, column or time indices would mean something else.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,25 @@ MODEL_LEVEL_NAMES = (  # CF standard names of the coordinate
     "atmosphere_hybrid_sigma_pressure_coordinate",
     "atmosphere_hybrid_height_coordinate",
 )
-DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "time": ("valid_time",),
-    "latitude": ("lat",),
-    "longitude": ("lon",),
-    "level": (*PRESSURE_LEVELS, *MODEL_LEVELS),
+# What a coordinate is called in cf-xarray, the surest first, and names that it does not know.
+CF_KEYS: Mapping[str, tuple[str, ...]] = {
+    "time": ("time", "T"),
+    "latitude": ("latitude", "Y"),
+    "longitude": ("longitude", "X"),
+    "level": ("vertical", "Z"),
 }
-NAMES_OF_TIME = ("time", "times", "date", "dates", "datetime")  # that are not read
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "time": ("time", "valid_time"),
+    "latitude": ("latitude",),
+    "longitude": ("longitude",),
+    "level": ("level", *PRESSURE_LEVELS, *MODEL_LEVELS),
+}
+# Standard names of coordinates that are not used: heights, rotated grids, starts of forecasts.
+OTHER_AXES = re.compile("height|depth|altitude|grid_l|projection|forecast_reference_time")
+NAMES_OF_TIME = ("time", "times", "date", "dates", "datetime")  # of dims that have to have dates
 PRESSURES = {"hPa": 1.0, "Pa": 0.01, "kPa": 10.0}  # factors to hPa
 LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
+LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
 GRID_TYPES = {  # GRIB's names of grids that can't be read
     "reduced_gg": "reduced Gaussian",
@@ -45,6 +56,49 @@ CHUNKS = ("chunks", "shards", "chunksizes")  # keys in the encoding of a variabl
 CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")
 
 
+def find_coordinates(dataset: xr.Dataset, ndim: int = 1) -> dict[str, str]:
+    """Return the name of the coordinate of time, level, latitude and longitude, if there is one.
+
+    A coordinate is found as the CF conventions say, by its `standard_name`, `units` or `axis`, then
+    by its name; the one along whose dim most variables lie comes first.
+
+    Args:
+        dataset: as it was opened.
+        ndim: number of dims of the coordinates: 2 on curvilinear grids.
+    """
+    import cf_xarray  # noqa: F401 (registers `.cf`; only needed when a store is opened)
+
+    arrays = {name: array for name, array in dataset.variables.items() if array.ndim == ndim}
+    coordinates = xr.Dataset(coords=xr.Coordinates(arrays, indexes={}))  # indexes take time
+    by_key = coordinates.cf.coordinates | coordinates.cf.axes
+    found = {}
+    for standard, keys in CF_KEYS.items():
+        # In the order of preference.
+        candidates = [name for key in keys for name in by_key.get(key, ())]
+        candidates += [name for name in NAMES[standard] if name in arrays]
+        if standard == "time" and ndim == 1:
+            candidates += [name for name, array in arrays.items() if array.dtype.kind == "M"]
+        candidates = [name for name in candidates if _fits(arrays[name], standard)]
+        if not candidates and standard in HORIZONTAL:
+            candidates = coordinates.cf.guess_coord_axis().cf.coordinates.get(standard, [])
+        if candidates:
+            found[standard] = str(max(candidates, key=lambda name: _importance(dataset, name)))
+    return found
+
+
+def _fits(array: xr.Variable, standard: str) -> bool:
+    """Whether a coordinate on the axis of a standard one can be that one."""
+    if standard == "level" and canonical_unit(str(array.attrs.get("units", ""))) in LENGTHS:
+        return False
+    return not OTHER_AXES.search(str(array.attrs.get("standard_name", "")))
+
+
+def _importance(dataset: xr.Dataset, name: Hashable) -> int:
+    """Return the number of variables that lie along the dims of a coordinate."""
+    dims = set(dataset.variables[name].dims)
+    return sum(dims <= set(array.dims) for array in dataset.variables.values())
+
+
 def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     """Rename the dims to time, level, latitude and longitude; their order stays.
 
@@ -53,7 +107,6 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     Raises:
         UserError: the grid does not consist of rows and columns.
     """
-    _check_grid(dataset, where)
     valid = dataset.coords.get("valid_time")
     time_dim = None if valid is None or valid.ndim != 1 else str(valid.dims[0])
     if valid is not None and time_dim in ("time", "step"):
@@ -62,11 +115,20 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
         dataset = dataset.drop_vars([x for x in ("time", time_dim) if x in dataset.coords])
         dataset = dataset.rename({time_dim: "time"} if time_dim != "time" else {})
         dataset = dataset.assign_coords(time=("time", valid.values))
-    dataset = dataset.drop_vars([name for name in dataset.coords if name not in dataset.dims])
-    for standard, aliases in DIM_ALIASES.items():
-        alias = next((name for name in aliases if name in dataset.dims), None)
-        if alias is not None and standard not in dataset.dims:
-            dataset = dataset.rename({alias: standard})
+    found = find_coordinates(dataset)
+    _check_grid(dataset, found, where)
+    values = {standard: dataset.variables[name] for standard, name in found.items()}
+    # By names those that have no coordinate, for the messages about them.
+    dims = {x: next((y for y in names if y in dataset.dims), x) for x, names in NAMES.items()}
+    dims |= {standard: str(array.dims[0]) for standard, array in values.items()}
+    others = [name for name in dataset.coords if name not in dataset.dims]
+    dataset = dataset.drop_vars({*others, *found.values(), *found} & {*dataset.variables})
+    for standard, dim in dims.items():
+        if dim != standard and standard not in dataset.dims:
+            dataset = dataset.drop_vars(dim, errors="ignore").rename({dim: standard})
+        if standard in dataset.dims and standard in values:
+            array = values[standard]
+            dataset = dataset.assign_coords({standard: (standard, array.values, array.attrs)})
     if "level" in dataset.coords:
         scale = _in_hpa(dataset["level"])
         if scale != 1:
@@ -90,7 +152,8 @@ def _unit(level: xr.DataArray) -> str:
 
 def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
     """Drop dims of length 1 such as GRIB's `number`, `step` or `surface`."""
-    known = {*DIM_ALIASES, *(name for aliases in DIM_ALIASES.values() for name in aliases)}
+    known = {name for names in NAMES.values() for name in names}
+    known |= {str(dim) for name in find_coordinates(dataset).values() for dim in dataset[name].dims}
     single = [dim for dim, size in dataset.sizes.items() if size == 1 and dim not in known]
     squeezed = dataset.isel(dict.fromkeys(single, 0))
     for name, array in dataset.variables.items():
@@ -105,11 +168,10 @@ def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
 
 def scalar_level(dataset: xr.Dataset) -> int | None:
     """Return the pressure level in hPa of a dataset without a level dim; None if unknown."""
-    for name in ("level", *DIM_ALIASES["level"]):
-        if name in dataset.coords and name not in (*dataset.dims, *MODEL_LEVELS):
-            level = dataset[name]
-            if not level.ndim and np.issubdtype(level.dtype, np.number):
-                return round(float(level) * _in_hpa(level))
+    for name, level in dataset.coords.items():
+        is_pressure = name in ("level", *PRESSURE_LEVELS) or _unit(level) in PRESSURES
+        if is_pressure and not level.ndim and np.issubdtype(level.dtype, np.number):
+            return round(float(level) * _in_hpa(level))
     return None
 
 
@@ -120,11 +182,11 @@ def has_model_levels(dataset: xr.Dataset) -> bool | None:
 
     Call this before `standardise_dims` renames the dims.
     """
-    if any(name in dataset.dims for name in MODEL_LEVELS):
-        return True
-    name = next((name for name in ("level", *DIM_ALIASES["level"]) if name in dataset.coords), None)
+    name = find_coordinates(dataset).get("level")
     if name is None:
         return None
+    if name in MODEL_LEVELS:
+        return True
     level = dataset[name]
     long_name = str(level.attrs.get("long_name", "")).lower()
     standard_name = level.attrs.get("standard_name", "")
@@ -182,17 +244,19 @@ def in_dim_order(values: NDArray[Any], dims: Sequence[str], order: Sequence[str]
     return values.transpose([all_dims.index(dim) for dim in order])
 
 
-def _check_grid(dataset: xr.Dataset, where: str) -> None:
+def _check_grid(dataset: xr.Dataset, found: Mapping[str, str], where: str) -> None:
     """Refuse a grid that does not consist of rows and columns, and name its type."""
     grid_types = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
     grid_name = next(
         (GRID_TYPES[grid_type] for grid_type in sorted(grid_types) if grid_type in GRID_TYPES), None
     )
-    dims = [str(dim) for dim in dataset.dims if dim in CELLS]
-    for standard in HORIZONTAL:
-        for name in (standard, *DIM_ALIASES[standard]):
-            if name in dataset.variables and name not in dataset.dims:
-                dims += [", ".join(map(str, dataset[name].dims))] if dataset[name].dims else []
+    of_lines = {dataset[found[standard]].dims for standard in HORIZONTAL if standard in found}
+    dims = []
+    if len(of_lines) < 2:
+        dims = [str(dim) for dim in dataset.dims if dim in CELLS]
+        both = set(HORIZONTAL) <= found.keys()
+        flat = find_coordinates(dataset, ndim=1 if both else 2)
+        dims += [", ".join(map(str, dataset[flat[x]].dims)) for x in HORIZONTAL if x in flat]
     if grid_name is None and not dims:
         return
     if grid_name is None:
@@ -229,20 +293,20 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
     if timed:
         _check_time(dataset, where)
     else:
-        _refuse_other_names_of_time(dataset, where)
+        _refuse_times_without_dates(dataset, where)
     latitude = dataset["latitude"].values
     _check_latitude(latitude, where)
     _check_longitude(dataset["longitude"].values, where)
 
 
-def _refuse_other_names_of_time(dataset: xr.Dataset, where: str) -> None:
-    """Refuse times under a name that is not read, whose variables would count as static fields."""
+def _refuse_times_without_dates(dataset: xr.Dataset, where: str) -> None:
+    """Refuse times that are no dates, whose variables would count as static fields."""
     for dim in map(str, dataset.dims):
-        has_dates = dim in dataset.coords and np.issubdtype(dataset[dim].dtype, np.datetime64)
-        if has_dates or dim.lower() in NAMES_OF_TIME:
-            raise UserError(
-                f"{where}: needs times named time (or valid_time), but they are named {dim}. "
-                "Rename that dimension and its coordinate, or change data.store."
+        if dim.lower() in NAMES_OF_TIME:
+            raise _store_error(
+                where,
+                f"{dim} has no dates: give the dim a coordinate with an attribute units like "
+                "'hours since 1900-01-01'",
             )
 
 

@@ -36,9 +36,9 @@ from credit_dp.data.sources.base import (
     as_slice,
 )
 from credit_dp.data.sources.coordinates import (
-    DIM_ALIASES,
-    HORIZONTAL,
+    NAMES,
     check_coordinates,
+    find_coordinates,
     has_model_levels,
     in_dim_order,
     scalar_level,
@@ -64,8 +64,8 @@ from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 from credit_dp.variable_names import all_names_of, canonical_name
 
-TIMES = {"time", *DIM_ALIASES["time"]}
-GLOBE = {name for dim in HORIZONTAL for name in (dim, *DIM_ALIASES[dim])}
+TIMES = {*NAMES["time"]}
+VERTICAL = {*NAMES["level"]}
 # Words in the names of fields that can be zero throughout a chunk: at night, over land, in dry air.
 # zarr may leave such a chunk out when it writes, so that its absence is no sign of damage.
 ZERO = re.compile(
@@ -121,7 +121,7 @@ def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:
 def _stores_global_fields(array: zarr.Array[Any]) -> bool:
     """Whether each file holds global fields, so that a missing file loses a complete field."""
     sizes = zip(_dims(array), array.shards or array.chunks, array.shape, strict=False)
-    return all(chunk >= size for dim, chunk, size in sizes if dim in GLOBE)
+    return all(chunk >= size for dim, chunk, size in sizes if dim not in TIMES | VERTICAL)
 
 
 def _dims(array: zarr.Array[Any]) -> list[str]:
@@ -266,11 +266,11 @@ def hybrid_coefficients(
             return None
         a = a * CONVERSIONS[unit, "Pa"][0]
     steps = np.diff(a + REFERENCE_PRESSURE * b)
-    names = [name for name in ("level", *DIM_ALIASES["level"]) if name in dataset.coords]
+    level = find_coordinates(dataset).get("level")
     if len(steps) and (steps < 0).all():
         a, b, steps = a[::-1], b[::-1], -steps[::-1]
         # Level 1 is the uppermost, so the numbers fall with the coefficients.
-        if any((np.diff(dataset[name].values) > 0).any() for name in names if dataset[name].ndim):
+        if level is not None and (np.diff(dataset[level].values) > 0).any():
             return None
     return (a, b) if len(steps) and (steps > 0).all() else None
 

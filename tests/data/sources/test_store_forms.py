@@ -209,10 +209,15 @@ def test_static_fields_alone_are_no_store(tmp_path):
             Store.open(config([entry]))
 
 
-@pytest.mark.parametrize("name", ["date", "Time", "forecast_reference"])
-def test_times_of_another_name_are_refused_with_it(tmp_path, name):
-    path = netcdf(DATA[["2m_temperature"]].rename(time=name), tmp_path / "fields.nc")
-    with pytest.raises(UserError, match=rf"fields\.nc: needs times named time.*named {name}\. Ren"):
+@pytest.mark.parametrize("name", ["date", "Time"])
+def test_times_of_another_name_have_to_be_dates(tmp_path, name):
+    data = DATA[["2m_temperature"]].rename(time=name)
+    path = netcdf(data, tmp_path / "fields.nc")
+    lists = {"prognostic": ["2m_temperature"], "diagnostic": [], "static": [], "levels": None}
+    assert np.array_equal(open_source(config([path], **lists)).times, DATA["time"].values)
+    data[name] = np.arange(data.sizes[name])
+    path = netcdf(data, tmp_path / "numbers.nc")
+    with pytest.raises(UserError, match=rf"numbers\.nc: {name} has no dates: give the dim"):
         Store.open(config([path]))
 
 

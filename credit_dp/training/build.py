@@ -238,9 +238,12 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 f"compile: needs a C++ compiler on the CPU, but {name} is not found. Install one, "
                 "name it in the environment variable CXX, or set compile=false."
             )
+    from torch._dynamo import config as limits  # takes seconds
+    from torch._functorch import config as functorch
+
     # Blocks are called under the autocast of the model. By default torch compiles their backward
     # pass for it, too, and rounds gradients in it that an uncompiled step keeps in float32.
-    torch._functorch.config.backward_pass_autocast = "off"
+    functorch.backward_pass_autocast = "off"
     units = [module for module in model.modules() if is_fsdp_module(module)]
     # Each shape has code of its own. By default torch compiles code for any shape when it sees the
     # second one, also of another block. A step that is computed again could then find this code for
@@ -258,9 +261,8 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
         copies = len(blocks)
     # Modules of a class share code. Torch compiles 8 versions of it, and runs others uncompiled: a
     # module has several by itself, for training, validation and scores.
-    config = torch._dynamo.config
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, limit, max(getattr(config, limit), VERSIONS_OF_MODULE * copies))
+        setattr(limits, limit, max(getattr(limits, limit), VERSIONS_OF_MODULE * copies))
 
 
 def _most_copies_of_code(model: nn.Module) -> int:

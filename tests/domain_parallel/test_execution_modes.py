@@ -286,7 +286,7 @@ def test_sharded_norms_compile_to_one_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
 @pytest.mark.parametrize(("ranks", "backend"), [(3, "aot_eager"), (2, "inductor")])
 @pytest.mark.parametrize("config", COMPILED.values(), ids=COMPILED)
 def test_a_sharded_model_compiles_to_one_graph_by_each_backend(config, ranks, backend):

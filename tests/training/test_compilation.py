@@ -75,7 +75,7 @@ def new_ranks():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_ranks")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 1, 2, "fsdp2")], ids=str)
 def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
@@ -120,7 +120,7 @@ def compiled_and_recomputed(manager: DomainParallelManager, config: Config) -> T
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_ranks")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
 def test_compiled_steps_that_are_computed_again_train_the_same(config):
     found = run_on_mesh(Mesh(1, 1, 2), compiled_and_recomputed, config)
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))

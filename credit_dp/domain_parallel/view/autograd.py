@@ -11,10 +11,11 @@ the process; they behave as before where no field takes part and no view's model
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial, wraps
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -26,17 +27,19 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._functorch import apis, eager_transforms
-from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.planning.trace import functions_of_users
 from credit_dp.domain_parallel.view.memory import note_hook
 from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
 from credit_dp.domain_parallel.view.running import (
     RunningMode,
     backwards_in_transform,
+    keep_gradient_mode,
     run_in,
     running_view,
 )
@@ -224,15 +227,27 @@ for _function in (torch.autograd.backward, Tensor.backward):
 
 
 GUARDED = "_credit_dp_guarded"
-_in_function_backward: ContextVar[bool] = ContextVar("runs a user's backward", default=False)
+
+
+@final
+class _RefuseNestedBackward(TorchFunctionMode):
+    """Refuses a backward pass in the backward of a user's function.
+
+    It would add whole gradients to parameters, once a rank, as activation checkpointing of another
+    package does.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.backward, Tensor.backward):
+            raise UserError(
+                "autograd.Function: its backward starts another backward pass, which would add "
+                "the gradients of parameters once a rank. Use torch.utils.checkpoint."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _guarded_function(cls: Any) -> Any:
-    """Return a user's `autograd.Function` whose backward may not start another backward pass.
-
-    That would add whole gradients to parameters, once a rank, as activation checkpointing of
-    another package does.
-    """
+    """Return a user's `autograd.Function` whose backward may not start another backward pass."""
     if "backward" not in _methods(cls):
         return cls
     # Kept by the class itself, which a forward may define anew at each call.
@@ -240,11 +255,8 @@ def _guarded_function(cls: Any) -> Any:
         original = cls.backward
 
         def backward(ctx: Any, *grads: Any) -> Any:
-            token = _in_function_backward.set(True)
-            try:
+            with _RefuseNestedBackward():
                 return original(ctx, *grads)
-            finally:
-                _in_function_backward.reset(token)
 
         name = cls.__name__
         body = {"backward": staticmethod(backward), "__module__": cls.__module__}
@@ -348,30 +360,48 @@ def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
 
     It saves its arguments as autograd does, which must not see fields: only their local tensors.
     """
+    parameters = signature(original).parameters.values()
+    # Before torch 2.14 arguments follow torch's options; since then they are a tuple and a dict.
+    is_variadic = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    count = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in parameters) - 1
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         view = running_view()
         if view is None:
             return original(function, *args, **kwargs)
-        # Torch saves positional tensors only, not those in containers or given by keyword.
-        leaves, structure = tree_flatten((args, kwargs))
-        shown = [shown_as(x, view) for x in leaves]
-        others = [None if isinstance(x, Tensor) else x for x in leaves]
-
-        def recompute(*local: Any) -> Any:
-            # Without torch's options, which precede the function's arguments.
-            options = others[: len(others) - len(local)]
-            fields = shown[len(options) :]
-            arguments = [show(x, field) for x, field in zip(local, fields, strict=True)]
-            for x in global_tensors(arguments):
-                x.hooks = shown  # of outside, as in the forward: not those of this computation
-            positional, keywords = tree_unflatten([*options, *arguments], structure)
-            with run_in(view):
-                return function(*positional[len(options) :], **keywords)
-
-        return original(recompute, *map(local_of, leaves))
+        if is_variadic:
+            options, arguments = args[:count], (args[count:], kwargs)
+            recompute, local = _local_call(view, function, arguments)
+            return original(recompute, *options, *local)
+        recompute, local = _local_call(view, function, args)
+        return original(recompute, tuple(local), {}, **kwargs)
 
     return generator
+
+
+def _local_call(
+    view: GlobalView, function: Callable[..., Any], arguments: Args
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a call that shows local tensors to a function as fields, and these tensors.
+
+    Args:
+        view: in which it runs.
+        function: that is called.
+        arguments: positional ones, and those given by keyword. Torch saves positional tensors only,
+            not those in containers or given by keyword: so all of them are returned in one list.
+    """
+    leaves, structure = tree_flatten(arguments)
+    shown = [shown_as(x, view) for x in leaves]
+
+    def call(*local: Any) -> Any:
+        fields = list(map(show, local, shown))
+        for x in global_tensors(fields):
+            x.hooks = shown  # of outside, as in the forward: not those of this computation
+        positional, keywords = tree_unflatten(fields, structure)
+        with run_in(view):
+            return function(*positional, **keywords)
+
+    return call, list(map(local_of, leaves))
 
 
 # ---------------------------------------------------------------- backward hooks of modules
@@ -571,50 +601,66 @@ def _whole_script(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_script
 
 
-def _refuse_nested_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `autograd.backward`, refused in the backward of a user's function in a model."""
+def _applied_in_view(original: Any) -> Callable[..., Any]:
+    """Return `Function.apply`, which does not ask subclasses of tensors, for fields too.
 
-    @wraps(original)
-    @_run_as_it_is
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if _in_function_backward.get():
-            raise UserError(
-                "autograd.Function: its backward starts another backward pass, which would add "
-                "the gradients of parameters once a rank. Use torch.utils.checkpoint."
-            )
-        return original(*args, **kwargs)
+    Args:
+        original: as it stands in the class: a method in Python or, since torch 2.14, one in C.
+    """
 
-    return backward
-
-
-def _applied_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Function.apply`, which does not ask subclasses of tensors, for fields too."""
+    def apply_to_plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # torch looks for their names in the code of `forward`, which may be replaced
+            context = (None,) * _has_context(cls)
+            bound = signature(cls.forward).bind(*context, *args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args[len(context) :]
+        return original.__get__(None, cls)(*args)
 
     @_run_as_it_is
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        view = running_view()
         # Ours get local tensors. In a transform everything is whole.
         is_ours = cls.__module__.startswith("credit_dp.")
-        if is_ours or not running_view() or torch._C._are_functorch_transforms_active():
+        if is_ours or view is None or torch._C._are_functorch_transforms_active():
             own_backwards = backwards_in_transform.get()
             if own_backwards is not None and not is_of_library(cls):
                 own_backwards.append(f"{cls.__name__}, an autograd.Function")
-            return original(cls, *args, **kwargs)
-        return _apply_function(original, cls, args, kwargs)
+            return apply_to_plain(cls, *args, **kwargs)
+        with keep_gradient_mode(view):
+            return _apply_function(apply_to_plain, cls, args, kwargs)
 
     return apply
 
 
-@_run_as_it_is
-def _apply_bound(cls: Any, *args: Any) -> Any:
-    """Apply a function whose `apply` was taken before torch's was replaced, as modules do.
+def _forward_of_kept_apply(function: Any) -> Callable[..., Any]:
+    """Return the `forward` of a function that was defined before torch's `apply` was replaced.
 
-    torch's own `apply` gets here by `super()`, with fields in this case only.
+    A module may have kept its `apply`, as `clip = Clip.apply`. That one gets here with fields, and
+    without gradients; the new one never does so, as it gets local tensors from them.
     """
-    if running_view() is not None and global_tensors(args):
-        return torch.autograd.Function.apply.__func__(cls, *args)  # type: ignore[attr-defined]
-    return super(_SingleLevelFunction, cls).apply(*args)
+    original = function.forward
+    has_context = _has_context(function)
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        view = None if torch.compiler.is_compiling() else running_view()
+        if view is None:
+            return original(*args, **kwargs)
+        with keep_gradient_mode(view):
+            if not global_tensors(args):
+                return original(*args, **kwargs)
+            with torch.set_grad_enabled(view.has_gradients):
+                return function.apply(*args[has_context:], **kwargs)
+
+    return forward
 
 
+def _has_context(function: Any) -> bool:
+    """Return whether `forward` of a function gets the context."""
+    return function.setup_context is torch.autograd.Function.setup_context
+
+
+_patch_lock = threading.Lock()
 _patched: list[bool] = []
 
 
@@ -622,19 +668,26 @@ def patch_torch() -> None:
     """Replace the functions of torch that do not ask subclasses of tensors; once for the process.
 
     They are looked up when they are called, so that modules imported before use the new ones.
-    Of `apply` a module may have kept the old one: see `_apply_bound`.
+    Of `apply` a module may have kept the old one: see `_forward_of_kept_apply`.
     """
-    if _patched:
-        return
-    _patched.append(True)
-    apply = torch.autograd.Function.__dict__["apply"].__func__
+    with _patch_lock:  # ranks may be threads
+        if not _patched:
+            _replace_functions()
+            _patched.append(True)
+
+
+def _replace_functions() -> None:
+    for function in functions_of_users():
+        if not is_of_library(function):
+            function.forward = _forward_of_kept_apply(function)
+    apply = torch.autograd.Function.__dict__["apply"]
     torch.autograd.Function.apply = classmethod(_applied_in_view(apply))  # type: ignore[method-assign, assignment]
-    _SingleLevelFunction.apply = classmethod(_apply_bound)  # type: ignore[attr-defined]
     checkpointing = torch.utils.checkpoint
-    generator = checkpointing._checkpoint_without_reentrant_generator
-    checkpointing._checkpoint_without_reentrant_generator = _recompute_in_view(generator)
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpointing, f"{name}_impl"):  # since torch 2.14
+        name = f"{name}_impl"
+    setattr(checkpointing, name, _recompute_in_view(getattr(checkpointing, name)))
     nn.modules.module.BackwardHook = ViewBackwardHook  # type: ignore[attr-defined]
-    torch.autograd.backward = _refuse_nested_backward(torch.autograd.backward)
     # Their arguments: function, in_dims, out_dims, randomness, chunk_size; function, argnums, aux.
     transforms: list[tuple[Any, str, str, int]] = [
         (apis, "vmap_impl", "vmap", 5),

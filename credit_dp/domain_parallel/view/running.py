@@ -74,6 +74,8 @@ class RunningMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if running_view() is not self.view:  # another model runs inside of this one
             return func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled:
+            self.view.has_gradients = args[0]
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
             check_no_transform()
@@ -131,13 +133,25 @@ def run_in(view: GlobalView) -> Iterator[None]:
     views = running_views.get()
     token = running_views.set((*views, view))
     try:
-        if view in views:  # its mode is on
-            yield
-        else:
-            with run_uncompiled(), RunningMode(view):
+        with keep_gradient_mode(view):
+            view.has_gradients = torch.is_grad_enabled()
+            if view in views:  # its mode is on
                 yield
+            else:
+                with run_uncompiled(), RunningMode(view):
+                    yield
     finally:
         running_views.reset(token)
+
+
+@contextmanager
+def keep_gradient_mode(view: GlobalView) -> Iterator[None]:
+    """Restore `has_gradients` after code in which torch turns gradients off past the mode."""
+    had_gradients = view.has_gradients
+    try:
+        yield
+    finally:
+        view.has_gradients = had_gradients
 
 
 # ---------------------------------------------------------------- modules called from elsewhere

@@ -86,6 +86,8 @@ class GlobalView:
         recorder: of a trial run.
         plan: what the trial run found, see `report`.
         has_model: whether tensors exist only while a model runs, see `running_views`.
+        has_gradients: whether the running model has gradients on, also inside of functions for
+            which torch turns them off by itself.
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
@@ -102,6 +104,7 @@ class GlobalView:
         self.recorder: CallRecorder | None = None
         self.plan: Any = None
         self.has_model = False
+        self.has_gradients = False
         self.loss_factor = 1
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []

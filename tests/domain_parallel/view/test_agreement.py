@@ -79,7 +79,7 @@ def _add_one(x: torch.Tensor) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script")  # a DeprecationWarning or FutureWarning
     _scripted = torch.jit.script(_add_one)
 
 

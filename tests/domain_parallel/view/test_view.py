@@ -171,7 +171,7 @@ def _flip(x: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script")  # a DeprecationWarning or FutureWarning
     _scripted = torch.jit.script(_flip)
 
 

@@ -9,7 +9,9 @@ request, can be resumed (`EXIT_PREEMPTED`); 129 the terminal was lost (SIGHUP); 
 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 
+import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,6 +32,10 @@ from credit_dp.distributed.launcher import find_launcher, likely_rank
 from credit_dp.distributed.report import report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.errors import UserError
+
+# Releases of torch: the first one that works, and the last one with which the tests were run.
+OLDEST_TORCH = (2, 11)
+NEWEST_TORCH = (2, 15)
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -107,6 +113,7 @@ def dispatch(arguments: Sequence[str], program: str) -> int:
 def run_command(command: Command, arguments: Sequence[str], program: str) -> int:
     """Run a command and return the exit code; an expected error becomes at most one line."""
     try:
+        check_torch()
         return command(arguments, program)
     except UserError as error:
         # Every rank of a launcher meets the same mistake. The first one gets time to report it, so
@@ -120,6 +127,33 @@ def run_command(command: Command, arguments: Sequence[str], program: str) -> int
         return 130
     except Terminated as stop:
         return stop.code
+
+
+def check_torch() -> None:
+    """Warn of a torch that is newer than those that were tested, once for all ranks.
+
+    It is not imported for this, which takes seconds.
+
+    Raises:
+        UserError: torch is missing, or too old.
+    """
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError("torch: is not installed. Run `pip install torch`.") from error
+    release = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(release[1]), int(release[2])) if release else OLDEST_TORCH
+    if found < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UserError(
+            f"torch: needs {oldest} or newer, got {version}. Run `pip install 'torch>={oldest}'`."
+        )
+    if found > NEWEST_TORCH and launcher_rank() == 0:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        sys.stderr.write(
+            f"warning: torch {version} is newer than {newest}, the newest that was tested. "
+            "`credit-dp doctor` checks that sharding works with it.\n"
+        )
 
 
 def launcher_rank() -> int:

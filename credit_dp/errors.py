@@ -26,6 +26,11 @@ def counted(count: float, noun: str) -> str:
     return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
+def install_extra(extra: str) -> str:
+    """Return how to install packages that an extra of this one names; it is on no index."""
+    return f"Run pip install '.[{extra}]' in the folder that credit_dp was cloned into"
+
+
 def traceback_message(lines: Sequence[str]) -> str | None:
     """Return the first line of the last traceback's message, `TYPE: ...`; None if there is none."""
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]

@@ -59,7 +59,7 @@ from credit_dp.distributed.signals import (
     handle_stop,
 )
 from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import UserError, counted, install_extra
 from credit_dp.process import usable_cores
 
 POLL_SECONDS = 0.1  # between two checks of the running jobs
@@ -507,7 +507,7 @@ def check_launcher(overrides: Sequence[Override], multirun: bool) -> None:
     if launcher == "slurm" and not is_installed(PLUGIN):
         raise UserError(
             f"{GROUP}=slurm: needs hydra-submitit-launcher, which is not installed. "
-            "Install it with pip install 'credit_dp[slurm]'."
+            f"{install_extra('slurm')}."
         )
 
 

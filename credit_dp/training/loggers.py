@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig, by_dotted_key
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import UserError, counted, install_extra
 from credit_dp.training.run_folder import translate_write_errors, write_run_file
 
 
@@ -592,5 +592,5 @@ def check_installed(tracker: str) -> None:
     if importlib.util.find_spec(tracker) is None:
         raise UserError(
             f"logger.trackers: {tracker} needs a package that is not installed. "
-            f"Run `pip install 'credit_dp[{tracker}]'`, or remove it from logger.trackers."
+            f"{install_extra(tracker)}, or remove it from logger.trackers."
         )

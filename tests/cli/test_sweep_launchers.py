@@ -144,7 +144,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("credit_dp.cli.sweep_launchers.PLUGIN", "hydra_plugins.not_there")
         line = refusal(monkeypatch, "-m", "hydra/launcher=slurm", "seed=1,2")
-    assert "pip install 'credit_dp[slurm]'" in line
+    assert "pip install '.[slurm]' in the folder that credit_dp was cloned into" in line
 
 
 @pytest.mark.slow

@@ -260,6 +260,6 @@ def test_a_failing_mlflow_is_one_warning(tmp_path):
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     config = LoggerConfig(trackers=[package])
-    with pytest.raises(UserError, match=rf"pip install 'credit_dp\[{package}\]'") as error:
+    with pytest.raises(UserError, match=rf"Run pip install '\.\[{package}\]' in") as error:
         open_tracker(config, tmp_path / "metrics.csv", 0, {}, rank=0)
     assert "\n" not in str(error.value)

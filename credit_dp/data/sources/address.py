@@ -17,7 +17,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from credit_dp.checks import expand_home
-from credit_dp.errors import UnreachableError, UserError
+from credit_dp.errors import UnreachableError, UserError, install_extra
 
 LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
@@ -129,7 +129,7 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
     except ImportError as error:
         raise UserError(
             f"{redact_secrets(where)}: needs a package that is missing "
-            f"({_first_line(error)}). Install it: pip install 'credit_dp[remote]'"
+            f"({_first_line(error)}). {install_extra('remote')}."
         ) from error
     except Exception as error:  # some connect to a server here, or open a file
         if is_network_error(error):

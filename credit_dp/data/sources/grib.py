@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.coordinates import GRID_TYPES
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import UserError, counted, install_extra
 from credit_dp.variable_names import UPPER_AIR_NAMES, long_name
 
 Field = NDArray[np.float32]
@@ -189,8 +189,7 @@ def load_eccodes(key: str) -> Any:
         import eccodes
     except (ImportError, RuntimeError) as error:  # RuntimeError: without its C library
         raise UserError(
-            f"{key}: GRIB needs ecCodes, which can't be loaded ({error}). "
-            "Run `pip install 'credit_dp[grib]'`."
+            f"{key}: GRIB needs ecCodes, which can't be loaded ({error}). {install_extra('grib')}."
         ) from error
     # It would print its own lines; the errors that it raises have the same reason. The C library
     # keeps using the file.

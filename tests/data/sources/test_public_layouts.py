@@ -351,7 +351,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
     message = refusal("s3://bucket/s.zarr")
-    assert "pip install 'credit_dp[remote]'" in message
+    assert "pip install '.[remote]' in the folder that credit_dp was cloned into" in message
     assert "s3fs" in message
 
 

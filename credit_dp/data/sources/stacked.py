@@ -40,14 +40,17 @@ from credit_dp.data.sources.base import (
 )
 from credit_dp.data.sources.storage import (
     CHECKSUM,
+    HEADER,
     CompleteStore,
     CountingStore,
     IntactStore,
     ShardedArray,
     StoreChangeDetector,
+    compressor_name,
     content_stamp,
+    declared_size,
+    decoded_bytes,
     has_valid_checksum,
-    is_blosc_array,
     open_current_group,
     open_zarr_store,
     resolved_address,
@@ -66,9 +69,8 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
     try:
         opened = open_current_group(counting_store, where)
         consolidated = opened.metadata.consolidated_metadata is not None
-        blosc = [name for name, array in opened.arrays() if is_blosc_array(array)]
         # Opened a second time, with the checks that the first opening has shown to be needed.
-        store = CompleteStore(IntactStore(counting_store, blosc), arrays)
+        store = CompleteStore(IntactStore(counting_store, dict(opened.arrays())), arrays)
         group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
     except UserError:
         raise
@@ -486,9 +488,17 @@ class ShardReader(Protocol):
 class TensorStoreReader:
     """Reads slices of a local array with tensorstore."""
 
-    def __init__(self, shards: ShardedArray, store: CountingStore) -> None:
+    def __init__(self, shards: ShardedArray, store: CountingStore, blosc_limit: int | None) -> None:
+        """Open the array.
+
+        Args:
+            shards: where its chunks are.
+            store: counts what is read.
+            blosc_limit: the most bytes that a chunk of Blosc may expand to; None for others.
+        """
         import tensorstore
 
+        self._blosc_limit = blosc_limit
         self._shards = shards
         self._store = store
         context = {
@@ -513,11 +523,20 @@ class TensorStoreReader:
         return fields
 
     def _sizes(self, spans: list[tuple[int, int]]) -> list[int]:
-        """Return the bytes of each chunk that overlaps `spans`: tensorstore does not count them."""
+        """Return the bytes of each chunk that overlaps `spans`: tensorstore does not count them.
+
+        Raises:
+            ValueError: a chunk of Blosc expands to more bytes than its values have.
+        """
         sizes = []
         for path, shard in self._shards.files(spans):
             with path.open("rb") as file:
-                sizes += [part.size for part in self._shards.parts(file, shard, spans)]
+                for part in list(self._shards.parts(file, shard, spans)):
+                    sizes.append(part.size)
+                    if self._blosc_limit is not None:
+                        file.seek(part.begin)
+                        if (declared_size("blosc", file.read(HEADER)) or 0) > self._blosc_limit:
+                            raise ValueError(f"{path}: a chunk expands too far")
         return sizes
 
 
@@ -534,7 +553,12 @@ def open_shard_reader(address: str, name: str, store: CountingStore) -> ShardRea
         shards = ShardedArray(folder / name, array)
         if is_raw_float32(array):
             return RawShardReader(shards, store)
-        return TensorStoreReader(shards, store) if find_spec("tensorstore") is not None else None
+        # tensorstore would allocate whatever the header of a Blosc chunk says; the others it
+        # decodes piece by piece, up to the size of the chunk.
+        limit = decoded_bytes(array.chunks, array.dtype)
+        blosc_limit = limit if compressor_name(array) == "blosc" else None
+        has_tensorstore = find_spec("tensorstore") is not None
+        return TensorStoreReader(shards, store, blosc_limit) if has_tensorstore else None
     except Exception:  # noqa: BLE001 - zarr reads it, or says why it can't be read
         return None
 

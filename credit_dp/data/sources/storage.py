@@ -3,7 +3,8 @@
 A read passes these stores from the outside to the inside:
 
 1. `CompleteStore` refuses a missing chunk, which zarr would replace by fill values.
-2. `IntactStore` refuses a chunk that is too short, which a decoder might read beyond its end.
+2. `IntactStore` refuses a chunk that is too short, which a decoder might read beyond its end, or
+   that expands to more bytes than its values have.
 3. `CountingStore` counts bytes and chunks.
 4. `FolderStore` reads the file, or zarr's own store the remote object.
 
@@ -11,26 +12,36 @@ A read passes these stores from the outside to the inside:
 chunks in shards, for readers that don't use zarr.
 """
 
+import asyncio
 import atexit
+import bz2
 import hashlib
 import json
 import logging
+import lzma
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple, final
+from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, final
 
 import google_crc32c
+import numcodecs
 import numpy as np
 import zarr
 import zarr.core.sync
+from zarr.abc.codec import BytesBytesCodec
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
+from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.registry import register_codec
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from credit_dp.data.sources.address import (
@@ -379,7 +390,152 @@ class CompleteStore(WrapperStore[Store]):
         return value
 
 
-HEADER = 16  # bytes before the data of a Blosc chunk; the last 4 are the length of the chunk
+@final
+class OversizedChunkError(OSError):
+    """A chunk expands to more bytes than its values have; the message says how many these are."""
+
+
+TEXT_BYTES = 4096  # of one value whose type has no fixed length, such as a name
+HEADER = 16  # bytes before the data of a Blosc chunk: at 4 is its decoded length, at 12 its own
+# Length of the decoded size in the header of a Zstandard frame, and of the dictionary's number.
+ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+ZSTD_SIZES, ZSTD_DICTIONARIES = (0, 2, 4, 8), (0, 1, 2, 4)
+
+
+def decoded_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of a chunk's values; at least 8 for each, as filters may widen them.
+
+    Args:
+        shape: of the chunk.
+        dtype: zarr's or numpy's type.
+    """
+    length = getattr(dtype, "item_size", getattr(dtype, "itemsize", TEXT_BYTES))
+    is_fixed = getattr(dtype, "kind", "") not in ("O", "T")
+    return math.prod(shape) * max(int(length), 8 if is_fixed else TEXT_BYTES) + HEADER
+
+
+def declared_size(compressor: str, chunk: bytes) -> int | None:
+    """Return the decoded size that a chunk's header states; None if it states none.
+
+    A decoder allocates this much at once, and writes no more.
+
+    Source: Blosc chunk format; Zstandard frame format, RFC 8878, section 3.1.1.1.
+    """
+    if compressor == "blosc":
+        return int.from_bytes(chunk[4:8], "little")
+    if compressor == "lz4":
+        return int.from_bytes(chunk[:4], "little")
+    if compressor != "zstd" or len(chunk) < 5 or chunk[:4] != ZSTD_MAGIC:
+        return None
+    flags = chunk[4]
+    is_single = bool(flags & 0x20)  # one segment: no window size, and at least one byte of size
+    length = ZSTD_SIZES[flags >> 6] or int(is_single)
+    start = 5 + (not is_single) + ZSTD_DICTIONARIES[flags & 3]
+    size = int.from_bytes(chunk[start : start + length], "little")
+    return (size + 256 if length == 2 else size) if length else None
+
+
+def decode_bounded(compressor: str, chunk: bytes, limit: int) -> Any:
+    """Return the decoded bytes of a chunk, without ever allocating much more than `limit`.
+
+    Raises:
+        OversizedChunkError: there are more than `limit`.
+    """
+    size = declared_size(compressor, chunk)
+    if size is not None and size > limit:
+        raise OversizedChunkError(f"{limit} bytes")
+    if compressor in DECOMPRESSORS:
+        return _decompress(DECOMPRESSORS[compressor], chunk, limit)
+    codec = numcodecs.get_codec({"id": compressor})
+    if size is not None or compressor != "zstd":
+        return codec.decode(chunk)
+    # Without a size in the header the decoder would make room until all is decoded. Into a given
+    # room it decodes no more than that, but fails as well if it does not fill it.
+    try:
+        codec.decode(chunk, out=np.empty(limit, np.uint8))
+    except RuntimeError as error:
+        if "too small" in str(error):
+            raise OversizedChunkError(f"{limit} bytes") from error
+    return codec.decode(chunk)
+
+
+# What decoders raise for damaged input.
+DAMAGE = (EOFError, RuntimeError, ValueError, zlib.error, lzma.LZMAError)
+DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
+    "gzip": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    "zlib": zlib.decompressobj,
+    "bz2": bz2.BZ2Decompressor,
+    "lzma": lzma.LZMADecompressor,
+}
+
+
+def _decompress(new: Callable[[], Any], chunk: bytes, limit: int) -> bytes:
+    """Decode all streams of a chunk, which may follow one another.
+
+    Raises:
+        OversizedChunkError: there are more than `limit` bytes.
+        EOFError: the last stream is cut short.
+    """
+    parts = b""
+    while chunk:
+        decompressor = new()
+        part = decompressor.decompress(chunk, limit + 1 - len(parts))
+        parts = parts + part if parts else part
+        if len(parts) > limit:
+            raise OversizedChunkError(f"{limit} bytes")
+        if not decompressor.eof:
+            raise EOFError("it is cut short")
+        chunk = decompressor.unused_data.lstrip(b"\0")  # gzip may be padded
+    return parts
+
+
+class _BoundedCodec(BytesBytesCodec):
+    """A codec of format 3 that decodes no more than the values of a chunk need.
+
+    It is a mixin, first among the bases. Both ways in which versions of zarr decode lead here.
+    """
+
+    compressor: ClassVar[str]
+
+    def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer:
+        limit = decoded_bytes(chunk_spec.shape, chunk_spec.dtype)
+        decoded = decode_bounded(self.compressor, chunk_bytes.to_bytes(), limit)
+        return chunk_spec.prototype.buffer.from_bytes(decoded)
+
+    async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> Buffer:
+        return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
+
+
+@final
+class BoundedGzipCodec(_BoundedCodec, GzipCodec):
+    """See `_BoundedCodec`."""
+
+    compressor = "gzip"
+
+
+@final
+class BoundedZstdCodec(_BoundedCodec, ZstdCodec):
+    """See `_BoundedCodec`."""
+
+    compressor = "zstd"
+
+
+@final
+class BoundedBloscCodec(_BoundedCodec, BloscCodec):
+    """See `_BoundedCodec`."""
+
+    compressor = "blosc"
+
+
+for _codec in (BoundedGzipCodec, BoundedZstdCodec, BoundedBloscCodec):
+    register_codec(_codec.compressor, _codec)
+    zarr.config.set({f"codecs.{_codec.compressor}": f"{__name__}.{_codec.__name__}"})
+
+
+def compressor_name(array: "zarr.Array[Any]") -> str:
+    """Return what decodes a chunk first, in lower case, such as `blosc`; empty for nothing."""
+    names = [type(codec).__name__ for codec in array.compressors]
+    return names[-1].lower().removesuffix("codec").removeprefix("bounded") if names else ""
 
 
 @final
@@ -389,17 +545,24 @@ class TruncatedChunkError(OSError):
 
 @final
 class IntactStore(WrapperStore[Store]):
-    """Raises an error for chunks of the `blosc` arrays, and for byte ranges, that are too short.
+    """Raises an error for chunks, and byte ranges, that are too short, or that expand too far.
 
-    zarr does not check either: the Blosc decoder reads beyond the end of a short chunk, and the
-    shard reader takes an empty inner chunk for fill values.
+    zarr does not check either: the Blosc decoder reads beyond the end of a short chunk, the shard
+    reader takes an empty inner chunk for fill values, and a few kB of another decoder's input may
+    fill the memory. Gzip, Zstandard and Blosc of format 3 are bounded where they decode.
 
     Source: Blosc chunk format (header), https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
     """
 
-    def __init__(self, store: Store, blosc: Collection[str]) -> None:
+    def __init__(self, store: Store, arrays: "Mapping[str, zarr.Array[Any]]") -> None:
         super().__init__(store)
-        self._blosc = frozenset(blosc)
+        whole = {name: array for name, array in arrays.items() if array.shards is None}
+        self._blosc = {name for name, array in whole.items() if is_blosc_array(array)}
+        self._limits = {
+            name: (compressor_name(array), decoded_bytes(array.chunks, array.dtype))
+            for name, array in whole.items()
+            if array.compressors and not isinstance(array.compressors[-1], _BoundedCodec)
+        }
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -408,22 +571,39 @@ class IntactStore(WrapperStore[Store]):
 
         Raises:
             TruncatedChunkError: the chunk, or the requested range of it, is too short.
+            OversizedChunkError: the chunk expands to more bytes than its values have.
         """
         value = await super().get(key, prototype, byte_range)
         if value is None:
             return None
+        name = "" if key.endswith(METADATA) else key.split("/")[0]
         needed = 0
         if isinstance(byte_range, RangeByteRequest):
             needed = byte_range.end - byte_range.start
-        elif byte_range is None and self._is_blosc(key):
+        elif byte_range is None and name in self._blosc:
             header = value[:HEADER].to_bytes()
             needed = max(HEADER, int.from_bytes(header[12:], "little"))
         if len(value) < needed:
             raise TruncatedChunkError(f"{key} has {len(value)} of {needed} bytes")
+        if byte_range is None and name in self._limits:
+            await asyncio.to_thread(_check_size, *self._limits[name], value)
         return value
 
-    def _is_blosc(self, key: str) -> bool:
-        return key.split("/")[0] in self._blosc and not key.endswith(METADATA)
+
+def _check_size(compressor: str, limit: int, chunk: Buffer) -> None:
+    """Refuse a chunk that expands to more than `limit` bytes.
+
+    Raises:
+        OversizedChunkError: it does.
+    """
+    content = chunk.to_bytes()
+    size = declared_size(compressor, content)
+    if size is not None and size <= limit:
+        return
+    # zarr decodes it once more, with the compressor's own class, and reports any other damage.
+    with suppress(*DAMAGE):
+        if compressor in (*DECOMPRESSORS, "zstd", "blosc", "lz4"):
+            decode_bounded(compressor, content, limit)
 
 
 READS_BETWEEN_CHECKS = 64
@@ -431,8 +611,7 @@ READS_BETWEEN_CHECKS = 64
 
 def is_blosc_array(array: "zarr.Array[Any]") -> bool:
     """Whether each file of the array is one Blosc buffer."""
-    codecs = array.compressors
-    return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
+    return array.shards is None and compressor_name(array) == "blosc"
 
 
 def unreadable_error(
@@ -455,6 +634,8 @@ def _describe_problem(error: BaseException) -> str:
         )
     if isinstance(error, TruncatedChunkError):
         return f"its chunk {error}: it is cut short"
+    if isinstance(error, OversizedChunkError):
+        return f"a chunk is damaged: it expands to more than its {error}"
     if "checksum" in str(error).lower():
         return "the checksum of a chunk is wrong"
     return f"a chunk is damaged or can't be fetched ({reason_of(error)})"

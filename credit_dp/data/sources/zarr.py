@@ -53,7 +53,6 @@ from credit_dp.data.sources.storage import (
     IntactStore,
     StoreChangeDetector,
     content_stamp,
-    is_blosc_array,
     open_current_group,
     open_zarr_store,
     resolved_address,
@@ -87,9 +86,8 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         # Passed to xarray, which would try both otherwise, and warn.
         consolidated = group.metadata.consolidated_metadata is not None
         arrays = dict(group.arrays())
-        blosc = [name for name, array in arrays.items() if is_blosc_array(array)]
         required = [name for name, array in arrays.items() if _must_be_complete(name, array)]
-        store = CompleteStore(IntactStore(counting_store, blosc), required)
+        store = CompleteStore(IntactStore(counting_store, arrays), required)
         # Without dask: it would add milliseconds to each read.
         # decode_timedelta: durations, such as sunshine in seconds, have to stay numbers.
         dataset = xr.open_zarr(

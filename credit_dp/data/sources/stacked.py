@@ -136,7 +136,9 @@ def is_raw_float32(array: "zarr.Array[Any]") -> bool:
     little_endian = BytesCodec(endian="little")
     checksum = Crc32cCodec()
     sharding = codecs[0]
-    has_index_at_end = sharding.index_location.value == "end"
+    # An enumeration before zarr 3.4, a text since.
+    location = sharding.index_location
+    has_index_at_end = getattr(location, "value", location) == "end"
     return (
         has_index_at_end
         and (*sharding.codecs, *sharding.index_codecs) == (little_endian, checksum) * 2

@@ -392,7 +392,6 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
         first = store.times[firsts[0]].astype("M8[m]")
         return [f"values  not read: the fields of {first} take {format_bytes(size)}"]
     all_rows = slice(None)
-    store.valid_mask(all_rows)
     store.read_static(all_rows)
     for index in indices:
         times = store.times[index : index + 1]

@@ -514,6 +514,7 @@ def stats(arguments: Sequence[str], program: str) -> int:
     from rich.console import Console
 
     from credit_dp.data.cache import cache_folder
+    from credit_dp.data.masks import with_masks
     from credit_dp.data.setup import load_or_sample_ranges
     from credit_dp.training.console import Screen, collect_data_notes
 
@@ -522,7 +523,10 @@ def stats(arguments: Sequence[str], program: str) -> int:
         store = _open_store(parsed.config)
     for note in notes:
         screen.show(f"note: {note}")
-    store = store.with_ranges(load_or_sample_ranges(store, cache_folder(store.config.cache)))
+    folder = cache_folder(store.config.cache)
+    store = store.with_ranges(load_or_sample_ranges(store, folder))
+    with screen.report() as report:
+        store = with_masks(store, folder, report)
     path = _statistics_path(store, parsed.command_keys)
     if not _is_computed(store, path, parsed.command_keys["every"]):
         _compute(store, path, parsed.command_keys, screen)

@@ -218,7 +218,8 @@ class Loader:
         if self._shared is not None:
             # With the ranges that were sampled before, or channels of unknown variables would have
             # no limits.
-            store = Store(self._shared, store.config, store.limits.sampled_ranges)
+            ranges, masks = store.limits.sampled_ranges, store.masks
+            store = Store(self._shared, store.config, ranges, masks)
         self._reader = BatchReader(
             store,
             Normaliser.of(data, dtype),
@@ -553,12 +554,7 @@ class BatchReader:
             self._normaliser.forcing.normalise_block(value, i, forcing[i : i + 1, rows])
 
     def read_static(self) -> Tensor:
-        """Read the static fields, `(1, S, h, W)`; without channels if no inputs are selected.
-
-        Must be called before any sample is read. It also reads the masks, which with shared
-        reading is a collective: all ranks have to read them at the same point.
-        """
-        self._store.valid_mask(self._rows)
+        """Read the static fields, `(1, S, h, W)`; without channels if no inputs are selected."""
         if not self._selection.inputs:
             return torch.empty(1, 0, *self._band_shape, dtype=self._dtype)
         return self._normaliser.normalise_static(self._store.read_static(self._rows))[None]

@@ -1,8 +1,9 @@
 """Prepare the data of a run: store, statistics and climatology, all on disk before the first batch.
 
 `prepare_training_data` does so in order: it opens the store (and builds the quickstart's first),
-samples the ranges of unknown variables, fits the climatology and computes the statistics, if they
-are not in the cache. Climatology and statistics share one pass over the training dates.
+samples the ranges of unknown variables, finds the points without values, fits the climatology and
+computes the statistics, if they are not in the cache. Climatology and statistics share one pass
+over the training dates.
 
 Commands that plan or check a run use `expected_channels`, `expected_grid` and `quickstart_times`
 instead, which need no prepared data: the quickstart store need not exist yet.
@@ -34,6 +35,7 @@ from credit_dp.data.dates import resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.limits import ValueRange, sampled_ranges
+from credit_dp.data.masks import with_masks
 from credit_dp.data.quickstart.dataset import (
     LEVEL_VARIABLES,
     STATIC_VARIABLES,
@@ -98,6 +100,7 @@ def prepare_training_data(
     folder = cache_folder(config.cache)
     store = Store.open(with_quickstart_store(config, progress, compute=compute))
     store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
+    store = with_masks(store, folder, progress, compute=compute)
     if config.statistics_files:
         statistics, every = load_statistics_files(store, folder, progress, compute=compute)
         climatology = load_or_fit_climatology(store, folder, every, progress, compute=compute)

@@ -1,14 +1,14 @@
 """The fields of an open store, as a model takes them: selected, converted, checked, by rows.
 
 `Store` reads states, outputs, forcings and statics. Every value read passes two checks: it is not
-missing (`ValidMasks`, `mask_and_find_missing`) and within its range (`credit_dp.data.limits`).
+missing (`find_missing`) and within its range (`credit_dp.data.limits`).
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import final
 
 import numpy as np
@@ -30,11 +30,10 @@ from credit_dp.data.selection import StepReader, select_channels
 from credit_dp.data.sources.base import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.units import check_units, converted_unit
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
-MaskTimes = tuple[np.datetime64, np.datetime64 | None]  # of a field and of its mask
-ReadFirstFields = Callable[[Sequence[Channel], slice], Fields]
+Masks = Mapping[Channel, ValidMask]  # of the globe, (H, W)
 ReadBlocks = Callable[[int, BlockConsumer], bool]
 
 
@@ -46,7 +45,8 @@ class Store:
     """An open store: float32 fields with row 0 northernmost and columns in the store's order.
 
     Values are in the units that the config converts to. Variables with a `fill` are NaN exactly
-    outside their mask; all other variables have values everywhere.
+    outside their mask, or, in a store without masks, wherever they are NaN in the files; all other
+    variables have values everywhere.
 
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
@@ -60,11 +60,17 @@ class Store:
         longitude: `(W,)` degrees, in the store's order.
         levels: of the variables on levels, in channel order.
         limits: the range that each channel's values must lie in.
+        filled_channels: those that change in time and whose variables have a fill.
+        masks: of the filled channels, as far as they are known; see `with_masks`.
         dates_note: a line on the dates that were chosen automatically; empty if none were.
     """
 
     def __init__(
-        self, source: Source, config: DataConfig, ranges: Mapping[str, ValueRange] | None = None
+        self,
+        source: Source,
+        config: DataConfig,
+        ranges: Mapping[str, ValueRange] | None = None,
+        masks: Masks | None = None,
     ) -> None:
         """Select the channels and times of the config; nothing is read.
 
@@ -72,6 +78,7 @@ class Store:
             source: the open files.
             config: of the data.
             ranges: see `sampled_ranges`; with None, unknown channels have no limits.
+            masks: see `with_masks`.
 
         Raises:
             UserError: a variable, level, unit or time axis does not fit the config.
@@ -95,7 +102,8 @@ class Store:
         self.limits = ValueLimits(source, config, ranges)
         self.times: Times = self._step_reader.times
         self.num_skipped = self._step_reader.num_skipped
-        self._masks = ValidMasks([c for c in timed if self._has_fill(c)], self._first_fields)
+        self.filled_channels = tuple(channel for channel in timed if self._has_fill(channel))
+        self.masks: Masks = masks or {}
 
     @classmethod
     def open(cls, config: DataConfig) -> "Store":
@@ -115,6 +123,12 @@ class Store:
         """Return the same store with ranges for unknown channels; see `sampled_ranges`."""
         store = copy(self)
         store.limits = ValueLimits(self.source, self.config, ranges)
+        return store
+
+    def with_masks(self, masks: Masks) -> "Store":
+        """Return the same store with masks of the globe for channels that have a fill."""
+        store = copy(self)
+        store.masks = masks
         return store
 
     @property
@@ -241,7 +255,7 @@ class Store:
         """Pass on all values of a time; see `block_reader`."""
         lowest = np.full(len(channels), np.inf, np.float32)
         highest = -lowest
-        masks = self._masks.of(band)
+        masks = {c: self.masks[c][band] for c in channels if c in self.masks}
         filled = [position for position, channel in enumerate(channels) if channel in masks]
 
         def check(span: slice, rows: slice, values: Fields) -> None:
@@ -275,28 +289,27 @@ class Store:
     def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Return where the output channels have values, `(outputs, rows, W)`; None if everywhere.
 
-        Whether it is None depends on the config alone, so it is the same on all ranks. The first
-        call for a band reads the first training date of all channels with a mask.
+        Whether it is None depends on the config alone, so it is the same on all ranks. A store
+        without the masks of these channels has no answer.
         """
         band = self._bounded_rows(rows)
-        # Read before the return below, as forcings may have masks where outputs have none.
-        known = self._masks.of(band)
         if not any(self._has_fill(channel) for channel in self.channels.output_channels):
             return None
         masks = np.ones(
             (self.channels.num_outputs, band.stop - band.start, self.grid[1]), dtype=bool
         )
         for index, channel in enumerate(self.channels.output_channels):
-            if channel in known:
-                masks[index] = known[channel]
+            if self._has_fill(channel):
+                masks[index] = self.masks[channel][band]
         return masks
 
     def blocks(
-        self, channels: Sequence[Channel], span: slice, rows: slice
+        self, channels: Sequence[Channel], span: slice, rows: slice, *, checked: bool = True
     ) -> Iterator[tuple[int, Fields]]:
         """Read all times of `span` in order, in blocks of bounded size.
 
-        Blocks end at the edges of the store's chunks if they can.
+        Blocks end at the edges of the store's chunks if they can. Without `checked`, values may be
+        missing or out of range.
 
         Yields:
             The index of the first time of a block and its fields, `(T, C, rows, W)`.
@@ -305,7 +318,8 @@ class Store:
         time_bytes = 4 * len(channels) * (band.stop - band.start) * self.grid[1]
         num_times = max(1, BLOCK_BYTES // max(1, time_bytes))
         for indices in self._step_reader.blocks(channels, span, num_times):
-            yield int(indices[0]), self._read(channels, indices, band)
+            read = self._read if checked else self._step_reader.read
+            yield int(indices[0]), read(channels, indices, band)
 
     def units(self, variable: str) -> str:
         """Return the unit of a variable after the config's conversion.
@@ -320,7 +334,8 @@ class Store:
     def description(self, variables: list[str]) -> list[object]:
         """Return what a cached result depends on, for a fingerprint.
 
-        This is the source, the levels and the changes to values: conversion, fill and sums.
+        This is the source, the levels and the changes to values: conversion, fill with its masks,
+        and sums.
         Normalisation is not one of them.
         """
         stored = [v for v in variables if v not in COMPUTED_FORCINGS and v not in COMPUTED_STATICS]
@@ -333,33 +348,43 @@ class Store:
                 self._step_reader.summed.get(name, 0),
             )
             if any(changes):
-                described.append([name, *changes])
+                masks = [mask for channel, mask in self.masks.items() if channel.variable == name]
+                described.append([name, *changes, *map(mask_digest, masks)])
         return described
 
     def _read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
         """Read channels that change in time and check their values: `(T, C, rows, W)`."""
         band = self._bounded_rows(rows)
         fields = self._step_reader.read(channels, indices, band)
-        filled = any(map(self._has_fill, channels))
         # One pass over the values serves both checks: an extreme is NaN if a value is missing.
         in_range = self.limits.in_range(channels, *extremes(fields))
-        # Whether masks are read must depend on the config, never on the data: with shared reading
-        # this is a collective, and a rank that met a NaN alone would wait for the others.
-        masks = self._masks.of(band) if filled else {}
-        for channel_index in np.flatnonzero(~in_range.all(axis=0)).tolist():
-            channel = channels[channel_index]
-            mask = masks.get(channel)
-            first_missing = mask_and_find_missing(fields[:, channel_index], mask)
+        plausible = set(np.flatnonzero(in_range.all(axis=0)).tolist())
+        for channel_index, channel in enumerate(channels):
+            mask = self.masks[channel][band] if channel in self.masks else None
+            # A field may have values outside its mask, too.
+            if channel_index in plausible and (mask is None or mask.all()):
+                continue
+            field = fields[:, channel_index]
+            self._refuse_empty(channel, field, indices)
+            first_missing = find_missing(field, mask, self._has_fill(channel))
             if first_missing is not None:
-                times = (
-                    self.times[indices[first_missing]],
-                    None if mask is None else self._first_training_time,
-                )
-                raise self._missing_value_error(
-                    channel, fields[first_missing, channel_index], times
-                )
+                time = self.times[indices[first_missing]]
+                raise self._missing_value_error(channel, field[first_missing], time, mask)
             self._check_limits(channel, fields[:, channel_index], indices, band)
         return fields
+
+    def _refuse_empty(self, channel: Channel, field: Fields, indices: NDArray[np.intp]) -> None:
+        """Refuse a field `(T, rows, W)` that has no value at some time on the globe."""
+        if field.shape[1:] != self.grid:  # other rows may have values
+            return
+        empty = np.flatnonzero(np.isnan(field).all(axis=(1, 2)))
+        if len(empty):
+            time = self.times[indices[empty[0]]]
+            raise no_value_error(self.source.where, channel, self.role_of(channel), time)
+
+    def role_of(self, channel: Channel) -> str:
+        """Return the list of the data config that has a channel's variable."""
+        return next(role for role in ROLES if channel.variable in getattr(self.config, role))
 
     def _check_limits(
         self, channel: Channel, field: Fields, indices: NDArray[np.intp] | None, band: slice
@@ -381,19 +406,6 @@ class Store:
 
         self.limits.check(channel, field, date_of, band.start)
 
-    @property
-    def _first_training_time(self) -> np.datetime64:
-        """The first training date."""
-        first: np.datetime64 = self.times[split_slice(self.config, "train", self.times).start]
-        return first
-
-    def _first_fields(self, channels: Sequence[Channel], band: slice) -> Fields:
-        """Read channels at the first training date without checks, `(C, rows, W)`."""
-        fields: Fields = self._step_reader.read(
-            channels, self.time_indices([self._first_training_time]), band
-        )[0]
-        return fields
-
     def _read_static(self, band: slice) -> Fields:
         fields = self.source.read(self._static, slice(0, 1), band)
         self._step_reader.convert(self._static, fields)
@@ -401,17 +413,21 @@ class Store:
             field = fields[:, index]
             # With a fill, NaN in a static field means "no value" and is never missing.
             mask = ~np.isnan(field[0]) if self._has_fill(channel) else None
-            if mask_and_find_missing(field, mask) is not None:
-                raise self._missing_value_error(channel, field, None)
+            if find_missing(field, mask) is not None:
+                raise self._missing_value_error(channel, field[0], None, mask)
             self._check_limits(channel, field, None, band)
         static: Fields = fields[0]
         return static
 
     def _missing_value_error(
-        self, channel: Channel, field: Fields, times: MaskTimes | None
+        self,
+        channel: Channel,
+        field: Fields,
+        time: np.datetime64 | None,
+        valid: ValidMask | None,
     ) -> UserError:
-        role = next(role for role in ROLES if channel.variable in getattr(self.config, role))
-        return missing_value_error(self.source.where, channel, role, field, times)
+        role = self.role_of(channel)
+        return missing_value_error(self.source.where, channel, role, field, time, valid)
 
     def _has_fill(self, channel: Channel) -> bool:
         return self.config.variable_config(channel.variable).fill is not None
@@ -442,36 +458,9 @@ def _levels(channels: Channels) -> list[int]:
     return list(dict.fromkeys(level for level in levels if level is not None))
 
 
-@final
-class ValidMasks:
-    """The masks of the channels whose variables have a fill.
-
-    Each band is read once. Threads may share an instance.
-    """
-
-    def __init__(self, channels: Sequence[Channel], first_fields: ReadFirstFields) -> None:
-        """Prepare masks without reading.
-
-        Args:
-            channels: all channels whose variables have a fill.
-            first_fields: reads channels of a band at the first training date, `(C, rows, W)`, NaN
-                where there is no value.
-        """
-        self.channels = tuple(channels)
-        self._first_fields = first_fields
-        self._known: dict[tuple[int, int], Mapping[Channel, ValidMask]] = {}
-        self._lock = Lock()
-
-    def of(self, band: slice) -> Mapping[Channel, ValidMask]:
-        """Return the mask of each channel on rows `band`, a slice with both ends."""
-        if not self.channels:
-            return {}
-        key = (band.start, band.stop)
-        with self._lock:
-            if key not in self._known:
-                fields = self._first_fields(self.channels, band)
-                self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
-            return self._known[key]
+def mask_digest(mask: ValidMask) -> str:
+    """Return a short hash of a mask."""
+    return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()[:16]
 
 
 def all_finite(fields: Fields) -> bool:
@@ -482,30 +471,38 @@ def all_finite(fields: Fields) -> bool:
         return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
 
 
-def mask_and_find_missing(field: Fields, valid: ValidMask | None) -> int | None:
+def find_missing(field: Fields, valid: ValidMask | None, has_fill: bool = False) -> int | None:
     """Set a field to NaN outside `valid`, then look for missing values inside.
 
-    Without a mask, all points must have finite values.
+    Without a mask all points must have values; of a variable with a fill, whose mask is not known,
+    they may be NaN.
 
     Shapes:
         `field`: `(T, rows, W)`, changed in place.
 
     Returns:
-        The index along T of the first time with a missing value; None if there is none.
+        The index along T of the first time with a missing or infinite value; None if there is none.
     """
-    if valid is None:
-        if all_finite(field):
-            return None
-        missing = ~np.isfinite(field)
-    else:
+    if valid is not None:
         np.copyto(field, np.nan, where=~valid)
         missing = ~np.isfinite(field) & valid
+    elif has_fill:
+        missing = np.isinf(field)
+    elif all_finite(field):
+        return None
+    else:
+        missing = ~np.isfinite(field)
     times = np.flatnonzero(missing.any(axis=(1, 2)))
     return int(times[0]) if len(times) else None
 
 
 def missing_value_error(
-    where: str, channel: Channel, role: str, field: Fields, times: MaskTimes | None
+    where: str,
+    channel: Channel,
+    role: str,
+    field: Fields,
+    time: np.datetime64 | None,
+    valid: ValidMask | None = None,
 ) -> UserError:
     """Return the error about a missing or infinite value.
 
@@ -513,23 +510,35 @@ def missing_value_error(
         where: the store.
         channel: of the field.
         role: the list of the data config that has the variable.
-        field: the values.
-        times: of the field and of its mask (None without a mask); None for a static field.
+        field: the values, `(rows, W)`.
+        time: of the field; None for a static field.
+        valid: its mask, if it has one.
     """
     name = channel.variable
-    position = "" if times is None else f" at {format_minute(times[0])}"
+    position = "" if time is None else f" at {format_minute(time)}"
     if channel.level is not None:
         position += f" on level {channel.level}"
-    remedy = f"leave it out of data.{role}" + ("" if times is None else ", or choose other dates")
+    remedy = f"leave it out of data.{role}" + ("" if time is None else ", or choose other dates")
     if np.isinf(field).any():
         return UserError(f"{where}: {name} has infinite values{position}; {remedy}.")
-    if times is not None and times[1] is not None:
+    if valid is not None:
+        count = int((np.isnan(field) & valid).sum())
         return UserError(
-            f"{where}: {name} has NaN{position}, where it has values at "
-            f"{format_minute(times[1])}, the first of data.dates.train, whose missing points "
-            f"data.variables.{name}.fill fills; {remedy}."
+            f"{where}: {name} has NaN{position} on {counted(count, 'point')} where it has values "
+            f"at all training dates, so that data.variables.{name}.fill does not fill them; "
+            f"{remedy}."
         )
     return UserError(
         f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
         f"data.variables.{name}.fill=mean, or to a number; otherwise {remedy}."
+    )
+
+
+def no_value_error(where: str, channel: Channel, role: str, time: np.datetime64) -> UserError:
+    """Return the error about a date at which a variable has no value on the globe."""
+    moment = np.datetime_as_string(time.astype("M8[m]"))
+    return UserError(
+        f"{where}: {channel.name} has no value at all at {moment}. Choose other dates, leave "
+        f"{channel.variable} out of data.{role}, or write the store without this time, as with "
+        f"xarray's ds.drop_sel(time='{moment}'): gaps in time are skipped."
     )

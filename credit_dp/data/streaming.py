@@ -23,7 +23,7 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.store import Store
+from credit_dp.data.store import Masks, Store
 from credit_dp.errors import UserError, counted
 
 Indices = NDArray[np.intp]
@@ -67,6 +67,11 @@ class TrainingDates:
                 "data.dates.train."
             )
         return dates
+
+    @classmethod
+    def at(cls, indices: Indices) -> "TrainingDates":
+        """Return any dates of a store, for passes that do not need pairs of dates."""
+        return cls(indices, np.full(len(indices), -1))
 
 
 @final
@@ -131,25 +136,35 @@ def split_dates(
     ]
 
 
-def all_pieces(store: Store, dates: TrainingDates, split: RowSplitter | None = None) -> list[Piece]:
+def all_pieces(
+    store: Store,
+    dates: TrainingDates,
+    split: RowSplitter | None = None,
+    groups: Sequence[tuple[Channel, ...]] | None = None,
+) -> list[Piece]:
     """Return all pieces of a pass over the training dates, in the order of merging.
 
     Args:
-        store: gives the channels.
+        store: gives the channels, unless `groups` does.
         dates: of the pass.
         split: returns the bands of rows for some channels; None limits the fields of one time.
+        groups: of channels that share chunks; None: all channels that change in time.
     """
     # Results are merged in this order for any number of workers, so that all bits are the same.
     return [
         piece
-        for channels in channel_groups(store)
+        for channels in (channel_groups(store) if groups is None else groups)
         for rows in (split(channels) if split else split_rows(store, channels, TIME_BYTES, 4))
         for piece in split_dates(store, dates, channels, rows)
     ]
 
 
-def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]:
+def stream_windows(
+    store: Store, dates: TrainingDates, piece: Piece, *, checked: bool = True
+) -> Iterator[Window]:
     """Read a piece: each date once, and once each pair whose first date is in the piece.
+
+    Without `checked`, values may be missing or out of range.
 
     Raises:
         UserError: a field cannot be read, or has NaN where it may not.
@@ -159,7 +174,7 @@ def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator
     window_indices: Indices = np.empty(0, dtype=np.intp)
     fields: Fields | None = None
     needed = np.union1d(indices, next_indices[next_indices >= 0])
-    for block_indices, block in _read_blocks(store, piece, needed):
+    for block_indices, block in _read_blocks(store, piece, needed, checked):
         # Keep the dates whose next date is in this block or a later one. Otherwise the pairs
         # that cross the border of two blocks would be lost.
         waiting = np.isin(window_indices, indices[next_indices >= block_indices[0]])
@@ -177,10 +192,12 @@ def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator
         )
 
 
-def _read_blocks(store: Store, piece: Piece, indices: Indices) -> Iterator[tuple[Indices, Fields]]:
+def _read_blocks(
+    store: Store, piece: Piece, indices: Indices, checked: bool
+) -> Iterator[tuple[Indices, Fields]]:
     """Yield time indices and their fields, for the given indices only."""
     for span in _contiguous_slices(indices, _dates_per_chunk(store, piece.channels)):
-        for first, block in store.blocks(piece.channels, span, piece.rows):
+        for first, block in store.blocks(piece.channels, span, piece.rows, checked=checked):
             block_indices = indices[(indices >= first) & (indices < first + len(block))]
             if len(block_indices) == len(block):
                 yield block_indices, block
@@ -252,8 +269,7 @@ class DaskWorkers(PieceWorkers):
             UserError: it does not answer, has no workers, or `distributed` is not installed.
         """
         # Of the store, the workers get what they need to open it themselves.
-        self._config = store.config
-        self._ranges = store.limits.sampled_ranges
+        self._store_parts = (store.config, store.limits.sampled_ranges, store.masks)
         self._dates = dates
         self._client = connect_to_scheduler(address)
         self.count = sum(self._client.nthreads().values())
@@ -268,9 +284,7 @@ class DaskWorkers(PieceWorkers):
         # In rounds, as above: results of all pieces at once would not fit into this process.
         for start in range(0, len(pieces), self.count):
             tasks = [
-                _delayed_call(
-                    _open_and_run, function, self._config, self._ranges, self._dates, piece
-                )
+                _delayed_call(_open_and_run, function, *self._store_parts, self._dates, piece)
                 for piece in pieces[start : start + self.count]
             ]
             yield from self._client.gather(self._client.compute(tasks))
@@ -291,10 +305,11 @@ def _open_and_run(
     function: PieceFunction[T],
     config: DataConfig,
     ranges: Mapping[str, ValueRange],
+    masks: Masks,
     dates: TrainingDates,
     piece: Piece,
 ) -> T:
-    return function(Store(open_source(config), config, ranges), dates, piece)
+    return function(Store(open_source(config), config, ranges, masks), dates, piece)
 
 
 def connect_to_scheduler(address: str) -> Any:

@@ -20,11 +20,13 @@ from credit_dp.config.data import VariableConfig
 from credit_dp.data.cache import ProgressCallback, cache_folder
 from credit_dp.data.channels import suggest_names
 from credit_dp.data.dates import date_interval, format_minute
+from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.units import canonical_unit, is_accumulated
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.climatology import ClimatologyPeriod, ClimatologySource, StoredClimatology
@@ -41,13 +43,14 @@ MESSAGE_REPLACEMENTS = {
     "no list of the data config has a variable": "there is no scored variable",
     "Change limits, or add it to a list": "Change limits or variables",
     "data.dates.train": "climatology_dates",
+    "at all training dates": "at all dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
 # Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/store.py`
 # (FILL), and by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT).
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
-FILL_CLAUSE = re.compile(r", whose missing points data\.variables\.\w+\.fill fills")
+FILL_CLAUSE = re.compile(r", so that data\.variables\.\w+\.fill does not fill them")
 
 
 @final
@@ -253,6 +256,16 @@ def align(
     check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
     columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)
+    valid_times = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.lead_times[leads])
+    if truth.filled_channels:
+        # Points that have values at all scored dates, and at those that a climatology is fitted to.
+        with translate_error_keys("truth"):
+            fitted = {} if request.climatology else with_masks(truth, folder, report).masks
+            scored = TrainingDates.at(truth.time_indices(np.unique(valid_times)))
+            masks = find_presence(truth, scored, report).masks()
+            truth = truth.with_masks(
+                {channel: mask & fitted.get(channel, True) for channel, mask in masks.items()}
+            )
     climatology: ClimatologySource
     if request.climatology:
         description = redact_secrets(request.climatology)

@@ -40,7 +40,7 @@ from credit_dp.data.sources.zarr import (
     open_netcdf,
     open_zarr_dataset,
 )
-from credit_dp.data.store import Store, mask_and_find_missing
+from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
 from credit_dp.errors import UserError
 from credit_dp.forecast.request import ForecastRequest, Times, parse_list
@@ -359,7 +359,7 @@ class StateReader:
         """
         where = f"{KEY}: {self._fields[channel, time][0].where}: {channel.name}"
         date = str(time.astype("M8[m]"))
-        if mask_and_find_missing(field[None], mask) is not None:
+        if find_missing(field[None], mask) is not None:
             missing = ~np.isfinite(field) if mask is None else ~np.isfinite(field) & mask
             row, column = np.argwhere(missing)[0]
             raise UserError(

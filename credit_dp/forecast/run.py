@@ -177,6 +177,12 @@ class ForecastSetup:
         with translate_read_errors(KEY, path):
             check_fields(path, metadata["data"], store, config.model)
             statistics = statistics_of(metadata)
+        valid = load_valid_mask(KEY, path, metadata)
+        if valid is not None:
+            # The model knows no others: fill values at other points would be forecast as weather.
+            channels = store.channels.output_channels
+            masks = dict(zip(channels, valid.numpy(), strict=True))
+            store = store.with_masks({c: masks[c] for c in store.filled_channels if c in masks})
         # Forecasts need no climatology.
         prepared = TrainingData(store, statistics, Climatology([], []))
         files = run_on_all_ranks(lambda: open_initial_files(request))
@@ -228,8 +234,6 @@ class ForecastSetup:
         rows = manager.rows(store.grid[0])
         frames = config.model.frames
         states = InitialStates(self.prepared, config.request, frames, rows, self.like, self.states)
-        valid = load_valid_mask(KEY, self.path, self.metadata)
-        run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
         points = ValidPoints.of(store.valid_mask(rows), self.like)
         model, normaliser = parts.forecast_model, states.normaliser
         step = run_on_all_ranks(
@@ -239,25 +243,6 @@ class ForecastSetup:
         fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
         ensemble = EnsembleForecast(step, parts.draw_noise, seed=config.request.perturb_seed)
         return ensemble, states, fields.to(self.like.device)
-
-    def _check_valid(
-        self, valid: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
-    ) -> None:
-        """Check that points without values are those of training.
-
-        The model knows no others: fill values at other points would be forecast as weather.
-        """
-        if valid is None or trained is None:  # both or none, by the config of the checkpoint
-            return
-        store = self.prepared.store
-        differs = (valid != trained[:, rows].numpy()).any(axis=(1, 2))
-        if differs.any():
-            first = self.config.request.initial_times()[0].astype("M8[m]")
-            raise UserError(
-                f"{store.source.where}: "
-                f"{store.channels.output_channels[differs.argmax()].name} has values at "
-                f"other points at {first} than in training. Change init or data.store."
-            )
 
     def barrier(self) -> None:
         """Wait for all ranks of the mesh."""
@@ -411,7 +396,7 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
     """
     data = with_quickstart_store(config.data, report)
     if not config.request.init_file:
-        # A store takes its points without values from the first date of a split.
+        # The dates of training need not be in this store.
         span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
         data = replace(data, dates=DatesConfig(span, span, span))
     ranges = {

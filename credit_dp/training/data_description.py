@@ -17,7 +17,7 @@ from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
-from credit_dp.data.store import Store
+from credit_dp.data.store import Store, mask_digest
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
 from credit_dp.physics.columns import hybrid_of
@@ -73,6 +73,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
             if len(values) or not name.endswith(QUANTILES)
         },
         "ranges": dict(store.limits.sampled_ranges),
+        "masks": {channel.name: mask_digest(mask) for channel, mask in store.masks.items()},
         "model": describe_model(model),
         "fields": describe_fields(prepared, model),
     }
@@ -144,6 +145,14 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
         )
         if saved_value != value:
             raise _mismatch_error(f"model.{key}", saved_value, value)
+    for name, mask in current.get("masks", {}).items():
+        # Absent in older checkpoints.
+        if saved.get("masks", {}).get(name, mask) != mask:
+            raise UserError(
+                f"resume: the checkpoint was trained with values of {name} on other points: "
+                "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
+                "start a new run."
+            )
     statistics = current.get("statistics", {})
     for name, values in statistics.items():
         # Older checkpoints have no ranges.

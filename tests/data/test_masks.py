@@ -1,11 +1,13 @@
 """Variables without values on land or sea: masks, refusals, bands without any value."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from credit_dp.config import VariableConfig
+from credit_dp.data.masks import with_masks
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -48,8 +50,10 @@ def config_of(path, fill="mean", **changes):
 
 
 def opened(tmp_path, data, **changes):
+    """Open a store as a run does: with the masks of its training dates."""
     path = stores.write(data, tmp_path / "s.zarr", chunks={"time": 1, "latitude": 4})
-    return Store.open(config_of(path, **changes))
+    store = Store.open(config_of(path, **changes))
+    return with_masks(store, tmp_path, lambda title, part: None)
 
 
 def read_all(store, places):
@@ -112,12 +116,83 @@ def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
     assert np.isnan(store.read_states([store.times[5]], slice(8, 12))[0][3]).all()
 
 
-def test_the_mask_is_that_of_the_first_training_date(tmp_path):
+@pytest.mark.parametrize("date", [0, 1, 5, 7])
+def test_the_mask_is_that_of_all_training_dates(tmp_path, date, caplog):
+    """Dates 0 to 5 are training dates; of them one lacks a row of soil."""
     data = masked_dataset()
-    data["soil"].values[:4, 10] = np.nan
-    span = ["2000-01-02", "2000-01-02"]
-    store = opened(tmp_path, data, train=span)
+    data["soil"].values[date, 10] = np.nan
+    with caplog.at_level(logging.INFO, "credit_dp.data"):
+        store = opened(tmp_path, data, train=["2000-01-01", "2000-01-02T06"])
+    wanted = land()
+    wanted[10] = date == 7
+    assert np.array_equal(store.valid_mask(slice(None))[4], wanted)
+    assert np.array_equal(store.valid_mask(slice(8, 12))[4], wanted[8:])
+    notes = [record.getMessage() for record in caplog.records]
+    lines = [] if date == 7 else [f"soil: {COLUMNS} of {ROWS * COLUMNS} points have"]
+    assert [note.partition(" values at some training")[0] for note in notes] == lines
+    # All values are there at the last date, but not those outside the mask.
+    fields = store.read_outputs(store.times[[11]], slice(0, ROWS))[0, 4]
+    assert np.array_equal(np.isnan(fields), ~wanted)
+
+
+def test_the_mask_of_rows_that_are_read_apart_is_the_same(tmp_path, monkeypatch):
+    data = masked_dataset()
+    data["soil"].values[3, 10] = np.nan
+    wanted = opened(tmp_path, data).valid_mask(slice(None))
+    monkeypatch.setattr("credit_dp.data.streaming.TIME_BYTES", 500)
+    (tmp_path / "again").mkdir()
+    found = opened(tmp_path / "again", data).valid_mask(slice(None))
+    assert np.array_equal(found, wanted)
+    assert not wanted[4, 10].any()
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("date", [0, 3])
+def test_a_date_without_any_value_is_named_with_what_helps(tmp_path, monkeypatch, date, splits):
+    if splits:
+        monkeypatch.setattr("credit_dp.data.streaming.TIME_BYTES", 500)
+    data = masked_dataset()
+    data["soil"].values[date] = np.nan
+    with pytest.raises(UserError, match="soil has no value at all at ") as caught:
+        opened(tmp_path, data)
+    moment = str(data["time"].values[date].astype("M8[m]"))
+    assert f"ds.drop_sel(time='{moment}')" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    without = data.drop_sel(time=moment)
+    (tmp_path / "without").mkdir()
+    store = opened(tmp_path / "without", without)
     assert np.array_equal(store.valid_mask(slice(None))[4], land())
+
+
+def test_a_field_without_a_fill_and_without_any_value_is_named_as_well(tmp_path):
+    data = masked_dataset()
+    data["geopotential"].values[3, 1] = np.nan
+    store = opened(tmp_path, data)
+    with pytest.raises(UserError, match=r"geopotential_.* has no value at all at 2000-01-01T18:00"):
+        read_all(store, slice(2, 5))
+
+
+def test_points_that_move_leave_no_mask(tmp_path):
+    data = masked_dataset()
+    data["soil"].values[1] = np.where(land(), np.nan, 0.3)
+    with pytest.raises(UserError, match="soil has at no point values at all dates"):
+        opened(tmp_path, data)
+
+
+def test_a_variable_without_any_value_is_refused(tmp_path):
+    data = masked_dataset()
+    data["soil"].values[:] = np.nan
+    with pytest.raises(UserError, match="soil has no value"):
+        opened(tmp_path, data)
+
+
+def test_damaged_masks_are_found_again(tmp_path):
+    wanted = opened(tmp_path, masked_dataset()).valid_mask(slice(None))
+    (path,) = tmp_path.glob("masks-*.npz")
+    path.write_bytes(path.read_bytes()[:100])
+    store = Store.open(config_of(tmp_path / "s.zarr"))
+    found = with_masks(store, tmp_path, lambda title, part: None)
+    assert np.array_equal(found.valid_mask(slice(None)), wanted)
 
 
 ROLE = {"sea_surface_temperature": "prognostic", "soil": "diagnostic", "sea_ice_cover": "forcing"}
@@ -128,14 +203,14 @@ def place_of(name):
 
 
 @pytest.mark.parametrize("name", ROLE)
-def test_nan_outside_the_mask_is_refused(tmp_path, name):
+def test_nan_inside_the_mask_is_refused(tmp_path, name):
     data = masked_dataset()
     data[name].values[7][place_of(name)] = np.nan
-    store = opened(tmp_path, data)
+    store = opened(tmp_path, data, train=["2000-01-01", "2000-01-02T06"])
     with pytest.raises(UserError, match=name) as caught:
         read_all(store, slice(5, 9))
     message = str(caught.value)
-    for part in ("s.zarr", "2000-01-02T18:00", "2000-01-01T00:00", f"data.{ROLE[name]}", ".fill"):
+    for part in ("s.zarr", "2000-01-02T18:00", "on 1 point ", f"data.{ROLE[name]}", ".fill"):
         assert part in message
     assert "\n" not in message
 
@@ -159,9 +234,10 @@ def test_infinite_values_are_refused_whatever_the_fill(tmp_path, name):
         read_all(store, slice(5, 6))
 
 
-def test_the_mask_of_a_band_is_read_once_by_all_threads(tmp_path):
+def test_masks_are_not_read_with_fields(tmp_path):
     store = opened(tmp_path, masked_dataset())
     rows = slice(4, 8)
+    before = store.bytes_read
 
     def read(place):
         return store.read_outputs(store.times[place : place + 1], rows), store.valid_mask(rows)
@@ -169,8 +245,8 @@ def test_the_mask_of_a_band_is_read_once_by_all_threads(tmp_path):
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(read, range(8)))
     row_bytes = 4 * COLUMNS * 4
-    # Six channels at eight times, and three masks.
-    assert store.bytes_read == row_bytes * (6 * 8 + 3)
+    # Six channels at eight times; masks are read before.
+    assert store.bytes_read - before == row_bytes * 6 * 8
     assert all(np.array_equal(masks, found[0][1]) for _, masks in found)
 
 

@@ -208,6 +208,30 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
     assert "masked=[2m_temperature]" in refusal(tmp_path, path)
 
 
+def test_points_that_lack_one_scored_value_are_left_out(tmp_path: Path) -> None:
+    """What dates lack that are not scored, such as the first, does not matter."""
+    observed = forecasts.truth()[["2m_temperature"]]
+    made = forecasts.forecast(observed, members=1)
+    path = forecasts.write(without_members(made), tmp_path / "f.zarr")
+    values = observed["2m_temperature"].values
+    values[0, 1:3] = np.nan
+    values[8, 5, 2] = np.nan  # 24 hours after the first initial time
+    forecasts.write(observed, tmp_path / "truth.zarr")
+    normals = forecasts.climatology(forecasts.truth())[["2m_temperature"]]
+    forecasts.write(normals, tmp_path / "climatology.zarr")
+    card = scored(tmp_path, path, masked=("2m_temperature",))
+    inside = xr.DataArray(np.ones((9, 8), bool), dims=GRID)
+    inside[5, 2] = False
+    wanted = by_definition(
+        made["2m_temperature"].where(inside),
+        observed["2m_temperature"].where(inside),
+        normals["2m_temperature"],
+    )
+    for source, of in enumerate(METRICS["rmse"].sources):
+        one = wanted["rmse"][of].values
+        assert card.scores["rmse"][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
+
+
 @pytest.mark.parametrize("step", [1, evaluation_score.STEP_BYTES])
 def test_each_level_has_a_mask_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

@@ -132,12 +132,31 @@ def test_points_without_values_have_none(tmp_path, kind):
 def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)
-    zarr.open_group(config.data.store, mode="r+")[SEA][:] = np.nan
+    row, column = np.argwhere(sea())[0]
+    zarr.open_group(config.data.store, mode="r+")[SEA][:, row, column] = np.nan
     with pytest.raises(
-        UserError, match=f": {SEA} has values at other points at 2000-.*in training"
+        UserError, match=rf": {SEA} has NaN at 2000-\S+ on 1 point where it .* training dates"
     ):
         forecast(forecast_config(config, tmp_path / "f"))
-    assert not (tmp_path / "f.partial").exists()
+
+
+@pytest.mark.slow
+def test_points_that_one_training_date_lacked_are_known_to_forecasts(tmp_path):
+    """The fields of the other dates, and of the forecast's, have values there."""
+    config = sea_config(tmp_path, steps=2)
+    row, column = np.argwhere(sea())[0]
+    zarr.open_group(config.data.store, mode="r+")[SEA][1, row, column] = np.nan
+    leave_checkpoint(config)
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "f"))) as data:
+        wanted = sea()
+        wanted[row, column] = False
+        found = np.isfinite(data[SEA].values)
+        assert np.array_equal(found, np.broadcast_to(wanted, found.shape))
+        before = data[SEA].values
+    # A value at a point that has none in training changes nothing: it is filled.
+    zarr.open_group(config.data.store, mode="r+")[SEA][:, row, column] = 300.0
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "g"))) as data:
+        assert np.array_equal(data[SEA].values, before, equal_nan=True)
 
 
 def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):

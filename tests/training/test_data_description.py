@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from credit_dp.config import Config, DataConfig, DiffusionConfig, VariableConfig
 from credit_dp.data.setup import prepare_training_data
@@ -13,6 +14,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
 from tests.checkpoints import save_checkpoint
+from tests.training.masked_stores import SEA, SOIL, sea_config
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
 
@@ -151,3 +153,18 @@ def test_the_last_digits_may_differ(config):
     moved = {**rounded, "forcing_mean": (saved["forcing_mean"] + 1).tolist()}
     with pytest.raises(UserError, match="another forcing_mean"):
         check_data({**own, "statistics": moved}, own)
+
+
+def test_values_on_other_points_are_refused(tmp_path):
+    config = sea_config(tmp_path)
+    own = describe_data(prepare_training_data(config.data), config.model)
+    assert set(own["masks"]) == {SEA, SOIL}
+    check_data(own, own)
+    check_data({name: value for name, value in own.items() if name != "masks"}, own)
+    zarr.open_group(config.data.store, mode="r+")[SEA][1, -1] = np.nan
+    again = replace(config.data, cache=str(tmp_path / "another"))
+    other = describe_data(prepare_training_data(again), config.model)
+    saved = {**other, "masks": own["masks"]}
+    with pytest.raises(UserError, match=rf"^resume: .* values of {SEA} on other points") as error:
+        check_data(saved, other)
+    assert "\n" not in str(error.value)

@@ -124,7 +124,7 @@ def verify_domain_parallel(
     gpus = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(gpus), _as_default(device):
         torch.manual_seed(seed)
-        model = train_without_dropout(copy_model(build_model()).to(device, torch.float64))
+        model = train_without_dropout(_in_double_precision(copy_model(build_model())).to(device))
         inputs = [torch.randn(shape, dtype=torch.float64) for shape in input_shapes]
         check_outputs_are_deterministic(model, inputs)
         cotangents: list[Tensor] = []
@@ -172,6 +172,14 @@ def _existing_device(name: torch.device | str) -> torch.device:
 def _as_default(device: torch.device) -> AbstractContextManager[Any]:
     """Create tensors without a device on this one, as a model may create constants."""
     return nullcontext() if torch.empty(0).device == device else device
+
+
+def _in_double_precision(model: nn.Module) -> nn.Module:
+    """Make a model's parameters and buffers float64, or complex128 if they are complex."""
+    complex_tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_complex()]
+    for x in complex_tensors:
+        x.data = x.data.to(torch.complex128)
+    return model.double()
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:

@@ -54,8 +54,9 @@ def as_segmented(model: nn.Module) -> SegmentedModel:
 
 
 def parameter_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a model's first floating-point parameter; None if it has none."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    """Return the real dtype of a model's first float or complex parameter; None if it has none."""
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    return next((dtype.to_real() for dtype in dtypes), None)
 
 
 def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:

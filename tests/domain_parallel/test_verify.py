@@ -14,11 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from credit_dp.config import UNetConfig
-from credit_dp.domain_parallel import verify, verify_domain_parallel
+from credit_dp.domain_parallel import (
+    DomainParallelManager,
+    convert_to_domain_parallel,
+    verify,
+    verify_domain_parallel,
+)
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.thread_ranks import RankError, ThreadRanks
-from credit_dp.domain_parallel.transport import ThreadWorld
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import join_bands, relative_error
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
@@ -306,3 +311,25 @@ def test_joined():
     same = [torch.ones(2), torch.ones(2)]
     assert len(join_bands(same, (2,), summed=False)) == 2
     assert join_bands(same, (2,), summed=True)[0].tolist() == [2, 2]
+
+
+class _Spectral(nn.Module):
+    """Has complex parameters only; one that mixes types fails if another dtype is assumed."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=dtype))
+
+    def forward(self, x):
+        modes = torch.einsum("bchw,dc->bdhw", torch.fft.rfft2(x), self.weight)
+        return torch.fft.irfft2(modes, s=x.shape[-2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_models_with_complex_parameters_only(dtype):
+    report = verify_domain_parallel(lambda: _Spectral(dtype), SHAPE, 3)
+    assert report.passed, report.worst
+    assert report.worst[1] > 0
+    manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
+    # As it is, with inputs of its own precision.
+    convert_to_domain_parallel(_Spectral(dtype), manager, input_shape=SHAPE)

@@ -46,6 +46,7 @@ from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
     PlanningMode,
     copy_model,
+    dtype_and_device,
     named_leaves,
 )
 from credit_dp.domain_parallel.recomputation import (
@@ -481,7 +482,7 @@ def _run_step(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
 ) -> DryRun:
     model.train()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtype, _ = dtype_and_device(model)
     bands = [_band_shape(shape, manager) for shape in shapes]
     inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
     held = [*model.parameters(), *model.buffers()]

@@ -22,7 +22,12 @@ from credit_dp.domain_parallel.count_transport import CountingTransport, Message
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
-from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves, user_line_of
+from credit_dp.domain_parallel.planning.trace import (
+    copy_model,
+    dtype_and_device,
+    tensor_leaves,
+    user_line_of,
+)
 from credit_dp.domain_parallel.recomputation import (
     RecomputationCounter,
     SavedTensors,
@@ -202,7 +207,7 @@ def _count_step(
             layer.forget_exchanges()
         held = [*model.parameters(), *model.buffers()]
         saved = SavedTensors(held)
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        dtype, _ = dtype_and_device(model)
         x = torch.empty(band, dtype=dtype, device="meta")
         operations = OperationCounter()
         again = RecomputationCounter(saved.add, held, operations.counts)

@@ -490,11 +490,15 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:
-    """Return dtype and device of the first floating-point parameter; CPU instead of meta."""
+    """Return the real dtype and the device of the first float or complex parameter.
+
+    The device is the CPU instead of meta.
+    """
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() or parameter.is_complex():
             on_meta = parameter.device.type == "meta"
-            return parameter.dtype, torch.device("cpu") if on_meta else parameter.device
+            device = torch.device("cpu") if on_meta else parameter.device
+            return parameter.dtype.to_real(), device
     return torch.get_default_dtype(), torch.device("cpu")
 
 

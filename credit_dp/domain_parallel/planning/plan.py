@@ -294,10 +294,8 @@ def _trace_run(
                 if isinstance(error, UserError) or reads_values(error):
                     raise
                 if rank is None:
-                    raise GlobalForwardError(
-                        f"{_location(planner, error)}: fails on the whole globe's input "
-                        f"({_first_line(error)}). Set input_shape to that of the model's calls."
-                    ) from error
+                    where, tensors = _location(planner, error), tensor_leaves((args, kwargs))
+                    raise GlobalForwardError(failure_message(where, error, tensors)) from error
                 raise _band_error(planner, error) from None
             trace.record_boundary(tensor_leaves(outputs), ())
             if not np.array_equal(python_random_state(), numbers):
@@ -321,6 +319,22 @@ def _band_error(planner: Planner, error: Exception) -> UserError:
         "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module. "
         f"{NAME_RULE}."
     )
+
+
+# In what torch says of arguments whose shapes don't suit.
+SHAPE_WORDS = ("shape", "size", "dim", "channels", "elements", "numel", "features")
+
+
+def failure_message(where: str, error: Exception, inputs: Sequence[Tensor]) -> str:
+    """Return the message for a model that fails on the whole globe's input, as its code says."""
+    given = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in inputs)
+    message = (
+        f"{where}: fails on the whole globe's input ({type(error).__name__}: {_first_line(error)}) "
+        f"when it is called with {given or 'no tensors'}."
+    )
+    if any(word in str(error).lower() for word in SHAPE_WORDS):
+        message += " Set input_shape if the model's calls have other shapes."
+    return message
 
 
 def _location(planner: Planner, error: Exception) -> str:

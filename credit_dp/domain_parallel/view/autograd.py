@@ -12,6 +12,7 @@ the process; they behave as before where no field takes part and no view's model
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -27,7 +28,6 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._functorch import apis, eager_transforms
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
@@ -37,10 +37,12 @@ from credit_dp.domain_parallel.planning.trace import functions_of_users
 from credit_dp.domain_parallel.view.memory import note_hook
 from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
 from credit_dp.domain_parallel.view.running import (
+    FunctionBackward,
     RunningMode,
     backwards_in_transform,
     keep_gradient_mode,
     run_in,
+    running_backward,
     running_view,
 )
 from credit_dp.domain_parallel.view.tensor import (
@@ -125,6 +127,7 @@ def register_hook(view: GlobalView, x: Tensor, hook: Callable[[Any], Any]) -> An
         return local_of(x).register_hook(hook)
     if type(x) is GlobalTensor:
         note_hook(x)
+    view.has_backward_code = True
 
     def local_hook(share: Tensor) -> Tensor | None:
         with run_in(view):
@@ -226,42 +229,37 @@ for _function in (torch.autograd.backward, Tensor.backward):
 # ---------------------------------------------------------------- functions of the user's
 
 
-GUARDED = "_credit_dp_guarded"
+IN_VIEWS = "_credit_dp_in_views"
 
 
-@final
-class _RefuseNestedBackward(TorchFunctionMode):
-    """Refuses a backward pass in the backward of a user's function.
+def _function_in_view(cls: Any, view: GlobalView) -> Any:
+    """Return a user's `autograd.Function` whose backward runs inside of the view.
 
-    It would add whole gradients to parameters, once a rank, as activation checkpointing of another
-    package does.
+    There everything is whole, as on one process. The backward may compute modules again, and start
+    another backward pass, as reversible blocks do: see `FunctionBackward`.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.autograd.backward, Tensor.backward):
-            raise UserError(
-                "autograd.Function: its backward starts another backward pass, which would add "
-                "the gradients of parameters once a rank. Use torch.utils.checkpoint."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _guarded_function(cls: Any) -> Any:
-    """Return a user's `autograd.Function` whose backward may not start another backward pass."""
     if "backward" not in _methods(cls):
         return cls
     # Kept by the class itself, which a forward may define anew at each call.
-    if GUARDED not in cls.__dict__:
-        original = cls.backward
+    if IN_VIEWS not in cls.__dict__:
+        setattr(cls, IN_VIEWS, weakref.WeakKeyDictionary())
+    functions = cls.__dict__[IN_VIEWS]
+    if view not in functions:
+        original, known_view = cls.backward, weakref.ref(view)
 
         def backward(ctx: Any, *grads: Any) -> Any:
-            with _RefuseNestedBackward():
-                return original(ctx, *grads)
+            view = known_view()
+            assert view is not None
+            token = running_backward.set(running_backward.get() or FunctionBackward(view))
+            try:
+                with run_in(view):
+                    return original(ctx, *grads)
+            finally:
+                running_backward.reset(token)
 
-        name = cls.__name__
         body = {"backward": staticmethod(backward), "__module__": cls.__module__}
-        setattr(cls, GUARDED, type(name, (cls,), body))
-    return cls.__dict__[GUARDED]
+        functions[view] = type(cls.__name__, (cls,), body)
+    return functions[view]
 
 
 def _methods(cls: Any) -> set[str]:
@@ -293,7 +291,7 @@ def _apply_function(apply: Callable[..., Any], cls: Any, args: Args, kwargs: Kwa
     if cls.__module__.startswith("torch."):
         return _apply_identity(apply, cls, args)
     view = tensors[0].view_
-    function = partial(apply, _guarded_function(cls))
+    function = partial(apply, _function_in_view(cls, view))
     function.__name__ = cls.__name__  # type: ignore[attr-defined]
     return call_whole(with_whole_gradients(function, view), args, kwargs)
 
@@ -306,7 +304,7 @@ def _apply_plain(apply: Callable[..., Any], cls: Any, args: Args, kwargs: Kwargs
     )
     if view is None or not is_differentiable or cls.__module__.startswith("torch."):
         return apply(cls, *args, **kwargs)
-    function = partial(apply, _guarded_function(cls))
+    function = partial(apply, _function_in_view(cls, view))
     return with_whole_gradients(function, view)(*args, **kwargs)
 
 
@@ -412,11 +410,13 @@ class ViewBackwardHook(BackwardHook):
     """Shows the hooks of a module whole gradients and the globe's shapes."""
 
     def __init__(self, module: nn.Module, user_hooks: Any, user_pre_hooks: Any) -> None:
-        view = running_view()
+        # In the backward of a function gradients are whole already.
+        view = running_view() if running_backward.get() is None else None
         self.view = view
         self.inputs: list[Shown | None] = []
         self.outputs: list[Shown | None] = []
         if view is not None:
+            view.has_backward_code = True
             user_hooks = [self._show_to(hook, view) for hook in user_hooks]
             user_pre_hooks = [self._show_before(hook, view) for hook in user_pre_hooks]
         super().__init__(module, user_hooks, user_pre_hooks)
@@ -627,6 +627,8 @@ def _applied_in_view(original: Any) -> Callable[..., Any]:
                 own_backwards.append(f"{cls.__name__}, an autograd.Function")
             return apply_to_plain(cls, *args, **kwargs)
         with keep_gradient_mode(view):
+            if running_backward.get() is not None:
+                return apply_to_plain(_function_in_view(cls, view), *args, **kwargs)
             return _apply_function(apply_to_plain, cls, args, kwargs)
 
     return apply

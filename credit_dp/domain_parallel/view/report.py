@@ -174,9 +174,10 @@ def view_model(
             logger.warning("domain parallel: costs are not known before training: %s", error)
         trial = None
     except UserError as error:
-        # The model fails unsharded, too: its own error is the one to show.
+        # The model fails unsharded, too: its own error is the one to show. Layers are planned
+        # without gradients, where it may fail although it does not in a step.
         if isinstance(refusal, GlobalForwardError):
-            raise refusal from None
+            raise (refusal if isinstance(error, GlobalForwardError) else error) from None
         raise UserError(f"{error} Nor can its layers be converted: {refusal}") from error
     view = attach_view(model, manager, shapes)
     view.plan = ViewPlan(tuple(shapes), str(refusal), limit, trial)

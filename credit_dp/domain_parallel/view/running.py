@@ -9,7 +9,7 @@ mode again by `run_in`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -46,6 +46,7 @@ FACTORIES = frozenset(
     getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
 )
 DRAWING = FACTORIES | RANDOM
+BACKWARD_PASSES = (torch.autograd.backward, Tensor.backward)
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 # Where ranks compute the same bits; the last bits of what they compute on GPUs may differ.
 SAME_BITS = ("cpu", "meta")
@@ -55,6 +56,61 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # What the running transform of `torch.func` has applied that has a backward of its own, in words;
 # None if no transform of fields runs.
 backwards_in_transform: ContextVar[list[str] | None] = ContextVar("in a transform", default=None)
+
+
+@final
+class FunctionBackward:
+    """The backward of a user's function, where everything is whole, gradients too.
+
+    It may begin another backward pass, whose gradients of parameters have to be shares.
+
+    Attributes:
+        view: that of the model.
+        parameters: to which backward passes lead that have begun in it.
+    """
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+        self.parameters: set[nn.Parameter] = set()
+
+    def begin_pass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a backward pass, which may begin others."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        new = _parameters_below([x for x in tensors if x.requires_grad]) - self.parameters
+        self.parameters |= new
+        share = self.view.loss_factor / self.view.ranks
+        hooks = [
+            parameter.register_hook(lambda grad: grad * share)  # type: ignore[no-untyped-call]
+            for parameter in new
+        ]
+        # The mode is off: what needs it in the pass turns it on again.
+        token = running_views.set(())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            running_views.reset(token)
+            self.parameters -= new
+            for hook in hooks:
+                hook.remove()
+
+
+def _parameters_below(tensors: Sequence[Tensor]) -> set[nn.Parameter]:
+    """Return the parameters to which a backward pass from these tensors leads."""
+    nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(x).node for x in tensors]
+    seen: set[Any] = set()
+    found = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            found.add(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+running_backward: ContextVar[FunctionBackward | None] = ContextVar("user's backward", default=None)
 
 # Wraps what the mode does with a hook of a plain tensor; set by `autograd`, which needs this file.
 RegisterHook = Callable[[GlobalView, Tensor, Any], Any]
@@ -87,7 +143,7 @@ class RunningMode(TorchFunctionMode):
             device = _device_of_call(args, kwargs)
             with same_random_numbers(self.view, device, kwargs.get("generator")):
                 return func(*args, **kwargs)
-        if is_custom_operator(func):
+        if is_custom_operator(func) and running_backward.get() is None:
             own_backwards = backwards_in_transform.get()
             if own_backwards is not None:
                 own_backwards.append(f"{func}, a custom operator")
@@ -99,7 +155,11 @@ class RunningMode(TorchFunctionMode):
             return read_values(func, tuple(shown), kwargs)
         if func == SET_DATA and type(args[1]) is GlobalTensor:
             return func(args[0], whole(args[1]))
-        if func is Tensor.register_hook and RunningMode.register_hook is not None:
+        running = running_backward.get()
+        if func in BACKWARD_PASSES and running is not None:
+            return running.begin_pass(func, args, kwargs)
+        is_hook = func is Tensor.register_hook and running is None
+        if is_hook and RunningMode.register_hook is not None:
             return RunningMode.register_hook(self.view, *args, **kwargs)
         result = func(*args, **kwargs)
         if func in CREATORS or len(self.view.created):

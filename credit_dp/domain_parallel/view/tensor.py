@@ -92,6 +92,7 @@ class GlobalView:
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
         hooks: those of the model and its modules, to remove them.
+        has_backward_code: whether code of the user's runs in backward.
         created: plain tensors that the running model has made, see `filling`: each with the one
             that it is a view of, if any, and the functions that lead there.
         lost_orders: how often the order of dimensions in memory was lost as rows moved.
@@ -109,6 +110,7 @@ class GlobalView:
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
         self.hooks: list[RemovableHandle] = []
+        self.has_backward_code = False
         self.lost_orders = 0
         self.created = WeakIdKeyDictionary()
 
@@ -879,6 +881,8 @@ def with_whole_gradients(function: Callable[..., Any], view: GlobalView) -> Call
 
     What its backward returns then counts once, not once a rank.
     """
+
+    view.has_backward_code = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda x: share_gradient(x, view), (args, kwargs))

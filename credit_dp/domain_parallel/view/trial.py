@@ -32,8 +32,10 @@ from credit_dp.domain_parallel.functional import in_backward
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planning.plan import (
+    GlobalForwardError,
     InputFactory,
     Shape,
+    failure_message,
     is_banded,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
@@ -381,7 +383,8 @@ def trial_run(
         shapes: the shapes of its global inputs.
         inputs: returns the arguments of the call; by default one tensor of each shape.
         rank: the rank to run as.
-        backward: whether to run the backward, too; memory is known without it.
+        backward: whether to run the backward, too; memory is known without it. It runs in any case
+            if the model has code of its own there.
         training: the mode of the model; None for its own.
         stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
             is then with its outputs, and without the inputs that another stage has sent.
@@ -449,7 +452,9 @@ def _run(
             memo.mode = mode
             if training is not None:
                 model.train(training)
-            args, kwargs = (inputs or empty_inputs(model, shapes))(local_shape)
+            make = inputs or empty_inputs(model, shapes)
+            args, kwargs = make(local_shape)
+            whole_inputs = tensor_leaves(make(lambda shape: shape))
             recorder.exclude([*model.parameters(), *model.buffers()])
             if stage is not None and stage > 0:  # another stage has sent the inputs
                 recorder.exclude(tensor_leaves([args, kwargs]))
@@ -458,15 +463,18 @@ def _run(
             known = KnownValues(buffers, dict(model.named_buffers()))
             trial_mode = _TrialMode(recorder, memo, known, assumptions)
             with torch.enable_grad(), trial_mode, count_recomputation(again):
-                outputs = _forward(model, args, kwargs, recorder)
+                outputs = _forward(model, args, kwargs, recorder, whole_inputs)
                 specs = tuple(_output_spec(x, view) for x in outputs)
                 if stage is not None:
                     for x in outputs:
                         recorder.save(x)
                 forward = recorder.traffic()
                 outputs = [x for x in outputs if x.requires_grad]
-                if backward and outputs:
-                    torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+                # Code of the user's there may fail, or need what can't be done.
+                if outputs and (backward or view.has_backward_code):
+                    with _errors_of_model(recorder, whole_inputs):
+                        gradients = [torch.empty_like(x) for x in outputs]
+                        torch.autograd.backward(outputs, gradients)
             recorder.saved_bytes += again.received
             recorder.recomputed_bytes = again.recomputed
     finally:
@@ -531,18 +539,36 @@ def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
 
 
 def _forward(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: _Recorder
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    recorder: _Recorder,
+    inputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the tensors of a model's outputs.
+    """Return the tensors of a model's outputs; `inputs` are those of the globe."""
+    with (
+        _errors_of_model(recorder, inputs),
+        torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x),
+    ):
+        return tensor_leaves(model(*args, **kwargs))
+
+
+@contextmanager
+def _errors_of_model(recorder: _Recorder, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Name the module and the line of the model that failed in errors.
+
+    Args:
+        recorder: of the run.
+        inputs: of the model, with the shapes of the globe.
 
     Raises:
-        UserError: names the module and the line of the model that failed.
+        GlobalForwardError: the model fails.
+        UserError: it can't be computed on bands.
         UnplannedError: shapes depend on data, or an operator can't run on tensors without data.
         EndlessLoopError: see `Assumptions`.
     """
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x):
-            return tensor_leaves(model(*args, **kwargs))
+        yield
     except EndlessLoopError:
         raise
     except Exception as error:  # the model's code may raise anything
@@ -564,10 +590,7 @@ def _forward(
             raise UnplannedError(
                 f"{where}: an operator reads the memory of its tensors, as those of sparse ones do."
             ) from error
-        raise UserError(
-            f"{where}: fails on the global input ({type(error).__name__}: {first_line}). Set "
-            "input_shape to that of the model's calls."
-        ) from error
+        raise GlobalForwardError(failure_message(where, error, inputs)) from error
 
 
 def _is_model_code(path: str) -> bool:

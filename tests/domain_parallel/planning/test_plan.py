@@ -14,11 +14,13 @@ from torch import nn
 from credit_dp.costs.budget import dry_run_manager
 from credit_dp.domain_parallel import (
     DomainParallelConv2d,
+    DomainParallelManager,
     HaloExchange,
     convert_to_domain_parallel,
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import small_cnn
@@ -490,3 +492,30 @@ def test_inputs_with_and_without_a_batch_dimension(with_batch, shape):
         torch.testing.assert_close(gather_tensor(y, manager=manager), whole(x, more))
 
     on_threads(2, same)
+
+
+class _Fails(nn.Module):
+    """Fails unsharded: either by its input's shape, or whatever the shape is."""
+
+    def __init__(self, by_shape):
+        super().__init__()
+        self.by_shape = by_shape
+        self.mix = nn.Linear(5, 3)
+        self.register_buffer("weight", torch.ones(3, 3, dtype=torch.complex128))
+
+    def forward(self, x):
+        if self.by_shape:
+            return self.mix(x)
+        return torch.einsum("bchw,cd->bdhw", torch.fft.rfft(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    ("by_shape", "cause"), [(True, r"[165, 8] X [5, 3]"), (False, "complex128")]
+)
+def test_a_failure_has_the_cause_that_torch_names(by_shape, cause):
+    manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
+    with pytest.raises(UserError) as error:
+        convert_to_domain_parallel(_Fails(by_shape), manager, input_shape=(2, 3, 11, 8))
+    assert cause in str(error.value)
+    assert "3, 11, 8) of torch.float32" in str(error.value)
+    assert ("Set input_shape" in str(error.value)) == by_shape

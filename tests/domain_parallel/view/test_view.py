@@ -488,29 +488,6 @@ def test_refuses_what_is_not_known_of_gradients(function, message):
         _convert(_Model(function))
 
 
-def test_refuses_a_backward_within_the_backward_of_a_function():
-    class Recompute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, function, x):
-            ctx.function = function
-            ctx.save_for_backward(x)
-            return function(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.function(x)
-            torch.autograd.backward(y, grad)
-            return None, x.grad
-
-    def recompute(model, x):
-        return Recompute.apply(lambda y: y * model.linear.bias[:, None, None], x)
-
-    with pytest.raises(UserError, match="starts another backward pass"):
-        _check(lambda: _Model(recompute), (2, 3, 13, 8), 2)
-
-
 def test_other_heights_are_refused():
     model = _convert(_Model(FUNCTIONS["fft"]))
     with pytest.raises(UserError, match="got 5 rows"):

@@ -241,7 +241,7 @@ class StepReader:
             raise UserError(
                 f"{source.where}: no time has all of the {config.step} before it, which "
                 f"{min(accumulated)} is summed over. Change data.step, or "
-                f"data.variables.{min(accumulated)}.accumulated to false."
+                f"set data.variables.{min(accumulated)}.accumulated to false."
             )
         self._indices = indices[complete]
         # Row t has the source's times that are summed for time t; variables may share windows.
@@ -393,9 +393,8 @@ def _sum_windows_of(
     raise UserError(
         f"{source.where}: {name} has {describe_sums(bounds)} by its {stated_by}, and its times are "
         f"{counted(apart, 'hour')} apart: these sums do not fill the {config.step} of data.step. "
-        "Change data.store to one with all hours, or set "
-        f"data.variables.{name}.accumulated to false, to take the values as they are, or to true, "
-        "if they are sums since the previous time."
+        f"Change data.store to one with all hours, or set data.variables.{name}.accumulated to "
+        "false, to take the values as they are, or to true, if they are sums since the time before."
     )
 
 

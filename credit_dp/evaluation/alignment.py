@@ -42,14 +42,18 @@ MESSAGE_REPLACEMENTS = {
     "data.limits": "limits",
     "no list of the data config has a variable": "there is no scored variable",
     "Change limits, or add it to a list": "Change limits or variables",
+    "Change data.step": "Change dates or hours",
+    " of data.step": " between the forecast's times",
     "data.dates.train": "climatology_dates",
     "at all training dates": "at all dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
 # Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/store.py`
-# (FILL), and by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT).
+# (FILL), by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT), and by `StepReader` in
+# `credit_dp/data/selection.py` (SUMS).
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
+SUMS_HINT = re.compile(r"set data\.variables\.\S+\.accumulated to false(?:, to take.* before)?")
 FILL_CLAUSE = re.compile(r", so that data\.variables\.\w+\.fill does not fill them")
 
 
@@ -100,6 +104,7 @@ def translate_error_keys(store: str) -> Iterator[None]:
         yield
     except UserError as error:
         text = FILL_CLAUSE.sub("", FILL_HINT.sub(r"give masked=[\1]", str(error)))
+        text = SUMS_HINT.sub("leave it out of variables", text)
         text = CONVERT_HINT.sub("convert it, or leave it out of variables", text)
         for old, new in {"data.store": store, **MESSAGE_REPLACEMENTS}.items():
             text = text.replace(old, new)

@@ -93,6 +93,17 @@ def test_hours_of_a_truth_that_is_joined_with_six_hourly_fields(folder, observed
         assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_truth_that_states_other_sums_is_refused(folder, observed, tmp_path):
+    """It keeps sums over one hour every six hours."""
+    truth = observed.isel(time=slice(None, None, 6))
+    truth[RAIN].attrs["cell_methods"] = "time: sum (interval: 1 hour)"
+    forecasts.write(truth, tmp_path / "kept.zarr")
+    forecasts.write(forecast(observed, 6), tmp_path / "six.zarr")
+    line = forecasts.refusal(folder, tmp_path / "six.zarr", truth=(str(tmp_path / "kept.zarr"),))
+    assert f"{RAIN} has sums over 1 hour by its cell_methods" in line
+    assert line.endswith("Change truth to one with all hours, or leave it out of variables.")
+
+
 def test_spans_that_can_not_be_are_refused(folder, observed):
     made = forecast(observed, 6)
     for name, change, line in (

@@ -22,10 +22,10 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid, row_edges
 from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.selection import StepReader, select_channels
-from credit_dp.data.sources.base import Fields, Source, Times
+from credit_dp.data.sources.base import Fields, Source, Times, hours_of
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
-from credit_dp.data.units import check_units, converted_unit
+from credit_dp.data.units import check_units, converted_unit, is_accumulated
 from credit_dp.errors import UserError
 
 Array = NDArray[np.float64]
@@ -195,7 +195,21 @@ class SelectedFields:
             model_levels=any(bool(variable.model_levels) for variable in variables.values()),
             title=self._source.title,
             hybrid=_hybrid_as_lists(self._source),
+            sum_hours=self._sum_hours(),
         )
+
+    def _sum_hours(self) -> dict[str, float]:
+        """Return how many hours the written sums cover, of the variables of which that is known."""
+        hours: dict[str, float] = {}
+        for name in dict.fromkeys(channel.variable for channel in self._channels):
+            if is_accumulated(name, self._config):
+                hours[name] = self._config.step_hours
+            elif self._source.variables[name].sums_stated_by:
+                begins, ends = self._source.sum_bounds(name).T
+                periods = np.unique((ends - begins)[self._source.has_times(name)])
+                if len(periods) == 1:
+                    hours[name] = hours_of(periods[0])
+        return hours
 
 
 def _hybrid_as_lists(source: Source) -> dict[str, list[float]]:

@@ -33,6 +33,7 @@ from credit_dp.data.sources.stacked import (
     read_array,
 )
 from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
+from credit_dp.data.sources.sums import StatedSums
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, long_name
 
@@ -129,13 +130,20 @@ class AnemoiVariables:
         for index, name in enumerate(names):
             has_time = name not in constants
             unit = str(_variable_metadata(metadata, name).get("units") or "")
-            by_stored_name[name] = VariableInfo(has_time, (), unit)
+            sums = _stated_sums(_variable_metadata(metadata, name))
+            by_stored_name[name] = VariableInfo(
+                has_time, (), unit, sums_stated_by=sums.by, sum_hours=sums.hours
+            )
             # Under its own name, such as `z_500`, and below as a level of the variable.
             indices[Channel(name)] = index
             variable, level = long_name(name)
             levels = by_long_name[variable].levels if variable in by_long_name else ()
             by_long_name[variable] = VariableInfo(
-                has_time, levels if level is None else (*levels, level), unit
+                has_time,
+                levels if level is None else (*levels, level),
+                unit,
+                sums_stated_by=sums.by,
+                sum_hours=sums.hours,
             )
             indices[Channel(variable, level)] = index
         for name, variable_info in by_long_name.items():
@@ -149,6 +157,19 @@ class AnemoiVariables:
 def _variable_metadata(metadata: Any, name: str) -> Mapping[str, Any]:
     entry = metadata.get(name) if isinstance(metadata, Mapping) else None
     return entry if isinstance(entry, Mapping) else {}
+
+
+def _stated_sums(metadata: Mapping[str, Any]) -> StatedSums:
+    """Return what the metadata of an accumulated variable say: its period in hours or as texts."""
+    period = metadata.get("period")
+    if metadata.get("process") != "accumulation" or not isinstance(period, list):
+        return StatedSums()
+    try:
+        # Hours, as numbers or as texts such as `6h` and `6:00:00`.
+        begin, end = (float(str(bound).split(":")[0].removesuffix("h")) for bound in period)
+    except ValueError:
+        return StatedSums()
+    return StatedSums("period in variables_metadata", end - begin) if end > begin else StatedSums()
 
 
 @final

@@ -49,6 +49,7 @@ class PreparedMetadata:
         model_levels: whether levels are numbers of model levels, not pressures.
         title: the title of the source.
         hybrid: coefficients `a` and `b` of all model levels, see `Source`; empty if there are none.
+        sum_hours: by accumulated variable, how many hours before each time its sums cover.
     """
 
     channels: tuple[Channel, ...]
@@ -59,6 +60,7 @@ class PreparedMetadata:
     model_levels: bool = False
     title: str = ""
     hybrid: dict[str, list[float]] = field(default_factory=dict)
+    sum_hours: dict[str, float] = field(default_factory=dict)
 
     def attributes(self) -> dict[str, Any]:
         """Return the metadata as JSON for a zarr attribute."""
@@ -83,6 +85,7 @@ class PreparedMetadata:
                 bool(attributes.get("model_levels", False)),  # absent in older stores
                 str(attributes.get("title", "")),  # absent in older stores
                 dict(attributes.get("hybrid", {})),  # absent in older stores
+                dict(attributes.get("sum_hours", {})),  # absent in older stores
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(
@@ -212,5 +215,13 @@ def _variable(
 ) -> VariableInfo:
     units = metadata.units.get(name, "")
     standard_name = metadata.standard_names.get(name, "")
-    model_levels = metadata.model_levels and bool(levels)
-    return VariableInfo(has_time, levels, units, standard_name, model_levels=model_levels)
+    sum_hours = metadata.sum_hours.get(name, 0.0)
+    return VariableInfo(
+        has_time,
+        levels,
+        units,
+        standard_name,
+        model_levels=metadata.model_levels and bool(levels),
+        sums_stated_by="attributes" if sum_hours else "",
+        sum_hours=sum_hours,
+    )

@@ -58,6 +58,7 @@ from credit_dp.data.sources.storage import (
     resolved_address,
     unreadable_error,
 )
+from credit_dp.data.sources.sums import read_time_bounds, stated_sums
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
@@ -292,6 +293,7 @@ class GriddedSource(Source):
         model_levels = has_model_levels(dataset)
         only_level = scalar_level(dataset)
         self.hybrid = hybrid_coefficients(dataset)
+        self.time_bounds = read_time_bounds(dataset)
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)
@@ -301,7 +303,8 @@ class GriddedSource(Source):
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        stored_variables = _variables(dataset, self.where, model_levels)
+        has_bounds = self.time_bounds is not None
+        stored_variables = _variables(dataset, self.where, model_levels, has_bounds)
         self._names = StoredNames.of(stored_variables, static, only_level)
         self.variables: Mapping[str, VariableInfo] = self._names.variables
         self._dataset = dataset
@@ -476,13 +479,14 @@ class GriddedSource(Source):
 
 
 def _variables(
-    dataset: xr.Dataset, where: str, model_levels: bool | None
+    dataset: xr.Dataset, where: str, model_levels: bool | None, has_bounds: bool
 ) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = whole_number_levels(dataset, where, "data.store")
     variables = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
+        sums = stated_sums(array, has_bounds)
         variables[str(name)] = VariableInfo(
             has_time="time" in dims,
             levels=levels if "level" in dims else (),
@@ -490,6 +494,8 @@ def _variables(
             standard_name=str(array.attrs.get("standard_name", "")),
             problem=_problem(array, dims),
             model_levels=model_levels if "level" in dims else False,
+            sums_stated_by=sums.by,
+            sum_hours=sums.hours,
         )
     return variables
 

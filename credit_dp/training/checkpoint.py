@@ -450,8 +450,8 @@ def write_checkpoint(
     """Write the checkpoint `path`, then remove checkpoints that need not be kept; collective.
 
     Earlier checkpoints stay until the new one is complete and on disk. Rank 0 tells the others that
-    the folder exists, they send the names of their files to rank 0, and it tells them that all is
-    done.
+    the folder exists, they send the names and records of their files to rank 0, and it tells them
+    that all is done.
 
     Args:
         path: of the checkpoint.

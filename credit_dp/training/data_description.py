@@ -2,22 +2,23 @@
 
 `describe_data` is saved in every checkpoint. `check_data` compares it when a run resumes, and
 `check_fields` when a forecast starts: weights must not meet other channels, another grid, step or
-normalisation than they were trained with.
+normalisation than they were trained with. What both compare, they compare with the same functions:
+`check_model` and `check_store`.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
+from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
 from credit_dp.physics.columns import hybrid_of
@@ -59,7 +60,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "data.static": list(store.channels.static),
         "data.variables": {
             name: {key: value for key, value in settings.items() if key != CLAMP_KEY}
-            for name, settings in describe_variables(prepared).items()
+            for name, settings in describe_variables(store).items()
             if settings.keys() != {CLAMP_KEY}
         },
         "data.step": f"{store.config.step_hours}h",
@@ -75,7 +76,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "ranges": dict(store.limits.sampled_ranges),
         "masks": {channel.name: mask_digest(mask) for channel, mask in store.masks.items()},
         "model": describe_model(model),
-        "fields": describe_fields(prepared, model),
+        "fields": describe_fields(store, model),
     }
 
 
@@ -85,9 +86,8 @@ def describe_model(model: ModelConfig) -> DataDescription:
     return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
 
 
-def describe_fields(prepared: TrainingData, model: ModelConfig) -> DataDescription:
+def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
     """Describe the output channels: names, units, grid, levels and settings of their variables."""
-    store = prepared.store
     channels = store.channels.output_channels
     return {
         "channels": [[channel.variable, channel.level] for channel in channels],
@@ -95,16 +95,16 @@ def describe_fields(prepared: TrainingData, model: ModelConfig) -> DataDescripti
         "latitude": store.latitude.tolist(),
         "longitude": store.longitude.tolist(),
         "diagnostic": len(store.channels.diagnostic),
-        "variables": describe_variables(prepared),
+        "variables": describe_variables(store),
         # Of model levels, for fixers, which an exported model has, too.
         "hybrid": hybrid_of(store) if has_budgets(model) else {},
     }
 
 
-def describe_variables(prepared: TrainingData) -> dict[str, dict[str, Any]]:
+def describe_variables(store: Store) -> dict[str, dict[str, Any]]:
     """Return the settings of each variable that differ from the defaults."""
-    channels = prepared.store.channels
-    config = prepared.store.config
+    channels = store.channels
+    config = store.config
     names = [channel.variable for channel in channels.output_channels]
     default = VariableConfig()
     described = {
@@ -118,33 +118,64 @@ def describe_variables(prepared: TrainingData) -> dict[str, dict[str, Any]]:
     return {name: settings for name, settings in described.items() if settings}
 
 
-def check_data(saved: DataDescription, current: DataDescription) -> None:
-    """Check that a run resumes with the data of its checkpoint.
+@final
+@dataclass(frozen=True)
+class Use:
+    """How the errors of a comparison begin and end; `{key}` stands for the config key.
+
+    Attributes:
+        subject: the checkpoint, after the config key that it comes from.
+        key_advice: what to do about a key of the config.
+        store_advice: what to do about the store.
+    """
+
+    subject: str
+    key_advice: str
+    store_advice: str
+
+    def check_equal(self, key: str, saved_value: object, value: object) -> None:
+        """Check that a key of the config has the checkpoint's value."""
+        if saved_value != value:
+            raise UserError(
+                f"{self.subject} was trained with {key}={format_value(saved_value)}, the config "
+                f"has {format_value(value)}. {self.key_advice.format(key=key)}"
+            )
+
+
+RESUMING = Use(
+    "resume: the checkpoint",
+    "Set {key} to that of the checkpoint, or start a new run.",
+    "Set data.store to that of the checkpoint, or start a new run.",
+)
+
+
+def check_data(saved: DataDescription, current: DataDescription, where: str = "data.store") -> None:
+    """Check that a run resumes with the data and the model of its checkpoint.
 
     Args:
         saved: the description in the checkpoint.
         current: description of the present data and config.
+        where: what holds the present data.
 
     Raises:
-        UserError: channels, settings of variables, step, grid, normalisation, `model.frames`,
-            `model.residual`, `model.sigma_data`, `model.fixers`, `model.bounds` or a key of
-            `LEGACY_DEFAULTS` differ; naming the first that does.
+        UserError: channels, settings of variables, step, grid, units, normalisation, the model or
+            one of its keys differ; naming the first that does. `FREE_KEYS` of the model may differ,
+            but not `model.fixers` and `model.bounds`.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
+    check_model(RESUMING, saved, current)
     for key, value in current.items():
-        saved_value = saved.get(key)
-        if key.startswith(("data.", "model.")) and saved_value != value:
-            raise _mismatch_error(key, saved_value, value)
-    for key, (saved_value, value) in differing_model_keys(saved, current).items():
-        raise _mismatch_error(key, saved_value, value)
+        if key.startswith(("data.", "model.")):
+            RESUMING.check_equal(key, saved.get(key), value)
     for key, type_of in FIXER_KEYS.items():
         # Absent in older checkpoints.
         saved_value, value = (
             described.get("model", {}).get("keys", {}).get(key) or type_of()
             for described in (saved, current)
         )
-        if saved_value != value:
-            raise _mismatch_error(f"model.{key}", saved_value, value)
+        RESUMING.check_equal(f"model.{key}", saved_value, value)
+    if "fields" in current:
+        check_store(RESUMING, saved["fields"], current["fields"], where)
     for name, mask in current.get("masks", {}).items():
         # Absent in older checkpoints.
         if saved.get("masks", {}).get(name, mask) != mask:
@@ -172,11 +203,70 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
             )
 
 
-def _mismatch_error(key: str, saved_value: object, value: object) -> UserError:
-    return UserError(
-        f"resume: the checkpoint was trained with {key}={format_value(saved_value)}, the config "
-        f"has {format_value(value)}. Set {key} to that of the checkpoint, or start a new run."
-    )
+def check_model(use: Use, saved: DataDescription, current: DataDescription) -> None:
+    """Check that a model is of a checkpoint's kind, and has its keys but `FREE_KEYS`.
+
+    Keys can change what a model computes without changing the shapes of its weights.
+    """
+    saved_model, model = saved.get("model"), current.get("model")
+    if not saved_model or not model:
+        return
+    use.check_equal("model", saved_model["kind"], model["kind"])
+    for key, value in with_legacy_defaults(saved_model["kind"], saved_model["keys"]).items():
+        if key in model["keys"] and key not in FREE_KEYS:
+            use.check_equal(f"model.{key}", value, model["keys"][key])
+
+
+def check_store(use: Use, saved: DataDescription, current: DataDescription, where: str) -> None:
+    """Check that a store has the grid, units and model levels of a checkpoint.
+
+    Args:
+        saved, current: what `describe_fields` returns, of the same channels.
+        where: the address of the store.
+    """
+    shapes = [f"{len(of['latitude'])}x{len(of['longitude'])}" for of in (saved, current)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"{use.subject} was trained on a grid of {shapes[0]}, but {where} has {shapes[1]}. "
+            f"{use.store_advice}"
+        )
+    differing = differing_coordinate(saved, current, where)
+    if differing:
+        raise UserError(f"{use.subject} was trained with {differing}. {use.store_advice}")
+    for (variable, level), *units in zip(
+        current["channels"], saved["units"], current["units"], strict=False
+    ):
+        known = [canonical_unit(unit) for unit in units]
+        if known[0] != known[1] and not {*known} & {*UNSPECIFIED_UNITS}:
+            raise UserError(
+                f"{use.subject} was trained with {Channel(variable, level).name} in {units[0]}, "
+                f"but {where} has it in {units[1]}. {use.store_advice}"
+            )
+    if saved.get("hybrid") and current["hybrid"]:
+        for name in ("a", "b"):
+            pair = saved["hybrid"][name], current["hybrid"][name]
+            if len(pair[0]) != len(pair[1]) or not np.allclose(*pair, rtol=TOLERANCE, atol=0):
+                raise UserError(
+                    f"{use.subject} was trained with other coefficients {name} of model levels "
+                    f"than data.hybrid or {where} has. {use.store_advice}"
+                )
+
+
+def differing_coordinate(saved: DataDescription, current: DataDescription, where: str) -> str:
+    """Return the first latitude or longitude that differs, as text; "" if none does.
+
+    Args:
+        saved, current: what `describe_fields` returns, for grids of one size.
+        where: the address of the store.
+    """
+    for name, period in (("latitude", np.inf), ("longitude", 360.0)):
+        trained, values = (np.array(of[name], float) for of in (saved, current))
+        distance = np.abs(trained - values)
+        far = np.flatnonzero(np.minimum(distance, np.abs(period - distance)) > COORDINATE_TOLERANCE)
+        if len(far):
+            index = int(far[0])
+            return f"{name} {trained[index]:g} at index {index}, but {where} has {values[index]:g}"
+    return ""
 
 
 def differing_model_keys(
@@ -269,46 +359,33 @@ def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelC
         LookupError, TypeError, ValueError: the description is damaged.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
+    use = Use(f"checkpoint: {path}", "Leave {key} out.", "Change data.store or checkpoint.")
     fields = saved["fields"]
     channels = store.channels
     trained_channels = [Channel(variable, level).name for variable, level in fields["channels"]]
     store_channels = [channel.name for channel in channels.output_channels]
     key = "data.prognostic, data.diagnostic and data.levels"
-    _check_names(path, key, trained_channels, store_channels)
-    _check_names(path, "data.forcing", saved["data.forcing"], channels.forcing)
-    _check_names(path, "data.static", saved["data.static"], channels.static)
+    _check_names(use, key, trained_channels, store_channels)
+    _check_names(use, "data.forcing", saved["data.forcing"], channels.forcing)
+    _check_names(use, "data.static", saved["data.static"], channels.static)
     required = {
         "data.step": f"{store.config.step_hours}h",
         "model.frames": model.frames,
         "model.residual": model.residual,
     }
     for key, value in required.items():
-        _check_equal(path, key, saved[key], value)
-    # Other keys of the model can change the forecast without changing the shapes of weights.
-    current_keys = asdict(model)
-    saved_model = saved.get("model", {})
-    saved_keys = with_legacy_defaults(saved_model.get("kind", ""), saved_model.get("keys", {}))
-    for key, value in saved_keys.items():
-        if key in current_keys and key not in FREE_KEYS:
-            _check_equal(path, f"model.{key}", value, current_keys[key])
+        use.check_equal(key, saved[key], value)
+    check_model(use, saved, {"model": describe_model(model)})
     variables = [*dict.fromkeys(channel.variable for channel in channels.output_channels)]
     for name in [*variables, *channels.forcing, *channels.static]:
         settings = {**asdict(VariableConfig()), **saved["data.variables"].get(name, {})}
         for key in PREPROCESSING_KEYS:
             value = getattr(store.config.variable_config(name), key)
-            _check_equal(path, f"data.variables.{name}.{key}", settings[key], value)
-    _check_grid(path, fields, store)
+            use.check_equal(f"data.variables.{name}.{key}", settings[key], value)
+    check_store(use, fields, describe_fields(store, model), store.source.where)
 
 
-def _check_equal(path: Path, key: str, saved_value: object, value: object) -> None:
-    if saved_value != value:
-        raise UserError(
-            f"checkpoint: {path} was trained with {key}={format_value(saved_value)}, the config "
-            f"has {format_value(value)}. Leave {key} out."
-        )
-
-
-def _check_names(path: Path, key: str, trained: Sequence[str], available: Sequence[str]) -> None:
+def _check_names(use: Use, key: str, trained: Sequence[str], available: Sequence[str]) -> None:
     if list(trained) == list(available):
         return
     missing = next((name for name in trained if name not in available), None)
@@ -320,30 +397,6 @@ def _check_names(path: Path, key: str, trained: Sequence[str], available: Sequen
     else:
         problem = "has them in another order"
     raise UserError(
-        f"checkpoint: {path} was trained on {len(trained)} fields of {key}, and {problem}. Leave "
+        f"{use.subject} was trained on {len(trained)} fields of {key}, and {problem}. Leave "
         "these keys out, or change data.store or checkpoint."
     )
-
-
-def _check_grid(path: Path, fields: DataDescription, store: Store) -> None:
-    rows, columns = len(fields["latitude"]), len(fields["longitude"])
-    if (rows, columns) != store.grid:
-        raise UserError(
-            f"checkpoint: {path} was trained on a grid of {rows}x{columns}, but "
-            f"{store.source.where} has {store.grid[0]}x{store.grid[1]}. Change data.store or "
-            "checkpoint."
-        )
-    for name, values in (("latitude", store.latitude), ("longitude", store.longitude)):
-        _check_coordinate(path, name, np.array(fields[name], float), values, store.source.where)
-
-
-def _check_coordinate(
-    path: Path, name: str, trained: NDArray[np.float64], values: NDArray[np.float64], where: str
-) -> None:
-    differing = np.flatnonzero(np.abs(trained - values) > COORDINATE_TOLERANCE)
-    if len(differing):
-        index = int(differing[0])
-        raise UserError(
-            f"checkpoint: {path} was trained with {name} {trained[index]:g} at index {index}, but "
-            f"{where} has {values[index]:g}. Change data.store or checkpoint."
-        )

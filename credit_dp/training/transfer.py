@@ -43,6 +43,7 @@ from credit_dp.training.checkpoint_shards import Shape, Shards, translate_read_e
 from credit_dp.training.data_description import (
     DataDescription,
     differently_normalised_channels,
+    differing_coordinate,
     differing_model_keys,
     format_value,
 )
@@ -126,7 +127,7 @@ def load_initial_weights(
     with translate_read_errors(KEY, folder):
         source_names = channel_names(metadata["data"])
         rescaled = differently_normalised_channels(metadata["data"], state.data)
-        differing_keys = differing_model_keys(metadata["data"], state.data)
+        differing = differences(metadata["data"], state.data)
     names = channel_names(state.data)
     dims = run_on_all_ranks(lambda: changed_dims(names, source_names, model, prepared))
     tensors = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
@@ -145,11 +146,25 @@ def load_initial_weights(
     copy_matches(shards, tensors, matches, saved)
     if state.average is not None:
         state.average.reset_to_parameters(state.average.averages)
-    settings = ", ".join(
-        f"{key}={format_value(saved_value)}" for key, (saved_value, _) in differing_keys.items()
-    )
-    differing = f"; the checkpoint has {settings}" if settings else ""
     return f"{KEY}: {match_summary(folder, all_matches, saved, rescaled)}{differing}"
+
+
+def differences(saved: DataDescription, current: DataDescription) -> str:
+    """Return what else differs from the checkpoint's run, for the end of the summary, or ""."""
+    keys = {
+        key: saved_value for key, (saved_value, _) in differing_model_keys(saved, current).items()
+    }
+    keys |= {
+        key: saved[key]
+        for key in ("data.step", "model.residual")
+        if saved.get(key, current[key]) != current[key]
+    }
+    texts = [f"{key}={format_value(value)}" for key, value in keys.items()]
+    fields, own = saved["fields"], current["fields"]
+    # A model may have learned where its rows and columns are; another resolution is on purpose.
+    if all(len(fields[name]) == len(own[name]) for name in ("latitude", "longitude")):
+        texts += [text for text in [differing_coordinate(fields, own, "data.store")] if text]
+    return f"; the checkpoint has {', '.join(texts)}" if texts else ""
 
 
 def resolve_checkpoint(path: str) -> Path:

@@ -240,7 +240,7 @@ def test_a_checkpoint_has_to_fit(
     assert f"resume  after step 0 from {tmp_path}/checkpoint/step-00000000\n" in out
     for change, needed in {
         "data.prognostic=[temperature,geopotential]": "was trained with data.prognostic=",
-        "model.channels=[8,24]": "which is (24,) in the model",
+        "model.channels=[8,24]": "trained with model.channels=[8,16], the config has [8,24]",
         "data.dates.train=[2000-01-01,2000-01-06]": "the checkpoint was made with count=27",
         "seed=5": "seed=0, but this run has 5",
     }.items():

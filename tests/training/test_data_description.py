@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from numpy.typing import NDArray
 
 from credit_dp.config import Config, DataConfig, DiffusionConfig, VariableConfig
 from credit_dp.data.setup import prepare_training_data
@@ -73,13 +74,16 @@ def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, s
             "model.fixers=[], the config has [nonnegative]. Set model.fixers to",
         ),
         ({"bounds": {"temperature": [1.0, 9.0]}}, "model.bounds={}, the config has {temperature:"),
+        ({"channels": [8, 24]}, "model.channels=[8,16], the config has [8,24]. Set model.channels"),
+        # The same shapes of weights, but another model.
+        ({"groups": 2}, "model.groups=4, the config has 2. Set model.groups"),
         ({"upsample": "nearest"}, "model.upsample=bilinear, the config has nearest. Set model."),
     ],
 )
 def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
     path = tmp_path / "checkpoint"
     save_checkpoint(path, built(config, alone()).trainer.state, "")
-    state = built(replace(config, model=tiny_unet(**option)), alone()).trainer.state
+    state = built(replace(config, model=replace(tiny_unet(), **option)), alone()).trainer.state
     with pytest.raises(UserError, match=r"^resume: ") as error:
         load_checkpoint(path, state)
     assert said in str(error.value)
@@ -91,7 +95,8 @@ def test_a_diffusion_model_resumes_with_its_own_scale(config):
     saved, own = (describe_data(data, DiffusionConfig(sigma_data=x)) for x in (0.5, 1.0))
     with pytest.raises(UserError, match=r"with model\.sigma_data=0\.5, the config has 1\.0"):
         check_data(saved, own)
-    check_data(describe_data(data, config.model), own)  # shapes tell another kind of model
+    with pytest.raises(UserError, match=r"with model=unet, the config has diffusion\. Set model"):
+        check_data(describe_data(data, config.model), own)
 
 
 def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(config):
@@ -107,6 +112,60 @@ def test_another_grid_is_refused(config, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
     message = refusal(config, data, tmp_path / "checkpoint")
     assert "data.grid=12x16, the config has 14x16" in message
+
+
+def moved(config: Config, path: Path, **coords: NDArray[np.float64]) -> DataConfig:
+    """Write a store with the same fields at other coordinates."""
+    fields = xr.open_zarr(config.data.store, chunks=None, consolidated=False).load()
+    fields.assign_coords(coords).to_zarr(path, zarr_format=3, consolidated=False)
+    return replace(config.data, store=str(path))
+
+
+LONGITUDES = np.arange(16) * 22.5  # of the store; half a cell is 11.25 degrees
+
+
+@pytest.mark.parametrize(
+    ("coords", "said"),
+    [
+        ({"longitude": LONGITUDES + 180}, "longitude 0 at index 0, but data.store has 180"),
+        ({"longitude": LONGITUDES + 11.25}, "longitude 0 at index 0, but data.store has 11.25"),
+        (
+            {"latitude": 90 - 7.5 - 15.0 * np.arange(12)},
+            "latitude 90 at index 0, but data.store has 82.5",
+        ),
+    ],
+)
+def test_another_origin_of_the_grid_is_refused(config, tmp_path, coords, said):
+    data = moved(config, tmp_path / "moved.zarr", **coords)
+    assert refusal(config, data, tmp_path / "checkpoint") == (
+        f"resume: the checkpoint was trained with {said}. Set data.store to that of the "
+        "checkpoint, or start a new run."
+    )
+
+
+def test_longitudes_from_minus_180_may_be_written_from_180(config, tmp_path):
+    own = describe_data(prepare_training_data(config.data), config.model)
+    data = moved(config, tmp_path / "turned.zarr", longitude=LONGITUDES - 360)
+    check_data(own, describe_data(prepare_training_data(data), config.model))
+
+
+def test_another_unit_and_other_model_levels_are_refused(config):
+    own = describe_data(prepare_training_data(config.data), config.model)
+    fields = own["fields"]
+
+    def check(saved: dict[str, object], present: dict[str, object]) -> None:
+        check_data({**own, "fields": {**fields, **saved}}, {**own, "fields": {**fields, **present}})
+
+    units = ["K", *fields["units"][1:]]
+    for spelling in ("kelvin", ""):  # the same unit, and none that is known
+        check({"units": units}, {"units": [spelling, *units[1:]]})
+    with pytest.raises(UserError, match=r"geopotential_500 in K, but data\.store has it in g/kg"):
+        check({"units": units}, {"units": ["g/kg", *units[1:]]})
+    levels = {"a": [0.0, 2000.0, 0.0], "b": [0.0, 0.5, 1.0]}
+    check({"hybrid": levels}, {"hybrid": {**levels}})
+    for b in ([0.0, 0.6, 1.0], [0.0, 1.0]):
+        with pytest.raises(UserError, match="other coefficients b of model levels than"):
+            check({"hybrid": levels}, {"hybrid": {**levels, "b": b}})
 
 
 @pytest.mark.slow

@@ -431,11 +431,12 @@ def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
     from credit_dp.costs.budget import model_and_shape
     from credit_dp.data.sampling import SampleSequence, sample_times
     from credit_dp.training.checkpoint import check_model_shapes, model_shapes
-    from credit_dp.training.checkpoint_files import read_metadata
+    from credit_dp.training.checkpoint_files import check_shards, read_metadata
     from credit_dp.training.checkpoint_shards import translate_read_errors
     from credit_dp.training.state import model_tensors
 
     metadata = read_metadata("resume", path)
+    check_shards("resume", path, metadata)
     with translate_read_errors("resume", path):
         if data.store is not None:
             check_description(metadata, config, data.store)
@@ -460,7 +461,8 @@ def check_description(metadata: "Metadata", config: Config, store: "Store") -> N
     from credit_dp.training.data_description import check_data, describe_data
 
     training_data = TrainingData(store, statistics_of(metadata), Climatology([], []))
-    check_data(metadata["data"], describe_data(training_data, config.model))
+    description = describe_data(training_data, config.model)
+    check_data(metadata["data"], description, store.source.where)
 
 
 def plan_lines(plan: "StepPlan", config: Config) -> list[str]:

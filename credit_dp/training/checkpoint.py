@@ -467,26 +467,29 @@ def write_checkpoint(
     temporary = temporary_path(path)
     step = snapshot.metadata["step"]
 
-    def write_part() -> list[str]:
+    def write_part() -> dict[str, Any]:
         if snapshot.parts or check_folder:
             check_shared_folder(temporary)
         if not snapshot.parts:
-            return []
+            return {}
         name = shard_name(global_rank())
         with translate_checkpoint_write_errors(temporary, step):
-            write_shard(temporary / name, snapshot.parts)
-        return [name]
+            return {name: write_shard(temporary / name, snapshot.parts)}
 
     try:
         run_on_rank_0(lambda: begin_checkpoint(temporary, step), group)
         outcomes = gather_on_rank_0(write_part, group)
 
         def commit() -> None:
-            shards = [name for outcome in outcomes for name in result_or_raise(outcome)]
+            shards = {
+                name: record
+                for outcome in outcomes
+                for name, record in result_or_raise(outcome).items()
+            }
             statistics = snapshot.metadata["data"].get("statistics")
             metadata = {
                 **snapshot.metadata,
-                "shards": sorted(shards),
+                "shards": dict(sorted(shards.items())),
                 "statistics_fingerprint": fingerprint(statistics),
             }
             commit_checkpoint(temporary, path, metadata, retention)

@@ -1,8 +1,9 @@
 """The folder of checkpoints: file names, metadata and retention.
 
-A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, see `shards`)
-and `state.json` (numbers and text, written by rank 0). All have checksums. It is written in this
-order:
+A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, see
+`checkpoint_shards`) and `state.json` (numbers and text, written by rank 0). All have checksums, and
+`state.json` knows by which headers its shards are recognised: a file of another save, whole in
+itself, is refused. It is written in this order:
 
 1. `create_temporary_folder`: `.step-00000042.partial`, which no reader takes for a checkpoint.
 2. `shards.write_shard`: every rank that has something to write writes its parts of the tensors.
@@ -18,12 +19,14 @@ This file does not import torch, which takes seconds: the command line uses it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -32,7 +35,7 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, fsync_path, rename_durably, temporary_path
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CHECKPOINTS_FOLDER = "checkpoint"  # inside the folder of a run
 METADATA_FILE = "state.json"
 SHARD_SUFFIX = ".safetensors"
@@ -54,8 +57,11 @@ METADATA_TYPES = {
     "data": dict,
     "config": str,
     "tensors": dict,
-    "shards": list,
+    "shards": dict,
 }
+
+LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
+MAX_HEADER_BYTES = 100_000_000  # safetensors reads no longer header
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -151,6 +157,36 @@ def metadata_checksum(content: Metadata) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
+def shard_record(content: bytes, size: int) -> dict[str, Any]:
+    """Return what `state.json` says about a shard: its size, and a digest of its header.
+
+    The header has the checksums of all entries, so that a file with another content has another
+    header.
+
+    Args:
+        content: of the file, at least its header.
+        size: of the file.
+    """
+    end = LENGTH_BYTES + int.from_bytes(content[:LENGTH_BYTES], "little")
+    return {"bytes": size, "header": hashlib.sha256(content[:end]).hexdigest()}
+
+
+def read_shard_record(path: Path) -> dict[str, Any]:
+    """Return the record of a file on disk, reading its header only.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with path.open("rb") as file:
+        length = file.read(LENGTH_BYTES)
+        header = file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+    return shard_record(length + header, path.stat().st_size)
+
+
+class _DamageError(Exception):
+    """A checkpoint can't be used; the text continues a sentence that begins with its path."""
+
+
 def older_checkpoint_advice(key: str, path: Path) -> str:
     """Return a sentence on what to use instead of a damaged checkpoint.
 
@@ -162,45 +198,82 @@ def older_checkpoint_advice(key: str, path: Path) -> str:
     older: list[Path] = []
     if STEP_PATTERN.fullmatch(path.name):
         older = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
-    if older:
-        return f"Set {key}={older[-1]}, the checkpoint before it."
+    for candidate in reversed(older):
+        with contextlib.suppress(_DamageError):
+            _check_shards(candidate, _read_metadata(candidate))
+            return f"Set {key}={candidate}, the checkpoint before it."
     return f"There is no older one beside it: restore it from a copy, or change {key}."
 
 
 def read_metadata(key: str, path: Path) -> Metadata:
     """Read `state.json` of a checkpoint, and check that all of its shards are present.
 
-    Files of earlier versions have no checksum and are read as they are.
-
     Raises:
         UserError: the file can't be read, is damaged, has another format, or shards are missing.
     """
+    try:
+        return _read_metadata(path)
+    except _DamageError as damage:
+        raise UserError(
+            f"{key}: {path} {damage}. {older_checkpoint_advice(key, path)}"
+        ) from damage.__cause__
+
+
+def check_shards(key: str, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Check that the shards of a checkpoint are those that were written with its `state.json`.
+
+    Opens each shard: one rank does it for all.
+
+    Raises:
+        UserError: one is cut, damaged, or comes from another step, rank or run.
+    """
+    try:
+        _check_shards(path, metadata)
+    except _DamageError as damage:
+        raise UserError(
+            f"{key}: {path} {damage}. {older_checkpoint_advice(key, path)}"
+        ) from damage.__cause__
+
+
+def _read_metadata(path: Path) -> Metadata:
     try:
         metadata = json.loads((path / METADATA_FILE).read_text())
         shards = shard_names(path)
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"{key}: {path} is not a readable checkpoint ({reason}). "
-            f"{older_checkpoint_advice(key, path)}"
-        ) from error
+        raise _DamageError(f"is not a readable checkpoint ({reason})") from error
     if not is_valid_metadata(metadata):
-        raise UserError(
-            f"{key}: {path} is not a checkpoint of this program (format {FORMAT_VERSION})."
-        )
+        raise _DamageError(f"is not a checkpoint of this version (format {FORMAT_VERSION})")
     checksum = metadata.pop(CHECKSUM_KEY, None)
     if checksum is not None and checksum != metadata_checksum(metadata):
-        raise UserError(
-            f"{key}: {path} is damaged: {METADATA_FILE} is not as it was written (checksum). "
-            f"{older_checkpoint_advice(key, path)}"
-        )
-    unexpected = sorted(set(shards) ^ set(metadata["shards"]))
+        raise _DamageError(f"is damaged: {METADATA_FILE} is not as it was written (checksum)")
+    unexpected = sorted({*shards} ^ {*metadata["shards"]})
     if unexpected:
-        raise UserError(
-            f"{key}: {path} is not a readable checkpoint ({unexpected[0]} is missing or does not "
-            f"belong to it). {older_checkpoint_advice(key, path)}"
+        raise _DamageError(
+            f"is not a readable checkpoint ({unexpected[0]} is missing or does not belong to it)"
         )
     return dict(metadata)
+
+
+def _check_shards(path: Path, metadata: Mapping[str, Any]) -> None:
+    for name, written in metadata["shards"].items():
+        try:
+            found = read_shard_record(path / name)
+        except OSError as error:
+            raise _DamageError(
+                f"is not a readable checkpoint ({name}: {error.strerror})"
+            ) from error
+        if found["bytes"] != written["bytes"]:
+            raise _DamageError(
+                f"is damaged: {name} has {found['bytes']} bytes, not the {written['bytes']} that "
+                f"were written with its {METADATA_FILE}; it was cut, or is of another step, rank "
+                "or run"
+            )
+        if found != written:
+            raise _DamageError(
+                f"is damaged: {name} is not the file that was written with its {METADATA_FILE}, "
+                "but one of another step, rank or run, or changed"
+            )
 
 
 def is_valid_metadata(metadata: Any) -> bool:
@@ -210,7 +283,7 @@ def is_valid_metadata(metadata: Any) -> bool:
         and metadata.get("format") == FORMAT_VERSION
         and all(type(metadata.get(name)) is kind for name, kind in METADATA_TYPES.items())
         and all(0 <= metadata[name] <= MAX_INT64 for name in ("step", "seed"))
-        and all(type(name) is str for name in metadata["shards"])
+        and all(map(is_shard_record, metadata["shards"].values()))
         and all(map(is_shape, metadata["tensors"].values()))
     )
 
@@ -218,6 +291,15 @@ def is_valid_metadata(metadata: Any) -> bool:
 def is_shape(value: object) -> bool:
     """Whether a value is a list of sizes."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def is_shard_record(value: object) -> bool:
+    """Whether a value has the form of `shard_record`."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("bytes")) is int
+        and type(value.get("header")) is str
+    )
 
 
 def run_folder_of(path: Path) -> Path:

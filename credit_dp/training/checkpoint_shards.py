@@ -27,7 +27,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint_files import SHARD_SUFFIX, older_checkpoint_advice
+from credit_dp.training.checkpoint_files import (
+    SHARD_SUFFIX,
+    check_shards,
+    older_checkpoint_advice,
+    shard_record,
+)
 from credit_dp.training.parameter_shards import is_dtensor
 
 if TYPE_CHECKING:
@@ -150,8 +155,11 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank + 1:05d}-model-00001-of-00001{SHARD_SUFFIX}"
 
 
-def write_shard(path: Path, parts: Sequence[TensorPart]) -> None:
+def write_shard(path: Path, parts: Sequence[TensorPart]) -> dict[str, Any]:
     """Write parts of tensors to a file with their checksums, and flush it to disk.
+
+    Returns:
+        The file's `shard_record`.
 
     Raises:
         OSError: the file can't be written.
@@ -165,10 +173,12 @@ def write_shard(path: Path, parts: Sequence[TensorPart]) -> None:
         OFFSETS_KEY: json.dumps({n: {SAVED_OFFSETS_KEY: at} for n, at in offsets.items()}),
         CHECKSUMS_KEY: json.dumps({n: checksums(n, offsets[n], t) for n, t in tensors.items()}),
     }
+    content = save(stored, header)
     with path.open("wb") as file:
-        file.write(save(stored, header))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return shard_record(content, len(content))
 
 
 @final
@@ -211,7 +221,7 @@ class Shards:
 
     @classmethod
     def open(cls, key: str, folder: Path, metadata: Mapping[str, Any]) -> Self:
-        """Read the headers of a checkpoint's shards, and check that they hold its tensors.
+        """Read the headers of a checkpoint's shards, and check that they are its own.
 
         Args:
             key: config key that error messages begin with.
@@ -219,8 +229,10 @@ class Shards:
             metadata: the content of its `state.json`.
 
         Raises:
-            UserError: they are damaged, or a tensor is missing, has another shape or is unexpected.
+            UserError: they are damaged or of another save, or a tensor is missing, has another
+                shape or is unexpected.
         """
+        check_shards(key, folder, metadata)
         files = tuple(metadata["shards"])
         parts = defaultdict[str, list[StoredPart]](list)
         dtypes: dict[str, torch.dtype] = {}
@@ -295,7 +307,7 @@ def read_header(path: Path) -> dict[str, tuple[Shape, Shape, torch.dtype]]:
     from safetensors.torch import _getdtype  # as torch's own reader does
 
     with safe_open(str(path), framework="pt") as file:
-        places = json.loads((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
+        places = json.loads(file.metadata()[OFFSETS_KEY])
         pairs = pair_names(file.metadata())
         header = {}
         for name in file.keys():  # noqa: SIM118 - `safe_open` can't be iterated
@@ -303,7 +315,7 @@ def read_header(path: Path) -> dict[str, tuple[Shape, Shape, torch.dtype]]:
             shape, dtype = tuple(part.get_shape()), _getdtype(part.get_dtype())
             if name in pairs:
                 shape, dtype = shape[:-1], torch.complex128
-            offsets = tuple(places[name][SAVED_OFFSETS_KEY]) if places else (0,) * len(shape)
+            offsets = tuple(places[name][SAVED_OFFSETS_KEY])
             header[name] = (offsets, shape, dtype)
         return header
 
@@ -311,8 +323,6 @@ def read_header(path: Path) -> dict[str, tuple[Shape, Shape, torch.dtype]]:
 @final
 class ShardReader:
     """Reads entries of the parts in one shard, and checks them.
-
-    Shards of earlier versions have no checksums and are read as they are.
 
     Args:
         shards: of which this is one.
@@ -324,8 +334,7 @@ class ShardReader:
         self._shards = shards
         self._name = name
         self._file = file
-        written = (file.metadata() or {}).get(CHECKSUMS_KEY)
-        self._checksums: dict[str, list[int]] | None = json.loads(written or "null")
+        self._checksums: dict[str, list[int]] = json.loads(file.metadata()[CHECKSUMS_KEY])
         self._pairs = pair_names(file.metadata())
 
     def read(self, name: str, part: StoredPart, first: Shape, lengths: Shape) -> Tensor:
@@ -344,7 +353,7 @@ class ShardReader:
             entry = self._as_saved(name, self._file.get_tensor(name))
             self._check_blocks(name, part, entry, 0)
             return entry
-        in_block = 1 if self._checksums is None else self._checksums[name][0]
+        in_block = self._checksums[name][0]
         # Whole blocks of rows, as far as the part has rows.
         start = first[0] // in_block * in_block
         stop = min(-(-(first[0] + lengths[0]) // in_block) * in_block, part.shape[0])
@@ -357,8 +366,6 @@ class ShardReader:
         return torch.view_as_complex(stored) if name in self._pairs else stored
 
     def _check_blocks(self, name: str, part: StoredPart, rows: Tensor, start: int) -> None:
-        if self._checksums is None:
-            return
         in_block, *written = self._checksums[name]
         description = description_checksum(name, part.offsets, rows.dtype, part.shape)
         found = block_checksums(rows, in_block, description)
@@ -377,4 +384,7 @@ def translate_read_errors(key: str, folder: Path) -> Iterator[None]:
         yield
     except READ_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{key}: {folder} is not a readable checkpoint ({reason}).") from error
+        raise UserError(
+            f"{key}: {folder} is not a readable checkpoint ({reason}). "
+            f"{older_checkpoint_advice(key, folder)}"
+        ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
@@ -22,6 +22,7 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
 )
 from credit_dp.training.checkpoint_shards import ShardReader, Shards, TensorPart, write_shard
+from credit_dp.training.optim import WeightAverage
 from tests.checkpoints import save_checkpoint
 from tests.full_disk import full_disk
 from tests.training.states import (
@@ -328,20 +329,24 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("content", [b"[]", b'{"format": 3}', b'{"format": 4}'])
 def test_what_something_else_saved_is_refused(tmp_path, content):
-    assert "not a checkpoint of this program" in damaged(tmp_path, "state.json", content)
+    assert "not a checkpoint of this version" in damaged(tmp_path, "state.json", content)
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"step": True}, "not a checkpoint of this program"),
-        ({"step": -1}, "not a checkpoint of this program"),
-        ({"seed": 2**63}, "not a checkpoint of this program"),
-        ({"tensors": {"model.0.bias": 4}}, "not a checkpoint of this program"),
-        ({"tensors": {"model.0.bias": [4.0]}}, "not a checkpoint of this program"),
-        ({"shards": [["a"]]}, "not a checkpoint of this program"),
-        ({"shards": [1]}, "not a checkpoint of this program"),
-        ({"shards": ["../a.safetensors"]}, "is missing or does not belong"),
+        ({"step": True}, "not a checkpoint of this version"),
+        ({"step": -1}, "not a checkpoint of this version"),
+        ({"seed": 2**63}, "not a checkpoint of this version"),
+        ({"tensors": {"model.0.bias": 4}}, "not a checkpoint of this version"),
+        ({"tensors": {"model.0.bias": [4.0]}}, "not a checkpoint of this version"),
+        ({"shards": [["a"]]}, "not a checkpoint of this version"),
+        ({"shards": [1]}, "not a checkpoint of this version"),
+        (
+            {"shards": {"../a.safetensors": {"bytes": 1, "header": ""}}},
+            "is missing or does not belong",
+        ),
+        ({"shards": {SHARD: {"bytes": 1}}}, "not a checkpoint of this version"),
         ({"schedule": {}}, "not a readable checkpoint"),
         ({"schedule": {"last_epoch": "a"}}, "not a readable checkpoint"),
         ({"sampler": {}}, "not a readable checkpoint"),
@@ -351,13 +356,14 @@ def test_what_something_else_saved_is_refused(tmp_path, content):
 def test_doctored_numbers_are_refused(tmp_path, changes, part):
     state = small_state()
     take_step(state)
-    content = json.loads((save_checkpoint(tmp_path, state, "") / "state.json").read_text())
+    file = save_checkpoint(tmp_path, state, "") / "state.json"
+    content = json.loads(file.read_text())
     del content["checksum"]
     if changes == {"tensors": None}:  # the moments are not listed
         model = {n: shape for n, shape in content["tensors"].items() if "optimiser" not in n}
         changes = {"tensors": model}
-    text = json.dumps({**content, **changes}).encode()
-    assert part in damaged(tmp_path, "state.json", text)
+    file.write_text(json.dumps({**content, **changes}))
+    assert part in refused_load(file.parent)
 
 
 def flip_bit(file: Path, part: bytes) -> None:
@@ -369,7 +375,7 @@ def flip_bit(file: Path, part: bytes) -> None:
 
 def refused_load(path: Path) -> str:
     """Return the error of loading a damaged checkpoint."""
-    with pytest.raises(UserError, match=r"^resume: .* is (damaged|not a readable)") as error:
+    with pytest.raises(UserError, match=r"^resume: .* is (damaged|not a )") as error:
         load_checkpoint(path, small_state())
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -419,9 +425,12 @@ def test_a_flipped_bit_of_a_tensors_place_or_of_a_number_is_found(tmp_path):
 def test_only_the_blocks_of_the_entries_that_are_read_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr("credit_dp.training.checkpoint_shards.BLOCK_BYTES", 64)
     tensor = torch.arange(40.0).view(10, 4)  # four rows in a block
-    write_shard(tmp_path / "a.safetensors", [TensorPart("t", (5, 0), tensor)])
-    write_shard(tmp_path / "b.safetensors", [TensorPart("t", (0, 0), -tensor[:5])])
-    numbers = {"shards": ["a.safetensors", "b.safetensors"], "tensors": {"t": [15, 4]}}
+    parts = {
+        "a.safetensors": TensorPart("t", (5, 0), tensor),
+        "b.safetensors": TensorPart("t", (0, 0), -tensor[:5]),
+    }
+    records = {name: write_shard(tmp_path / name, [part]) for name, part in parts.items()}
+    numbers = {"shards": records, "tensors": {"t": [15, 4]}}
     flip_bit(tmp_path / "a.safetensors", tensor[9].numpy().tobytes())
     (part, _) = Shards.open("resume", tmp_path, numbers).parts["t"]
     with safe_open(str(tmp_path / "a.safetensors"), framework="pt") as file:
@@ -429,22 +438,6 @@ def test_only_the_blocks_of_the_entries_that_are_read_are_checked(tmp_path, monk
         assert torch.equal(reader.read("t", part, (3, 1), (4, 2)), tensor[3:7, 1:3])
         with pytest.raises(UserError, match=r"t in a\.safetensors is not as it was written"):
             reader.read("t", part, (6, 0), (3, 4))
-
-
-def test_checkpoints_without_checksums_are_read(tmp_path):
-    saved, loaded = small_state(seed=1), small_state(seed=2)
-    take_step(saved)
-    path = save_checkpoint(tmp_path, saved, "")
-    numbers = json.loads((path / "state.json").read_text())
-    del numbers["checksum"]
-    (path / "state.json").write_text(json.dumps(numbers))
-    with safe_open(str(path / SHARD), framework="pt") as file:
-        texts = file.metadata()
-    save_file(
-        load_file(path / SHARD), path / SHARD, {"DCP_SHARDING_INFO": texts["DCP_SHARDING_INFO"]}
-    )
-    load_checkpoint(path, loaded)
-    assert same_tensors(saved, loaded)
 
 
 def test_torch_reads_the_shards(tmp_path):
@@ -468,17 +461,61 @@ def test_a_path_that_cannot_be_is_one_line(tmp_path, path):
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\xff" * 64])
 def test_a_damaged_shard_is_refused(tmp_path, content):
-    assert "not a readable checkpoint" in damaged(tmp_path, SHARD, content)
+    assert f"{SHARD} has {len(content)} bytes, not the " in damaged(tmp_path, SHARD, content)
 
 
-def test_a_missing_a_foreign_and_a_shorter_shard_are_refused(tmp_path):
+def test_a_missing_a_foreign_and_a_longer_shard_are_refused(tmp_path):
     assert "(shard-00001-model" in damaged(tmp_path / "a", SHARD, None)
     assert "(other.safetensors" in damaged(tmp_path / "b", "other.safetensors", b"")
     whole = save_checkpoint(tmp_path / "c", small_state(), "") / SHARD
-    cut = damaged(tmp_path / "d", SHARD, whole.read_bytes()[:-10])
-    assert "not a readable checkpoint" in cut
-    # Whole in itself, but of a checkpoint that had no moments yet.
-    assert "do not hold optimiser.0.bias" in damaged(tmp_path / "e", SHARD, whole.read_bytes())
+    longer = damaged(tmp_path / "d", SHARD, whole.read_bytes() + bytes(10**5))
+    assert f"{SHARD} has " in longer
+    assert "written with its state.json" in longer
+
+
+def save_three(folder: Path, seed: int = 0) -> list[Path]:
+    """Save three steps in the background, with averaged weights and moments."""
+    state = small_state(seed=seed)
+    state.average = WeightAverage(state.parameters, decay=0.9)
+    config = TrainerConfig(keep_checkpoints=3, checkpoint_async=True)
+    with CheckpointSaver(folder, config) as saver:
+        for _ in range(3):
+            take_step(state)
+            saver.save(state, "")
+    return sorted(folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("file", [SHARD, "state.json"])
+@pytest.mark.parametrize("same_run", [True, False])
+def test_a_file_of_another_save_is_refused(tmp_path, file, same_run):
+    paths = save_three(tmp_path / "a")
+    # Files of the same step of another run have the same names, shapes and sizes.
+    others = paths[:1] if same_run else save_three(tmp_path / "b", seed=1)[1:2]
+    first, damaged_path = paths[0], paths[1]
+    shutil.copy(others[0] / file, damaged_path / file)
+    for path in (damaged_path, tmp_path / "a" / "link"):
+        if not path.exists():
+            path.symlink_to(damaged_path)
+        line = refused_load(path)
+        assert f"is damaged: {SHARD} " in line
+        assert "written with its state.json" in line
+        assert f"Set resume={first}, the checkpoint before it." in line
+    load_checkpoint(paths[2], small_state())
+
+
+def test_a_cut_shard_names_the_checkpoint_before_that_is_whole(tmp_path):
+    first, second, third = save_three(tmp_path)
+    (third / SHARD).write_bytes((third / SHARD).read_bytes()[:-10])
+    assert f"Set resume={second}, the checkpoint before it." in refused_load(third)
+    (second / SHARD).write_bytes(b"")
+    size = (third / SHARD).stat().st_size
+    assert refused_load(third) == (
+        f"resume: {third} is damaged: {SHARD} has {size} bytes, not the {size + 10} that were "
+        "written with its state.json; it was cut, or is of another step, rank or run. Set "
+        f"resume={first}, the checkpoint before it."
+    )
+    shutil.copy(third / SHARD, first / SHARD)
+    assert "There is no older one beside it" in refused_load(third)
 
 
 def test_no_pickle_is_ever_opened(tmp_path, monkeypatch):

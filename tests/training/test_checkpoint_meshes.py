@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,7 +195,45 @@ def test_a_damaged_shard_is_refused_by_all_ranks_alike(tmp_path):
     start("unet", tmp_path)
     (shard,) = tmp_path.glob("*/*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert "not a readable checkpoint" in refusal(tmp_path)
+    assert f"{shard.name} has " in refusal(tmp_path)
+
+
+def save_steps(manager: DomainParallelManager, folder: Path, shared: bool) -> None:
+    """Save two steps in the background."""
+    state = state_on(manager, "unet", 1, shared)
+    with CheckpointSaver(folder, TrainerConfig(keep_checkpoints=2)) as saver:
+        for state.step in (1, 2):
+            with torch.no_grad():
+                for parameter in state.parameters.values():
+                    parameter += state.step
+            saver.save(state, "")
+
+
+@pytest.mark.parametrize(
+    ("domain", "pipeline", "shared"),
+    [(1, 1, True), pytest.param(1, 2, False, marks=pytest.mark.slow)],
+)
+def test_the_shard_of_one_rank_from_another_step_is_refused(tmp_path, domain, pipeline, shared):
+    on_processes(2, save_steps, tmp_path, shared, domain=domain, pipeline=pipeline)
+    first, second = (sorted(path.glob("*.safetensors")) for path in sorted(tmp_path.iterdir()))
+    assert len(first) == len(second) == 2
+    for damage in (lambda: shutil.copy(first[1], second[1]), lambda: exchange(*second)):
+        whole = [file.read_bytes() for file in second]
+        damage()
+        line = refusal(tmp_path)
+        assert "is damaged: " in line
+        assert "written with its state.json" in line
+        assert f"Set resume={first[0].parent}, the checkpoint before it." in line
+        for file, content in zip(second, whole, strict=True):
+            file.write_bytes(content)
+    load_checkpoint(tmp_path, state_on(alone(), "unet", 2, False))
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Give two files each other's names."""
+    aside = one.rename(one.with_suffix(".aside"))
+    other.rename(one)
+    aside.rename(other)
 
 
 def one_rank_fails(manager: DomainParallelManager, folder: Path, call: str) -> tuple[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from credit_dp.errors import UserError, counted
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
-from credit_dp.forecast.format import ForecastFormat, format_from_json
+from credit_dp.forecast.format import ForecastFormat, describe_difference, format_from_json
 from credit_dp.forecast.grib import GribWriter
 from credit_dp.forecast.netcdf import (
     NetcdfFileWriter,
@@ -22,6 +22,7 @@ from credit_dp.forecast.netcdf import (
     StoredArray,
     open_arrays,
     read_field,
+    read_file_settings,
 )
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
@@ -142,12 +143,25 @@ def find_damage(
     masks: Masks = {}
     for part in writer.parts(path):
         try:
+            yield from _check_settings(writer, path, part)
             with open_arrays(part.path) as stored:
                 yield from _check_coordinates(writer.form, part, stored)
                 sound = yield from _check_shapes(writer.form, part, stored)
                 yield from _check_fields(writer, part, sound, skipped, masks)
         except UserError as error:
             yield str(error)
+
+
+def _check_settings(writer: ForecastWriter, path: Path, part: ForecastPart) -> Iterator[str]:
+    """Yield whether a file of a folder is of another forecast than the folder."""
+    if part.path == path:
+        return
+    settings = read_file_settings(part.path)
+    if settings is None:
+        return  # it can't be opened, which is a fault of its own
+    difference = describe_difference(settings, writer.settings)
+    if difference:
+        yield f"{part.path}: is of another forecast, with {difference}"
 
 
 def _check_coordinates(

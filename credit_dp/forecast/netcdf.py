@@ -29,7 +29,7 @@ from credit_dp.files import (
     partial_path,
     write_bytes_atomic,
 )
-from credit_dp.forecast.format import ForecastFormat, OutputVariable
+from credit_dp.forecast.format import ForecastFormat, OutputVariable, describe_difference
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
     SETTINGS_ATTRIBUTE,
@@ -135,13 +135,21 @@ class NetcdfWriter(ForecastWriter):
     def create(self, path: Path, bands: RowPartition) -> None:
         """See `ForecastWriter`."""
         # Written before any field, so that missing files are known after a crash.
-        content = {SETTINGS_ATTRIBUTE: self._settings, BOUNDS_KEY: list(bands.bounds)}
+        content = {SETTINGS_ATTRIBUTE: self.settings, BOUNDS_KEY: list(bands.bounds)}
         write_bytes_atomic(path / MANIFEST, json.dumps(content).encode(), durable=True)
 
     def clean_up(self) -> None:
-        """See `ForecastWriter`."""
+        """See `ForecastWriter`; refuse files of another forecast, which would stay as they are."""
         for leftover in self.partial.glob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
+        for part in self.parts(self.partial):
+            settings = read_file_settings(part.path)
+            difference = describe_difference(settings or {}, self.settings)
+            if difference:
+                raise UserError(
+                    f"{part.path}: is of another forecast, with {difference}. Remove this file, "
+                    "and start again to write it."
+                )
 
     def _bounds(self, path: Path) -> tuple[int, ...]:
         try:
@@ -157,7 +165,7 @@ class NetcdfWriter(ForecastWriter):
     def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
         """Create the temporary file of a forecast, without its fields."""
         path = partial_path(self.partial / self._file_name(job, rows))
-        return create_file(path, self.form, self._settings, _file_slices(job, rows))
+        return create_file(path, self.form, self.settings, _file_slices(job, rows))
 
 
 @final
@@ -175,7 +183,7 @@ class NetcdfFileWriter(FileWriter):
         with LIBRARY_LOCK, as_os_error():
             if create:
                 create_file(
-                    self.temporary_file, self.form, self._settings, {}, levels_apart=True
+                    self.temporary_file, self.form, self.settings, {}, levels_apart=True
                 ).close()
             with (
                 open_arrays(self.partial) as stored,

@@ -1,10 +1,12 @@
 """Join netCDF files that contain bands of rows, without filling or dropping anything.
 
 Files are grouped by time and member; the bands of each group are joined along latitude, then the
-groups along time and member. Everything that is not joined has to be identical in all files.
+groups along time and member. Everything that is not joined has to be identical in all files, and so
+are the settings of the forecast that wrote them.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -16,9 +18,13 @@ from numpy.typing import NDArray
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
+from credit_dp.forecast.format import describe_difference
 from credit_dp.forecast.netcdf import ROWS_ATTRIBUTE
+from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 
 LATITUDE_NAMES = ("latitude", "lat")
+# Settings that may differ between the initial times and members that are joined.
+OTHER_RUNS = ("times", "stores", "init_file", "members", "perturb_seed")
 GAP_TOLERANCE = 1.5  # times the usual distance between rows; a larger distance is a gap
 
 
@@ -159,6 +165,12 @@ def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str 
     Args:
         dim: the dim to join along; "": along time and member.
     """
+    difference = describe_difference(*(_settings_of(x, bands=bool(dim)) for x in (other, data)))
+    if difference:
+        raise UserError(
+            f"{path}: is of another forecast than the other files: they have {difference}. Leave "
+            "this file out."
+        )
     mismatched = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
     if mismatched:
         raise UserError(f"{path}: has other variables than the other files ({mismatched[0]}).")
@@ -176,6 +188,20 @@ def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str 
         units = [str(x[name].attrs.get("units", "none")) for x in (data, other)]
         if units[0] != units[1]:
             raise UserError(f"{path}: has {name} in {units[0]}, the other files in {units[1]}.")
+
+
+def _settings_of(data: xr.Dataset, bands: bool) -> Mapping[str, Any]:
+    """Return the settings of the forecast that wrote a file; none in files of other programs.
+
+    Args:
+        bands: whether the files are bands of one globe, and not other times or members, which may
+            come from forecasts with other `init` or `members`.
+    """
+    try:
+        settings = json.loads(data.attrs[SETTINGS_ATTRIBUTE])
+        return settings if bands else {k: settings[k] for k in settings if k not in OTHER_RUNS}
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def _unjoined_variables(data: xr.Dataset, along: set[str]) -> set[str]:

@@ -78,7 +78,7 @@ class ForecastWriter(ABC):
         self.partial = partial_path(out)
         self._new_folder = out.with_name(f"{out.name}.new{PARTIAL_SUFFIX}")
         # As they come back from a file: tuples are lists, and keys are strings.
-        self._settings = json.loads(json.dumps(settings))
+        self.settings = json.loads(json.dumps(settings))
 
     def check(self) -> None:
         """Check that the forecast can be written or resumed.
@@ -100,7 +100,7 @@ class ForecastWriter(ABC):
             raise UserError(
                 f"{self.partial}: is not a forecast that was begun. Move it, or change out."
             )
-        difference = describe_difference(begun, self._settings)
+        difference = describe_difference(begun, self.settings)
         if difference:
             raise UserError(
                 f"{self.partial}: was begun with {difference}. Set the same to resume it, remove "
@@ -188,7 +188,7 @@ class ForecastWriter(ABC):
     @property
     def masked_variables(self) -> frozenset[str]:
         """Return the variables with points that never have values."""
-        configs = self._settings.get("variables", {})
+        configs = self.settings.get("variables", {})
         # As in training, a variable with a fill is one with missing points.
         return frozenset(name for name, of in configs.items() if of.get("fill") is not None)
 

@@ -121,7 +121,7 @@ class ZarrWriter(ForecastWriter):
 
     def create(self, path: Path, bands: RowPartition) -> None:
         """See `ForecastWriter`."""
-        group = zarr.create_group(LocalStore(path), attributes=global_attributes(self._settings))
+        group = zarr.create_group(LocalStore(path), attributes=global_attributes(self.settings))
         rows = -(-bands.height // bands.ranks)  # the highest of balanced bands
         for variable in self.form.variables:
             self._create_array(group, variable, rows)

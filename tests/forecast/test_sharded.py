@@ -1,8 +1,10 @@
 """Files of ranks, and of other programs, are joined exactly or refused."""
 
+import json
 import shutil
 from pathlib import Path
 
+import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -128,6 +130,33 @@ def test_other_coordinates_are_refused(folder, name, far):
     line = refusal(folder)
     assert f"has another {name} than the other files" in line
     assert ("by up to 1e-06" in line) == (name == "longitude")
+
+
+def test_a_file_of_another_forecast_is_refused(folder, tmp_path):
+    """The same name, grid, times and size: only the model's weights differ, and so the values."""
+    file = find_file(folder, MIDDLE)
+    with netCDF4.Dataset(file, "a") as data:
+        settings = json.loads(data.credit_dp_forecast)
+        data.credit_dp_forecast = json.dumps({**settings, "weights": "0" * 16})
+    line = refusal(folder)
+    assert line.startswith(f"{file}: is of another forecast than the other files: they have ")
+    assert settings["weights"] in line
+    (fault,) = (x for x in check_forecast(str(folder)).damaged[0] if "another forecast" in x)
+    assert fault.startswith(f"{file}: is of another forecast, with ")
+
+
+@pytest.mark.slow
+def test_a_time_of_another_forecast_is_refused(folder):
+    for path in folder.glob("2000-01-04T12*"):
+        with netCDF4.Dataset(path, "a") as data:
+            settings = json.loads(data.credit_dp_forecast)
+            # Another start belongs to another file; another model does not.
+            data.credit_dp_forecast = json.dumps({**settings, "times": ["2000-01-04T12"]})
+    open_sharded(folder).close()
+    for path in folder.glob("2000-01-04T12*"):
+        with netCDF4.Dataset(path, "a") as data:
+            data.credit_dp_forecast = json.dumps({**settings, "weights": "0" * 16})
+    assert "is of another forecast than the other files" in refusal(folder)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ NESTED = {
 HELP = """\
 credit-dp trains global weather models sharded by latitude.
 
-  credit-dp train KEY=VALUE ...     train a model; the same as `python train.py`
+  credit-dp train KEY=VALUE ...     train a model
   credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
   credit-dp plan KEY=VALUE ...      estimate memory and traffic of a step on any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one

@@ -120,7 +120,7 @@ def run_import(importer: Importer, arguments: Sequence[str], program: str) -> in
         sys.stdout.write(f"wrote {path}\n")
     variable = f"{PLUGINS_VARIABLE}={written[-2]} " if experiment.plugin is not None else ""
     place = "" if args.output == "conf" else f" --config-dir {args.output}"
-    sys.stdout.write(f"train it: {variable}python train.py{place} experiment={name}\n")
+    sys.stdout.write(f"train it: {variable}credit-dp train{place} experiment={name}\n")
     return 0
 
 

@@ -447,7 +447,7 @@ def run_sweep_job(composed: DictConfig) -> int:
 
 
 SWEEP_HELP = """\
-credit-dp sweep reads the folder of a sweep (`python train.py --multirun ...`), even while it runs.
+credit-dp sweep reads the folder of a sweep (`credit-dp train --multirun ...`), even while it runs.
 
   credit-dp sweep show DIR       compare the runs: swept keys, state, metric and speed
   credit-dp sweep scaling DIR    show speed-up and efficiency over numbers of ranks

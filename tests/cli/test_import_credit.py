@@ -237,7 +237,7 @@ def test_each_key_without_counterpart_has_a_line(
         assert keys.count(key) == 1, key
     assert "trainer.brand_new_key=3: no counterpart: nothing here corresponds to it" in lines
     assert "pbs.nodes=1: no counterpart: credit-dp cluster script writes batch scripts" in lines
-    assert lines[-1] == "train it: python train.py experiment=their-run"
+    assert lines[-1] == "train it: credit-dp train experiment=their-run"
     text = (tmp_path / "conf/experiment/their-run.yaml").read_text()
     assert all(f"# {line}\n" in text for line in lines[:-2])
     # Of all other keys there is a value in the experiment.
@@ -632,7 +632,7 @@ def test_their_model_runs_with_its_weights_and_order_of_channels(
     out = import_checkpoint(monkeypatch, tmp_path, {"epoch": 1, "model_state_dict": named})
     plugin = "conf/experiment/their-run.py"
     assert out.splitlines()[-1] == (
-        f"train it: {PLUGINS_VARIABLE}={plugin} python train.py experiment=their-run"
+        f"train it: {PLUGINS_VARIABLE}={plugin} credit-dp train experiment=their-run"
     )
     monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / plugin))
     config = composed(tmp_path)

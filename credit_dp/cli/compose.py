@@ -316,7 +316,8 @@ def reconcile_preset(config: DictConfig, given: set[str]) -> None:
     The preset is the package's file of the data, such as `conf/data/weatherbench2.yaml`. An entry
     of its `variables` is dropped if no list of the config has the variable, under any of its names,
     or if another entry stands for the same variable. Dates that are null become those of the
-    preset; `data.dates.preset` lists the splits whose dates come from there.
+    preset; `data.dates.preset` lists the splits whose dates come from there, and
+    `data.optional_static` the static fields, if all of them do.
     """
     data = config.data
     file = conf_folder() / "data" / f"{data.name}.yaml"
@@ -330,6 +331,10 @@ def reconcile_preset(config: DictConfig, given: set[str]) -> None:
             )
             if canonical_name(name) not in used_names or replaced:
                 data.variables.pop(name, None)
+    # Not so for the quickstart, whose store has what the config names.
+    static = OmegaConf.select(preset, "static") or []
+    is_own = is_given("data.static", given) or data.name == "quickstart"
+    data.optional_static = [] if is_own or data.static != static else static
     dates = OmegaConf.select(preset, "dates") or {}
     for split in SPLITS:
         if data.dates[split] is None:

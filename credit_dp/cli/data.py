@@ -568,9 +568,8 @@ def _open_store(config: DataConfig) -> "Store":
     if train != AUTO and "train" not in config.dates.preset:
         # With the training dates for all splits, no other dates have to be in the store.
         config = replace(config, dates=DatesConfig(train, train, train, config.dates.limit))
-    source = open_source(config)
-    check_units(source, config)
-    store = Store(source, config)
+    store = Store(open_source(config), config)
+    check_units(store.source, store.config)
     store.resolve_dates()
     return store
 

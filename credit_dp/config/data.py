@@ -158,6 +158,9 @@ class DataConfig:
     diagnostic: list[str] = field(default_factory=list)  # variables in the output only
     forcing: list[str] = field(default_factory=list)  # variables in the input only
     static: list[str] = field(default_factory=list)  # input variables that are constant in time
+    # those of `static` that only a preset names, and that are left out if the store lacks them; set
+    # by the command line
+    optional_static: list[str] = field(default_factory=list)
     levels: list[int] | None = None  # hPa, or hybrid; null: all levels of the store
     # of model levels: {a: [...], b: [...]} at the interfaces, from the top, with pressures of
     # a (Pa) + b x surface pressure; empty: the store's hyai and hybi

@@ -4,7 +4,9 @@
 them on the config's step: it sums accumulated variables over the step and converts units.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -20,6 +22,7 @@ from credit_dp.data.sources.base import (
     Fields,
     Source,
     Times,
+    all_names,
     as_slice,
     describe_sums,
     hours_of,
@@ -28,6 +31,8 @@ from credit_dp.data.sources.base import (
 from credit_dp.data.units import is_accumulated, parse_conversion
 from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import long_name
+
+logger = logging.getLogger(__name__)
 
 COMPUTED_BY_ROLE: Mapping[str, Collection[str]] = {
     "forcing": COMPUTED_FORCINGS,
@@ -124,15 +129,34 @@ def _check_variables(source: Source, config: DataConfig) -> None:
                 _check_kind(source, name, role)
 
 
+def without_absent_statics(source: Source, config: DataConfig) -> DataConfig:
+    """Return the config without the static fields of its preset that the source lacks."""
+    absent = [
+        name
+        for name in config.optional_static
+        if name in config.static and name not in (*all_names(source.variables), *COMPUTED_STATICS)
+    ]
+    if not absent:
+        return config
+    logger.info(
+        "data.static: without %s, which only data=%s names and %s lacks",
+        ", ".join(absent),
+        config.name,
+        source.where,
+    )
+    return replace(config, static=[name for name in config.static if name not in absent])
+
+
 def _check_present(source: Source, config: DataConfig, name: str, role: str) -> None:
-    if name in source.variables:
+    known = all_names(source.variables)
+    if name in known:
         return
     available = [*source.variables, *COMPUTED_BY_ROLE.get(role, ())]
     others = [
         f"{other} of data.{kind}"
         for kind in ROLES
         for other in getattr(config, kind)
-        if other not in (name, *source.variables, *COMPUTED_BY_ROLE.get(kind, ()))
+        if other not in (name, *known, *COMPUTED_BY_ROLE.get(kind, ()))
     ]
     raise UserError(
         f"{source.where}: no variable {name}. {suggest_names(name, available)}. Change data.{role}."

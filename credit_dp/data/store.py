@@ -26,7 +26,7 @@ from credit_dp.data.limits import (
     extremes,
     extremes_of_block,
 )
-from credit_dp.data.selection import StepReader, select_channels
+from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.base import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.units import check_units, converted_unit
@@ -51,7 +51,7 @@ class Store:
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
     Attributes:
-        config: of the data; its dates are complete after `resolve_dates`.
+        config: of the data, without absent statics; its dates are complete after `resolve_dates`.
         channels: the selected ones.
         stored_forcing: the forcing channels that are read; the others are computed.
         times: `(T,)` datetime64[ns], on the config's step, rising, possibly with gaps.
@@ -83,6 +83,7 @@ class Store:
         Raises:
             UserError: a variable, level, unit or time axis does not fit the config.
         """
+        config = without_absent_statics(source, config)
         self.config = config
         self.dates_note = ""
         self.source = source
@@ -113,7 +114,7 @@ class Store:
             UserError: variables, dims, units, coordinates, levels or dates don't fit the config.
         """
         store = cls(open_source(config), config)
-        check_units(store.source, config)
+        check_units(store.source, store.config)
         store.resolve_dates()
         for split in SPLITS:
             split_slice(store.config, split, store.times)

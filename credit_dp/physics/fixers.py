@@ -396,6 +396,12 @@ def check_budgets(config: ModelConfig, store: Store) -> None:
         needs = BUDGETS.get(fixer)
         if needs is None:
             continue
+        for name in needs.static:
+            if name not in map(canonical_name, store.channels.static):
+                raise UserError(
+                    f"model.fixers: {fixer} needs {name}, which {store.source.where} lacks. Add a "
+                    f"store that has it to data.store, or take {fixer} out of model.fixers."
+                )
         for name in names:
             canonical = canonical_name(name)
             if canonical.removesuffix(step) in needs.fluxes and not (

@@ -83,6 +83,8 @@ def run(config: Config, ranks: RankInfo) -> int:
             dates = resolve_dates(config, folder, report)
             config = replace(config, data=replace(config.data, dates=dates))
         data = prepare_training_data(config.data, report)
+        static = list(data.store.channels.static)
+        config = replace(config, data=replace(config.data, static=static, optional_static=[]))
 
     # 2. Model, loss, optimizer and loader; then weights and state from a checkpoint.
     with explain_out_of_memory(config, ranks):

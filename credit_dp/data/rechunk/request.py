@@ -7,7 +7,7 @@ other sources may be regridded bilinearly, too, and from reduced grids (`Reduced
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -21,7 +21,7 @@ from credit_dp.data.dates import date_interval
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid, row_edges
 from credit_dp.data.limits import ValueLimits, check_limit_keys
-from credit_dp.data.selection import StepReader, select_channels
+from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.base import Fields, Source, Times, hours_of
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
@@ -100,7 +100,9 @@ class SelectedFields:
         Raises:
             UserError: it lacks a requested variable, level or date.
         """
-        return cls(open_source(selection.config), selection)
+        source = open_source(selection.config)
+        config = without_absent_statics(source, selection.config)
+        return cls(source, replace(selection, config=config))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -178,7 +178,7 @@ def _complete_years(times: Times, step_hours: int) -> NDArray[np.datetime64]:
     step = np.timedelta64(step_hours, "h")
     years = np.unique(times.astype("datetime64[Y]"))
     starts = years.astype(times.dtype)
-    ends = (years + 1).astype(times.dtype)
+    ends = (years + np.timedelta64(1, "Y")).astype(times.dtype)
     first = times[np.searchsorted(times, starts)]
     last = times[np.searchsorted(times, ends) - 1]
     return years[(first - starts < step) & (ends - last <= step)]

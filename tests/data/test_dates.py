@@ -21,12 +21,12 @@ def settled(times, step="6h", **dates):
 
 
 def days(first, last, hour=0):
-    span = np.arange(np.datetime64(first), np.datetime64(last) + 1)
+    span = np.arange(np.datetime64(first), np.datetime64(last) + np.timedelta64(1, "D"))
     return span.astype("M8[h]") + np.timedelta64(hour, "h")
 
 
 def six_hourly(first, count):
-    return np.datetime64(first, "h") + 6 * np.arange(count)
+    return np.datetime64(first, "h") + np.timedelta64(6, "h") * np.arange(count)
 
 
 def spans(found):

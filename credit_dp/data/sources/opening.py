@@ -15,6 +15,7 @@ import numpy as np
 import zarr
 
 from credit_dp.config import DataConfig
+from credit_dp.data.cache import cache_folder
 from credit_dp.data.sources.address import (
     check_address,
     expand_pattern,
@@ -26,6 +27,7 @@ from credit_dp.data.sources.address import (
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.base import Source, describe_sums, with_model_levels
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
+from credit_dp.data.sources.grib import is_grib
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.zarr import GriddedSource, is_netcdf
@@ -48,7 +50,7 @@ def open_source(config: DataConfig) -> Source:
     """
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
-    sources = [source for entry in config.stores for source in _open_entry(entry, config.static)]
+    sources = [source for entry in config.stores for source in _open_entry(entry, config)]
     timed, timeless = _split_timeless(sources)
     if not timed:
         raise UserError(
@@ -125,12 +127,12 @@ def _log_assumed_sums(source: Source, config: DataConfig) -> None:
         )
 
 
-def _open_entry(entry: str, static: Collection[str]) -> list[Source]:
+def _open_entry(entry: str, config: DataConfig) -> list[Source]:
     """Open one entry of `data.store`; the files of a pattern become one source per group.
 
     A group has the same variables on the same levels, and is concatenated in time.
     """
-    sources = [open_single_source(where, static) for where in expand_pattern(entry)]
+    sources = [x for where in expand_pattern(entry) for x in _open_address(where, config)]
     if len(sources) == 1:
         return sources
     pattern = redact_secrets(entry)
@@ -142,6 +144,14 @@ def _open_entry(entry: str, static: Collection[str]) -> list[Source]:
         *(_concat_in_time(group, pattern if is_one_group else "") for group in groups if group),
         *timeless,
     ]
+
+
+def _open_address(where: str, config: DataConfig) -> Sequence[Source]:
+    """Open the store at an address; a GRIB file becomes a source for each variable."""
+    check_address(where)
+    if not is_remote(where) and local_path(where).is_file() and is_grib(local_path(where)):
+        return GriddedSource.open_grib(where, cache_folder(config.cache), config.static)
+    return [open_single_source(where, config.static)]
 
 
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
@@ -238,8 +248,8 @@ def _open_group(where: str) -> zarr.Group:
     """Open the zarr group at a path or address."""
     if not is_remote(where) and local_path(where).is_file():
         raise UserError(
-            f"{where}: is a file, but not a netCDF file by its name (.nc). Set data.store to a "
-            "zarr store or to a netCDF file."
+            f"{where}: is a file, but neither GRIB nor a netCDF file by its name (.nc). Set "
+            "data.store to a zarr store or to such a file."
         )
     # Opened only to see the format: the source opens it again.
     store = open_zarr_store(where)

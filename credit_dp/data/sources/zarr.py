@@ -4,6 +4,7 @@ The form is that of WeatherBench 2, ARCO-ERA5 or the CDS. xarray opens the store
 values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads it.
 """
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from xarray.backends import CachingFileManager, NetCDF4DataStore
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
+from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import (
     is_remote,
@@ -46,6 +48,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.grib import LIBRARY_LOCK, load_eccodes
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.storage import (
     CompleteStore,
@@ -57,6 +60,7 @@ from credit_dp.data.sources.storage import (
     open_zarr_store,
     resolved_address,
     unreadable_error,
+    version_stamp,
 )
 from credit_dp.data.sources.sums import read_time_bounds, stated_sums
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
@@ -185,6 +189,85 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
             "Set data.store to one."
         ) from error
     return dataset, RequestedBytesCounter()
+
+
+def open_grib(path: Path, index_folder: Path) -> list[xr.Dataset]:
+    """Open a GRIB file with cfgrib: a dataset for each variable and kind of level.
+
+    Fields are ordered by their valid time, whether they are analyses or forecasts.
+
+    Args:
+        path: the file.
+        index_folder: where the index of the file's messages is kept. cfgrib would keep it next to
+            the file, and trust one that somebody else has put there.
+
+    Raises:
+        UserError: it can't be read, or has two fields of one variable at the same time.
+    """
+    load_eccodes("data.store")
+    try:
+        import cfgrib
+    except ImportError as error:
+        raise UserError(
+            f"{path}: reading GRIB as data.store needs cfgrib ({error}). "
+            "Run `pip install 'credit_dp[grib]'`."
+        ) from error
+    # Its warnings and tracebacks are about an index that cannot be used, and is made anew.
+    logging.getLogger("cfgrib").setLevel(logging.CRITICAL)
+    name = fingerprint(str(path.resolve()), version_stamp(path))
+    options: dict[str, Any] = {
+        "indexpath": f"{index_folder}/grib-{name}-{{short_hash}}.idx",
+        "time_dims": ("valid_time",),
+        "errors": "raise",
+        "lock": LIBRARY_LOCK,
+    }
+    try:
+        datasets: list[xr.Dataset] = cfgrib.xarray_store.open_variable_datasets(
+            str(path), options, cache=False, decode_timedelta=False
+        )
+        keys = cfgrib.compute_index_keys(options["time_dims"])
+        stream = cfgrib.FileStream(str(path), errors=options["errors"])
+        index = cfgrib.dataset.open_fileindex(stream, options["indexpath"], keys)
+        repeated = _repeated_field(index)
+    except Exception as error:
+        raise UserError(
+            f"{path}: not a GRIB file that can be read ({reason_of(error)}). Set data.store to one."
+        ) from error
+    if not datasets:
+        raise UserError(f"{path}: has no GRIB message. Change data.store.")
+    if repeated is not None:  # cfgrib would read one of them
+        arrays = [array for dataset in datasets for array in dataset.data_vars.values()]
+        names = {x.attrs["GRIB_paramId"]: x.name for x in arrays}
+        field = names.get(repeated["paramId"])
+        time = np.datetime64(int(repeated["valid_time"]), "s").astype("M8[m]")
+        raise UserError(
+            f"{path}: has {field} at {time} more than once, as forecasts that overlap do. Select "
+            "one field for each time, for example with `grib_copy -w`, or change data.store."
+        )
+    for dataset in datasets:
+        for variable, array in dataset.data_vars.items():
+            # A message, one field of the globe, is decoded at once.
+            sizes = [
+                size if dim in ("latitude", "longitude") else 1 for dim, size in array.sizes.items()
+            ]
+            dataset[variable].encoding["chunksizes"] = tuple(sizes)
+    return datasets
+
+
+# Of GRIB's keys, those that tell forecasts for one valid time apart.
+FORECAST_KEYS = ("dataDate", "dataTime", "endStep")
+
+
+def _repeated_field(index: Any) -> Mapping[str, Any] | None:
+    """Return the keys of a field that cfgrib's index has twice at one valid time; None if none."""
+    columns = [x for x, key in enumerate(index.index_keys) if key not in FORECAST_KEYS]
+    seen = set()
+    for values, messages in index.iter_index():
+        field = tuple(values[column] for column in columns)
+        if field in seen or len(messages) > 1:
+            return dict(zip(index.index_keys, values, strict=True))
+        seen.add(field)
+    return None
 
 
 def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
@@ -330,6 +413,18 @@ class GriddedSource(Source):
         counter: DatasetCounter
         dataset, counter = open_netcdf(where) if is_netcdf(where) else open_zarr_dataset(where)
         return cls(dataset, counter, where, static)
+
+    @classmethod
+    def open_grib(
+        cls, where: str, index_folder: Path, static: Collection[str] = ()
+    ) -> "list[GriddedSource]":
+        """Open the GRIB file at a path: a source for each variable and kind of level.
+
+        Raises:
+            UserError: see `open_grib`, or its grid does not fit.
+        """
+        datasets = open_grib(local_path(where), index_folder)
+        return [cls(dataset, RequestedBytesCounter(), where, static) for dataset in datasets]
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: variable by variable."""

@@ -330,7 +330,11 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
     wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0, "D"))
     if len(wrong):
         earlier, later = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
-        raise _store_error(where, f"time must increase throughout, but {later} follows {earlier}")
+        raise _store_error(
+            where,
+            f"time must increase throughout, but {later} follows {earlier}; write it again from "
+            "xarray, as dataset.sortby('time').drop_duplicates('time')",
+        )
 
 
 def _check_latitude(latitude: np.ndarray, where: str) -> None:

@@ -132,6 +132,8 @@ def _dims(array: zarr.Array[Any]) -> list[str]:
     return list(names or array.attrs.get("_ARRAY_DIMENSIONS", ()))  # type: ignore[arg-type]
 
 
+logger = logging.getLogger(__name__)
+
 NETCDF_SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 
 
@@ -303,6 +305,7 @@ def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
 
 
 ORDER = ("time", "level", "latitude", "longitude")
+EXPVER = "expver"  # the dim of ERA5 and ERA5T, of which each time has values of one
 NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
@@ -390,6 +393,13 @@ class GriddedSource(Source):
         stored_variables = _variables(dataset, self.where, model_levels, has_bounds)
         self._names = StoredNames.of(stored_variables, static, only_level)
         self.variables: Mapping[str, VariableInfo] = self._names.variables
+        if EXPVER in dataset.dims:
+            if EXPVER in dataset.coords:
+                dataset = dataset.sortby(EXPVER)  # 1 is ERA5, 5 is ERA5T
+            logger.info(
+                "%s: combines the versions along expver: ERA5 where it has values, otherwise ERA5T",
+                self.where,
+            )
         self._dataset = dataset
         self._counter = counter
         self.counters = [counter]
@@ -524,7 +534,11 @@ class GriddedSource(Source):
             )
         # The store is read in its own order of dims; they are reordered in memory, after the read.
         values = self._read_selection(array, selection, name)
-        values = in_dim_order(values, list(map(str, array.dims)), ORDER)
+        dims = list(map(str, array.dims))
+        if EXPVER in dims:
+            values = _combine_versions(values, dims.index(EXPVER))
+            dims.remove(EXPVER)
+        values = in_dim_order(values, dims, ORDER)
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped else fields
 
@@ -573,6 +587,15 @@ class GriddedSource(Source):
         return values
 
 
+def _combine_versions(values: NDArray[Any], axis: int) -> NDArray[Any]:
+    """Return the values of the first version, where it has some, otherwise those of the next."""
+    versions = np.moveaxis(values, axis, 0)
+    combined: NDArray[Any] = versions[0]
+    for other in versions[1:]:
+        combined = np.where(np.isnan(combined), other, combined)
+    return combined
+
+
 def _variables(
     dataset: xr.Dataset, where: str, model_levels: bool | None, has_bounds: bool
 ) -> dict[str, VariableInfo]:
@@ -596,7 +619,7 @@ def _variables(
 
 
 def _problem(array: xr.DataArray, dims: list[str]) -> str:
-    if not {"latitude", "longitude"} <= set(dims) <= set(ORDER):
+    if not {"latitude", "longitude"} <= set(dims) <= {*ORDER, EXPVER}:
         return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"
     if array.dtype.kind not in "fiub":
         return f"holds values of the type {array.dtype}, not numbers"

@@ -153,7 +153,7 @@ def inspect(arguments: Sequence[str], program: str) -> int:
     )
     stores = parsed.config.stores
     sys.stdout.write(as_json(report, stores) if parsed.json else as_text(report, stores))
-    return 0
+    return 0 if report.sample_bytes else 2
 
 
 def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
@@ -165,7 +165,7 @@ def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
 def as_text(report: "StoreReport", stores: Sequence[str]) -> str:
     """Return grid, dates, a table of variables, the read amplification, and the advice."""
     lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
-    lines += _reading(report)
+    lines += _reading(report) if report.sample_bytes else []
     return "\n".join([*lines, *advice(report, stores), ""])
 
 
@@ -174,6 +174,9 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
     slow_domains = [
         ranks for ranks, factor in report.amplification.items() if factor > LOW_AMPLIFICATION
     ]
+    if not report.sample_bytes:
+        problem = next((f": {x.name} {x.problem}" for x in report.variables if x.problem), "")
+        return [f"Nothing to train on: no variable that changes in time can be read{problem}"]
     if not slow_domains:
         return ["Every rank reads little more than its own rows: nothing to do."]
     times_per_chunk = max(
@@ -218,10 +221,15 @@ def _grid(report: "StoreReport") -> list[str]:
 
 def _dates(report: "StoreReport") -> list[str]:
     dates = report.dates
+    if dates.count == 1:
+        return [f"dates   1, {dates.first}"]
+    every = counted(dates.spacing_months, "month") if dates.spacing_months else ""
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
-        f"{counted(dates.spacing_hours, 'hour')}, {_gaps(len(dates.gaps), dates.missing)}"
+        f"{every or counted(dates.spacing_hours, 'hour')}, {_gaps(len(dates.gaps), dates.missing)}"
     ]
+    if every:
+        lines.append("        a model needs steps of equal length, in hours or days: data.step")
     lines += [
         f"        {gap.missing} missing between {gap.after} and {gap.before}"
         for gap in dates.gaps[:GAPS_SHOWN]

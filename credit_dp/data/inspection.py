@@ -40,6 +40,7 @@ class TimeAxisReport:
         first, last: in ISO format.
         count: number of times.
         spacing_hours: the most common distance.
+        spacing_months: the most common distance in months, if they are months apart; else 0.
         gaps: larger distances.
         missing: number of missing times in all gaps.
     """
@@ -50,6 +51,7 @@ class TimeAxisReport:
     spacing_hours: float
     gaps: tuple[TimeGap, ...]
     missing: int
+    spacing_months: int = 0
 
 
 @final
@@ -167,9 +169,10 @@ def _common_times(source: Source) -> Times:
 
 
 def report_time_axis(times: Times) -> TimeAxisReport:
-    """Return a report on times and their gaps."""
-    steps = np.diff(times)
-    spacing = time_spacing(times)
+    """Return a report on times and their gaps, counted in months if times are months apart."""
+    months = _months(times)
+    steps = np.diff(times if months is None else months)
+    spacing = time_spacing(times if months is None else months)
     # Times that are closer than usual are no gaps.
     gaps = tuple(
         TimeGap(
@@ -183,10 +186,22 @@ def report_time_axis(times: Times) -> TimeAxisReport:
         first=format_minute(times[0]),
         last=format_minute(times[-1]),
         count=len(times),
-        spacing_hours=float(spacing / np.timedelta64(1, "h")),
+        spacing_hours=float(time_spacing(times) / np.timedelta64(1, "h")),
         gaps=gaps,
         missing=sum(gap.missing for gap in gaps),
+        spacing_months=0 if months is None else int(spacing / np.timedelta64(1, "M")),
     )
+
+
+def _months(times: Times) -> Times | None:
+    """Return the months of times that are whole months apart; None if some are not.
+
+    Their days may differ by three: means of months are dated at the first, the last or the middle.
+    """
+    months = times.astype("M8[M]")
+    days = (times - months) / np.timedelta64(1, "D")
+    apart = np.diff(times) >= np.timedelta64(28, "D")
+    return months if len(times) > 1 and apart.all() and np.ptp(days) <= 3 else None
 
 
 def band_read_amplification(

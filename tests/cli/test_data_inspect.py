@@ -159,6 +159,34 @@ def test_one_time_has_no_gaps() -> None:
     assert (report.count, report.gaps, report.spacing_hours) == (1, (), 0)
 
 
+def test_months_are_counted_as_months(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    months = np.delete(np.arange("2000-01", "2002-01", dtype="M8[M]"), [5, 6])
+    data = stores.dataset(rows=9, columns=8, steps=22).assign_coords(time=months.astype("M8[ns]"))
+    path = stores.write(data, tmp_path / "in.zarr")
+    code, said, _ = answer(monkeypatch, "data", "inspect", f"store={path}", program="")
+    assert code == 0
+    assert "every 1 month, 1 gap, 2 times missing" in said
+    assert "2 missing between 2000-05-01T00:00 and 2000-08-01T00:00" in said
+
+
+def test_one_date_is_no_distance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = stores.write(stores.dataset(rows=9, columns=8, steps=1), tmp_path / "in.zarr")
+    code, said, _ = answer(monkeypatch, "data", "inspect", f"store={path}", program="")
+    assert code == 0
+    assert "dates   1, 2000-01-01T00:00\n" in said
+
+
+def test_a_store_with_nothing_usable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = stores.dataset(rows=9, columns=8, steps=3)[["temperature"]].rename(level="soil")
+    path = stores.write(data, tmp_path / "in.zarr")
+    code, said, _ = answer(monkeypatch, "data", "inspect", f"store={path}", program="")
+    assert code == 2
+    assert "Nothing to train on: no variable that changes in time can be read: temperature" in said
+    assert "nothing to do" not in said
+
+
 def test_no_more_ranks_than_rows(tmp_path: Path) -> None:
     path = stores.write(stores.dataset(rows=6), tmp_path / "in.zarr")
     assert list(inspect_source(open_source(stores.config(path)), (1, 4, 8)).amplification) == [1, 4]

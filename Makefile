@@ -5,19 +5,28 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2 # test files or classes that run at once
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 SETTINGS := pyproject.toml constraints.txt
+# An environment of its own: it takes 7 GB, as the newest torch comes with CUDA.
+NEWEST_VENV ?= $(VENV)-newest
+# The first that runs: pyenv puts commands on PATH for versions that are not selected, too.
+NEWEST_PYTHON ?= $(shell for python in python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python3 \
+  python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python3; do \
+  "$$python" -c 'import ensurepip, venv' 2>/dev/null && { echo "$$python"; break; }; done)
+NEWEST_TESTS := tests/data tests/domain_parallel tests/models tests/training
 
 # Each worker and each rank imports the package: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow lint check bench
+.PHONY: help run test test-all test-slow test-newest lint check bench
 
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
 	@echo "make test      install, then the fast tests"
 	@echo "make test-all  install, then all tests"
+	@echo "make test-newest  install the newest of all packages, then the fast tests that torch concerns"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"
 	@echo "make bench     install, then measure speed and memory; needs a machine that does nothing else"
@@ -33,6 +42,11 @@ test-slow: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=long $(PYTEST)
+
+test-newest: $(NEWEST_VENV)/installed-test
+	$(NEWEST_VENV)/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
+	  sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, numpy, zarr, xarray)))'
+	$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow" $(NEWEST_TESTS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
@@ -66,3 +80,15 @@ $(VENV)/installed-test: $(BIN)/python $(SETTINGS)
 $(VENV)/installed-dev: $(BIN)/python $(SETTINGS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/installed $(VENV)/installed-test $@
+
+# Without the constraints, and without pip's settings of this machine, which may hold packages at
+# older versions.
+$(NEWEST_VENV)/installed-test: pyproject.toml
+	@test -n "$(NEWEST_PYTHON)" || { \
+	  echo "error: needs Python 3.13 or 3.12, on PATH or installed by pyenv; found neither;" \
+	    "give one with make test-newest NEWEST_PYTHON=..." >&2; \
+	  exit 1; }
+	$(NEWEST_PYTHON) -m venv --clear $(NEWEST_VENV)
+	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= \
+	  $(NEWEST_VENV)/bin/python -m pip install --quiet -e '.[test]'
+	@touch $@

@@ -168,6 +168,15 @@ def devices(key: str, value: object) -> None:
         )
 
 
+def one_line(key: str, value: str) -> None:
+    """Refuse a text with line breaks or control characters, which would break a batch script."""
+    if re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", value):
+        raise UserError(
+            f"{key}: needs text without line breaks or control characters, got {value!r}. "
+            f"Change {key}."
+        )
+
+
 def folder_name(key: str, value: str | None) -> None:
     """Refuse a name that is a path, is hidden, needs quotes in a command or is too long."""
     if value is None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer, check_overrides
@@ -27,6 +28,7 @@ from credit_dp.distributed.placement import (
 )
 from credit_dp.distributed.slurm import parse_duration
 from credit_dp.errors import UserError
+from credit_dp.plugins import plugin_files
 
 HELP = """\
 credit-dp cluster COMMAND: trains on a cluster with SLURM or PBS.
@@ -81,6 +83,11 @@ def print_script(arguments: Sequence[str], program: str) -> int:
         sys.stdout.write(SCRIPT_HELP.format(program=program))
         return 0
     given = dict(text.partition("=")[::2] for text in args.overrides)
+    for text in args.overrides:
+        key, _, value = text.partition("=")
+        checks.one_line(key, value)
+    for file in plugin_files():
+        checks.one_line(file.variable, str(file.path))
     scheduler = read_choice(given, "scheduler", tuple(STARTS))
     queue = QUEUES[scheduler]
     for name, other in QUEUES.items():

@@ -23,6 +23,7 @@ from typing import Any, final
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from credit_dp import checks
 from credit_dp.cli.check import check_prepared
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.folders import (
@@ -43,7 +44,7 @@ from credit_dp.cli.sweep_jobs import (
     train_command,
     write_submission,
 )
-from credit_dp.config import Config
+from credit_dp.config import Config, by_dotted_key
 from credit_dp.distributed.placement import (
     ClusterNodes,
     Placement,
@@ -328,6 +329,19 @@ def submit(
     return 0
 
 
+def check_script_values(settings: Settings, sweep: Path) -> None:
+    """Refuse values that would add lines to the batch script; those of `setup` are lines of it.
+
+    Raises:
+        UserError: a value has several lines.
+    """
+    checks.one_line("run.dir", str(sweep.absolute()))
+    for key, value in by_dotted_key(settings).items():
+        for text in value if isinstance(value, list) else [value]:
+            if key != "setup":
+                checks.one_line(f"hydra.launcher.{key}", str(text))
+
+
 def drop_queued(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs that are not in the queue, neither waiting nor running.
 
@@ -540,6 +554,7 @@ def sweep_as_jobs(
     for job in remaining:
         check_job_config(job.config)
     if launcher == "slurm":
+        check_script_values(settings, sweep)
         remaining = drop_queued(remaining)
     for job in remaining:
         check_unlocked(job.folder, folder_key(job.config.run))

@@ -56,6 +56,25 @@ def test_a_mesh_gets_what_it_needs(keys: list[str], lines: list[str]) -> None:
     assert ("gpus" in " ".join(out.splitlines()[2:])) == ("device=cpu" not in keys)
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b", "\x85", "\u2028"])
+@pytest.mark.parametrize(
+    ("scheduler", "key"),
+    [
+        *(("slurm", key) for key in ("run.dir", "partition", "account", "data.store", "time")),
+        *(("pbs", key) for key in ("run.dir", "queue", "account", "start", "nodes")),
+    ],
+)
+def test_a_value_of_several_lines_is_refused(scheduler: str, key: str, character: str) -> None:
+    """A line that begins within a comment or a directive would be a command."""
+    code, out, err = cluster_script(
+        f"scheduler={scheduler}", "device=cpu", "cpus_per_node=8", f"{key}=a{character}touch here"
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {key}: needs text without line breaks or control characters")
+    assert repr(f"a{character}touch here") in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "words"),

@@ -160,6 +160,25 @@ def test_without_slurm_nothing_is_submitted(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hydra.launcher.account", "'a\nb'"),
+        ("+hydra.launcher.additional_parameters.qos", "'a\nb'"),
+        ("run.dir", "'a\nb'"),
+    ],
+)
+def test_a_value_of_several_lines_reaches_no_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        line = refusal(monkeypatch, "-m", "hydra/launcher=slurm", "seed=1,2", f"{key}={value}")
+    assert line.startswith(key.lstrip("+"))
+    assert "needs text without line breaks or control characters, got" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("code", "state", "restarts", "again"),
     [
         (75, "RUNNING", 0, True),

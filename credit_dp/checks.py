@@ -6,7 +6,7 @@ The functions are read with the module's name: `checks.at_least("parallel.domain
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -174,6 +174,24 @@ def one_line(key: str, value: str) -> None:
         raise UserError(
             f"{key}: needs text without line breaks or control characters, got {value!r}. "
             f"Change {key}."
+        )
+
+
+def no_interpolation(where: str, values: object, key: str = "") -> None:
+    """Refuse texts like `${oc.env:NAME}` at or below a key of a config that comes from elsewhere.
+
+    An error could print what they read from the environment, such as a password.
+    """
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            no_interpolation(where, value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            no_interpolation(where, value, key)
+    elif isinstance(values, str) and "${" in values:
+        raise UserError(
+            f"{where}: {key} needs a plain value, got {values!r}, which could read your "
+            "environment. Write the value itself into the file."
         )
 
 

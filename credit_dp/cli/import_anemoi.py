@@ -11,13 +11,15 @@ Source: training/src/anemoi/training/config and training/docs of github.com/ecmw
 
 import calendar
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from credit_dp.cli.foreign_config import Experiment, ForeignConfig, Reasons
 from credit_dp.errors import UserError
@@ -126,7 +128,9 @@ def _resolve(config: ForeignConfig) -> None:
         UserError: one refers to a key that the file does not have.
     """
     try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(config.tree)), resolve=True)
+        with no_environment():
+            tree = OmegaConf.create(dict(config.tree))
+            resolved: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).split("\n")[0]
         raise UserError(
@@ -134,6 +138,20 @@ def _resolve(config: ForeignConfig) -> None:
             "`anemoi-training config dump` writes it."
         ) from error
     config.tree = resolved
+
+
+@contextmanager
+def no_environment() -> Iterator[None]:
+    """Let `${oc.env:NAME}` be an error inside: an error or a line could print what it read."""
+
+    def refuse(name: str, *default: str) -> str:
+        raise UserError(f"${{oc.env:{name}}} reads your environment")
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _first_of(config: ForeignConfig, *keys: str) -> str:

@@ -63,6 +63,7 @@ def check_composes(experiment: Experiment, name: str) -> None:
 
     A plug-in's model is left out: its file does not exist yet.
     """
+    checks.no_interpolation("experiment", experiment.keys)
     checked = experiment
     if experiment.plugin is not None:
         keys = {k: v for k, v in experiment.keys.items() if not k.startswith("model.")}

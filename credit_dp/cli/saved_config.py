@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp import checks
 from credit_dp.checks import expand_home
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.config import Config, as_dict, flatten_keys
+from credit_dp.config import Config, DataConfig, as_dict, flatten_keys
 from credit_dp.config.model import with_legacy_defaults
 from credit_dp.errors import UserError, quote
 from credit_dp.training.run_folder import RunFolder
@@ -68,11 +69,26 @@ def read_run_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--again: {path} can't be read ({reason})") from error
     if not isinstance(saved, dict) or not saved.keys() >= {*NAMED_GROUPS, "trainer"}:
         raise UserError(f"--again: {path} is not the config of a run")
+    refuse_interpolations(f"--again: {path}", saved)
     config = {str(key): value for key, value in saved.items() if key not in FOLDER_GROUPS}
     # `auto` resumes from a checkpoint in the run's folder, and the new folder has none.
     if config.get("resume") == "auto":
         del config["resume"]
     return config
+
+
+def refuse_interpolations(where: str, saved: Mapping[Any, Any]) -> None:
+    """Refuse interpolations in a saved config, which has none as a run writes it.
+
+    One that has the cache as the schema gives it gets the cache of this user.
+
+    Raises:
+        UserError: a value has one.
+    """
+    data = saved["data"]
+    if isinstance(data, dict) and data.get("cache") == DataConfig.cache:
+        del data["cache"]
+    checks.no_interpolation(where, saved)
 
 
 def as_overrides(saved: Mapping[str, Any]) -> list[str]:
@@ -179,4 +195,5 @@ def read_checkpoint_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{CHECKPOINT_KEY}: {path} does not hold the config of a run, which a forecast needs."
         )
+    refuse_interpolations(f"{CHECKPOINT_KEY}: {path}", saved)
     return {str(key): value for key, value in saved.items()}

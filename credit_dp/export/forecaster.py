@@ -476,9 +476,7 @@ def build_model_config(where: str, metadata: ModelMetadata) -> ModelConfig:
         )
     # Keys that are newer than the file get the behaviour that the model was trained with.
     keys = with_legacy_defaults(metadata.kind, metadata.keys)
-    if any("${" in str(value) for value in keys.values()):
-        # An interpolation could read the environment: `${oc.env:...}`.
-        raise UserError(f"{where}: a key of its model has an interpolation, which is not allowed.")
+    checks.no_interpolation(where, keys)
     try:
         node = OmegaConf.merge(OmegaConf.structured(known[metadata.kind]), keys)
         config = OmegaConf.to_object(node)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from omegaconf import OmegaConf
@@ -185,8 +185,8 @@ def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
     """
     numbers = read_metadata("resume", path)
     with translate_read_errors("resume", path):
-        saved = OmegaConf.create(numbers["config"]).data.dates
-        dates = {split: list(saved[split]) for split in SPLITS}
+        saved: Any = OmegaConf.to_container(OmegaConf.create(numbers["config"]))
+        dates = {split: list(saved["data"]["dates"][split]) for split in SPLITS}
     fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
     for split in fixed:
         if given.limit is None:

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.foreign_config import ForeignConfig
-from credit_dp.cli.import_anemoi import date_text, group_levels
+from credit_dp.cli.foreign_config import Experiment, ForeignConfig
+from credit_dp.cli.import_anemoi import date_text, group_levels, read_anemoi
+from credit_dp.cli.imports import check_composes
 from credit_dp.config import Config, DiffusionConfig, StandardLossConfig
 from credit_dp.data.channels import Channel
+from credit_dp.errors import UserError
 from credit_dp.training.loss import channel_weights
 from tests.cli.invocation import answer
 from tests.commands import run_line
@@ -438,3 +440,23 @@ def test_variables_share_levels_only_if_all_have_them() -> None:
     assert group_levels(["z_500", "2t", "t_500"]) == (["geopotential", "temperature", "2t"], [500])
     assert group_levels(["z_500", "t_850"]) == (["z_500", "t_850"], None)
     assert group_levels(["2t"]) == (["2t"], None)
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${oc.${word}:SECRET}"]
+)
+def test_an_imported_config_can_not_read_the_environment(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("SECRET", "a-password")
+    config = {"word": "env", "dataloader": {"dataset": value}}
+    with pytest.raises(UserError, match="reads your environment") as refused:
+        read_anemoi(ForeignConfig(Path("theirs.yaml"), config), "theirs", None)
+    assert "a-password" not in str(refused.value)
+    assert Composer("train").compose_config([]).data.cache.endswith("credit_dp")  # reads HOME
+
+
+def test_an_experiment_is_written_with_plain_values() -> None:
+    """`\\${...}` becomes `${...}` as it is resolved."""
+    with pytest.raises(UserError, match=r"data\.store needs a plain value"):
+        check_composes(Experiment({}, {"data.store": ["a", "${oc.env:SECRET}"]}), "theirs")

@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import hydra_literal, overrides_of_run
+from credit_dp.cli.saved_config import (
+    hydra_literal,
+    overrides_of_run,
+    read_checkpoint_config,
+)
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.training import checkpoint_files
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.cli.invocation import answer, refusal
 from tests.training.runs import make_store
@@ -51,6 +57,47 @@ def test_the_config_is_the_same_but_for_the_folder(tmp_path: Path) -> None:
     config = saved(tmp_path, *ODD)
     assert again(tmp_path) == replace(config, run=again(tmp_path).run)
     assert again(tmp_path).run.name is None
+
+
+@pytest.mark.parametrize("key", ["logger.project", "data.cache", "data.levels", "model.kind"])
+@pytest.mark.parametrize(
+    "value", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${oc.${run.name}:SECRET}"]
+)
+def test_a_saved_config_can_not_read_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: str
+) -> None:
+    saved(tmp_path, "experiment=fast")
+    content = OmegaConf.load(tmp_path / "config.yaml")
+    content.run.name = "env"
+    OmegaConf.update(content, key, [value] if key == "data.levels" else value, force_add=True)
+    OmegaConf.save(content, tmp_path / "config.yaml")
+    monkeypatch.setenv("SECRET", "a-password")
+    with pytest.MonkeyPatch.context() as patch:
+        line = refusal(patch, "--again", str(tmp_path), "--cfg", "job")
+    assert f"{key} needs a plain value, got {value!r}" in line
+    assert "a-password" not in line
+
+
+def test_the_config_of_a_checkpoint_can_not_read_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved(tmp_path, "experiment=fast", "run.name=first")
+    content = (tmp_path / "config.yaml").read_text().replace("first", "${oc.env:SECRET}")
+    metadata = {"config": content}
+    monkeypatch.setattr(checkpoint_files, "read_metadata", lambda key, path: metadata)
+    with pytest.raises(UserError, match=r"checkpoint: here: run\.name needs a plain value"):
+        read_checkpoint_config(Path("here"))
+
+
+def test_the_cache_of_the_schema_becomes_that_of_this_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved(tmp_path, "experiment=fast")
+    content = OmegaConf.load(tmp_path / "config.yaml")
+    content.data.cache = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
+    OmegaConf.save(content, tmp_path / "config.yaml")
+    monkeypatch.setenv("CREDIT_DP_CACHE", "/mine")
+    assert again(tmp_path).data.cache == "/mine"
 
 
 @pytest.mark.slow

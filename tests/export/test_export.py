@@ -366,7 +366,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
         ({"latitude": "3"}, "has metadata that can't be read"),
         ({"units": "[]"}, "has metadata that can't be read"),
         ({"keys": "[]"}, "has metadata that can't be read"),
-        ({"keys": '{"name": "${oc.env:HOME}"}'}, "has an interpolation"),
+        ({"keys": '{"name": "${oc.env:HOME}"}'}, "name needs a plain value"),
         ({"frames": "2"}, "which is"),
         ({"frames": "-1"}, "has metadata that can't be read"),
         ({"frames": "true"}, "has metadata that can't be read"),

@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -388,7 +388,7 @@ def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str
         elif override.is_hydra_override():
             continue  # Hydra's own schema answers for its keys
         else:
-            check_key(key)
+            check_key(key, composed=override.type == OverrideType.CHANGE)  # + adds any key
             if override.is_delete():
                 raise UserError(f"{key}: keys can't be removed. Give it a value, like {key}=null.")
 

@@ -4,6 +4,7 @@
 dataclasses of the config, which also supply the types in error messages.
 """
 
+import difflib
 import inspect
 import re
 import shlex
@@ -74,8 +75,12 @@ def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def check_key(key: str) -> None:
+def check_key(key: str, composed: bool = False) -> None:
     """Refuse a dotted key that the config does not have.
+
+    Args:
+        key: to check.
+        composed: whether Hydra looks it up, too: it knows which keys the chosen model has.
 
     Raises:
         UserError: with the nearest key, and the keys that are allowed at that level.
@@ -90,6 +95,8 @@ def check_key(key: str) -> None:
         if get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
         names = list(key_types(schema))
+        if name not in names and composed and schema in GROUPS_WITH_VARIANTS:
+            return
         if name not in names:
             raise UserError(unknown_key_message(key, ".".join(parents), names))
         parents.append(name)
@@ -131,8 +138,14 @@ def unknown_key_message(key: str, parent: str, names: list[str]) -> str:
     if key in known:  # a key of another choice, such as of another model
         return f"{key}: no such key of this {key.partition('.')[0]}. {allowed}"
     last_name = key.rpartition(".")[2]
+    prefix = f"{parent}." if parent else ""
+    # Not the keys of other choices of this group.
+    known = [k for k in known if k.rpartition(".")[0] != parent or k.removeprefix(prefix) in names]
+    close = difflib.get_close_matches(last_name, names, n=1, cutoff=0.8)
     same_name = [other for other in known if other.endswith(f".{last_name}")]
-    if len(same_name) == 1:  # the right name in the wrong group, or without one
+    if close:
+        suggestion = f" Did you mean {prefix}{close[0]}?"
+    elif len(same_name) == 1:  # the right name in the wrong group, or without one
         suggestion = f" Did you mean {same_name[0]}?"
     elif last_name in NAMES_ELSEWHERE:
         suggestion = f" Did you mean {NAMES_ELSEWHERE[last_name]}?"

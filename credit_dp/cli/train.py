@@ -4,14 +4,22 @@ import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import is_dataclass
+from typing import NamedTuple, get_args, get_origin
 
 from hydra.core.override_parser.types import Override
 
 from credit_dp.cli.arguments import OneLineParser, common_parser, parse_arguments, train_parser
 from credit_dp.cli.check import check_and_report, check_sweep
 from credit_dp.cli.compose import Composer, check_overrides, check_run_config, without_hydra
-from credit_dp.cli.overrides import annotated_yaml, parse_overrides
+from credit_dp.cli.overrides import (
+    TEXT_KEYS,
+    accepts_text,
+    annotated_yaml,
+    describe_key,
+    parse_overrides,
+    type_of_key,
+)
 from credit_dp.cli.run import run_once
 from credit_dp.cli.saved_config import overrides_of_run
 from credit_dp.cli.sweep import check_combinations, sweep
@@ -61,6 +69,8 @@ def train(arguments: Sequence[str], program: str) -> int:
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     check_launcher(overrides, multirun or bool(args.help or args.cfg))
     if args.help or args.cfg:
+        if not multirun:
+            check_single_values(overrides)
         print_help_or_config(composer, args, texts, program)
         return 0
     if multirun:
@@ -101,14 +111,29 @@ def compose_run(composer: Composer, overrides: Sequence[Override]) -> Config:
     Raises:
         UserError: a value is not allowed, or a key has several values.
     """
-    several = next((override for override in overrides if override.is_sweep_override()), None)
-    if several is not None:
-        key, _, value = str(several.input_line).partition("=")
-        raise UserError(
-            f"{key}: several values need --multirun. A list is {key}=[{value}], "
-            f"one text with a comma '{key}=\"{value}\"'."
-        )
+    check_single_values(overrides)
     return composer.compose_config([str(override.input_line) for override in overrides])
+
+
+def check_single_values(overrides: Sequence[Override]) -> None:
+    """Refuse several values of a key, which make a sweep.
+
+    Raises:
+        UserError: a key has some.
+    """
+    for override in overrides:
+        if override.is_sweep_override():
+            key, _, value = str(override.input_line).lstrip("+").partition("=")
+            key_type = type_of_key(key)
+            other = ""
+            is_list = any(get_origin(each) is list for each in (key_type, *get_args(key_type)))
+            if is_list or key in TEXT_KEYS:
+                other = f" A list is {key}=[{value}]."
+            elif accepts_text(key, value):
+                other = f" One text with a comma is '{key}=\"{value}\"'."
+            elif key_type is not None and not is_dataclass(key_type):
+                other = f" One run takes {describe_key(key)}."
+            raise UserError(f"{key}: several values need --multirun.{other}")
 
 
 class ConfigArguments(NamedTuple):

@@ -28,6 +28,12 @@ CASES = {
     "misspelt key": (["data.batchsize=2"], "data.batchsize: no such key.*data.batch_size?"),
     "right key, wrong group": (["model.batch_size=2"], "mean data.batch_size?"),
     "right key, no group": (["lr=1e-3"], "^lr: no such key. Did you mean optimizer.lr?"),
+    "near in its group": (["trainer.step=5"], "Did you mean trainer.steps?"),
+    "near in another group": (["trainer.lr=1e-3"], "Did you mean optimizer.lr?"),
+    "no key of this model": (
+        ["model=pangu", "model.depth=[2]"],
+        "^model.depth: no such key. Did you mean model.depths[?] Allowed in model: (?!.*groups)",
+    ),
     "a name of other packages": (["trainer.epochs=3"], "Did you mean trainer.steps?"),
     "what is allowed": (["logger.foo=1"], "Allowed in logger: trackers, wandb, project, mlflow."),
     "too deep": (["seed.a=1"], "seed takes a value"),
@@ -136,6 +142,15 @@ CASES = {
     "a path for a name": (["run.name=a/b"], "run.name: needs letters"),
     "interpolation": (["data.store=${nope}"], "data.store: Interpolation key 'nope' not found"),
     "several values": (["seed=1,2"], "seed: several values need --multirun"),
+    "several values of a list": (
+        ["data.levels=500,850"],
+        r"^data.levels: several values need --multirun. A list is data.levels=\[500,850\].$",
+    ),
+    "several values of a table": (
+        ["trainer.rollout=4,8", "--cfg", "job"],
+        "^trainer.rollout: several values need --multirun. One run takes a table from integers to "
+        "integers, like {0: 1, 400: 2, 600: 4}.$",
+    ),
     "no value": (["seed"], "seed: needs the form KEY=VALUE"),
     "no key": (["a b=1=2"], "can't be parsed"),
     "nothing for a key": (["=3"], "^=3: needs the form KEY=VALUE$"),

@@ -19,7 +19,9 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
@@ -58,6 +60,7 @@ def start_fork_server(run: str) -> None:
     preload = ["credit_dp.forkserver", "torch", module, "credit_dp.distributed.worker"]
     preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    use_locked_folder()
     # A job queue may signal all processes of a job at once. The two helper processes inherit the
     # blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes
     # while a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal
@@ -67,6 +70,19 @@ def start_fork_server(run: str) -> None:
         resource_tracker.ensure_running()  # it unblocks some in this process at the end
     with block_signals(blocked):  # so the signals are blocked again for the fork server
         forkserver.ensure_running()
+
+
+def use_locked_folder() -> None:
+    """Let multiprocessing keep its sockets in a folder that this process has locked.
+
+    The folder that it would create stays where this process is killed; a locked one is removed by
+    `remove_abandoned_folders`. A child process uses that of its parent.
+    """
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in settings:
+        stack = contextlib.ExitStack()
+        settings["tempdir"] = str(stack.enter_context(temporary_folder()))
+        Finalize(None, stack.close, exitpriority=-100)  # in this process only, not in forked ones
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ import pty
 import re
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed.local import report_failure
 from credit_dp.distributed.report import RankOutcome
 from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
+from credit_dp.files import SECONDS_TO_LOCK
 from tests.distributed.processes import (
     ROOT,
     begin,
@@ -24,6 +27,13 @@ from tests.distributed.processes import (
     until,
     voices,
 )
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for temporary files: the path of a socket in it has to be short."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 @pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
@@ -224,13 +234,15 @@ def test_nohup_holds_for_the_ranks(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_is_killed_at_the_start_is_one_line(tmp_path: Path) -> None:
-    process = begin("meet", tmp_path, TMPDIR=str(tmp_path))
+def test_a_fork_server_that_is_killed_at_the_start_is_one_line(
+    tmp_path: Path, short_folder: Path
+) -> None:
+    process = begin("meet", tmp_path, TMPDIR=str(short_folder))
     until(lambda: len(children(process.pid, "forkserver")) == 1)
     [fork_server] = children(process.pid, "forkserver")
     os.kill(fork_server, signal.SIGSTOP)  # as it imports torch
     # Its socket, and the connection of the program, which waits for a rank.
-    until(lambda: Path("/proc/net/unix").read_text().count(f" {tmp_path}") == 2)
+    until(lambda: Path("/proc/net/unix").read_text().count(f" {short_folder}") == 2)
     os.kill(fork_server, signal.SIGKILL)
     line = "the process that ranks are forked from ended (killed?); all ranks were stopped"
     assert finish(process) == (1, "", f"error: {line}\n")
@@ -266,3 +278,29 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process.kill()
     finish(process)
     until(lambda: all(gone(pid) for pid in pids))
+
+
+@pytest.mark.slow
+def test_the_next_run_removes_the_folders_of_a_killed_one_and_no_others(
+    tmp_path: Path, short_folder: Path
+) -> None:
+    runs = [tmp_path / name for name in ("killed", "used", "next")]
+    for run in runs:
+        run.mkdir()
+    process, pids = hanging(runs[0], TMPDIR=str(short_folder))
+    process.kill()
+    finish(process)
+    until(lambda: all(gone(pid) for pid in pids))
+    left = set(short_folder.iterdir())
+    assert left
+    process, _ = hanging(runs[1], TMPDIR=str(short_folder))
+    used = set(short_folder.iterdir()) - left
+    assert used
+    then = time.time() - 2 * SECONDS_TO_LOCK
+    for folder in left | used:
+        os.utime(folder, (then, then))
+    assert finish(begin("meet", runs[2], TMPDIR=str(short_folder)))[0] == 0
+    assert set(short_folder.iterdir()) == used
+    process.terminate()
+    assert finish(process)[0] == 143
+    assert list(short_folder.iterdir()) == []

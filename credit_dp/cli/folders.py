@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder
 
 LOCK_FILE = ".run.lock"
+HYDRA_FOLDER = ".hydra"
 SWEEP_FILE = "multirun.yaml"  # Hydra and our launchers write it into the folder of a sweep
 
 
@@ -116,6 +118,25 @@ def check_unlocked(folder: Path, key: str = "run.name") -> None:
     if (folder / LOCK_FILE).exists():
         with lock_folder(folder, key):
             pass
+
+
+def remove_unused_folders(folder: Path, existing: Path) -> None:
+    """Remove the folders that were created for a run, if the run has written nothing there.
+
+    A run that was refused has only what Hydra writes before it begins, and the lock, which has to
+    be held.
+
+    Args:
+        folder: of the run.
+        existing: the innermost folder that existed before; it stays.
+    """
+    if existing not in folder.parents:
+        return
+    with contextlib.suppress(OSError):  # another run has begun beside it
+        if {path.name for path in folder.iterdir()} <= {HYDRA_FOLDER, LOCK_FILE}:
+            shutil.rmtree(folder)
+            while (folder := folder.parent) != existing:
+                folder.rmdir()
 
 
 @contextlib.contextmanager

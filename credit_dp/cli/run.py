@@ -23,6 +23,7 @@ from credit_dp.cli.folders import (
     explain_folder_errors,
     folder_key,
     lock_folder,
+    remove_unused_folders,
     run_folder,
 )
 from credit_dp.cli.output import print_line
@@ -50,9 +51,9 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
         config: checked by `check_run_config`, too.
     """
     launcher = find_launcher(os.environ)
+    folder = Path(run_folder(config.run.name, config.run.dir)).absolute()
     if config.run.name or config.run.dir:
         # All ranks check this, so that none waits for one that has been refused.
-        folder = Path(run_folder(config.run.name, config.run.dir))
         check_run_folder(folder, config, folder_key(config.run))
         if launcher is None:
             check_unlocked(folder, folder_key(config.run))
@@ -60,10 +61,12 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
     if launcher is not None and launcher.ranks.rank > 0:
         # Hydra would make another folder here. `launch` gets the path of the first rank's instead.
         return launch(config)
+    # Without a name Hydra's folder is another new one beside it.
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     with explain_folder_errors(config.run, "outputs"):
         result = composer.hydra.run(
             composer.config_name,
-            lambda _: report_errors(lambda: run_in_folder(config)),
+            lambda _: report_errors(lambda: run_in_folder(config, existing)),
             list(overrides),
         )
     return int(result.return_value)
@@ -87,14 +90,25 @@ def report_errors(run: Callable[[], int]) -> int:
         return 1
 
 
-def run_in_folder(config: Config) -> int:
-    """Run a checked config in the folder that Hydra made for it; return the exit code."""
+def run_in_folder(config: Config, existing: Path) -> int:
+    """Run a checked config in the folder that Hydra made for it; return the exit code.
+
+    Args:
+        config: of the run.
+        existing: the folder in which Hydra has made all folders down to that of the run.
+    """
     key = folder_key(config.run)
     config = with_run_folder(config)
     folder = Path(config.run.dir)
     check_run_folder(folder, config, key)
     with lock_folder(folder, key), name_last_checkpoint(config.run):
-        return launch(config)
+        code = 1
+        try:
+            code = launch(config)
+        finally:
+            if code:
+                remove_unused_folders(folder, existing)
+        return code
 
 
 @contextlib.contextmanager

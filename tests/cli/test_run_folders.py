@@ -81,6 +81,38 @@ def test_a_run_in_the_folder_of_a_sweep_is_refused(
     assert len(configs) == 4
 
 
+@pytest.mark.parametrize("key", ["seed=1", "run.name=first", "run.dir=a/b/c"])
+def test_a_refused_run_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
+) -> None:
+    def refuse(config: Config) -> int:
+        assert Path(config.run.dir).is_dir()
+        raise UserError("data.store: there is none")
+
+    (tmp_path / "a").mkdir()  # by the user
+    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "launch", refuse)
+        assert refusal(monkeypatch, key) == "data.store: there is none"
+        assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+        (tmp_path / "a/b/c").mkdir(parents=True)
+        assert refusal(monkeypatch, "run.dir=a/b/c") == "data.store: there is none"
+    assert (tmp_path / "a/b/c").is_dir()
+
+
+def test_a_run_that_fails_later_keeps_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(config: Config) -> int:
+        Path(config.run.dir, "metrics.csv").touch()
+        return 1
+
+    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "launch", fail)
+        assert answer(monkeypatch, "run.name=first")[0] == 1
+    names = {path.name for path in (tmp_path / "outputs/first").iterdir()}
+    assert names >= {".hydra", "metrics.csv"}
+
+
 @pytest.mark.parametrize(
     ("key", "keys"), [("run.name=first", ""), ("run.dir=first", "run.dir={folder} ")]
 )

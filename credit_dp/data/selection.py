@@ -408,7 +408,10 @@ def _sum_windows_of(
         return SumWindows(indices[:, None], source.has_times(name)[indices])
     windows = sum_windows(bounds, source.times[indices], step)
     stated_by = source.variables[name].sums_stated_by
-    if windows.complete.any() or not stated_by:
+    # Sums since the start of a forecast grow longer than a step.
+    longer = bounds[bounds[:, 1] - bounds[:, 0] > step, 1]
+    is_longer = np.isin(source.times[indices], longer).any()
+    if not stated_by or (windows.complete.any() and not is_longer):
         return windows
     if config.variable_config(name).accumulated:
         unstated = source.sum_bounds(name, stated=False)

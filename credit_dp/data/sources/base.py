@@ -37,9 +37,9 @@ class VariableInfo:
         model_levels: whether `levels` are numbers of model levels, not pressures; None if the store
             does not say so, and they are used as pressures.
         stored_name: its name in the store, if that is another one.
-        sums_stated_by: what says which hours its values are sums over, such as "cell_methods"; for
-            `TIME_BOUNDS` they are the source's `time_bounds`; empty if nothing says it.
-        sum_hours: how many hours before each time, if something else than bounds says it.
+        sums_stated_by: what says which hours its values are sums over, such as "cell_methods";
+            empty if nothing says it.
+        sum_hours: how many hours before each time; 0 if the source's `time_bounds` say it.
     """
 
     has_time: bool
@@ -190,7 +190,7 @@ class Source(ABC):
             stated: whether to follow what the store says.
         """
         info = self.variables[variable]
-        if stated and info.sums_stated_by == TIME_BOUNDS and self.time_bounds is not None:
+        if stated and info.sums_stated_by and not info.sum_hours and self.time_bounds is not None:
             return self.time_bounds
         period = time_spacing(self.times)
         if stated and info.sum_hours:

@@ -225,7 +225,8 @@ class JoinedSource(Source):
         """
         all_sources = [*sources, *timeless]
         first = all_sources[0]
-        self.where = " with ".join(source.where for source in all_sources)
+        # The variables of a GRIB file are sources of one address.
+        self.where = " with ".join(dict.fromkeys(source.where for source in all_sources))
         self.latitude = first.latitude
         self.longitude = first.longitude
         for other in all_sources[1:]:
@@ -366,10 +367,13 @@ class JoinedSource(Source):
         # Backwards, so that the entry of the first store is the one that stays.
         for variables in reversed(self._variables_by_source):
             listed |= variables
-        owned = {
+        known: dict[str, VariableInfo] = {}
+        for variables in reversed(self._variables_by_source):
+            known |= {name: variables[name] for name in all_names(variables)}
+        known |= {
             name: self._variables_by_source[owner][name] for name, owner in self._owners.items()
         }
-        return AliasedVariables({name: owned.get(name, listed[name]) for name in listed}, owned)
+        return AliasedVariables({name: known[name] for name in listed}, known)
 
 
 def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:

@@ -15,7 +15,6 @@ import numpy as np
 import zarr
 
 from credit_dp.config import DataConfig
-from credit_dp.data.cache import cache_folder
 from credit_dp.data.sources.address import (
     check_address,
     expand_pattern,
@@ -150,7 +149,7 @@ def _open_address(where: str, config: DataConfig) -> Sequence[Source]:
     """Open the store at an address; a GRIB file becomes a source for each variable."""
     check_address(where)
     if not is_remote(where) and local_path(where).is_file() and is_grib(local_path(where)):
-        return GriddedSource.open_grib(where, cache_folder(config.cache), config.static)
+        return GriddedSource.open_grib(where, config.static)
     return [open_single_source(where, config.static)]
 
 

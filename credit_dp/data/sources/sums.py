@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
-from credit_dp.data.sources.base import TIME_BOUNDS, Times
+from credit_dp.data.sources.base import Times
 
 TIME_METHOD = re.compile(r"\b(?:valid_)?time: (\w+)(?: \(([^)]*)\))?")
 INTERVAL = re.compile(r"\binterval: ([\d.]+) ?(min|h|d)", re.IGNORECASE)
+GRIB_STEPS = "GRIB steps"  # also the coordinate with the bounds that they are in a GRIB file
 HOURS = {"min": 1 / 60, "h": 1.0, "d": 24.0}  # by the first letters of a unit
 STEP_RANGE = re.compile(r"(\d+)-(\d+)")
-GRIB_HOURS = {0: 1 / 60, 1: 1.0, 2: 24.0, 10: 3.0, 11: 6.0, 12: 12.0}  # by code table 4.4
+GRIB_HOURS = {0: 1 / 60, 1: 1.0, 2: 24.0, 10: 3.0, 11: 6.0, 12: 12.0, 13: 1 / 3600}  # table 4.4
 
 
 class StatedSums(NamedTuple):
@@ -47,18 +48,18 @@ def read_time_bounds(dataset: xr.Dataset) -> Times | None:
     return None
 
 
-def stated_sums(array: xr.DataArray, has_bounds: bool) -> StatedSums:
+def stated_sums(array: xr.DataArray, bounds_by: str) -> StatedSums:
     """Return what a variable, or the bounds of its times, say about the hours that its sums cover.
 
     Args:
         array: the variable.
-        has_bounds: whether the store has bounds of the times.
+        bounds_by: what gives the store's bounds of the times; empty if it has none.
     """
     method = TIME_METHOD.search(str(array.attrs.get("cell_methods", "")))
     # CF: without a method, bounds are those of sums if the field is one.
     if method is None or method[1] == "sum":
-        if has_bounds:
-            return StatedSums(TIME_BOUNDS)
+        if bounds_by:
+            return StatedSums(bounds_by)
         interval = INTERVAL.search(method[2] or "") if method is not None else None
         if interval is not None:
             return StatedSums("cell_methods", float(interval[1]) * HOURS[interval[2].lower()])
@@ -79,4 +80,4 @@ def _grib_sums(array: xr.DataArray) -> StatedSums:
     else:
         unit = number("indicatorOfUnitForTimeRange")
         hours = number("lengthOfTimeRange") * GRIB_HOURS.get(unit, 1.0)
-    return StatedSums("GRIB steps", hours) if hours > 0 else StatedSums()
+    return StatedSums(GRIB_STEPS, hours) if hours > 0 else StatedSums()

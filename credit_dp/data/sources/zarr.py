@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from xarray.backends import CachingFileManager, NetCDF4DataStore
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
-from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import (
     is_remote,
@@ -29,6 +28,7 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.base import (
+    TIME_BOUNDS,
     Fields,
     Indexer,
     ReadCounter,
@@ -48,7 +48,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
-from credit_dp.data.sources.grib import LIBRARY_LOCK, load_eccodes
+from credit_dp.data.sources.grib_store import open_grib
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.storage import (
     CompleteStore,
@@ -60,9 +60,8 @@ from credit_dp.data.sources.storage import (
     open_zarr_store,
     resolved_address,
     unreadable_error,
-    version_stamp,
 )
-from credit_dp.data.sources.sums import read_time_bounds, stated_sums
+from credit_dp.data.sources.sums import GRIB_STEPS, read_time_bounds, stated_sums
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
@@ -193,85 +192,6 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     return dataset, RequestedBytesCounter()
 
 
-def open_grib(path: Path, index_folder: Path) -> list[xr.Dataset]:
-    """Open a GRIB file with cfgrib: a dataset for each variable and kind of level.
-
-    Fields are ordered by their valid time, whether they are analyses or forecasts.
-
-    Args:
-        path: the file.
-        index_folder: where the index of the file's messages is kept. cfgrib would keep it next to
-            the file, and trust one that somebody else has put there.
-
-    Raises:
-        UserError: it can't be read, or has two fields of one variable at the same time.
-    """
-    load_eccodes("data.store")
-    try:
-        import cfgrib
-    except ImportError as error:
-        raise UserError(
-            f"{path}: reading GRIB as data.store needs cfgrib ({error}). "
-            "Run `pip install 'credit_dp[grib]'`."
-        ) from error
-    # Its warnings and tracebacks are about an index that cannot be used, and is made anew.
-    logging.getLogger("cfgrib").setLevel(logging.CRITICAL)
-    name = fingerprint(str(path.resolve()), version_stamp(path))
-    options: dict[str, Any] = {
-        "indexpath": f"{index_folder}/grib-{name}-{{short_hash}}.idx",
-        "time_dims": ("valid_time",),
-        "errors": "raise",
-        "lock": LIBRARY_LOCK,
-    }
-    try:
-        datasets: list[xr.Dataset] = cfgrib.xarray_store.open_variable_datasets(
-            str(path), options, cache=False, decode_timedelta=False
-        )
-        keys = cfgrib.compute_index_keys(options["time_dims"])
-        stream = cfgrib.FileStream(str(path), errors=options["errors"])
-        index = cfgrib.dataset.open_fileindex(stream, options["indexpath"], keys)
-        repeated = _repeated_field(index)
-    except Exception as error:
-        raise UserError(
-            f"{path}: not a GRIB file that can be read ({reason_of(error)}). Set data.store to one."
-        ) from error
-    if not datasets:
-        raise UserError(f"{path}: has no GRIB message. Change data.store.")
-    if repeated is not None:  # cfgrib would read one of them
-        arrays = [array for dataset in datasets for array in dataset.data_vars.values()]
-        names = {x.attrs["GRIB_paramId"]: x.name for x in arrays}
-        field = names.get(repeated["paramId"])
-        time = np.datetime64(int(repeated["valid_time"]), "s").astype("M8[m]")
-        raise UserError(
-            f"{path}: has {field} at {time} more than once, as forecasts that overlap do. Select "
-            "one field for each time, for example with `grib_copy -w`, or change data.store."
-        )
-    for dataset in datasets:
-        for variable, array in dataset.data_vars.items():
-            # A message, one field of the globe, is decoded at once.
-            sizes = [
-                size if dim in ("latitude", "longitude") else 1 for dim, size in array.sizes.items()
-            ]
-            dataset[variable].encoding["chunksizes"] = tuple(sizes)
-    return datasets
-
-
-# Of GRIB's keys, those that tell forecasts for one valid time apart.
-FORECAST_KEYS = ("dataDate", "dataTime", "endStep")
-
-
-def _repeated_field(index: Any) -> Mapping[str, Any] | None:
-    """Return the keys of a field that cfgrib's index has twice at one valid time; None if none."""
-    columns = [x for x, key in enumerate(index.index_keys) if key not in FORECAST_KEYS]
-    seen = set()
-    for values, messages in index.iter_index():
-        field = tuple(values[column] for column in columns)
-        if field in seen or len(messages) > 1:
-            return dict(zip(index.index_keys, values, strict=True))
-        seen.add(field)
-    return None
-
-
 def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
     """Open a netCDF file with xarray, with one handle for all who read it in this process.
 
@@ -306,6 +226,11 @@ def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
 
 ORDER = ("time", "level", "latitude", "longitude")
 EXPVER = "expver"  # the dim of ERA5 and ERA5T, of which each time has values of one
+STEP_ADVICE = (
+    "its fields at the hours of forecasts (step) need a single dim of time. Select one, as in "
+    "dataset.isel(step=0), convert the GRIB file with cfgrib's time_dims=['valid_time'], or set "
+    "data.store to the GRIB file"
+)
 NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
@@ -380,6 +305,7 @@ class GriddedSource(Source):
         only_level = scalar_level(dataset)
         self.hybrid = hybrid_coefficients(dataset)
         self.time_bounds = read_time_bounds(dataset)
+        sums_by = GRIB_STEPS if GRIB_STEPS in dataset.coords else TIME_BOUNDS
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)
@@ -389,8 +315,8 @@ class GriddedSource(Source):
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        has_bounds = self.time_bounds is not None
-        stored_variables = _variables(dataset, self.where, model_levels, has_bounds)
+        bounds_by = "" if self.time_bounds is None else sums_by
+        stored_variables = _variables(dataset, self.where, model_levels, bounds_by)
         self._names = StoredNames.of(stored_variables, static, only_level)
         self.variables: Mapping[str, VariableInfo] = self._names.variables
         if EXPVER in dataset.dims:
@@ -425,15 +351,13 @@ class GriddedSource(Source):
         return cls(dataset, counter, where, static)
 
     @classmethod
-    def open_grib(
-        cls, where: str, index_folder: Path, static: Collection[str] = ()
-    ) -> "list[GriddedSource]":
+    def open_grib(cls, where: str, static: Collection[str] = ()) -> "list[GriddedSource]":
         """Open the GRIB file at a path: a source for each variable and kind of level.
 
         Raises:
             UserError: see `open_grib`, or its grid does not fit.
         """
-        datasets = open_grib(local_path(where), index_folder)
+        datasets = open_grib(local_path(where))
         return [cls(dataset, RequestedBytesCounter(), where, static) for dataset in datasets]
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
@@ -597,14 +521,14 @@ def _combine_versions(values: NDArray[Any], axis: int) -> NDArray[Any]:
 
 
 def _variables(
-    dataset: xr.Dataset, where: str, model_levels: bool | None, has_bounds: bool
+    dataset: xr.Dataset, where: str, model_levels: bool | None, bounds_by: str
 ) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = whole_number_levels(dataset, where, "data.store")
     variables = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
-        sums = stated_sums(array, has_bounds)
+        sums = stated_sums(array, bounds_by)
         variables[str(name)] = VariableInfo(
             has_time="time" in dims,
             levels=levels if "level" in dims else (),
@@ -620,6 +544,8 @@ def _variables(
 
 def _problem(array: xr.DataArray, dims: list[str]) -> str:
     if not {"latitude", "longitude"} <= set(dims) <= {*ORDER, EXPVER}:
+        if "step" in dims:
+            return f"has the dims {', '.join(dims)}: {STEP_ADVICE}"
         return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"
     if array.dtype.kind not in "fiub":
         return f"holds values of the type {array.dtype}, not numbers"

@@ -1,13 +1,26 @@
-"""GRIB files as `data.store`."""
+"""GRIB files as `data.store`.
+
+The right sums are those of hourly fields, added up here in float64.
+"""
+
+import logging
+import pickle
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.opening import open_source
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.forecast.test_initial_file import write_grib
+from tests.forecast.test_initial_file import ECMWF, write_grib
+
+HOUR = np.timedelta64(1, "h")
+RAIN = "total_precipitation"
+RAIN_TABLE = {RAIN: ("tp", "surface", 0, 1.0)}
+SURFACE_TABLE = {"2m_temperature": ECMWF["2m_temperature"]}
 
 
 def config(where, cache):
@@ -38,7 +51,7 @@ def test_two_forecasts_for_one_time_are_refused(tmp_path):
     path = tmp_path / "twice.grib"
     write_grib(path, data.isel(time=0), stepUnits=1, forecastTime=6)
     write_grib(path, data.isel(time=1))
-    with pytest.raises(UserError, match="at 2000-01-01T06:00 more than once"):
+    with pytest.raises(UserError, match=r"at 2000-01-01T06:00 more than once \(steps of 6 and 0 h"):
         open_source(config(path, tmp_path / "cache"))
 
 
@@ -47,3 +60,137 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(UserError, match="not a GRIB file that can be read"):
         open_source(config(path, tmp_path / "cache"))
+
+
+def rain(hours: int = 72) -> xr.DataArray:
+    """Sums over the hour before each time."""
+    data = stores.dataset(rows=4, columns=6, steps=1).drop_dims(["time", "level"])
+    values = np.random.default_rng(0).gamma(1, 1e-3, size=(hours, 4, 6))
+    times = np.datetime64("2000-01-01", "ns") + HOUR * np.arange(1, hours + 1)
+    return xr.DataArray(
+        values,
+        {"time": times, "latitude": data["latitude"], "longitude": data["longitude"]},
+        ("time", "latitude", "longitude"),
+    )
+
+
+def write_rain(path, hourly, ranges, edition, forecasts):
+    """Write sums between steps of forecasts that start every so many hours, and a temperature."""
+    start = hourly["time"].values[0] - HOUR
+    for first in range(0, len(hourly), forecasts):
+        for begin, end in ranges:
+            values = hourly[first + begin : first + end].sum("time")
+            state = xr.Dataset({RAIN: values}, {"time": start + HOUR * first})
+            keys = {"stepType": "accum"} if edition == 1 else {}
+            keys |= {"stepRange": f"{begin}-{end}"}
+            write_grib(path, state, RAIN_TABLE, edition, **keys)
+            if begin == end:
+                continue
+            state = xr.Dataset({"2m_temperature": 280 + 0 * values})
+            state = state.assign_coords(time=start + HOUR * (first + end))
+            write_grib(path, state, SURFACE_TABLE, edition)
+    return path
+
+
+def rain_config(path, tmp_path, **changes):
+    return stores.config(
+        path,
+        prognostic=["2m_temperature"],
+        diagnostic=[RAIN],
+        cache=str(tmp_path / "cache"),
+        static=[],
+        forcing=[],
+        train=["2000-01-01", "2000-01-01"],
+        valid=["2000-01-02", "2000-01-02"],
+        test=["2000-01-03", "2000-01-03"],
+        **changes,
+    )
+
+
+# Begin and end of the steps, and the hours between starts of forecasts.
+SUMS = {
+    "hourly": ([(hour, hour + 1) for hour in range(12)], 12),
+    "of 6 hours": ([(0, 6), (6, 12)], 12),
+    "of 3 hours": ([(0, 3), (3, 6), (6, 9), (9, 12)], 12),
+    "since a start every 6 hours": ([(0, 3), (0, 6)], 6),
+    "with an empty one": ([(0, 0), (0, 3), (3, 6)], 6),
+}
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize("kind", SUMS)
+def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    hourly = rain()
+    path = write_rain(tmp_path / "rain.grib", hourly, SUMS[kind][0], edition, SUMS[kind][1])
+    store = Store.open(rain_config(path, tmp_path))
+    assert len(store.times) >= 11
+    ends = ((store.times - hourly["time"].values[0]) / HOUR).astype(int) + 1
+    wanted = np.stack([hourly.values[end - 6 : end].sum(axis=0) for end in ends])
+    found = store.read_channels(store.channels.diagnostic, store.times, slice(0, 4))[:, 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert "assumes" not in caplog.text
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+def test_sums_since_the_start_of_long_forecasts_are_refused(edition, tmp_path):
+    path = write_rain(tmp_path / "a.grib", rain(), [(0, x) for x in (6, 12, 18, 24)], edition, 24)
+    with pytest.raises(UserError) as caught:
+        Store.open(rain_config(path, tmp_path))
+    message = str(caught.value)
+    assert f"{RAIN} has sums over 6 to 24 hours by its GRIB steps" in message
+    assert "do not fill the 6h of data.step" in message
+    assert "\n" not in message
+    assert message.count(str(path)) == 1
+
+
+def test_hourly_sums_kept_every_6_hours_are_refused(tmp_path):
+    path = write_rain(tmp_path / "a.grib", rain(), [(5, 6), (11, 12)], 2, 12)
+    with pytest.raises(UserError, match="has sums over 1 hour by its GRIB steps, and its times"):
+        Store.open(rain_config(path, tmp_path))
+
+
+def test_a_file_for_each_time_is_read(tmp_path):
+    data = stores.dataset(steps=3)
+    for index, time in enumerate(data["time"].values):
+        write_grib(tmp_path / f"part{index}.grib", data.sel(time=time))
+    source = open_source(config(tmp_path / "part*.grib", tmp_path / "cache"))
+    np.testing.assert_array_equal(source.times, data["time"].values)
+    surface = source.read([Channel("2m_temperature")], slice(0, 3), slice(None))[:, 0]
+    np.testing.assert_allclose(surface, data["2m_temperature"].values, rtol=1e-6)
+
+
+def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("a pickle is used")
+
+    path = write_grib(tmp_path / "a.grib", stores.dataset().isel(time=0))
+    for name in ("load", "loads", "dump", "dumps"):
+        monkeypatch.setattr(pickle, name, refuse)
+    source = open_source(config(path, tmp_path / "cache"))
+    source.read([Channel("2m_temperature")], slice(0, 1), slice(None))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_address_of_a_file_is_shown_once(tmp_path):
+    path = write_grib(tmp_path / "a.grib", stores.dataset().isel(time=0))
+    assert open_source(config(path, tmp_path / "cache")).where == str(path)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_netcdf_file_of_forecasts_is_refused_with_its_step(joined, tmp_path):
+    data = stores.dataset(steps=6)
+    upper, surface = tmp_path / "upper.nc", tmp_path / "surface.nc"
+    data[["temperature"]].to_netcdf(upper)
+    steps = data["2m_temperature"].rename("t2m").expand_dims(step=[0, 6]).to_dataset()
+    steps["step"] = ("step", np.array([0, 6], "m8[h]").astype("m8[ns]"))
+    steps.assign_coords(valid_time=steps["time"] + steps["step"]).to_netcdf(surface)
+    settings = config(f"[{upper},{surface}]" if joined else surface, tmp_path / "cache")
+    settings.store = [str(upper), str(surface)] if joined else str(surface)
+    settings.prognostic = ["2m_temperature"]
+    with pytest.raises(UserError, match=r"2m_temperature has the dims step, time") as caught:
+        Store.open(settings)
+    message = str(caught.value)
+    assert "dataset.isel(step=0)" in message
+    assert "time_dims=['valid_time']" in message
+    assert "\n" not in message

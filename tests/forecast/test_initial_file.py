@@ -16,6 +16,7 @@ from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
 from credit_dp.forecast.request import ForecastRequest
+from tests.forecast.grib_files import ECMWF, NCEP, write_grib
 from tests.forecast.runs import INIT, forecast, forecast_config
 
 eccodes = load_eccodes("init_file")
@@ -25,15 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 TIME = np.datetime64("2000-01-04", "ns")
 EVERY_ROW = slice(None)
-# Name of the store -> short name, type of level, level (None: those of the store), and factor.
-ECMWF = {
-    "geopotential": ("z", "isobaricInhPa", None, 1.0),
-    "temperature": ("t", "isobaricInhPa", None, 1.0),
-    "2m_temperature": ("2t", "heightAboveGround", 2, 1.0),
-}
-# NCEP's files have heights, and pressures in their edition of GRIB 1 and 2.
-NCEP = ECMWF | {"geopotential": ("gh", "isobaricInhPa", None, 1 / GRAVITY)}
-SAMPLES = {1: "regular_ll_pl_grib1", 2: "regular_ll_pl_grib2"}
 
 
 @pytest.fixture(scope="module")
@@ -46,41 +38,6 @@ def data(config):
 @pytest.fixture(scope="module")
 def store(config):
     return Store.open(config.data)
-
-
-def write_grib(path, state, table=ECMWF, edition=2, **keys):
-    """Append the fields of a dataset of one time to a GRIB file; `keys` are set last."""
-    time = state["time"].values.astype("M8[h]").item()
-    latitude, longitude = state["latitude"].values, state["longitude"].values
-    grid = {
-        **{"Ni": len(longitude), "Nj": len(latitude)},
-        "latitudeOfFirstGridPointInDegrees": latitude[0],
-        "latitudeOfLastGridPointInDegrees": latitude[-1],
-        "longitudeOfFirstGridPointInDegrees": longitude[0],
-        "longitudeOfLastGridPointInDegrees": longitude[-1],
-        "iDirectionIncrementInDegrees": 360 / len(longitude),
-        "jDirectionIncrementInDegrees": abs(latitude[1] - latitude[0]),
-        "jScansPositively": int(latitude[0] < latitude[-1]),
-    }
-    with path.open("ab") as file:
-        for name, (short, level_type, level, factor) in table.items():
-            levels = state["level"].values.tolist() if level is None else [level]
-            for one in levels:
-                field = state[name].sel(level=one) if level is None else state[name]
-                handle = eccodes.codes_grib_new_from_samples(SAMPLES[edition])
-                settings = {
-                    **grid,
-                    **{"dataDate": int(f"{time:%Y%m%d}"), "dataTime": time.hour * 100},
-                    **{"typeOfLevel": level_type, "level": one, "shortName": short},
-                    **{"bitsPerValue": 24, **keys},
-                }
-                for key, value in settings.items():
-                    eccodes.codes_set(handle, key, value)
-                values = field.values.astype(float) * factor
-                eccodes.codes_set_values(handle, np.nan_to_num(values, nan=1e20).ravel())
-                file.write(eccodes.codes_get_message(handle))
-                eccodes.codes_release(handle)
-    return path
 
 
 def states(path, store, times=(TIME,), rows=EVERY_ROW, regrid="conservative"):

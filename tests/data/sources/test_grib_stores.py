@@ -15,7 +15,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.forecast.test_initial_file import ECMWF, write_grib
+from tests.forecast.grib_files import ECMWF, write_grib
 
 HOUR = np.timedelta64(1, "h")
 RAIN = "total_precipitation"

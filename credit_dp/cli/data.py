@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import shlex
 import signal
@@ -36,7 +37,7 @@ from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
-    from credit_dp.data.inspection import StoreReport
+    from credit_dp.data.inspection import ChunkReport, StoreReport
     from credit_dp.data.rechunk.run import RechunkEstimate, RechunkJob, RechunkRequest
     from credit_dp.data.statistics import StatisticsRun
     from credit_dp.data.store import Store
@@ -223,12 +224,13 @@ def _dates(report: "StoreReport") -> list[str]:
     dates = report.dates
     if dates.count == 1:
         return [f"dates   1, {dates.first}"]
-    every = counted(dates.spacing_months, "month") if dates.spacing_months else ""
+    months = dates.spacing_months
+    every = counted(months, "month") if months else counted(dates.spacing_hours or 0, "hour")
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
-        f"{every or counted(dates.spacing_hours, 'hour')}, {_gaps(len(dates.gaps), dates.missing)}"
+        f"{every}, {_gaps(len(dates.gaps), dates.missing)}"
     ]
-    if every:
+    if months:
         lines.append("        a model needs steps of equal length, in hours or days: data.step")
     lines += [
         f"        {gap.missing} missing between {gap.after} and {gap.before}"
@@ -254,7 +256,7 @@ def _variables(report: "StoreReport") -> list[str]:
                 variable.units or "-",
                 _levels(variable.levels),
                 "yes" if variable.timed else "no",
-                "x".join(map(str, chunks.shape)) if chunks is not None else "-",
+                _chunk_shape(chunks),
                 str(chunks.times_together) if chunks is not None else "-",
                 variable.problem or variable.standard_name or "-",
             )
@@ -270,6 +272,13 @@ def _variables(report: "StoreReport") -> list[str]:
         "standard name",
     )
     return format_table(headings, rows, left=len(headings))
+
+
+def _chunk_shape(chunks: "ChunkReport | None") -> str:
+    """Return the shape of chunks; "none" of contiguous netCDF, whose values can be read alone."""
+    if chunks is None:
+        return "-"
+    return "x".join(map(str, chunks.shape)) if math.prod(chunks.shape) > 1 else "none"
 
 
 def _names(report: "StoreReport") -> list[str]:

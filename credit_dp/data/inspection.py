@@ -39,7 +39,7 @@ class TimeAxisReport:
     Attributes:
         first, last: in ISO format.
         count: number of times.
-        spacing_hours: the most common distance.
+        spacing_hours: the most common distance; None of one time.
         spacing_months: the most common distance in months, if they are months apart; else 0.
         gaps: larger distances.
         missing: number of missing times in all gaps.
@@ -48,7 +48,7 @@ class TimeAxisReport:
     first: str
     last: str
     count: int
-    spacing_hours: float
+    spacing_hours: float | None
     gaps: tuple[TimeGap, ...]
     missing: int
     spacing_months: int = 0
@@ -186,7 +186,7 @@ def report_time_axis(times: Times) -> TimeAxisReport:
         first=format_minute(times[0]),
         last=format_minute(times[-1]),
         count=len(times),
-        spacing_hours=float(time_spacing(times) / np.timedelta64(1, "h")),
+        spacing_hours=float(time_spacing(times) / np.timedelta64(1, "h")) if len(steps) else None,
         gaps=gaps,
         missing=sum(gap.missing for gap in gaps),
         spacing_months=0 if months is None else int(spacing / np.timedelta64(1, "M")),

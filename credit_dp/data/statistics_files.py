@@ -8,6 +8,7 @@ then computed from the training dates.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +28,7 @@ from credit_dp.data.sources.address import (
     redact_secrets,
 )
 from credit_dp.data.sources.storage import open_current_group, open_zarr_store
-from credit_dp.data.sources.zarr import open_shared_netcdf
+from credit_dp.data.sources.zarr import dates_error, open_shared_netcdf
 from credit_dp.data.statistics import (
     IDENTITY_STATISTICS,
     Statistics,
@@ -374,20 +375,22 @@ def _open_dataset(where: str) -> xr.Dataset:
         UserError: there is no readable dataset.
     """
     check_address(where)
+    open_dataset = partial(open_shared_netcdf, local_path(where))
     try:
         if not is_remote(where) and local_path(where).is_file():
-            dataset = open_shared_netcdf(local_path(where))
+            dataset = open_dataset()
         else:
             zarr_store = open_zarr_store(where)
             metadata = open_current_group(zarr_store, where).metadata
             consolidated = metadata.consolidated_metadata is not None
-            dataset = xr.open_zarr(zarr_store, chunks=None, consolidated=consolidated)
+            open_dataset = partial(xr.open_zarr, zarr_store, chunks=None, consolidated=consolidated)
+            dataset = open_dataset()
         # Loaded whole: statistics are small, and the file need not stay open.
         with dataset:
             loaded: xr.Dataset = dataset.load()
         return loaded
     except Exception as error:
-        raise UserError(
+        raise dates_error(where, open_dataset) or UserError(
             f"{redact_secrets(where)}: no statistics that can be read ({reason_of(error)}). "
             "Change data.statistics."
         ) from error

@@ -350,7 +350,7 @@ def _validated_levels(
                 f"{source.where}: {name} is on levels in the {with_levels}, but not in the "
                 f"{without}. Leave it out of variables, or change truth."
             )
-        # A truth that does not say which levels it has is trusted to have those of the forecast.
+        # A truth whose levels can be either, such as 10 to 130, is trusted to have the forecast's.
         if predicted.levels and truth.model_levels not in (None, bool(forecast.model_levels)):
             kinds = ("pressure", "model") if truth.model_levels else ("model", "pressure")
             raise UserError(

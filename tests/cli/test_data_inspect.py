@@ -156,7 +156,7 @@ def test_a_comma_needs_brackets_or_quotes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_time_has_no_gaps() -> None:
     report = report_time_axis(stores.times(1).astype("M8[ns]"))
-    assert (report.count, report.gaps, report.spacing_hours) == (1, (), 0)
+    assert (report.count, report.gaps, report.spacing_hours) == (1, (), None)
 
 
 def test_months_are_counted_as_months(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,6 +172,24 @@ def test_other_calendars(tmp_path, calendar, suffix):
     assert f"not in the standard calendar, but in {calendar}" in refusal(path)
 
 
+@pytest.mark.parametrize("units", ["months since 2000-01-01", "hour since 0000-01-01"])
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_units_of_time_that_are_no_dates(tmp_path, units, suffix):
+    data = stores.dataset(rows=9, columns=8, steps=3)
+    attrs = {"units": units, "calendar": "standard"}
+    data = data.assign_coords(time=("time", np.arange(3), attrs))
+    path = tmp_path / f"in{suffix}"
+    if suffix == ".nc":
+        data.to_netcdf(path)
+    else:
+        stores.write(data, path)
+    line = refusal(path)
+    assert f"{path.name}: time has the units '{units}', which xarray can't decode to dates" in line
+    assert "decode_times" not in line
+    recipe = line.split("as with xarray's dataset")[1].split(", and write")[0]
+    assert recipe.startswith(".assign_coords(time=pandas.date_range(")
+
+
 def test_one_file_of_many_in_another_calendar(tmp_path):
     for year, calendar in ((2000, "standard"), (2001, "noleap"), (2002, "proleptic_gregorian")):
         dates = xr.date_range(f"{year}", periods=12, freq="6h", calendar=calendar, use_cftime=True)

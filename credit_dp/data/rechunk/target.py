@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import zarr
@@ -211,6 +211,8 @@ class AtomicFileStore(WrapperStore[LocalStore]):
     A process that is killed leaves complete files, and at worst one with a temporary name, which
     `remove_temporaries` removes. Two processes may write the same content at once.
     """
+
+    _supports_sync_io: ClassVar[bool] = False  # or zarr 3.4 writes past `set`
 
     async def set(self, key: str, value: Buffer) -> None:
         """Write one key; see `zarr.abc.store.Store`."""

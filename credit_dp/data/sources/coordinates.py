@@ -42,6 +42,7 @@ OTHER_AXES = re.compile("height|depth|altitude|grid_l|projection|forecast_refere
 NAMES_OF_TIME = ("time", "times", "date", "dates", "datetime")  # of dims that have to have dates
 PRESSURES = {"hPa": 1.0, "Pa": 0.01, "kPa": 10.0}  # factors to hPa
 LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
+LARGEST_MODEL_LEVEL = 200  # numbers beyond it are pressures: no weather model has so many levels
 LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
 GRID_TYPES = {  # GRIB's names of grids that can't be read
@@ -178,7 +179,8 @@ def scalar_level(dataset: xr.Dataset) -> int | None:
 def has_model_levels(dataset: xr.Dataset) -> bool | None:
     """Whether the levels are numbers of model levels; None if nothing says what they are.
 
-    Their names and attributes say so, or numbers that can't be pressures, such as 1 to 137.
+    Their names and attributes say so, or numbers that can't be pressures, such as 1 to 137, or
+    can't be model levels, such as 500, 850 and 1000.
 
     Call this before `standardise_dims` renames the dims.
     """
@@ -195,7 +197,9 @@ def has_model_levels(dataset: xr.Dataset) -> bool | None:
     if name in PRESSURE_LEVELS or standard_name == "air_pressure" or _unit(level) in PRESSURES:
         return False
     is_number = level.ndim == 1 and level.dtype.kind in "iuf"
-    return True if is_number and are_consecutive(level.values.tolist()) else None
+    if is_number and are_consecutive(level.values.tolist()):
+        return True
+    return False if is_number and level.size and level.max() > LARGEST_MODEL_LEVEL else None
 
 
 def are_consecutive(levels: Sequence[float]) -> bool:

@@ -22,7 +22,7 @@ import lzma
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -111,7 +111,35 @@ def _length(byte_range: ByteRequest | None) -> int | None:
     return byte_range.suffix if isinstance(byte_range, SuffixByteRequest) else None
 
 
-class CountingStore(WrapperStore[Store]):
+class RangeByRangeStore(WrapperStore[Store]):
+    """A store around another one that reads by its own `get`, and writes by its own `set`, alone.
+
+    Since zarr 3.4 several ranges of a key, and synchronous calls, go to the store inside instead.
+    """
+
+    _supports_sync_io: ClassVar[bool] = False
+
+    async def get_ranges(
+        self,
+        key: str,
+        byte_ranges: Sequence[ByteRequest | None],
+        *,
+        prototype: BufferPrototype,
+        **limits: int | None,  # of reads that are joined to one
+    ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
+        """Read each range of a key, and yield all of them with their positions.
+
+        Raises:
+            ExceptionGroup: of one FileNotFoundError, as zarr expects it; the key is absent.
+        """
+        reads = [self.get(key, prototype, byte_range) for byte_range in byte_ranges]
+        values = await asyncio.gather(*reads)
+        if None in values:
+            raise ExceptionGroup("absent", [FileNotFoundError(key)])
+        yield list(enumerate(values))
+
+
+class CountingStore(RangeByRangeStore):
     """Counts the bytes and chunks that are read through it; not metadata and indices of shards."""
 
     def __init__(self, store: Store) -> None:
@@ -368,7 +396,7 @@ class AbsentChunkError(OSError):
 
 
 @final
-class CompleteStore(WrapperStore[Store]):
+class CompleteStore(RangeByRangeStore):
     """Raises an error for a missing chunk of `arrays`, where zarr would return fill values."""
 
     def __init__(self, store: Store, arrays: Sequence[str]) -> None:
@@ -544,7 +572,7 @@ class TruncatedChunkError(OSError):
 
 
 @final
-class IntactStore(WrapperStore[Store]):
+class IntactStore(RangeByRangeStore):
     """Raises an error for chunks, and byte ranges, that are too short, or that expand too far.
 
     zarr does not check either: the Blosc decoder reads beyond the end of a short chunk, the shard

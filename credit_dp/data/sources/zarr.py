@@ -6,7 +6,8 @@ values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -85,6 +86,7 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         UserError: there is no store, or zarr can't read it.
     """
     counting_store = open_zarr_store(where)
+    consolidated = False
     try:
         group = open_current_group(counting_store, where)
         # Passed to xarray, which would try both otherwise, and warn.
@@ -100,8 +102,37 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     except UserError:
         raise
     except Exception as error:
-        raise zarr_open_error(where, error) from error
+        undated = partial(xr.open_zarr, counting_store, chunks=None, consolidated=consolidated)
+        raise dates_error(where, undated) or zarr_open_error(where, error) from error
     return dataset, counting_store
+
+
+def dates_error(where: str, open_dataset: Callable[..., xr.Dataset]) -> UserError | None:
+    """Return an error that names the variable whose units can't be decoded to dates, if any.
+
+    Args:
+        where: the store's address.
+        open_dataset: opens it with xarray, after that failed with dates.
+    """
+    try:
+        dataset = open_dataset(decode_times=False)
+    except Exception:  # noqa: BLE001 - the first failure says why
+        return None
+    with dataset:
+        for name, variable in dataset.variables.items():
+            units = str(variable.attrs.get("units", ""))
+            if " since " not in units:
+                continue
+            try:
+                xr.decode_cf(xr.Dataset({name: variable}), decode_timedelta=False)
+            except (ValueError, OverflowError):
+                return UserError(
+                    f"{redact_secrets(where)}: {name} has the units '{units}', which xarray can't "
+                    f"decode to dates. Give it dates, as with xarray's "
+                    f"dataset.assign_coords({name}=pandas.date_range('2000-01-01', periods=1460, "
+                    "freq='6h')), and write the store again."
+                )
+    return None
 
 
 def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:
@@ -185,7 +216,8 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     try:
         dataset = open_shared_netcdf(path, cache=False, decode_timedelta=False)
     except Exception as error:
-        raise UserError(
+        undated = partial(open_shared_netcdf, path, cache=False)
+        raise dates_error(where, undated) or UserError(
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error

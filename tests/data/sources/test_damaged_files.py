@@ -401,5 +401,6 @@ def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(xr, "open_dataset", watched)
     with pytest.raises(UserError, match="damaged"):
         open_single_source(str(tmp_path / "s.nc"))
-    assert seen and not any(seen)
+    assert seen
+    assert not any(seen)
     assert gc.isenabled()

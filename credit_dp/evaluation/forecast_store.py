@@ -63,7 +63,8 @@ def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
     # with the truth's sums over one step.
     spans = np.diff(bounds).ravel()
     pairs = bounds.shape == (len(leads), 2)
-    if not pairs or (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or not spans[0] > 0:
+    is_empty = not spans[0] > np.timedelta64(0, "ns")
+    if not pairs or (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or is_empty:
         raise UserError(
             f"{where}: all sums need one span that ends at the lead time, but the bounds {name} "
             "differ from that. Leave these variables out with variables=[...]."

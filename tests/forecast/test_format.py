@@ -179,7 +179,7 @@ def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_p
         ("level", {"units": "hPa"}, False),
         ("level", {"standard_name": "air_pressure"}, False),
         ("isobaricInhPa", {}, False),
-        ("level", {}, None),
+        ("level", {}, False),  # 500 to 1000: no model has so many levels
     ],
 )
 def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):
@@ -189,6 +189,10 @@ def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):
         data = data.rename(level=dim)
     source = GriddedSource.open(str(stores.write(data, tmp_path / "s.zarr")))
     assert source.variables["temperature"].model_levels is model
+    if not attributes and dim == "level":
+        few = data.assign_coords(level=[10, 50, 130])  # either kind
+        source = GriddedSource.open(str(stores.write(few, tmp_path / "few.zarr")))
+        assert source.variables["temperature"].model_levels is None
     assert not source.variables["2m_temperature"].model_levels
 
 

@@ -23,7 +23,13 @@ def test_rows_do_not_depend_on_which_others_are_drawn():
 
 def test_each_member_time_seed_and_channel_has_its_own():
     later = TIME + np.timedelta64(6, "h")
-    fields = [draw(), draw(seed=1), draw(time=later), draw(member=1), draw(time=TIME - 10**15)]
+    fields = [
+        draw(),
+        draw(seed=1),
+        draw(time=later),
+        draw(member=1),
+        draw(time=TIME - np.timedelta64(10**15, "ns")),
+    ]
     fields += [fields[0][[1, 2, 0]]]
     for place, field in enumerate(fields):
         for other in fields[:place]:

@@ -38,6 +38,12 @@ from credit_dp.domain_parallel.view.tensor import GlobalView
 
 __all__ = ["attach_view", "attached_view", "detach_view"]
 
+# Where modules keep which of their hooks have which option.
+HOOK_OPTIONS = (
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
 CALL_ATTRIBUTE = "_call_impl"  # what `nn.Module.__call__` calls: hooks and forward
 
 
@@ -79,17 +85,13 @@ def attach_view(
     view.has_model = True
     patch_torch()
     for path, module in model.named_modules():
-        # Parametrizations compute weights, whenever these are read.
-        computes_weights = "parametrizations" in path.split(".")
-        if path and not computes_weights and not isinstance(module, torch.jit.ScriptModule):
-            view.hooks.append(module.register_forward_pre_hook(check_call, prepend=True))
+        if _has_check(path, module):
+            module.register_forward_pre_hook(check_call, prepend=True)
     # Before and after the user's hooks: see `boundary`.
     inputs = ShowInputs(view, input_shapes, of_stage)
-    view.hooks += [
-        model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True),
-        model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True),
-        model.register_forward_hook(LeaveModel(view), always_call=True),
-    ]
+    model.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
+    model.register_forward_hook(TakeOutputs(view, of_stage), with_kwargs=True)
+    model.register_forward_hook(LeaveModel(view), always_call=True)
     model.__dict__[VIEW_ATTRIBUTE] = view
     model.__dict__[CALL_ATTRIBUTE] = UncompiledCall(model)
     return view
@@ -106,5 +108,27 @@ def detach_view(model: nn.Module) -> None:
     if view is None:
         return
     model.__dict__.pop(CALL_ATTRIBUTE, None)
-    for hook in view.hooks:
-        hook.remove()
+    # Found in the modules, as handles of a copied model would be those of the original.
+    of_view = (ShowInputs, TakeOutputs, LeaveModel)
+    for path, module in model.named_modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks: dict[int, Any] = getattr(module, name)
+            removed = [
+                key
+                for key, hook in hooks.items()
+                if isinstance(hook, of_view) and hook.view is view
+            ]
+            if name == "_forward_pre_hooks" and _has_check(path, module):
+                # One for each model in the view that has the module.
+                removed += [key for key, hook in hooks.items() if hook is check_call][:1]
+            for key in removed:
+                del hooks[key]
+                for options in HOOK_OPTIONS:
+                    getattr(module, options).pop(key, None)
+
+
+def _has_check(path: str, module: nn.Module) -> bool:
+    """Whether a module of a model gets the hook `check_call`."""
+    # Parametrizations compute weights, whenever these are read.
+    computes_weights = "parametrizations" in path.split(".")
+    return bool(path) and not computes_weights and not isinstance(module, torch.jit.ScriptModule)

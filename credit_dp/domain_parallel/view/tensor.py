@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
@@ -91,7 +90,6 @@ class GlobalView:
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
-        hooks: those of the model and its modules, to remove them.
         has_backward_code: whether code of the user's runs in backward.
         created: plain tensors that the running model has made, see `filling`: each with the one
             that it is a view of, if any, and the functions that lead there.
@@ -109,7 +107,6 @@ class GlobalView:
         self.loss_factor = 1
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
-        self.hooks: list[RemovableHandle] = []
         self.has_backward_code = False
         self.lost_orders = 0
         self.created = WeakIdKeyDictionary()

@@ -14,7 +14,7 @@ import xarray as xr
 from credit_dp.data.sources.address import reason_of
 from credit_dp.data.sources.grib import LIBRARY_LOCK, load_eccodes
 from credit_dp.data.sources.sums import GRIB_HOURS, GRIB_STEPS
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, install_extra
 
 TIME_KEYS = ("valid_time", "validityDate", "validityTime")
 # Sums, means and extremes cover the hours between these steps of a forecast.
@@ -71,8 +71,7 @@ def open_grib(path: Path) -> list[xr.Dataset]:
         import cfgrib
     except ImportError as error:
         raise UserError(
-            f"{path}: reading GRIB as data.store needs cfgrib ({error}). "
-            "Run `pip install 'credit_dp[grib]'`."
+            f"{path}: reading GRIB as data.store needs cfgrib ({error}). {install_extra('grib')}."
         ) from error
     stream = cfgrib.FileStream(str(path), errors="raise")
     keys = [*{*cfgrib.compute_index_keys(TIME_KEYS), *COMMON_KEYS, *STEP_KEYS}]

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from credit_dp.config.training import TrainerConfig
-from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
-from credit_dp.training.preemption import agreed_signal, signal_marks
 from credit_dp.training.replicas import local_tensor, replica_name
 from credit_dp.training.state import TrainingState
+from credit_dp.training.step_agreement import AgreedStep
 
 NOT_REPRODUCED = (
     "Computed again, everything was finite: look for faulty hardware, and for numbers that are not "
@@ -262,9 +260,8 @@ class NonFiniteGuard:
         manager: this rank's coordinates on the mesh.
 
     Attributes:
-        find_newest_checkpoint: returns the newest checkpoint or None; called on rank 0 when
-            training stops.
-        pending_signal: returns the signal for which this rank has to stop, or 0.
+        newest_checkpoint: returns the newest checkpoint or None; called on rank 0 when training
+            stops.
     """
 
     def __init__(
@@ -273,8 +270,7 @@ class NonFiniteGuard:
         self.config = config
         self.state = state
         self.manager = manager
-        self.find_newest_checkpoint: Callable[[], Path | None] = lambda: None
-        self.pending_signal: Callable[[], int] = lambda: 0
+        self.newest_checkpoint: Callable[[], Path | None] = lambda: None
         self.history = state.history
         self.buffers: list[Tensor] = []
         self.unread: LateCheck | None = None
@@ -284,16 +280,13 @@ class NonFiniteGuard:
         if self.config.on_nonfinite == "skip":
             self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
 
-    def check(
-        self, share: Tensor, norm: Tensor, diagnose: Callable[[], str], late: bool = False
-    ) -> StepCheck:
-        """Return the global loss and norm, whether to take the step, and to stop; collective.
+    def check(self, numbers: Tensor, diagnose: Callable[[], str], late: bool = False) -> StepCheck:
+        """Return whether to take the step, and what the ranks have agreed on; collective.
 
-        All ranks get the same answer, for it follows from one sum over all of them.
+        All ranks get the same answer, for it follows from the same numbers.
 
         Args:
-            share: this rank's share of the loss.
-            norm: the norm of the global gradient before clipping.
+            numbers: of this step, as `reduce_step` returns them.
             diagnose: finds the origin of a non-finite number; collective, and returns the same
                 sentence on every rank.
             late: whether the host reads this check in the next call only; it does so now if the
@@ -303,7 +296,6 @@ class NonFiniteGuard:
             UserError: training has to stop, because of this step or of the one before, if its check
                 was late; the same line on all ranks.
         """
-        numbers = self._reduce(share, norm)
         # Every decision before this one is known from here on: the history is complete.
         stop_signal = self._read_late_check()
         if late and not stop_signal:
@@ -359,11 +351,10 @@ class NonFiniteGuard:
         """Decide on the step after `state.step`, and write the decision into the history.
 
         Args:
-            numbers: as `_reduce` returns them.
+            numbers: see `check`.
             diagnose: see `check`.
         """
-        loss, grad_norm, *marks = numbers
-        stop_signal = agreed_signal(marks)
+        loss, grad_norm, stop_signal = AgreedStep.read(numbers)
         if math.isfinite(loss) and math.isfinite(grad_norm):
             fault, finite = self._explosion_message(grad_norm), True
         else:
@@ -381,23 +372,6 @@ class NonFiniteGuard:
     def metrics(self) -> dict[str, float]:
         """Return the number of steps that the run has skipped, for the log."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
-
-    def _reduce(self, share: Tensor, norm: Tensor) -> Tensor:
-        """Return the global loss and norm, summed in float64, and the marks of stop signals.
-
-        All travel in one message of all ranks: two ranks never see different numbers, and a step
-        waits for the device at most once. A rank's share is zero where it has no loss, as on early
-        pipeline stages.
-        """
-        share = share.detach().double()
-        numbers = torch.stack([share, norm.detach().to(share)])
-        total = torch.cat([numbers, signal_marks(self.pending_signal(), share)])
-        if self.manager.mesh is not None:
-            dist.all_reduce(total)
-        else:
-            total = self.manager.transport.all_reduce(total)
-        sizes = [self.manager.dp_world_size, self.manager.world_size, *[1] * (len(total) - 2)]
-        return total / constant_tensor(sizes, total.device, total.dtype)
 
     def _non_finite_message(self, loss: float, norm: float) -> str:
         return (
@@ -425,7 +399,7 @@ class NonFiniteGuard:
 
     def _error_message(self, fault: str, finding: str) -> str:
         """Return the line that ends the run; collective."""
-        newest = self.find_newest_checkpoint() if self.manager.rank == 0 else None
+        newest = self.newest_checkpoint() if self.manager.rank == 0 else None
         path = all_gather_object(newest)[0]
         saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
         often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""

@@ -294,13 +294,11 @@ class _Run:
             CheckpointSaver(folder, self.config.trainer, state.step) as checkpoints,
             monitor.profiling(),
         ):
-            trainer.guard.find_newest_checkpoint = checkpoints.newest_checkpoint
-            trainer.guard.pending_signal = preemption.pending_signal
-            trainer.start()
+            trainer.start(checkpoints.newest_checkpoint)
             batches = monitor.batches()
             while state.step < steps and not stop:
                 batch = trainer.throughput.next_batch(batches)
-                record = trainer.train_step(batch)
+                record = trainer.train_step(batch, preemption.pending_signal)
                 stop = record.stop_signal  # the same on all ranks
                 # There may be little time left: then without a validation.
                 metrics = monitor.on_step_end(record, validate=not stop)

@@ -1,8 +1,9 @@
 """The training step: the same on every mesh, in the order of `Trainer.train_step`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import final
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from credit_dp.training.forward_backward import ForwardBackward, PrepareForward,
 from credit_dp.training.non_finite import NonFiniteGuard, diagnose_non_finite
 from credit_dp.training.optim import seed_step, step_unless
 from credit_dp.training.replicas import check_replicas
+from credit_dp.training.step_agreement import reduce_step
 from credit_dp.training.throughput import ThroughputMeter
 
 
@@ -125,21 +127,29 @@ class Trainer:
         self.throughput = ThroughputMeter(manager)
         self.guard = NonFiniteGuard(config, state, manager)
 
-    def start(self) -> None:
+    def start(self, newest_checkpoint: Callable[[], Path | None] = lambda: None) -> None:
         """Set the model to training and check that replicas are equal; collective.
+
+        Args:
+            newest_checkpoint: returns the newest checkpoint or None, for the line that ends a run.
 
         Raises:
             UserError: ranks that should hold equal parameters do not; on all ranks alike.
         """
+        self.guard.newest_checkpoint = newest_checkpoint
         self.state.train()
         check_replicas(self.state.parameters, self.manager, self.state.step)
 
-    def train_step(self, batch: Batch) -> StepRecord:
+    def train_step(self, batch: Batch, pending_signal: Callable[[], int] = lambda: 0) -> StepRecord:
         """Take one optimizer step on a batch, and return what there is to log.
 
         Every rank of the run calls this with its own rows of its own samples. All ranks run the
         numbered blocks in this order; within a group, collectives come in the same order on every
         rank.
+
+        Args:
+            batch: this rank's rows and samples.
+            pending_signal: returns the signal for which this rank has to stop, or 0.
 
         Raises:
             UserError: the loss or the gradient is not finite and training has to stop, or replicas
@@ -164,13 +174,14 @@ class Trainer:
         parameters = state.trainable_parameters.values()
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
-        # 3. Reduce the loss, look for NaN and infinity, and agree on a signal to stop: one
-        #    all-reduce over all ranks. Here the host waits for the device, unless the check is
+        # 3. Reduce the loss and agree on a signal to stop: one all-reduce over all ranks. Then look
+        #    for NaN and infinity. Here the host waits for the device, unless the check is
         #    late: then it waits for the step before, which the device has done long ago. A late
         #    check of this step is read in the next one; of a step that is logged, and so of one
         #    that is validated or saved, every check is read now.
         late = config.check_finite == "late" and not self.should_log(state.step + 1)
-        check = self.guard.check(share, norm, partial(self.diagnose, batch), late)
+        numbers = reduce_step(share, norm, pending_signal(), manager)
+        check = self.guard.check(numbers, partial(self.diagnose, batch), late)
 
         # 4. Update the weights and their average. Each rank updates its own weights; nothing is
         #    sent. The guard updates the average itself once a late check is read.

@@ -1,6 +1,6 @@
 """Small training runs on small stores, for tests of everything that happens in a run."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +125,17 @@ def built(config: Config, manager: DomainParallelManager) -> Training:
 
 
 def step_records(
-    training: Training, batches: Iterable[Batch] | None = None
+    training: Training,
+    batches: Iterable[Batch] | None = None,
+    newest_checkpoint: Callable[[], Path | None] = lambda: None,
+    pending_signal: Callable[[], int] = lambda: 0,
 ) -> Iterator[StepRecord]:
     """Train to the last step, and yield the record of each."""
     trainer = training.trainer
-    trainer.start()
+    trainer.start(newest_checkpoint)
     source = iter(training.loader if batches is None else batches)
     while trainer.state.step < trainer.config.steps:
-        yield trainer.train_step(trainer.throughput.next_batch(source))
+        yield trainer.train_step(trainer.throughput.next_batch(source), pending_signal)
 
 
 def train_on(training: Training) -> list[tuple[float, float]]:

@@ -106,12 +106,11 @@ def counts_of_steps(manager: DomainParallelManager, config: Config) -> list[Coun
     trainer, buckets, found = training.trainer, list[int](), []
     trainer.forward_backward.model.register_comm_hook(buckets, keep_gradients)
     with training.loader, Preemption(manager) as preemption:
-        trainer.guard.pending_signal = preemption.pending_signal
         trainer.start()
         for _ in range(3):
             batch = trainer.throughput.next_batch(training.loader)
             with counted_collectives(manager.world_size) as counts:
-                trainer.train_step(batch)
+                trainer.train_step(batch, preemption.pending_signal)
             found.append(counts)
     assert len(buckets) == 3  # one for each step: the model is tiny
     return found

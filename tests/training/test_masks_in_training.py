@@ -232,8 +232,8 @@ def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> t
     training = built(config, alone())
     given = training.trainer.train_step
 
-    def train_step(batch):
-        return given(replace(batch, target=batch.target.masked_fill(~mask, value)))
+    def train_step(batch, *arguments):
+        return given(replace(batch, target=batch.target.masked_fill(~mask, value)), *arguments)
 
     monkeypatch.setattr(training.trainer, "train_step", train_step)
     train_on(training)

@@ -20,6 +20,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.non_finite import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from credit_dp.training.optim import build_optimizer
+from credit_dp.training.step_agreement import reduce_step
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh
@@ -72,12 +73,11 @@ def run_to_error(manager: DomainParallelManager, config: Config, how: str) -> tu
     training = built(config, manager)
     trainer, pipeline = training.trainer, manager.pipeline_parallel_size > 1
     spoiler = 0 if pipeline and how == "input" else manager.world_size - 1
-    trainer.guard.find_newest_checkpoint = lambda: CHECKPOINT
     batches = batches_with_fault(training.loader, training, how if manager.rank == spoiler else "")
     before: list[torch.Tensor] = []
 
     def train() -> None:
-        for _ in step_records(training, batches):
+        for _ in step_records(training, batches, newest_checkpoint=lambda: CHECKPOINT):
             before[:] = [local(p).clone() for p in trainer.state.parameters.values()]
 
     with training.loader, pytest.raises(UserError) as error:
@@ -85,6 +85,11 @@ def run_to_error(manager: DomainParallelManager, config: Config, how: str) -> tu
     after = [local(p) for p in trainer.state.parameters.values()]
     kept = all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     return str(error.value), kept, trainer.state.step
+
+
+def numbers(loss: float, norm: float) -> torch.Tensor:
+    """Return what a step of one process has to check."""
+    return reduce_step(torch.tensor(loss), torch.tensor(norm).double(), 0, alone())
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -243,7 +248,7 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     for count in range(1, MAX_CONSECUTIVE_SKIPS):
         guard.save_buffers()
         part.samples_seen += 4
-        assert not guard.check(torch.tensor(NAN), torch.tensor(1.0), lambda: "").accepted
+        assert not guard.check(numbers(NAN, 1.0), lambda: "").accepted
         schedule.step()
         assert guard.metrics() == {"skipped": count}
     assert torch.equal(weights(training), before)
@@ -251,24 +256,27 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     with pytest.raises(
         UserError, match=rf"at step 1, {MAX_CONSECUTIVE_SKIPS} times in a row\. There it is\. The"
     ):
-        guard.check(torch.tensor(NAN), torch.tensor(1.0), lambda: "There it is. ")
+        guard.check(numbers(NAN, 1.0), lambda: "There it is. ")
 
 
 def test_gradients_explode_in_comparison(config):
     guard = built(
         replace(config, trainer=replace(config.trainer, exploding=5.0)), alone()
     ).trainer.guard
-    loss, diagnose = torch.tensor(1.0), lambda: "never called"
-    assert guard.check(loss, torch.tensor(50.0), diagnose).accepted  # too few to compare with
+
+    def accepts(norm: float) -> bool:
+        return guard.check(numbers(1.0, norm), lambda: "never called").accepted
+
+    assert accepts(50.0)  # too few to compare with
     for size in np.linspace(0.5, 1.5, MIN_NORMS - 1):
-        assert guard.check(loss, torch.tensor(size), diagnose).accepted
-    assert guard.check(loss, torch.tensor(4.9), diagnose).accepted
+        assert accepts(size)
+    assert accepts(4.9)
     with pytest.raises(
         UserError, match=r"the gradient norm is 6 at step 1, .* trainer\.exploding=5"
     ):
-        guard.check(loss, torch.tensor(6.0), diagnose)
+        accepts(6.0)
     guard.config = replace(guard.config, exploding=None)
-    assert guard.check(loss, torch.tensor(1e9), diagnose).accepted
+    assert accepts(1e9)
 
 
 @pytest.mark.slow
@@ -280,10 +288,10 @@ def test_what_was_seen_is_in_checkpoints(config, tmp_path):
     save_checkpoint(tmp_path, state, "")
     guard = built(on, alone()).trainer.guard
     load_checkpoint(tmp_path, guard.state)
-    assert not guard.check(torch.tensor(1.0), torch.tensor(6.0), lambda: "").accepted
+    assert not guard.check(numbers(1.0, 6.0), lambda: "").accepted
     assert guard.metrics() == {"skipped": 4}
     with pytest.raises(UserError, match=f"{MAX_CONSECUTIVE_SKIPS} times in a row"):
-        guard.check(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
+        guard.check(numbers(1.0, 6.0), lambda: "")
 
 
 def test_numbers_that_are_only_sometimes_bad_are_reported(config):
@@ -341,8 +349,8 @@ def tensors_of_fused(
         batches = batches_with_fault(training.loader, training, wrong)
         late = [r.step for r in step_records(training, batches) if trainer.guard.unread is not None]
     assert trainer.state.average is not None
-    numbers = {**trainer.state.history.state_dict(), "averaged": trainer.state.average.updates}
-    return all_tensors(training), late, numbers
+    counts = {**trainer.state.history.state_dict(), "averaged": trainer.state.average.updates}
+    return all_tensors(training), late, counts
 
 
 @pytest.mark.parametrize(
@@ -381,8 +389,7 @@ def test_a_late_check_restores_buffers_and_finds_exploding_gradients(config):
     def rejected(size: float) -> bool:
         trainer.guard.save_buffers()
         part.samples_seen += 1
-        size = torch.tensor(size, dtype=torch.float64)
-        check = trainer.guard.check(torch.tensor(1.0), size, lambda: "", late=True)
+        check = trainer.guard.check(numbers(1.0, size), lambda: "", late=True)
         trainer.state.step += 1
         assert check.loss is None
         return bool(check.rejected)
@@ -397,7 +404,7 @@ def test_a_late_check_restores_buffers_and_finds_exploding_gradients(config):
     with pytest.raises(
         UserError, match=rf"but is 1\.0 with gradient norm nan at step {MIN_NORMS + 3}"
     ):
-        trainer.guard.check(torch.tensor(1.0), torch.tensor(1.0), lambda: "")
+        trainer.guard.check(numbers(1.0, 1.0), lambda: "")
     assert trainer.state.step == MIN_NORMS + 2
 
 
@@ -405,9 +412,12 @@ def test_a_signal_stops_one_step_later_with_every_check_read(config):
     training = built(checked(config, "late"), alone())
     trainer = training.trainer
     signals = {2: signal.SIGUSR1}  # by the number of steps before
-    trainer.guard.pending_signal = lambda: signals.get(trainer.state.step, 0)
+
+    def pending() -> int:
+        return signals.get(trainer.state.step, 0)
+
     with training.loader:
-        records = list(step_records(training))[:4]
+        records = list(step_records(training, pending_signal=pending))[:4]
     assert [record.stop_signal for record in records] == [0, 0, 0, signal.SIGUSR1]
     assert trainer.guard.unread is None
 

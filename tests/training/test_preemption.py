@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from credit_dp.distributed import RankInfo, signals
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import CheckpointSaver
-from credit_dp.training.non_finite import NonFiniteGuard, StepCheck
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.run import run
-from credit_dp.training.state import GradientHistory
+from credit_dp.training.step_agreement import AgreedStep, reduce_step
 from credit_dp.training.trainer import Trainer
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store
@@ -149,15 +147,14 @@ def test_all_ranks_hear_of_a_signal_to_one(ranks):
 
 
 @pytest.mark.parametrize("sent", [0, *signals.STOP_SIGNALS])
-def test_a_signal_to_one_rank_travels_with_the_check_of_a_step(config, sent):
-    def check(manager: DomainParallelManager) -> StepCheck:
-        state = SimpleNamespace(history=GradientHistory())
-        guard = NonFiniteGuard(config.trainer, state, manager)
-        guard.pending_signal = lambda: int(sent) if manager.rank == 1 else 0
-        return guard.check(torch.tensor(2.0), torch.tensor(3.0), str)
+def test_a_signal_to_one_rank_travels_with_the_loss_of_a_step(sent):
+    def agreed(manager: DomainParallelManager) -> AgreedStep:
+        pending = int(sent) if manager.rank == 1 else 0
+        numbers = reduce_step(torch.tensor(2.0), torch.tensor(3.0), pending, manager)
+        return AgreedStep.read(numbers.tolist())
 
     # Losses are shares of a sum, norms are equal.
-    assert on_threads(3, check) == [StepCheck(6.0, 3.0, True, sent)] * 3
+    assert on_threads(3, agreed) == [(6.0, 3.0, sent)] * 3
 
 
 def test_signals_are_as_before_afterwards():

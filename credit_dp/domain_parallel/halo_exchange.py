@@ -121,7 +121,7 @@ class _HaloExchangeFunction(torch.autograd.Function):
 
 
 def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:
-    """Return this rank's band of a tensor that every rank holds completely.
+    """Return this rank's band of a tensor that every rank holds completely; on one rank, itself.
 
     Shapes:
         `(..., H_global, W)` -> `(..., H_local, W)` for `dim=-2`.
@@ -130,6 +130,8 @@ def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None
         UserError: fewer rows than ranks.
     """
     manager = manager or default_manager()
+    if manager.domain_parallel_size == 1:
+        return x
     height = x.shape[dim]
     if height < manager.domain_parallel_size:
         raise UserError(

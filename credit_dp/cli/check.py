@@ -18,7 +18,7 @@ from credit_dp.checks import expand_home
 from credit_dp.cli.compose import check_rows
 from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
 from credit_dp.cli.output import format_bytes
-from credit_dp.config import Config, DataConfig
+from credit_dp.config import Config
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
@@ -89,11 +89,13 @@ def check_sweep(configs: Sequence[Config]) -> int:
         if len(configs) > 1
         else "The config is valid."
     )
+    from credit_dp.data.dates import times_needed
+
     summaries: dict[str, DataSummary] = {}
     for config in configs:
         check_cache(config)
         check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
-        data_key = repr(config.data)
+        data_key = repr((config.data, times_needed(config)))
         try:
             data = summaries[data_key] if data_key in summaries else inspect_data(config)
         except UnreachableError as error:
@@ -197,7 +199,7 @@ def inspect_data(config: Config) -> DataSummary:
         return quickstart_summary(config)
     remote = [entry for entry in config.data.stores if is_remote(entry)]
     with collect_data_notes() as notes:
-        store = open_with_timeout(config.data, remote)
+        store = open_with_timeout(config, remote)
         check_fixers(config, store)
     lines = [data_line(store.source.where, store, store.channels.num_states, store.grid)]
     lines += [f"note    {note}" for note in notes]
@@ -278,8 +280,8 @@ def check_fixers(config: Config, store: "Store") -> None:
             hybrid_of(store)
 
 
-def open_with_timeout(data: DataConfig, remote: Sequence[str]) -> "Store":
-    """Open a store; wait at most `ANSWER_SECONDS` if some of its addresses are remote.
+def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
+    """Open the store of a run; wait at most `ANSWER_SECONDS` if some of its addresses are remote.
 
     Raises:
         UserError: the store does not fit the config.
@@ -290,9 +292,10 @@ def open_with_timeout(data: DataConfig, remote: Sequence[str]) -> "Store":
     def open_store() -> "Store":
         for address in remote:
             check_host(address)
+        from credit_dp.data.dates import times_needed
         from credit_dp.data.store import Store  # numpy, xarray, zarr: takes a second
 
-        return Store.open(data)
+        return Store.open(config.data, times_needed(config))
 
     if not remote:
         return open_store()
@@ -321,9 +324,10 @@ def open_with_timeout(data: DataConfig, remote: Sequence[str]) -> "Store":
 
 def quickstart_summary(config: Config) -> DataSummary:
     """Return the quickstart's times without making its store; its variables are checked by name."""
+    from credit_dp.data.dates import times_needed
     from credit_dp.data.setup import expected_channels, expected_grid, quickstart_times
 
-    times = quickstart_times(config.data)
+    times = quickstart_times(config.data, times_needed(config))
     grid = expected_grid(config.data)
     line = data_line("quickstart", times, expected_channels(config.data).num_states, grid)
     return DataSummary(times, None, [line, *sample_lines(config, times)])

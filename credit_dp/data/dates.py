@@ -5,7 +5,7 @@ dates that the config leaves to `auto`. The functions at the end find times that
 apart, and the times whose sums fill a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.errors import UserError, counted
 
@@ -35,6 +35,37 @@ class ResolvedDates(NamedTuple):
 
     dates: DatesConfig
     note: str
+
+
+class TimesNeeded(NamedTuple):
+    """The times in a row that a run needs of a split.
+
+    Attributes:
+        number: with the run's keys.
+        least: with one sample in a batch, rollouts of one step and forecasts of one step.
+    """
+
+    number: int
+    least: int
+
+
+ONE_TIME = TimesNeeded(1, 1)
+
+
+def times_needed(config: Config) -> dict[str, TimesNeeded]:
+    """Return the times that each split needs for one batch, one validation and one forecast.
+
+    A run without validations needs none of `valid`.
+    """
+    frames, trainer = config.model.frames, config.trainer
+    leads = [-(-hours // config.data.step_hours) for hours in trainer.evaluate_hours]
+    train = frames + config.data.batch_size - 1 + trainer.longest_rollout
+    needed = {
+        "train": TimesNeeded(train, frames + 1),
+        "valid": TimesNeeded(frames + min(leads), frames + 1),
+        "test": TimesNeeded(frames + max(leads), frames + 1),
+    }
+    return needed if trainer.validate_every else needed | {"valid": TimesNeeded(0, 0)}
 
 
 def date_interval(text: str) -> Interval:
@@ -73,16 +104,21 @@ def split_slice(config: DataConfig, split: str, times: Times) -> slice:
     return slice(start, stop)
 
 
-def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
+def resolve_dates(
+    config: DataConfig, times: Times, needed: Mapping[str, TimesNeeded] | None = None
+) -> ResolvedDates:
     """Choose the dates that the config leaves to `auto`.
 
     The `auto` splits divide the longest run of times that no other split uses: the first 80 % for
     training, the next 10 % for validation, the last 10 % for testing, in complete years if there
     are enough of them. A preset's dates are kept if the store has all of them; otherwise all of
-    them become `auto`. Finally each split is cut to its first `data.dates.limit` times.
+    them become `auto`. If a split would get fewer times than a run needs of it, each gets what is
+    needed of it and its part of the others; `valid` has the dates of `test` if it needs none and
+    none are left. Finally each split is cut to its first `data.dates.limit` times.
 
     Args:
         times: all times of the store on the config's step.
+        needed: see `times_needed`; None: one time of each split.
 
     Raises:
         UserError: there are too few times, or dates in the config are not in the store.
@@ -97,7 +133,11 @@ def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
     slices = {
         split: split_slice(config, split, times) for split in SPLITS if split not in auto_splits
     }
-    slices |= _choose_slices(config, auto_splits, list(slices.values()), times)
+    needed = needed or dict.fromkeys(SPLITS, ONE_TIME)
+    chosen_needs = {split: needed[split] for split in auto_splits}
+    slices |= _choose_slices(config, chosen_needs, list(slices.values()), times)
+    if slices["valid"].start == slices["valid"].stop:
+        slices["valid"] = slices["test"]
     dates: dict[str, list[str]] = {}
     counts: dict[str, int] = {}
     for split, times_slice in slices.items():
@@ -119,10 +159,13 @@ def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
 
 
 def _choose_slices(
-    config: DataConfig, splits: Sequence[str], occupied: Sequence[slice], times: Times
+    config: DataConfig,
+    needed: Mapping[str, TimesNeeded],
+    occupied: Sequence[slice],
+    times: Times,
 ) -> dict[str, slice]:
-    """Return the slice of `times` for each of `splits`, outside the `occupied` slices."""
-    if not splits:
+    """Return the slice of `times` for each split in `needed`, outside the `occupied` slices."""
+    if not needed:
         return {}
     used = np.zeros(len(times), dtype=bool)
     for times_slice in occupied:
@@ -132,21 +175,41 @@ def _choose_slices(
     edges = np.flatnonzero(np.diff(np.concatenate([[True], used, [True]])))
     free_runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     first, stop = max(free_runs, key=lambda run: run[1] - run[0], default=(0, 0))
-    if stop - first < len(splits):
-        key = f"data.dates.{splits[0]}"
-        raise UserError(
-            f"{', '.join(config.stores)}: {key} is chosen among the times that no other split has, "
-            f"which are at most {stop - first} in a row of {counted(len(times), 'time')}. Set "
-            f"{key}, or give the other splits fewer dates."
-        )
-    sizes = _divide_times(
-        times[first:stop], [SPLIT_FRACTIONS[split] for split in splits], config.step_hours
-    )
+    spare = stop - first - sum(need.number for need in needed.values())
+    if spare < 0:
+        raise UserError(_too_few_times(config, needed, stop - first, len(times)))
+    total = sum(SPLIT_FRACTIONS[split] for split in needed)
+    fractions = {split: SPLIT_FRACTIONS[split] / total for split in needed}
+    sizes = _divide_times(times[first:stop], list(fractions.values()), config.step_hours)
+    if any(size < need.number for size, need in zip(sizes, needed.values(), strict=True)):
+        sizes = [need.number + int(spare * fractions[split]) for split, need in needed.items()]
+        sizes[0] = stop - first - sum(sizes[1:])
     bounds = np.cumsum([first, *sizes]).tolist()
     return {
         split: slice(*times_slice)
-        for split, times_slice in zip(splits, pairwise(bounds), strict=True)
+        for split, times_slice in zip(needed, pairwise(bounds), strict=True)
     }
+
+
+def _too_few_times(
+    config: DataConfig, needed: Mapping[str, TimesNeeded], free: int, total: int
+) -> str:
+    key = f"data.dates.{next(iter(needed))}"
+    line = (
+        f"{', '.join(config.stores)}: {key} is chosen among the times that no other split has, "
+        f"which are at most {free} in a row of {counted(total, 'time')}"
+    )
+    if all(need == ONE_TIME for need in needed.values()):
+        return f"{line}. Set {key}, or give the other splits fewer dates."
+    count, least = (sum(numbers) for numbers in zip(*needed.values(), strict=True))
+    parts = ", ".join(f"{need.number} for {split}" for split, need in needed.items() if need.number)
+    if count == least:
+        return f"{line}. This run needs {count}: {parts}. Give it more times."
+    return (
+        f"{line}. This run needs {count}: {parts}. Give it more times, or lower data.batch_size, "
+        f"trainer.rollout or trainer.evaluate_hours: with 1, {{0: 1}} and [{config.step_hours}] it "
+        f"needs {least}."
+    )
 
 
 def _divide_times(times: Times, fractions: Sequence[float], step_hours: int) -> list[int]:

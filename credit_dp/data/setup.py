@@ -11,7 +11,7 @@ instead, which need no prepared data: the quickstart store need not exist yet.
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -31,7 +31,7 @@ from credit_dp.data.cache import (
 )
 from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
-from credit_dp.data.dates import resolve_dates, split_slice
+from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.limits import ValueRange, sampled_ranges
@@ -309,7 +309,9 @@ class QuickstartTimes:
     times: Times
 
 
-def quickstart_times(config: DataConfig) -> QuickstartTimes:
+def quickstart_times(
+    config: DataConfig, needed: Mapping[str, TimesNeeded] | None = None
+) -> QuickstartTimes:
     """Return the times of the quickstart store and a config whose dates are among them.
 
     Raises:
@@ -320,7 +322,7 @@ def quickstart_times(config: DataConfig) -> QuickstartTimes:
     times = times[data_step_indices(times, config, config.name)]
     config = replace(config, store=config.name)  # the name in error messages
     if config.dates.undetermined:
-        config = replace(config, dates=resolve_dates(config, times).dates)
+        config = replace(config, dates=resolve_dates(config, times, needed).dates)
     for split in SPLITS:
         split_slice(config, split, times)
     return QuickstartTimes(config, times)

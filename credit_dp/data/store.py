@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.dates import format_minute, resolve_dates, split_slice
+from credit_dp.data.dates import TimesNeeded, format_minute, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.limits import (
     ValueLimits,
@@ -107,15 +107,19 @@ class Store:
         self.masks: Masks = masks or {}
 
     @classmethod
-    def open(cls, config: DataConfig) -> "Store":
+    def open(cls, config: DataConfig, needed: Mapping[str, TimesNeeded] | None = None) -> "Store":
         """Open `config.store` and check all that can be checked without reading fields.
+
+        Args:
+            config: of the data.
+            needed: the times that automatic dates leave to each split; see `times_needed`.
 
         Raises:
             UserError: variables, dims, units, coordinates, levels or dates don't fit the config.
         """
         store = cls(open_source(config), config)
         check_units(store.source, store.config)
-        store.resolve_dates()
+        store.resolve_dates(needed)
         for split in SPLITS:
             split_slice(store.config, split, store.times)
         return store
@@ -149,10 +153,10 @@ class Store:
             # give.
             yield self._step_reader.read(channels, np.array([index]), slice(0, self.grid[0]))[0]
 
-    def resolve_dates(self) -> None:
+    def resolve_dates(self, needed: Mapping[str, TimesNeeded] | None = None) -> None:
         """Choose the dates that the config leaves to `auto`, and set them in `config`."""
         if self.config.dates.undetermined:
-            dates, self.dates_note = resolve_dates(self.config, self.times)
+            dates, self.dates_note = resolve_dates(self.config, self.times, needed)
             self.config = replace(self.config, dates=dates)
 
     @property

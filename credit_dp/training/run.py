@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from credit_dp.config import Config, DatesConfig, as_dict
 from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.data.cache import ProgressCallback
-from credit_dp.data.dates import date_interval
+from credit_dp.data.dates import date_interval, times_needed
 from credit_dp.data.setup import TrainingData, prepare_training_data, with_quickstart_store
 from credit_dp.data.store import Store
 from credit_dp.distributed import RankInfo
@@ -167,7 +167,7 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
         return run_on_rank_0(lambda: dates_of_checkpoint(path, config.data.dates))
 
     def choose() -> tuple[DatesConfig, str]:
-        store = Store.open(with_quickstart_store(config.data, report))
+        store = Store.open(with_quickstart_store(config.data, report), times_needed(config))
         return store.config.dates, store.dates_note
 
     dates, line = run_on_rank_0(choose)

@@ -76,6 +76,27 @@ def test_a_check_says_which_dates_are_chosen(monkeypatch: pytest.MonkeyPatch, st
     assert "dates   auto: train 2000-01-01T00 to 2000-01-08T18 (32 times), valid" in out
 
 
+def test_a_run_on_few_times_passes_or_is_told_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def check(count: int, *more: str) -> tuple[int, str, str]:
+        path = tmp_path / f"{count}.zarr"
+        if not path.exists():
+            stores.write(data_with([*range(count)]), path)
+        given = run_on(path, "experiment=fast", *more)
+        return answer(monkeypatch, *(text for text in given if ".dates." not in text))
+
+    # Batches of 4 pairs need 5 times, and forecasts to 24 h too; validations are not made.
+    assert check(10)[0] == 0
+    code, _, err = check(9)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "This run needs 10: 5 for train, 5 for test." in err
+    assert "with 1, {0: 1} and [6] it needs 4." in err
+    assert check(4, "data.batch_size=1", "trainer.evaluate_hours=[6]")[0] == 0
+    validated = ("data.batch_size=1", "trainer.evaluate_hours=[6]", "trainer.validate_every=1")
+    assert "This run needs 6: 2 for train, 2 for valid, 2 for test." in check(4, *validated)[2]
+
+
 @pytest.mark.slow
 def test_a_check_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     present = [i for i in range(40) if i not in (3, 10, 11)]

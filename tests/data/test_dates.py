@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import SPLITS
-from credit_dp.data.dates import resolve_dates, split_slice
+from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -175,6 +175,78 @@ def test_too_few_times_are_refused(count, words):
         UserError, match=rf"s\.zarr: data\.dates\.train is chosen.*at most {words}\."
     ):
         settled(six_hourly("2001-01-01", count))
+
+
+# Of one batch of 4, without validations, and of forecasts of 4 steps from one state.
+NEEDED = {"train": TimesNeeded(5, 2), "valid": TimesNeeded(0, 0), "test": TimesNeeded(5, 2)}
+
+
+def few(count, needed, **dates):
+    config = DataConfig(name="zarr", store="s.zarr", dates=DatesConfig(**dates))
+    return resolve_dates(config, six_hourly("2001-01-01", count).astype("M8[ns]"), needed)
+
+
+def hours_of(found):
+    start = np.datetime64("2001-01-01T00")
+    return [
+        [int((np.datetime64(date) - start) / np.timedelta64(6, "h")) for date in span]
+        for span in spans(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (10, [[0, 4], [5, 9], [5, 9]]),  # validation, which is not made, has the dates of the test
+        (20, [[0, 12], [13, 13], [14, 19]]),  # of 10 others the test gets one and valid one
+        (60, [[0, 47], [48, 53], [54, 59]]),  # 10 % are enough
+    ],
+)
+def test_few_times_are_enough_for_each_split(count, expected):
+    assert hours_of(few(count, NEEDED)) == expected
+
+
+def test_the_first_times_are_enough_for_a_large_batch():
+    needed = NEEDED | {"train": TimesNeeded(30, 2), "valid": TimesNeeded(1, 1)}
+    assert hours_of(few(36, needed)) == [[0, 29], [30, 30], [31, 35]]
+
+
+@given(st.integers(3, 100), st.integers(1, 30), st.integers(0, 5), st.integers(1, 9), st.booleans())
+def test_each_split_gets_what_a_run_needs_of_it_or_one_line(count, train, valid, test, given_test):
+    needed = {
+        split: TimesNeeded(number, min(number, 2))
+        for split, number in zip(SPLITS, (train, valid, test), strict=True)
+    }
+    dates = {"test": ["2001-01-01", "2001-01-01T06"]} if given_test else {}
+    free, wanted = (count - 2, train + valid) if given_test else (count, train + valid + test)
+    if free < wanted:
+        with pytest.raises(UserError, match=rf"at most {free} in a row of {count} times\. "):
+            few(count, needed, **dates)
+        return
+    found = few(count, needed, **dates).dates
+    config = DataConfig(name="zarr", store="s.zarr", dates=found)
+    times = six_hourly("2001-01-01", count).astype("M8[ns]")
+    sizes = [len(times[split_slice(config, split, times)]) for split in SPLITS]
+    assert sizes[0] >= train
+    assert sizes[1] >= valid
+    assert given_test or sizes[2] >= test
+
+
+def test_too_few_times_are_one_line_with_all_that_is_needed():
+    with pytest.raises(UserError) as refusal:
+        few(4, NEEDED)
+    assert str(refusal.value) == (
+        "s.zarr: data.dates.train is chosen among the times that no other split has, which are at "
+        "most 4 in a row of 4 times. This run needs 10: 5 for train, 5 for test. Give it more "
+        "times, or lower data.batch_size, trainer.rollout or trainer.evaluate_hours: with 1, "
+        "{0: 1} and [6] it needs 4."
+    )
+    least = {split: TimesNeeded(need.least, need.least) for split, need in NEEDED.items()}
+    assert hours_of(few(4, least)) == [[0, 1], [2, 3], [2, 3]]
+    with pytest.raises(
+        UserError, match=r"needs 4: 2 for train, 2 for test\. Give it more times\.$"
+    ):
+        few(3, least)
 
 
 def test_a_store_knows_its_dates_when_it_is_open(tmp_path):

@@ -5,19 +5,22 @@
 `fingerprint` gives the name under which a result is stored.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, partial_path
+
+LOCK_NAME = ".lock"  # in the folder of an output that is not complete
 
 ProgressCallback = Callable[[str, float], None]  # title of the work, fraction done
 
@@ -126,26 +129,62 @@ def explain_cache_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_output(path: Path, message: str) -> Iterator[None]:
-    """Hold the lock file of `path`, and remove that file at the end.
+def lock_output(out: Path, message: str) -> Iterator[None]:
+    """Hold the lock file in `OUT.partial`, or in `OUT.new.partial`, where a new one is made.
+
+    It is in the folder that a killed process leaves anyway, and is renamed with it. What is left of
+    `OUT.new.partial` is removed at the end.
 
     Raises:
         UserError: with this message; another process holds the lock.
+        OSError: the lock file can't be opened.
     """
-    lock = FileLock(lock_path(path), timeout=0)
+    new, partial = new_path(out), partial_path(out)
+    folder = partial if partial.exists() else new
+    if folder == new:
+        new.mkdir(exist_ok=True)
+    path = folder / LOCK_NAME
     try:
-        lock.acquire()
-    except Timeout:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:  # the folder has just been renamed
         raise UserError(message) from None
     try:
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Until it was locked, another process may have renamed or removed the folder.
+            is_there = os.path.samestat(os.fstat(descriptor), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_there = False
+        if not is_there:
+            raise UserError(message)
+        try:
+            if folder == new and partial.exists():  # begun since the check above
+                raise UserError(message)
+            yield
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
     finally:
-        # Unlinked before the release: afterwards the name may belong to another process's lock. A
-        # process that has opened the file already then locks one without a name: filelock notices
-        # this (since 3.21.2), and with no time to wait it fails as if the lock were held.
-        with suppress(OSError):
-            lock_path(path).unlink(missing_ok=True)
-        lock.release()
+        os.close(descriptor)
+
+
+def new_path(out: Path) -> Path:
+    """Return the folder in which `OUT.partial` is made, under the lock of `lock_output`."""
+    return partial_path(out.with_name(f"{out.name}.new"))
+
+
+def clear_new(out: Path) -> Path:
+    """Return `new_path(out)` without the files of a killed process, but with its lock file."""
+    new = new_path(out)
+    new.mkdir(exist_ok=True)
+    for leftover in new.iterdir():
+        if leftover.name != LOCK_NAME:
+            _remove(leftover)
+    return new
+
+
+def remove_lock(out: Path) -> None:
+    """Remove the lock file from a complete output."""
+    (out / LOCK_NAME).unlink(missing_ok=True)
 
 
 def lock_path(path: Path) -> Path:

@@ -8,7 +8,6 @@ rank 0 `assemble_piece` for each piece, and `finish`.
 
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import lock_output
+from credit_dp.data.cache import clear_new, lock_output, remove_lock
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.files import PARTIAL_SUFFIX, fsync_folders, fsync_tree, partial_path, rename_durably
+from credit_dp.files import fsync_folders, fsync_tree, partial_path, rename_durably
 from credit_dp.forecast.format import CONVENTIONS, ForecastFormat, describe_difference
 from credit_dp.forecast.request import ForecastJob, all_jobs
 
@@ -76,7 +75,6 @@ class ForecastWriter(ABC):
         self.out = out
         self.form = form
         self.partial = partial_path(out)
-        self._new_folder = out.with_name(f"{out.name}.new{PARTIAL_SUFFIX}")
         # As they come back from a file: tuples are lists, and keys are strings.
         self.settings = json.loads(json.dumps(settings))
 
@@ -134,15 +132,10 @@ class ForecastWriter(ABC):
                 self.clean_up()
                 return
             # Created under a third name: `OUT.partial` exists only with all its metadata.
-            shutil.rmtree(self._new_folder, ignore_errors=True)
-            try:
-                self._new_folder.mkdir()
-                self.create(self._new_folder, bands)
-                fsync_tree(self._new_folder)
-                rename_durably(self._new_folder, self.partial)
-            except OSError:
-                shutil.rmtree(self._new_folder, ignore_errors=True)
-                raise
+            new = clear_new(self.out)
+            self.create(new, bands)
+            fsync_tree(new)
+            rename_durably(new, self.partial)
 
     @property
     def piece_count(self) -> int:
@@ -170,6 +163,7 @@ class ForecastWriter(ABC):
             # Files were synced when written, but their names in the folders were not.
             fsync_folders(self.partial)
             rename_durably(self.partial, self.out)
+            remove_lock(self.out)
 
     def check_complete(self) -> None:
         """Check that no field is missing."""

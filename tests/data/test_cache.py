@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from credit_dp.data.cache import create_once, fingerprint, lock_output
+from credit_dp.data.cache import clear_new, create_once, fingerprint, lock_output
 from credit_dp.errors import UserError
 
 
@@ -74,6 +74,41 @@ def test_an_output_is_locked_by_one_at_a_time(tmp_path):
     ):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def _die_while_writing(path, begins):
+    with lock_output(path, "in use"):
+        (clear_new(path) / "field").write_text("half")
+        if begins:
+            clear_new(path).rename(f"{path}.partial")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_killed_writer_leaves_partial_names_only(tmp_path, begins):
+    path = tmp_path / "store.zarr"
+    job = multiprocessing.get_context("spawn").Process(
+        target=_die_while_writing, args=(path, begins)
+    )
+    job.start()
+    job.join(60)
+    assert job.exitcode == -signal.SIGKILL
+    left = "store.zarr.partial" if begins else "store.zarr.new.partial"
+    assert [file.name for file in tmp_path.iterdir()] == [left]
+
+    with lock_output(path, "in use"):
+        assert not list(clear_new(path).glob("[!.]*"))
+    assert [file.name for file in tmp_path.iterdir()] == ([left] if begins else [])
+
+
+def test_the_lock_is_held_when_the_output_has_begun(tmp_path):
+    path = tmp_path / "store.zarr"
+    with lock_output(path, ""):
+        clear_new(path).rename(tmp_path / "store.zarr.partial")
+        with pytest.raises(UserError, match="in use"), lock_output(path, "in use"):
+            pass
+    with lock_output(path, "in use"):
+        pass
 
 
 def test_fingerprint_is_equal_for_equal_parts_only():

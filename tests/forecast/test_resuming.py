@@ -72,6 +72,8 @@ def test_a_forecast_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatc
     assert len(finding.missing) == (2 if form == "zarr" else 4)
     assert "2000-01-04T12 +24h, rows 0 to 16" in "\n".join(finding.lines())
     kept = {path: path.stat().st_mtime_ns for path in partial.rglob("*") if "." in path.name}
+    del kept[partial / ".lock"]  # the only lock file, of a process that has ended
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.partial"]
     steps = steps_of(monkeypatch)
     forecast(settings)
     assert len(steps) == 4  # the first time was complete

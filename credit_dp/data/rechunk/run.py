@@ -156,6 +156,7 @@ class RechunkJob:
         """
         out = self.target.out
         in_use = f"{out}: another process is preparing it. Wait for it, or change out."
+        self.target.settings()  # nothing is written to a folder that is something else
         with lock_output(out, in_use):
             self._previous_settings = self._check_resumable(self.target.settings())
             yield

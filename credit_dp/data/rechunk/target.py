@@ -28,6 +28,7 @@ from zarr.core.buffer import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from credit_dp.checks import expand_home, one_of
+from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.rechunk.request import SelectedFields
 from credit_dp.data.sources.base import Fields, Times
 from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
@@ -59,7 +60,6 @@ class RechunkTarget:
         self.out = expand_home("out", out).absolute()
         self.partial = partial_path(self.out)
         self._overwrite = overwrite
-        self._new = self.out.with_name(f"{self.out.name}.new{PARTIAL_SUFFIX}")
         self._old = self.out.with_name(f"{self.out.name}.old{PARTIAL_SUFFIX}")
         folder = self.out.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -91,11 +91,12 @@ class RechunkTarget:
         self, selected: SelectedFields, rows: int, codec: str, settings: Mapping[str, Any]
     ) -> None:
         """Create the partial store with everything but its fields, in one rename."""
-        for leftover in (self._new, self.partial):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._new.mkdir()
+        if self.partial.exists():  # with other settings; the lock file in it is kept
+            shutil.rmtree(new_path(self.out), ignore_errors=True)
+            os.replace(self.partial, new_path(self.out))
+        new = clear_new(self.out)
         attributes = {METADATA_ATTRIBUTE: selected.metadata.attributes(), SETTINGS: dict(settings)}
-        group = zarr.create_group(LocalStore(self._new), attributes=attributes)
+        group = zarr.create_group(LocalStore(new), attributes=attributes)
         group.create_array(
             "fields",
             shape=selected.shape,
@@ -105,7 +106,7 @@ class RechunkTarget:
         _write_static(group, selected, rows, codec)
         _write_coordinates(group, selected)
         # The first moment at which another process sees the store: its metadata are complete.
-        os.replace(self._new, self.partial)
+        os.replace(new, self.partial)
 
     def resume(self) -> None:
         """Remove what a killed process left in the partial store."""
@@ -132,6 +133,7 @@ class RechunkTarget:
             shutil.rmtree(self._old, ignore_errors=True)
             os.replace(self.out, self._old)
         os.replace(self.partial, self.out)
+        remove_lock(self.out)
         shutil.rmtree(self._old, ignore_errors=True)
 
     def _replaceable(self) -> bool:

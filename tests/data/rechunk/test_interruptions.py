@@ -149,7 +149,7 @@ def test_stopped_while_replacing(
     wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
     out = prepared(small, tmp_path / "out.zarr", codec="none")
     with monkeypatch.context() as patch:
-        patch.setattr(target.shutil, "rmtree", after(4, shutil.rmtree, then=False))
+        patch.setattr(target.shutil, "rmtree", after(2, shutil.rmtree, then=False))
         with pytest.raises(StoppedError):
             prepared(small, out, overwrite=True)
     assert tree(prepared(small, out, overwrite=True)) == wanted

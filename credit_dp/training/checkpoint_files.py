@@ -187,13 +187,12 @@ class _DamageError(Exception):
     """A checkpoint can't be used; the text continues a sentence that begins with its path."""
 
 
-def older_checkpoint_advice(key: str, path: Path) -> str:
-    """Return a sentence on what to use instead of a damaged checkpoint.
+class _OtherVersionError(_DamageError):
+    """A checkpoint is whole, but of another format; the text is as of `_DamageError`."""
 
-    Args:
-        key: config key that the checkpoint came from.
-        path: of the damaged checkpoint.
-    """
+
+def older_checkpoint_advice(path: Path) -> str:
+    """Return a sentence on what to use instead of a damaged checkpoint."""
     path = path.resolve()  # the path may be the link to the best checkpoint
     older: list[Path] = []
     if STEP_PATTERN.fullmatch(path.name):
@@ -201,8 +200,8 @@ def older_checkpoint_advice(key: str, path: Path) -> str:
     for candidate in reversed(older):
         with contextlib.suppress(_DamageError):
             _check_shards(candidate, _read_metadata(candidate))
-            return f"Set {key}={candidate}, the checkpoint before it."
-    return f"There is no older one beside it: restore it from a copy, or change {key}."
+            return f"Use {candidate}, the checkpoint before it."
+    return "There is no older one beside it: restore it from a copy, or use another."
 
 
 def read_metadata(key: str, path: Path) -> Metadata:
@@ -213,9 +212,14 @@ def read_metadata(key: str, path: Path) -> Metadata:
     """
     try:
         return _read_metadata(path)
+    except _OtherVersionError as other:
+        raise UserError(
+            f"{key}: {path} {other}. Use that version, which `code.diff` in the run's folder "
+            "names, or start a new run."
+        ) from None
     except _DamageError as damage:
         raise UserError(
-            f"{key}: {path} {damage}. {older_checkpoint_advice(key, path)}"
+            f"{key}: {path} {damage}. {older_checkpoint_advice(path)}"
         ) from damage.__cause__
 
 
@@ -231,7 +235,7 @@ def check_shards(key: str, path: Path, metadata: Mapping[str, Any]) -> None:
         _check_shards(path, metadata)
     except _DamageError as damage:
         raise UserError(
-            f"{key}: {path} {damage}. {older_checkpoint_advice(key, path)}"
+            f"{key}: {path} {damage}. {older_checkpoint_advice(path)}"
         ) from damage.__cause__
 
 
@@ -242,6 +246,12 @@ def _read_metadata(path: Path) -> Metadata:
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise _DamageError(f"is not a readable checkpoint ({reason})") from error
+    version = metadata.get("format") if isinstance(metadata, dict) else None
+    if type(version) is int and version != FORMAT_VERSION:
+        raise _OtherVersionError(
+            f"was written by another version of this package (format {version}, this one has "
+            f"format {FORMAT_VERSION})"
+        )
     if not is_valid_metadata(metadata):
         raise _DamageError(f"is not a checkpoint of this version (format {FORMAT_VERSION})")
     checksum = metadata.pop(CHECKSUM_KEY, None)

@@ -373,7 +373,7 @@ class ShardReader:
             folder, key = self._shards.folder, self._shards.key
             raise UserError(
                 f"{key}: {folder} is damaged: {name} in {self._name} is not as it was written "
-                f"(checksum). {older_checkpoint_advice(key, folder)}"
+                f"(checksum). {older_checkpoint_advice(folder)}"
             )
 
 
@@ -386,5 +386,5 @@ def translate_read_errors(key: str, folder: Path) -> Iterator[None]:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"{key}: {folder} is not a readable checkpoint ({reason}). "
-            f"{older_checkpoint_advice(key, folder)}"
+            f"{older_checkpoint_advice(folder)}"
         ) from error

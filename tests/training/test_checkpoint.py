@@ -327,7 +327,15 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path, content):
     assert "not a readable checkpoint" in damaged(tmp_path, "state.json", content)
 
 
-@pytest.mark.parametrize("content", [b"[]", b'{"format": 3}', b'{"format": 4}'])
+@pytest.mark.parametrize("version", [4, 6])
+def test_what_another_version_wrote_is_named_as_such(tmp_path, version):
+    said = damaged(tmp_path, "state.json", f'{{"format": {version}}}'.encode())
+    assert f"was written by another version of this package (format {version}, this one" in said
+    assert said.endswith("`code.diff` in the run's folder names, or start a new run.")
+    assert "copy" not in said
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"format": 5}', b'{"format": "4"}'])
 def test_what_something_else_saved_is_refused(tmp_path, content):
     assert "not a checkpoint of this version" in damaged(tmp_path, "state.json", content)
 
@@ -397,7 +405,7 @@ def test_a_flipped_bit_of_a_tensor_is_found_when_it_is_loaded(tmp_path):
     flip_bit(path / SHARD, state.tensors()[name].numpy().tobytes())
     line = refused_load(path)
     assert f"{path} is damaged: {name} in {SHARD} is not as it was written" in line
-    advice = f"Set resume={tmp_path / 'step-00000000'}, the checkpoint before it."
+    advice = f"Use {tmp_path / 'step-00000000'}, the checkpoint before it."
     assert advice in line
     (tmp_path / "best").symlink_to(path.name)
     assert advice in refused_load(tmp_path / "best")
@@ -499,20 +507,20 @@ def test_a_file_of_another_save_is_refused(tmp_path, file, same_run):
         line = refused_load(path)
         assert f"is damaged: {SHARD} " in line
         assert "written with its state.json" in line
-        assert f"Set resume={first}, the checkpoint before it." in line
+        assert f"Use {first}, the checkpoint before it." in line
     load_checkpoint(paths[2], small_state())
 
 
 def test_a_cut_shard_names_the_checkpoint_before_that_is_whole(tmp_path):
     first, second, third = save_three(tmp_path)
     (third / SHARD).write_bytes((third / SHARD).read_bytes()[:-10])
-    assert f"Set resume={second}, the checkpoint before it." in refused_load(third)
+    assert f"Use {second}, the checkpoint before it." in refused_load(third)
     (second / SHARD).write_bytes(b"")
     size = (third / SHARD).stat().st_size
     assert refused_load(third) == (
         f"resume: {third} is damaged: {SHARD} has {size} bytes, not the {size + 10} that were "
-        "written with its state.json; it was cut, or is of another step, rank or run. Set "
-        f"resume={first}, the checkpoint before it."
+        "written with its state.json; it was cut, or is of another step, rank or run. Use "
+        f"{first}, the checkpoint before it."
     )
     shutil.copy(third / SHARD, first / SHARD)
     assert "There is no older one beside it" in refused_load(third)

@@ -223,7 +223,7 @@ def test_the_shard_of_one_rank_from_another_step_is_refused(tmp_path, domain, pi
         line = refusal(tmp_path)
         assert "is damaged: " in line
         assert "written with its state.json" in line
-        assert f"Set resume={first[0].parent}, the checkpoint before it." in line
+        assert f"Use {first[0].parent}, the checkpoint before it." in line
         for file, content in zip(second, whole, strict=True):
             file.write_bytes(content)
     load_checkpoint(tmp_path, state_on(alone(), "unet", 2, False))

@@ -75,7 +75,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp checkpoint export RUN   write a trained model to one plain file
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   inspect a store, and prepare it for training
-  credit-dp import PACKAGE CONFIG   continue here what was set up with miles-credit or anemoi
+  credit-dp import PACKAGE CONFIG   continue here what was set up with miles-credit
   credit-dp sweep show DIR          compare the runs of a sweep
   credit-dp cluster script KEY=VALUE ...   print a batch script for a cluster with SLURM or PBS
 

@@ -1,41 +1,41 @@
-"""The commands `credit-dp import credit` and `credit-dp import anemoi`.
+"""The command `credit-dp import credit`.
 
-Each reads a config of another package, writes an experiment with the same data, model and training,
-and prints a line for each key that has no counterpart. The keys are translated in `import_credit`
-and `import_anemoi`; here the files are checked and written.
+It reads a config of miles-credit, writes an experiment with the same data, model and training, and
+prints a line for each key that has no counterpart. The keys are translated in `miles_credit/`; here
+the files are checked and written.
 """
 
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from credit_dp import checks
 from credit_dp.cli.arguments import OneLineParser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.foreign_config import Experiment, ForeignConfig
-from credit_dp.cli.import_anemoi import read_anemoi
-from credit_dp.cli.import_credit import read_credit
 from credit_dp.errors import UserError
 from credit_dp.files import write_text_atomic
+from credit_dp.miles_credit.foreign_config import Experiment, ForeignConfig
+from credit_dp.miles_credit.translation import read_credit
 from credit_dp.plugins import PLUGINS_VARIABLE, one_line_message
 
 HELP = """\
 credit-dp import COMMAND: continues here what was set up with another package.
 
   credit-dp import credit CONFIG.yml [CHECKPOINT]   a config, and a model, of miles-credit
-  credit-dp import anemoi CONFIG.yaml               a config of anemoi-training
 
 `credit-dp import COMMAND --help` says more.
 """
 
+WORDS = "CONFIG.yml [CHECKPOINT]"
 COMMAND_HELP = """\
-{program} {words}: writes an experiment from {what}.
+{program} {words}: writes an experiment from a config of miles-credit.
 
-{details}
+Their CrossFormer becomes the one of this package, with new weights. With CHECKPOINT (a file, or the
+folder that has checkpoint.pt) the model stays theirs: a plug-in file builds it with the installed
+package miles-credit, and starts it from these weights. So do all other models of theirs.
+
   --name NAME       of the experiment; by default that of the config file
   --output FOLDER   writes FOLDER/experiment/NAME.yaml; by default in ./conf, where
                     `experiment=NAME` of every command finds it
@@ -46,16 +46,6 @@ the top of the experiment. Code and classes that the config names are never impo
 
 Exit code: 0 if the experiment is written, 2 if not.
 """
-
-
-@dataclass(frozen=True)
-class Importer:
-    """One command: which package's config it reads, and how."""
-
-    package: str
-    words: str
-    details: str
-    read: Callable[[ForeignConfig, str, str | None], tuple[Experiment, list[str]]]
 
 
 def check_composes(experiment: Experiment, name: str) -> None:
@@ -76,8 +66,8 @@ def check_composes(experiment: Experiment, name: str) -> None:
         Composer("train", folder).compose_config([f"experiment={name}"])
 
 
-def run_import(importer: Importer, arguments: Sequence[str], program: str) -> int:
-    """Write the experiment of another package's config, and print its lines; return the exit code.
+def import_credit(arguments: Sequence[str], program: str) -> int:
+    """Write the experiment of a config of miles-credit, and print its lines; return the exit code.
 
     Raises:
         UserError: the config can't be read or used, or the files exist or can't be written.
@@ -89,32 +79,26 @@ def run_import(importer: Importer, arguments: Sequence[str], program: str) -> in
     parser.add_argument("--help", "-h", action="store_true")
     args = parse_arguments(parser, arguments)
     if args.help:
-        what = f"a config of {importer.package}"
-        sys.stdout.write(
-            COMMAND_HELP.format(
-                program=program, words=importer.words, what=what, details=importer.details
-            )
-        )
+        sys.stdout.write(COMMAND_HELP.format(program=program, words=WORDS))
         return 0
-    most = importer.words.count(" ") + 1
-    if not 1 <= len(args.files) <= most:
-        raise UserError(f"{program}: needs {importer.words}, got {' '.join(args.files) or 'none'}.")
+    if not 1 <= len(args.files) <= 2:
+        raise UserError(f"{program}: needs {WORDS}, got {' '.join(args.files) or 'none'}.")
     config = ForeignConfig.load(checks.expand_home(program, args.files[0]))
     name = args.name or re.sub(r"[^A-Za-z0-9_-]", "_", config.path.stem)
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--name: needs letters, digits, _ and -, got {name!r}.")
-    second = args.files[1] if len(args.files) > 1 else None
+    checkpoint = args.files[1] if len(args.files) > 1 else None
     try:
-        experiment, lines = importer.read(config, name, second)
+        experiment, lines = read_credit(config, name, checkpoint)
     # What a text or a table in the place of a number raises, where it has no message of its own.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{config.path}: a value has not the form that {importer.package} documents "
+            f"{config.path}: a value has not the form that miles-credit documents "
             f"({type(error).__name__}: {one_line_message(error)})."
         ) from error
     check_composes(experiment, name)
     folder = checks.expand_home("--output", args.output) / "experiment"
-    written = write_experiment(experiment, folder, name, importer.package, lines)
+    written = write_experiment(experiment, folder, name, lines)
     for line in lines:
         sys.stdout.write(f"{line}\n")
     for path in written:
@@ -126,7 +110,7 @@ def run_import(importer: Importer, arguments: Sequence[str], program: str) -> in
 
 
 def write_experiment(
-    experiment: Experiment, folder: Path, name: str, package: str, lines: Sequence[str]
+    experiment: Experiment, folder: Path, name: str, lines: Sequence[str]
 ) -> list[Path]:
     """Write weights, plug-in and experiment, each complete or not at all; return their paths.
 
@@ -142,7 +126,7 @@ def write_experiment(
     if experiment.plugin is not None:
         source = experiment.plugin
         writes.append((plugin, lambda path: write_text_atomic(path, source)))
-    head = [f"From a config of {package}, by `credit-dp import`. Of its keys:", *lines]
+    head = ["From a config of miles-credit, by `credit-dp import`. Of its keys:", *lines]
     writes.append((config, lambda path: write_text_atomic(path, experiment.text(head))))
     for path, _ in writes:
         if path.exists():
@@ -156,28 +140,6 @@ def write_experiment(
     return [path for path, _ in writes]
 
 
-CREDIT = Importer(
-    "miles-credit",
-    "CONFIG.yml [CHECKPOINT]",
-    """\
-Their CrossFormer becomes the one of this package, with new weights. With CHECKPOINT (a file, or the
-folder that has checkpoint.pt) the model stays theirs: a plug-in file builds it with the installed
-package miles-credit, and starts it from these weights. So do all other models of theirs.
-""",
-    read_credit,
-)
-ANEMOI = Importer(
-    "anemoi-training",
-    "CONFIG.yaml",
-    """\
-Give a composed config, as `anemoi-training config dump` writes it. The names of prognostic
-variables are read from the dataset, which has to be there. The model is one of this package.
-""",
-    read_anemoi,
-)
-
-
 def imports(arguments: Sequence[str], program: str) -> int:
     """Run the import command named by the first argument; return the exit code."""
-    commands = {"credit": partial(run_import, CREDIT), "anemoi": partial(run_import, ANEMOI)}
-    return run_subcommand(commands, arguments, program, HELP)
+    return run_subcommand({"credit": import_credit}, arguments, program, HELP)

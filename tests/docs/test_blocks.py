@@ -21,8 +21,9 @@ FIRST = ROOT / "docs/first-forecast.md"  # runs unchanged, in a clean clone
 DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# A block that begins with a file's name is in that file when the page's commands run.
-FILE = re.compile(r"# (\w+\.(?:py|ya?ml))\n")
+# A block that begins with a file's name, maybe after Hydra's header, is in that file when the
+# commands of the page run.
+FILE = re.compile(r"(?:# @package _global_\n)?# (\w+\.(?:py|ya?ml))\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many

@@ -16,10 +16,10 @@ import yaml
 from torch import Tensor, nn
 
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.foreign_config import ForeignConfig
 from credit_dp.config import Config
 from credit_dp.domain_parallel import verify_domain_parallel
 from credit_dp.errors import UserError
+from credit_dp.miles_credit.foreign_config import ForeignConfig
 from credit_dp.plugins import PLUGINS_VARIABLE
 from tests.cli.invocation import answer, forget_plugins
 from tests.commands import run_line
@@ -513,7 +513,7 @@ def test_bad_files_and_arguments_are_one_line(
         ("credit", str(path), "no.pt"): "CHECKPOINT: there is no file no.pt.",
         ("credit", str(path), "pickled.pt"): "CHECKPOINT: pickled.pt can't be read as weights",
         ("credit", str(path), "empty.pt"): "CHECKPOINT: empty.pt has no table of weights",
-        ("anemoy",): "credit-dp import: needs a command (credit, anemoi), got 'anemoy'.",
+        ("anemoi",): "credit-dp import: needs a command (credit), got 'anemoi'.",
     }.items():
         assert refusal(monkeypatch, tmp_path, *words).startswith(needed), words
     assert not (tmp_path / "hacked").exists()
@@ -566,6 +566,23 @@ def test_a_key_below_one_that_was_read_has_no_line() -> None:
         "e: differs: x",
         "f: no counterpart: nothing here corresponds to it",
     ]
+
+
+def test_dates_of_yaml_are_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yml").write_text("a: 2000-01-08\nb: 2000\nc: 1.5\n")
+    tree = ForeignConfig.load(tmp_path / "c.yml").tree
+    assert tree == {"a": "2000-01-08", "b": 2000, "c": 1.5}
+
+
+def test_a_config_can_not_read_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SECRET", "a-password")
+    config = credit_config(tmp_path)
+    config["data"]["save_loc"] = "${oc.env:SECRET}"
+    line = refusal(monkeypatch, tmp_path, "credit", str(written(tmp_path, config)))
+    assert "data.store needs a plain value" in line
+    assert "a-password" not in line
 
 
 # ---------------------------------------------------------------- with a checkpoint

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
-from credit_dp.cli import credit_plugin
-from credit_dp.cli.foreign_config import Experiment, ForeignConfig, Reasons
 from credit_dp.config import has_variable
 from credit_dp.config.model import BUDGETS
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path
+from credit_dp.miles_credit import model_plugin
+from credit_dp.miles_credit.foreign_config import Experiment, ForeignConfig, Reasons
 from credit_dp.variable_names import canonical_name
 
 if TYPE_CHECKING:
@@ -704,7 +704,7 @@ def _read_model(
     static_first = bool(config.read("data.static_first", True))
     experiment.keys["model.static_channels"] = len(roles.static) if static_first else 0
     experiment.set("trainer.checkpoint_activations", recomputes or None)
-    experiment.plugin = Path(credit_plugin.__file__).read_text(encoding="utf-8")
+    experiment.plugin = Path(model_plugin.__file__).read_text(encoding="utf-8")
     config.remark(
         "model.image_height",
         "differs: rows go from north to south; if theirs began in the south, set "

@@ -1,0 +1,1 @@
+"""Configs and models of miles-credit: what `credit-dp import credit` turns them into."""

@@ -1,4 +1,4 @@
-"""Compare training steps of the models for a quarter degree on one GPU with their predictions.
+"""Measure training steps of the models for a quarter degree on one GPU.
 
 `python benchmarks/gpu.py [--domain 1 8] [--models NAME ...] [--keys KEY=VALUE ...]` needs a GPU. In
 a domain of several ranks it measures the rank in the middle, with its band, while nobody sends
@@ -6,8 +6,7 @@ messages: what the rank computes, and what its host starts.
 
 - step: milliseconds of the fastest training step; in a row: of several of which none is waited for;
 - busy: milliseconds in which kernels ran, by torch's profiler, and the number of kernels;
-- predicted: milliseconds of the step without messages, and of the host alone to start its kernels,
-  by `credit-dp plan --machine h100`;
+- launches: kernels in forward and backward that `credit-dp plan` counts;
 - GiB: the most that was allocated, without the memory of a CUDA graph, and what the plan expects.
 """
 
@@ -35,8 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import Config, DataConfig
-from credit_dp.costs.machine import read_machine
-from credit_dp.costs.prediction import Predictor
+from credit_dp.costs.budget import plan_step
 from credit_dp.data.channels import Channel
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.setup import TrainingData
@@ -154,15 +152,12 @@ def measured(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
-def predicted(config: Config) -> dict[str, float]:
-    """Return the prediction for this rank, without messages."""
-    config = replace(config, compile=False)  # which is not modelled
-    predictor = Predictor(config, read_machine("h100"))
-    found = predictor.predict(1, config.parallel.domain)
+def planned(config: Config) -> dict[str, float]:
+    """Return what the plan counts for a rank, with ddp."""
+    plan = plan_step(config)
     return {
-        "predicted": 1e3 * found.time.compute,
-        "predicted start": 1e3 * found.time.starting,
-        "predicted GiB": found.held_bytes / 2**30,
+        "launches": plan.report.launches,
+        "planned GiB": plan.budgets[0].total_held / 2**30,
     }
 
 
@@ -193,7 +188,7 @@ def main() -> None:
                 row |= measured(config, torch.device(given.device))
             except torch.OutOfMemoryError:
                 row["step"] = "does not fit"
-            row |= predicted(config)
+            row |= planned(config)
             if given.json is not None:
                 with given.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")

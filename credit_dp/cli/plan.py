@@ -1,7 +1,7 @@
 """The plan command: prints what `credit_dp.costs` computes for a step, as tables or JSON.
 
-`credit-dp plan parallel.domain=64` describes one mesh, `--up-to N` compares meshes, and `--machine
-FILE` predicts times. The tables of the three come first, the command is at the end.
+`credit-dp plan parallel.domain=64` describes one mesh, `--up-to N` compares meshes. The tables of
+both come first, the command is at the end.
 """
 
 import json
@@ -17,7 +17,6 @@ from credit_dp.cli.compose import check_rows
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config, microbatches_per_step
-from credit_dp.costs.machine import Machine, machine_names, read_machine
 from credit_dp.distributed.placement import mesh_text
 from credit_dp.errors import UserError
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
         RankBudget,
         StepPlan,
     )
-    from credit_dp.costs.prediction import Prediction, Predictions
     from credit_dp.domain_parallel.costs.report import LayerTraffic, PlanReport
     from credit_dp.domain_parallel.count_transport import RankTraffic
 
@@ -273,83 +271,6 @@ def _budget_cells(budget: "RankBudget") -> tuple[str, str]:
     return budget.mode, str(budget.pipeline_rank)
 
 
-PREDICTION_HEADINGS = (
-    "ranks",
-    "domain",
-    "data",
-    "GiB",
-    "fits",
-    "compute",
-    "exchange",
-    "reduction",
-    "step",
-)
-
-
-def predictions_table(predictions: "Predictions", config: Config, machine: Machine) -> str:
-    """Return a table with one line for each mesh."""
-    if not predictions.meshes:
-        return f"The model can't be sharded:\n  {predictions.limit}\n"
-    rows = [_prediction_cells(prediction, machine) for prediction in predictions.meshes]
-    dtype = config.trainer.autocast or config.trainer.dtype
-    lines = [
-        f"model    {config.model.name}, {dtype}",
-        f"machine  {machine.name}",
-        f"source   {machine.source}",
-        "",
-        *format_table((*PREDICTION_HEADINGS, "samples/s", "efficiency"), rows),
-        "",
-        "Predicted, not measured. Every data rank has one sample; times are seconds of a step.",
-        f"GiB: of the fullest rank; fits: in the {machine.memory_gib:g} GiB of a rank",
-        "compute: of the slowest rank, or to launch it; exchange: rows and sums over the domain;",
-        "  reduction: of gradients, over all ranks; both without what overlaps with computing",
-        "efficiency: samples/s of a rank over those of a single rank, which may not fit",
-    ]
-    if predictions.limit:
-        lines.append(f"No larger domain: {predictions.limit}")
-    return "\n".join(lines) + "\n"
-
-
-def _prediction_cells(prediction: "Prediction", machine: Machine) -> tuple[str, ...]:
-    time = prediction.time
-    return (
-        *(str(prediction.ranks), str(prediction.domain), str(prediction.data)),
-        f"{prediction.held_bytes / 2**30:.2f}",
-        "yes" if prediction.fits(machine) else "NO",
-        *(f"{seconds:.4f}" for seconds in (time.compute, time.exchange, time.reduction, time.step)),
-        f"{prediction.samples_per_s:.1f}",
-        f"{prediction.efficiency:.1%}",
-    )
-
-
-def predictions_json(predictions: "Predictions", config: Config, machine: Machine) -> str:
-    """Return JSON with one entry for each mesh; times in seconds."""
-    content = {
-        "model": config.model.name,
-        "dtype": config.trainer.autocast or config.trainer.dtype,
-        "machine": machine.name,
-        "source": machine.source,
-        "memory_gib": machine.memory_gib,
-        "up_to": predictions.up_to,
-        "refused": predictions.limit,
-        "meshes": [
-            {
-                "ranks": prediction.ranks,
-                "domain": prediction.domain,
-                "data": prediction.data,
-                "held_bytes": prediction.held_bytes,
-                "fits": prediction.fits(machine),
-                **vars(prediction.time),
-                "step": prediction.time.step,
-                "samples_per_s": prediction.samples_per_s,
-                "efficiency": prediction.efficiency,
-            }
-            for prediction in predictions.meshes
-        ],
-    }
-    return json.dumps(content, indent=2) + "\n"
-
-
 def plan_json(plan: "StepPlan", config: Config) -> str:
     """Return the whole report as JSON; lists are in the order of the ranks."""
     report = plan.report
@@ -389,7 +310,6 @@ def _mesh_json(mesh: "MeshBudget", memory: float) -> dict[str, Any]:
 
 
 DEFAULT_MEMORY_GIB = 80.0  # of a rank, for --up-to
-MAX_PREDICTED_RANKS = 1024  # for --machine without --up-to
 
 HELP = """\
 {program} KEY=VALUE ...: estimates memory and traffic of a sharded training step.
@@ -400,19 +320,13 @@ be planned on a laptop, in seconds:
 
 Prints the messages and bytes of each layer; the rows of the ranks at each level, and the bytes sent
 there compared with the least possible; what a rank holds and sends, with ddp and with fsdp2; the
-cuts of a pipeline; and what prevents the model from being sharded on this mesh.
+cuts of a pipeline; the kernels that a rank launches; and what prevents the model from being sharded
+on this mesh.
 
   --up-to N        instead, compare meshes of data x domain ranks, with at most N ranks
   --memory GIB     memory of a rank, for that table: which meshes fit; by default 80
-  --machine FILE   instead, predict (not measure) the seconds of a step on a machine, for meshes of
-                   up to 1,024 ranks (with --up-to N: of N). FILE is a YAML file with the machine's
-                   figures, or one of {machines}
   --json           the report as JSON, with every rank
   --help, -h       this text
-
-With --machine every data rank has one sample. Compared are growing domains with one data rank; the
-smallest domain that fits the memory, with 1, 2, 4 ... data ranks; and all domains with as many data
-ranks as possible. parallel.domain fixes the domain, parallel.data the number of data ranks.
 
 Exit code: 0 if the model can be sharded on the mesh, 1 if not, 2 if the keys are wrong.
 """
@@ -424,16 +338,11 @@ def plan(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: a key or an option is wrong.
     """
-    help_text = HELP.replace("{machines}", ", ".join(machine_names()))
-    parsed = read_config_arguments(arguments, program, help_text, _add_options)
+    parsed = read_config_arguments(arguments, program, HELP, _add_options)
     if parsed is None:
         return 0
     config = parsed.config
     options = parsed.options
-    if options.memory is not None and options.machine is not None:
-        raise UserError(
-            "--memory: has no effect with --machine. Change memory_gib in the machine's file."
-        )
     if options.memory is not None and options.up_to is None:
         raise UserError("--memory: has no effect without --up-to. Add --up-to.")
     if options.memory is not None and not options.memory > 0:
@@ -444,8 +353,6 @@ def plan(arguments: Sequence[str], program: str) -> int:
         # As all commands that run a model: on more ranks none of them would.
         grid = "x".join(map(str, expected_grid(config.data)))
         check_rows(replace(config, data=replace(config.data, grid=grid)))
-    if options.machine is not None:
-        return _predict(config, options)
     if options.up_to is not None:
         return _compare(config, options)
     from credit_dp.costs.budget import plan_step  # torch: not for --help
@@ -468,23 +375,9 @@ def _compare(config: Config, options: Namespace) -> int:
     return 0 if comparison.meshes else 1
 
 
-def _predict(config: Config, options: Namespace) -> int:
-    up_to = MAX_PREDICTED_RANKS if options.up_to is None else options.up_to
-    if up_to < 1:
-        raise UserError(f"--up-to: needs at least 1 rank, got {up_to}.")
-    machine = read_machine(options.machine)
-    from credit_dp.costs.prediction import predict_meshes  # torch
-
-    predictions = predict_meshes(config, machine, up_to)
-    render = predictions_json if options.json else predictions_table
-    sys.stdout.write(render(predictions, config, machine))
-    return 0 if predictions.meshes else 1
-
-
 def _add_options(parser: OneLineParser) -> None:
     parser.add_argument("--up-to", type=int)
     parser.add_argument("--memory", type=float)
-    parser.add_argument("--machine")
 
 
 def as_text(plan: "StepPlan", config: Config) -> str:
@@ -504,7 +397,7 @@ def as_text(plan: "StepPlan", config: Config) -> str:
             "fsdp2: impossible with one rank, or if parameters have rows of the grid",
         ]
     if report.saved_bytes:
-        lines += ["", memory_line(report)]
+        lines += ["", memory_line(report), launches_line(report)]
     if report.refusal:
         lines += ["", *view_lines(report)]
     if report.problems:
@@ -577,3 +470,8 @@ def memory_line(report: "PlanReport") -> str:
     if report.ranks == 1:
         return f"saved for backward: {largest}"
     return f"saved for backward: {largest} on the fullest rank, {smallest} on the emptiest"
+
+
+def launches_line(report: "PlanReport") -> str:
+    """Return a line about the kernels that the host of a rank has to start."""
+    return f"launched: {report.launches:,} kernels in forward and backward, by one rank"

@@ -1,1 +1,1 @@
-"""Estimates and checks: memory, traffic and time of a step on any mesh, without ranks or data."""
+"""Estimates and checks: memory and traffic of a step on any mesh, without ranks or data."""

@@ -688,9 +688,9 @@ def compare_meshes(
     return MeshComparison(up_to, tuple(meshes), limit)
 
 
-def domain_sizes(largest: int, powers: int = POWERS) -> Iterator[int]:
+def domain_sizes(largest: int) -> Iterator[int]:
     """Yield the domain sizes to compare: powers of two below `largest`, then `largest`."""
-    yield from (2**power for power in range(powers) if 2**power < largest)
+    yield from (2**power for power in range(POWERS) if 2**power < largest)
     yield largest
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -57,11 +57,6 @@ class MessageSize(NamedTuple):
     bytes: int
 
 
-# The messages of an exchange, and the costs of the operations that are started before a rank waits
-# for them, with their numbers.
-Overlap = tuple[tuple[MessageSize, ...], tuple[tuple[Any, int], ...]]
-
-
 @final
 class CountingTransport(Transport):
     """Counts the messages that all ranks would send, and sends nothing.
@@ -73,22 +68,14 @@ class CountingTransport(Transport):
 
     Attributes:
         exchanges: the messages that are under way at the same time -> number of such exchanges.
-        ring_collectives: the bytes that each rank sends in a collective, if it is done in a ring
-            -> number of such collectives.
         row_bytes: the bands of what is exchanged -> bytes of rows that all ranks send.
-        operations: of the step so far, if somebody counts them.
-        overlaps: the exchanges with what is computed meanwhile, if operations are counted.
     """
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
         super().__init__(rank, size)
         self.partitions = partitions
         self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
-        self.ring_collectives: Counter[int] = Counter()
         self.row_bytes: Counter[RowPartition] = Counter()
-        self.operations: Counter[Any] | None = None
-        self.overlaps: Counter[Overlap] = Counter()
-        self._announced: tuple[MessageSize, ...] = ()
 
     def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
         """Count the messages of all ranks in an exchange, or in its backward pass."""
@@ -118,9 +105,8 @@ class CountingTransport(Transport):
             self.row_bytes[partition] += sum(m.bytes for m in messages)
 
     def _count(self, messages: Sequence[MessageSize]) -> None:
-        self._announced = tuple(messages)
         if messages:
-            self.exchanges[self._announced] += 1
+            self.exchanges[tuple(messages)] += 1
 
     @property
     def sent(self) -> tuple[RankTraffic, ...]:
@@ -141,20 +127,9 @@ class CountingTransport(Transport):
     def _start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        messages, self._announced = self._announced, ()
-        if self.operations is None or not messages:
-            return lambda: None
-        operations, before = self.operations, self.operations.copy()
-
-        def finish() -> None:
-            meanwhile = operations - before
-            self.overlaps[messages, tuple(sorted(meanwhile.items()))] += 1
-
-        return finish
+        return lambda: None
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        # In a ring each rank sends its own tensor and all but one of the others'.
-        self.ring_collectives[(self.size - 1) * x.nbytes] += 1
         if x.is_meta or isinstance(x, FakeTensor):
             return x.new_empty((self.size, *x.shape))
         if x.ndim:  # the state of random numbers: any other rank's would do
@@ -170,8 +145,6 @@ class CountingTransport(Transport):
         return torch.tensor(max(matches, key=lambda p: p.height).sizes)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
-        # A ring all-reduce: a reduce-scatter and an all-gather of parts of 1 / size.
-        self.ring_collectives[2 * (self.size - 1) * x.nbytes // self.size] += 1
         return torch.empty_like(x)
 
 

@@ -284,29 +284,28 @@ class RecomputationCounter:
     Args:
         save: counts a tensor that is kept for backward.
         held: tensors that are held anyway, as parameters.
-        operations: of the step so far, if they are counted.
+        launched: returns the number of kernels that the step has started so far.
         local: returns the tensor of this rank that autograd sees.
 
     Attributes:
         received: bytes of messages that are kept.
         recomputed: bytes that the module with most saves when it is computed again, which nothing
             else keeps.
-        repeated: the operations that are computed again.
+        repeated: the number of kernels that are started again, without copies of kept messages.
     """
 
     def __init__(
         self,
         save: Callable[[Tensor], Tensor],
         held: Iterable[Tensor],
-        operations: Counter[Any] | None = None,
+        launched: Callable[[], int] = lambda: 0,
         local: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
         self.save = save
         self.held = list(held)
-        self.operations: Counter[Any] = Counter() if operations is None else operations
+        self.launched = launched
         self.local = local
-        self.received = self.recomputed = 0
-        self.repeated: Counter[Any] = Counter()
+        self.received = self.recomputed = self.repeated = 0
 
     def __call__(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -316,10 +315,10 @@ class RecomputationCounter:
         inputs = [self.local(x) for x in leaves if isinstance(x, Tensor)]
         messages = ReceivedMessages()
         inner = SavedTensors([*self.held, *inputs])
-        before = self.operations.copy()
+        before = self.launched()
         with torch.autograd.graph.saved_tensors_hooks(inner.add, lambda x: x), messages.recording():
             output = forward(*args, **kwargs)
-        self.repeated += self.operations - before
+        self.repeated += self.launched() - before
         for x in inputs:
             self.save(x)
         self.received += messages.nbytes

@@ -102,7 +102,7 @@ def test_one_path_for_each_line() -> None:
 def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, *SMALL)
     assert (code, err) == (0, "")
-    assert re.search(r"\n\nsaved for backward: [0-9.]+ MB\n$", out)
+    assert re.search(r"\n\nsaved for backward: [0-9.]+ MB\nlaunched: [0-9,]+ kernels .*\n$", out)
     assert "layer" not in out
 
 
@@ -166,7 +166,7 @@ def _check_list_of_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "more ranks than rows": (["parallel.domain=999"], r"too few for 999 ranks\. Lower .* to 8 or"),
     "more ranks than rows of the coarsest level": (
-        ["parallel.domain=9", "--machine=h100"],
+        ["parallel.domain=9"],
         "parallel.domain: the model's coarsest level has 8 of the grid's 32 rows",
     ),
     "unknown model": (["model=unett"], "model: needs one of .*mean unet?"),

@@ -307,10 +307,6 @@ def test_a_plan_says_where_a_model_decides_by_values(
         code, out, err = answer(monkeypatch, "plan", *arguments, program="credit-dp")
         assert (code, err) == (0, "")
         assert needed in out
-        machine = ["plan", "--machine", "h100", *arguments]
-        code, out, err = answer(monkeypatch, *machine, program="credit-dp")
-    assert (code, out) == (2, "")
-    assert "my_model.py:20 needs the values of a tensor, so that the time" in err
 
 
 @pytest.mark.parametrize("choice", ALL)

@@ -30,20 +30,6 @@ def test_the_comparison_of_models(tmp_path):
     assert [row.split()[1] for row in rows] == ["`crossformer`", "`unet`"]
 
 
-@pytest.mark.slow
-def test_the_table_of_predicted_efficiency():
-    rows = runpy.run_path(str(SCRIPTS / "predict_scaling.py"))["rows"]
-    keys = ("experiment=fast", "data.grid=24x48", "trainer.autocast=bfloat16")
-    rows.__globals__.update(KEYS=keys, DOMAINS=(1, 2, 64), RANKS=(1, 2, 16))
-    one, two = rows("unet_tiny")  # which has no rows for 64 ranks
-    assert one[:2] == ["`unet_tiny`", "1"]
-    assert one[3] == "100%"
-    assert two[3] == ""
-    # On a GPU so small a step only launches.
-    assert 0 < int(two[5].removesuffix("%")) < 50
-    assert two[6] == "launches"
-
-
 def test_spectra_of_scorecards_beside_each_other(tmp_path):
     names = "variable,level,band,lead_hours,wavenumber,forecast,truth"
     rows = [

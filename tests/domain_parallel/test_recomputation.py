@@ -12,7 +12,6 @@ from torch import nn
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.costs.report import plan_report
-from credit_dp.domain_parallel.costs.work import step_work
 from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
 from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
@@ -203,14 +202,10 @@ def test_blocks_are_the_outermost_repeated_modules_but_not_lists_of_them():
 def test_the_plan_counts_what_is_kept_and_computed_again():
     model, paths = built("unet")
     shape = (1, FIELDS.inputs, ROWS, 16)
-    whole, again = step_work(model, shape, 2), step_work(model, shape, 2, recomputed=paths)
-    assert again.exchanges == whole.exchanges
-    assert again.collectives == whole.collectives
-    assert again.saved_bytes < whole.saved_bytes
-    flops, more = (
-        sum(cost.flops * n for cost, n in work.operations[0].items()) for work in (whole, again)
-    )
-    assert 1.2 * flops < more < 4 / 3 * flops  # a second forward of most of the model
+    whole, again = (plan_report(model, shape, 2, recomputed=p) for p in ([], paths))
+    assert again.forward == whole.forward
+    assert again.backward == whole.backward
+    assert max(again.saved_bytes) < max(whole.saved_bytes)
     plain = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
     report = plan_report(plain, (1, 3, ROWS, 8), 2, recomputed=[""])
     kept, recomputed = report.saved_bytes[0], report.recomputed_bytes[0]

@@ -1,1 +1,1 @@
-"""Counts operations, memory and messages of a sharded model, in one process and without data."""
+"""Counts messages, memory and launches of a sharded model, in one process and without data."""

@@ -47,6 +47,7 @@ from credit_dp.domain_parallel.planning.trace import (
     PlanningMode,
     copy_model,
     dtype_and_device,
+    launches_kernel,
     named_leaves,
 )
 from credit_dp.domain_parallel.recomputation import (
@@ -113,6 +114,9 @@ class PlanReport:
     the same bands share one estimate. `recomputed_bytes` come on top if backward computes modules
     again: what the module with most saves meanwhile.
 
+    `launches` is the number of kernels that one rank starts in forward and backward: operations on
+    tensors, without views and allocations.
+
     `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
     is empty and `levels` have balanced bands.
 
@@ -140,6 +144,7 @@ class PlanReport:
     whole_bytes: int = 0
     largest_gathered: int = 0
     recomputed_bytes: tuple[int, ...] = ()
+    launches: int = 0
     unplanned: str = ""
 
     @property
@@ -226,6 +231,7 @@ def _layer_report(
         layers=_layer_traffic(sharded, runs[0]) if runs else (),
         saved_bytes=tuple(run.saved_bytes for run in runs),
         recomputed_bytes=tuple(run.recomputed_bytes for run in runs),
+        launches=runs[0].launches if runs else 0,
     )
 
 
@@ -272,6 +278,7 @@ def _view_report(model: nn.Module, refused: PlanReport, limit: float | None) -> 
         ),
         saved_bytes=saved_bytes,
         recomputed_bytes=recomputed_bytes,
+        launches=trial.launches,
         problems=(),
         refusal=refused.problems[0],
         whole_calls=trial.whole_calls,
@@ -407,7 +414,7 @@ class DryRun:
     """Traffic of all ranks in one step, by layer, and the bytes that one rank saves for backward.
 
     `sent_bytes` and their lower bound `least_bytes` count rows, over all ranks and the whole step,
-    by the global height of the layer's input. `recomputed_bytes`: see `PlanReport`.
+    by the global height of the layer's input. `recomputed_bytes` and `launches`: see `PlanReport`.
     """
 
     forward: dict[str, tuple[RankTraffic, ...]]
@@ -416,6 +423,7 @@ class DryRun:
     sent_bytes: Mapping[int, int]
     least_bytes: Mapping[int, int]
     recomputed_bytes: int = 0
+    launches: int = 0
 
 
 def dry_run(
@@ -448,7 +456,13 @@ def _view_dry_run(
     for partition, size in trial.sent_bytes.items():
         sent_bytes[partition.height] += size
     return DryRun(
-        trial.forward, trial.backward, trial.saved_bytes, sent_bytes, {}, trial.recomputed_bytes
+        trial.forward,
+        trial.backward,
+        trial.saved_bytes,
+        sent_bytes,
+        {},
+        trial.recomputed_bytes,
+        trial.launches,
     )
 
 
@@ -460,18 +474,18 @@ def dry_runs(
 ) -> list[DryRun]:
     """Run the step of `dry_run` as each of these ranks.
 
-    Only the first rank runs a backward, which counts the messages of all ranks. The tensors saved
-    for backward are known after a forward.
+    Only the first rank runs a backward, which counts the messages of all ranks, and its launches.
+    The tensors saved for backward are known after a forward.
     """
     saved = manager.rank, manager.transport
     runs: list[DryRun] = []
     try:
-        with use_meta_tensors():
+        with use_meta_tensors() as mode:
             meta_model = copy_to_meta(model)
             snapshot = ModelSnapshot(meta_model)
             for rank in ranks:
                 manager.rank = rank
-                runs.append(_run_step(meta_model, manager, shapes, backward=not runs))
+                runs.append(_run_step(meta_model, manager, shapes, mode, backward=not runs))
                 snapshot.restore()
     finally:
         manager.rank, manager.transport = saved
@@ -479,7 +493,11 @@ def dry_runs(
 
 
 def _run_step(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    mode: MetaTensorMode,
+    backward: bool,
 ) -> DryRun:
     model.train()
     dtype, _ = dtype_and_device(model)
@@ -487,7 +505,8 @@ def _run_step(
     inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
     held = [*model.parameters(), *model.buffers()]
     saved = SavedTensors(held)
-    again = RecomputationCounter(saved.add, held)
+    again = RecomputationCounter(saved.add, held, lambda: mode.launches)
+    launched = mode.launches
     with _count_by_layer(model, manager) as counters, count_recomputation(again):
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
             outputs = [x for _, x in named_leaves(model(*inputs)) if isinstance(x, Tensor)]
@@ -507,6 +526,7 @@ def _run_step(
         counters.by_height(),
         counters.lower_bound.bytes,
         again.recomputed,
+        mode.launches - launched + again.repeated,
     )
 
 
@@ -613,19 +633,24 @@ def row_layers(model: nn.Module) -> dict[str, RowLayer]:
 
 
 @contextmanager
-def use_meta_tensors() -> Iterator[None]:
+def use_meta_tensors() -> Iterator[MetaTensorMode]:
     """Run code on tensors without data; torch's random state does not change."""
-    mode = _MetaTensorMode()
+    mode = MetaTensorMode()
     with mode, torch.random.fork_rng(devices=[]):
-        yield
+        yield mode
 
 
 @final
-class _MetaTensorMode(PlanningMode):
-    """Moves operands to the meta device if an operation combines CPU and meta tensors."""
+class MetaTensorMode(PlanningMode):
+    """Moves operands to the meta device if an operation combines CPU and meta tensors.
+
+    Attributes:
+        launches: number of kernels that the operations on the meta device start.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.launches = 0
         self._memo = ShapeMemo()
 
     def __torch_dispatch__(
@@ -636,7 +661,10 @@ class _MetaTensorMode(PlanningMode):
         devices = {x.is_meta for values in (args, operands[1].values()) for x in tensors_in(values)}
         if len(devices) > 1:
             operands = tree_map_only(Tensor, lambda x: x if x.is_meta else _to_meta(x), operands)
-        return self._memo.run(func, *operands)
+        result = self._memo.run(func, *operands)
+        if launches_kernel(func):
+            self.launches += True in devices or any(x.is_meta for x in tensors_in([result]))
+        return result
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:

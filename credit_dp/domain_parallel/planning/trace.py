@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from inspect import unwrap
 from itertools import count
 from types import FrameType
@@ -112,6 +112,27 @@ class PlanningMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Return False: nothing is compiled while planning, so torch need not check for it."""
         return False
+
+
+# Operations that allocate memory without touching it; like views, they start no kernel.
+ALLOCATIONS = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+# Views that their schema does not declare as such.
+UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view}
+
+
+@cache
+def launches_kernel(func: Any) -> bool:
+    """Return whether an operation starts a kernel: it is neither a view nor an allocation."""
+    if func.namespace != "aten" or func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
+        return False
+    aliases = [result.alias_info for result in func._schema.returns]
+    return all(alias is None or alias.is_write for alias in aliases)
 
 
 @final

@@ -43,6 +43,7 @@ from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
     PlanningMode,
     dtype_and_device,
+    launches_kernel,
     preserve_model,
     reads_values,
     tensor_leaves,
@@ -123,6 +124,7 @@ class TrialRun:
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
         outputs: of the model.
         recomputed_bytes: what the module with most saves when backward computes it again.
+        launches: number of kernels that the rank starts; of the forward only if that alone was run.
         decisions: where the model decides by data; the costs are those of what was assumed there.
     """
 
@@ -138,6 +140,7 @@ class TrialRun:
     sent_bytes: Mapping[RowPartition, int]
     outputs: tuple[OutputSpec, ...]
     recomputed_bytes: int = 0
+    launches: int = 0
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -210,6 +213,10 @@ class _TrialMode(PlanningMode):
         packet = func._overloadpacket
         if packet in flop_registry and not in_backward():
             self.recorder.add_work(int(flop_registry[packet](*args, **kwargs, out_val=result)))
+        if launches_kernel(func) and any(
+            type(x) is FakeTensor for x in tensors_in([args, list(kwargs.values()), result])
+        ):
+            self.recorder.launches += 1
         if self.recorder.costs is not None:
             self.recorder.add_whole_results([args, list(kwargs.values())], [result])
         return result
@@ -230,7 +237,7 @@ class _Recorder:
         self.costs: _Costs | None = None
         self.costs_by_site: dict[_CallSite, _Costs] = defaultdict(_Costs)
         self.whole: dict[int, tuple[torch.UntypedStorage, _Costs]] = {}
-        self.flops = 0
+        self.flops = self.launches = 0
         self.largest_gathered = 0
         self.saved_bytes = self.whole_bytes = self.recomputed_bytes = 0
         self.modules: list[str] = []
@@ -459,7 +466,9 @@ def _run(
             if stage is not None and stage > 0:  # another stage has sent the inputs
                 recorder.exclude(tensor_leaves([args, kwargs]))
             held = [*model.parameters(), *model.buffers()]
-            again = RecomputationCounter(recorder.save, held, local=local_of)
+            again = RecomputationCounter(
+                recorder.save, held, lambda: recorder.launches, local=local_of
+            )
             known = KnownValues(buffers, dict(model.named_buffers()))
             trial_mode = _TrialMode(recorder, memo, known, assumptions)
             with torch.enable_grad(), trial_mode, count_recomputation(again):
@@ -477,6 +486,7 @@ def _run(
                         torch.autograd.backward(outputs, gradients)
             recorder.saved_bytes += again.received
             recorder.recomputed_bytes = again.recomputed
+            recorder.launches += again.repeated
     finally:
         detach_view(model)
     decisions = tuple(starmap(Decision, assumptions.decisions.items()))
@@ -524,6 +534,7 @@ def _result(
         sent_bytes=sent_bytes,
         outputs=outputs,
         recomputed_bytes=recorder.recomputed_bytes,
+        launches=recorder.launches,
         decisions=decisions,
     )
 

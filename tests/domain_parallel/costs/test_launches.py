@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.cli.compose import Composer
 from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import DomainParallelGroupNorm
-from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.costs.report import row_layers, tensors_of
-from credit_dp.domain_parallel.costs.work import is_free, step_work
+from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.costs.report import plan_report, row_layers, tensors_of
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers import group_norm
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.planning.trace import tensor_leaves
+from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_leaves
+from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
@@ -35,17 +35,20 @@ SYNCHRONISING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is
 
 
 class Launches(TorchDispatchMode):
-    """Counts what starts a kernel, views and allocations, and notes what should not happen."""
+    """Counts what starts a kernel, views and allocations, and notes what should not happen.
+
+    `meanwhile`: for each exchange, what starts while its messages travel.
+    """
 
     def __init__(self):
         super().__init__()
-        self.launches, self.views = Counter(), 0
+        self.launches, self.views, self.meanwhile = Counter(), 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "prim" or not tensor_leaves((args, kwargs, result)):
             return result  # FakeTensorMode itself asks for devices
-        if is_free(func):
+        if not launches_kernel(func):
             self.views += 1
             return result
         name = func._overloadpacket.__name__
@@ -55,7 +58,7 @@ class Launches(TorchDispatchMode):
         return result
 
 
-def launches_of_a_step(model, shape, ranks, rank, needs_grad=False):
+def launches_of_a_step(model, shape, ranks, rank, needs_grad=False, recomputed=()):
     """Return what a rank launches in forward and backward; `needs_grad`: also of the input."""
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
     model = shard_model(model, manager, shape, "allow", None)
@@ -67,8 +70,15 @@ def launches_of_a_step(model, shape, ranks, rank, needs_grad=False):
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(group_norm, "is_chunked", lambda x: False)
         model = copy.deepcopy(model, {id(x): without_data(x) for x in tensors_of(model)}).train()
+        checkpoint_modules(model, recomputed)
         x = torch.empty(*shape[:-2], rows, shape[-1])
         counted = Launches()
+
+        def start(transport, send, receive):
+            before = counted.launches.copy()
+            return lambda: counted.meanwhile.append(counted.launches - before)
+
+        patch.setattr(CountingTransport, "_start", start)
         with counted:
             y = model(x.requires_grad_(needs_grad))
             y.backward(torch.empty_like(y))
@@ -127,21 +137,81 @@ MODELS = {
 def test_a_model_launches_no_more_and_what_is_planned(name):
     config = Composer("train").compose_config([f"model={name}", *ERA5])
     model, (_, *shape) = model_and_shape(config, 1)
-    # The ranks with as many rows as the first.
-    planned, *_ = step_work(model, (1, *shape), 8).operations
+    converters = declared_converters(model)
+    planned = plan_report(model, (1, *shape), 8, custom_converters=converters).launches
     counted = launches_of_a_step(model, (1, *shape), 8, 0)
     launches, views, more_copies = MODELS[name]
-    assert planned.total() + more_copies == counted.launches.total() <= launches
+    assert planned + more_copies == counted.launches.total() <= launches
     assert counted.views <= views
 
 
 @pytest.mark.usefixtures("overlap")
-def test_the_plan_counts_what_is_launched():
-    model = Layer(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8), PeriodicConv2d(8, 6, stride=2))
+@pytest.mark.parametrize(("recomputed", "more_copies"), [([], 0), (["0"], 1)])
+def test_the_plan_counts_what_is_launched(recomputed, more_copies):
+    """Backward copies a halo that it kept to where the layer that computes again looks for it."""
+    block = Layer(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8))
+    model = Layer(block, PeriodicConv2d(8, 6, stride=2))
     shape = (1, 6, 16, 8)
-    planned, *_ = step_work(model, shape, 2).operations
-    counted = launches_of_a_step(model, shape, 2, 0)
-    assert planned.total() == counted.launches.total()
+    counted = launches_of_a_step(model, shape, 2, 0, recomputed=recomputed)
+    converters = declared_converters(model)
+    planned = plan_report(model, shape, 2, custom_converters=converters, recomputed=recomputed)
+    assert planned.refusal == ""
+    assert planned.launches + more_copies == counted.launches.total()
+
+
+class Centred(nn.Module):
+    """A model that only the global view can shard: it takes a mean over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y - y.mean((-2, -1), keepdim=True)
+
+
+def test_the_plan_counts_what_is_launched_through_the_view():
+    report = plan_report(Centred(), (1, 6, 16, 8), 2)
+    assert "aten.mean: mixes rows" in report.refusal
+    counted = launches_of_a_step(Centred(), (1, 6, 16, 8), 2, 0)
+    assert report.launches == counted.launches.total()
+
+
+def test_views_and_allocations_are_no_launches():
+    x = torch.empty(4, 6)
+    with FakeTensorMode(allow_non_fake_inputs=True), Launches() as counted:
+        x.T.reshape(4, 6).add_(1)  # copies, then writes in place
+        torch.empty_like(x).view(-1)[:3].expand(2, 3)
+    assert counted.launches == {"clone": 1, "add_": 1}
+    assert counted.views == 6
+
+
+def test_the_convolution_of_a_large_band_computes_while_rows_travel():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1, stride=2))
+    found = launches_of_a_step(model, (1, 3, 256, 256), 2, 0).meanwhile
+    # Forward of the first one; the second one waits. Backward of the second one returns rows.
+    computing = [launches["convolution"] + launches["convolution_backward"] for launches in found]
+    assert [number > 0 for number in computing] == [True, False, False]
+
+
+class Readers(nn.Module):
+    """Two convolutions that share an exchange."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 5, padding=2)
+
+    def forward(self, x):
+        return self.narrow(x) + self.wide(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 3, 2, 1), Readers()])
+def test_rows_that_stay_are_copied_while_others_travel(layer):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+    found = launches_of_a_step(model, (1, 3, 16, 16), 2, 0).meanwhile
+    assert len(found) == 2  # forward and backward
+    assert all(launches["copy_"] + launches["clone"] for launches in found)
 
 
 def test_a_norm_saves_half_precision_as_it_is(monkeypatch):

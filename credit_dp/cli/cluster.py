@@ -8,16 +8,16 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
-from credit_dp.cli.compose import Composer, check_overrides
+from credit_dp.cli.compose import Composer, check_overrides, check_run_config
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.pbs import pbs_script_text
 from credit_dp.cli.slurm import BatchScript, slurm_script_text
-from credit_dp.cli.sweep_jobs import all_combinations, override_choices
-from credit_dp.cli.sweep_launchers import check_job_config
+from credit_dp.cli.sweep_jobs import check_resume, override_choices
 from credit_dp.config import Config
 from credit_dp.distributed.placement import (
     ClusterNodes,
@@ -105,10 +105,11 @@ def print_script(arguments: Sequence[str], program: str) -> int:
         [text for text in args.overrides if text.partition("=")[0] not in own_keys]
     )
     check_overrides(overrides, composer.groups)
-    runs = all_combinations(override_choices(overrides, composer))
+    runs = [list(texts) for texts in product(*override_choices(overrides, composer))]
     configs = [composer.compose_config(run) for run in runs]
     for config in configs:
-        check_job_config(config)
+        check_resume(config)
+        check_run_config(config)
     if len(runs) > 1 and configs[0].run.dir:
         raise UserError(
             "run.dir: the jobs of an array need different folders. Give run.name instead."

@@ -47,6 +47,7 @@ from credit_dp.config import (
     OwnScheduleConfig,
 )
 from credit_dp.config.data import AUTO, ROLES, SPLITS
+from credit_dp.config.launchers import LAUNCHERS
 from credit_dp.config.model import MODELS
 from credit_dp.config.training import LR_SCHEDULES
 from credit_dp.distributed.signals import block_signals
@@ -423,6 +424,8 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
+    for name, schema in LAUNCHERS.items():
+        store.store(group="hydra/launcher", name=name, node=schema, provider="credit_dp")
     for group, base in PLUGIN_BASES.items():
         package_names = {path.stem for path in (conf_folder() / group).glob("*.yaml")}
         for name, plugin in find_plugins(base, package_names).items():

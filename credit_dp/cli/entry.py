@@ -25,7 +25,7 @@ from credit_dp.cli.export import checkpoint
 from credit_dp.cli.forecast import forecast
 from credit_dp.cli.imports import imports
 from credit_dp.cli.plan import plan
-from credit_dp.cli.sweep import sweeps
+from credit_dp.cli.show_sweep import sweeps
 from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
 from credit_dp.distributed.launcher import find_launcher, likely_rank

@@ -1,7 +1,6 @@
-"""Runs a config in its folder: `run_once` a single run, `run_job_in_folder` a job of a sweep.
+"""Runs a checked config in its folder.
 
-The order: Hydra makes the folder; the folder is checked and locked; the ranks start. The config of
-a single run comes checked; a job of a sweep checks its config here. In a single run only the first
+The order: Hydra makes the folder; the folder is checked and locked; the ranks start. Only the first
 of a launcher's ranks has Hydra make the folder; the others get its path when the ranks meet.
 """
 
@@ -13,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from credit_dp.cli.check import check_prepared_for_launcher
-from credit_dp.cli.compose import Composer, check_run_config, to_config
+from credit_dp.cli.compose import Composer
 from credit_dp.cli.folders import (
     check_run_folder,
     check_unlocked,
@@ -26,17 +24,10 @@ from credit_dp.cli.folders import (
     remove_unused_folders,
     run_folder,
 )
-from credit_dp.cli.output import print_line
-from credit_dp.cli.sweep_jobs import earlier_state, failure_cause, record_job
 from credit_dp.config import Config, RunConfig
 from credit_dp.distributed import launch
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import (
-    capture_reports,
-    report_crash,
-    report_error,
-    wait_for_first_rank,
-)
+from credit_dp.distributed.report import report_crash, report_error, wait_for_first_rank
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder
@@ -98,8 +89,8 @@ def run_in_folder(config: Config, existing: Path) -> int:
         existing: the folder in which Hydra has made all folders down to that of the run.
     """
     key = folder_key(config.run)
-    config = with_run_folder(config)
-    folder = Path(config.run.dir)
+    folder = Path(str(HydraConfig.get().runtime.output_dir))
+    config = replace(config, run=replace(config.run, dir=str(folder)))
     check_run_folder(folder, config, key)
     with lock_folder(folder, key), name_last_checkpoint(config.run):
         code = 1
@@ -125,63 +116,3 @@ def name_last_checkpoint(run: RunConfig) -> Iterator[None]:
             f"the last checkpoint is {saved[-1]}; the same command with {folder.resume_keys(run)} "
             "continues from there"
         ) from None
-
-
-def run_job_in_folder(composed: DictConfig) -> int:
-    """Check and run a job of a sweep in the folder that Hydra made for it; return the exit code.
-
-    The job leaves a record of how it ended; it is skipped if it has finished before, and resumed if
-    it has not.
-    """
-    config = to_config(composed, task_overrides())
-    key = folder_key(config.run)
-    config = with_run_folder(config)
-    folder = Path(config.run.dir)
-    launcher = find_launcher(os.environ)
-    if launcher is not None and launcher.ranks.rank > 0:
-        return check_and_launch(config)  # the first rank holds the lock
-    state = earlier_state(folder, task_overrides(), config)
-    if state == "finished":
-        print_line(f"{folder}: done already")
-        return 0
-    # An earlier start of the sweep was interrupted, or this run failed.
-    if state == "unfinished" and config.resume is None:
-        config = replace(config, resume="auto")
-    check_run_folder(folder, config, key)
-    with lock_folder(folder, key):
-        return record_run(config)
-
-
-def with_run_folder(config: Config) -> Config:
-    """Return the config with the folder that Hydra made as `run.dir`."""
-    folder = str(HydraConfig.get().runtime.output_dir)
-    return replace(config, run=replace(config.run, dir=folder))
-
-
-def record_run(config: Config) -> int:
-    """Check and launch a run of a sweep, and record how it ended.
-
-    Raises:
-        UserError: the run can't be started.
-    """
-    folder = Path(config.run.dir)
-    with capture_reports() as reported, record_job(folder, task_overrides()) as result:
-        try:
-            check_prepared_for_launcher(config, task_overrides())
-            result.code = check_and_launch(config)
-        except UserError as error:
-            result.code, result.cause = 2, str(error)
-            raise
-        result.cause = failure_cause("".join(reported))
-    return result.code
-
-
-def task_overrides() -> list[str]:
-    """Return the overrides of the run that Hydra has started."""
-    return [str(text) for text in HydraConfig.get().overrides.task]
-
-
-def check_and_launch(config: Config) -> int:
-    """Check the config, then start the ranks and return their exit code."""
-    check_run_config(config)
-    return launch(config)

@@ -1,394 +1,148 @@
-"""`--multirun` and the sweep commands: run the jobs of a sweep, show them and their scaling.
+"""`--multirun`: run the jobs of a sweep one after the other, side by side, or as a job array.
 
-The commands come first (`show`, `scaling`), `sweep` and what it calls second. Hydra's own launchers
-call `run_sweep_job` for each run; ours are in `sweep_launchers`.
+Whatever runs it, a job is what a single run with its overrides would be, in a numbered folder of
+the sweep (`sweep_jobs`). Without a launcher jobs run in this process, `hydra/launcher=local` gives
+each of them cores and GPUs of this machine, and `slurm` submits them (`slurm_array`).
 """
 
-import io
 import os
 import signal
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import groupby, product
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import final
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobReturn
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from credit_dp.cli.arguments import Command, read_keys, run_subcommand
 from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.folders import check_sweep_folder, explain_folder_errors
-from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.cli.folders import (
+    SWEEP_FILE,
+    check_sweep_folder,
+    check_unlocked,
+    explain_folder_errors,
+    folder_key,
+)
+from credit_dp.cli.output import print_line
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.run import report_errors, run_job_in_folder
-from credit_dp.cli.sweep_jobs import expand_override
-from credit_dp.cli.sweep_launchers import chosen_launcher, sweep_as_jobs
+from credit_dp.cli.run import report_errors, run_once
+from credit_dp.cli.show_sweep import report_scaling
+from credit_dp.cli.slurm_array import drop_queued, submit
+from credit_dp.cli.sweep_jobs import (
+    Job,
+    JobProcess,
+    JobRecord,
+    check_resume,
+    failure_cause,
+    override_choices,
+    plan_jobs,
+    write_submission,
+)
 from credit_dp.config import Config
+from credit_dp.config.launchers import LAUNCHERS, LocalLauncherConfig, SlurmLauncherConfig
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import report_error
-from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
-from credit_dp.errors import UserError, counted
-from credit_dp.evaluation.drawing import draw_or_warn
-from credit_dp.files import write_bytes_atomic
-from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.read import choose_metric
-from credit_dp.sweeps.scaling import (
-    ScalingSeries,
-    find_series,
-    series_to_csv,
-    series_to_json,
-    table_rows,
+from credit_dp.distributed.placement import (
+    ClusterNodes,
+    Placement,
+    PlacementRequest,
+    count_visible_gpus,
+    place_ranks,
 )
-from credit_dp.sweeps.tables import SweepTable, sorted_jobs
+from credit_dp.distributed.report import capture_reports, report_error
+from credit_dp.distributed.signals import (
+    EXIT_PREEMPTED,
+    STOP_SIGNALS,
+    Terminated,
+    block_signals,
+    handle_stop,
+)
+from credit_dp.errors import UserError, counted, install_extra
+from credit_dp.process import usable_cores
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def read_folder_and_keys(
-    arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
-) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the folder and the keys; None after printing the help, if requested.
-
-    Raises:
-        UserError: there is not exactly one folder, or a key does not exist.
-    """
-    folders = [
-        text for text in arguments if not text.startswith("-") and not is_key(text, defaults)
-    ]
-    keys = read_keys(
-        [text for text in arguments if text not in folders], program, help_text, defaults
-    )
-    if keys is None:
-        return None
-    if len(folders) != 1:
-        raise UserError(
-            f"{program}: needs the folder of one sweep, like multirun/NAME, got "
-            f"{' '.join(folders) or 'none'}."
-        )
-    return Path(folders[0]), keys
+GROUP = "hydra/launcher"
+POLL_SECONDS = 0.1  # between two checks of the running jobs
+GRACE_SECONDS = 15.0  # for jobs to end after Ctrl-C, before they are killed
 
 
-def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
-    """Whether a word is `KEY=VALUE`, with a right or wrong key, and not the path of a folder."""
-    key, equals, _ = text.partition("=")
-    return bool(equals) and (key in defaults or not Path(text).exists())
-
-
-def metric_png(table: SweepTable) -> bytes | None:
-    """Return the figure of a sweep's metric as PNG; None if no run has the metric."""
-    from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
-
-    figure = draw_metric(table)
-    return None if figure is None else png_bytes(figure)
-
-
-def scaling_png(series: Sequence[ScalingSeries]) -> bytes:
-    """Return the figure of a sweep's scaling as PNG."""
-    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
-
-    return png_bytes(draw_scaling(series))
-
-
-def png_bytes(figure: "Figure") -> bytes:
-    """Return the figure as the content of a PNG file."""
-    from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
-
-    buffer = io.BytesIO()
-    with figure_style():
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files atomically into a folder, replacing earlier ones; return their paths.
-
-    Raises:
-        UserError: the folder can't be made or written to.
-    """
-    written = []
-    for name, content in files.items():
-        path = folder / name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(path, content, unique=True)
-        except OSError as error:
+def check_is_no_launcher(overrides: Sequence[Override]) -> None:
+    """Refuse a launcher for a single run."""
+    for override in overrides:
+        if override.key_or_group == GROUP and override.value() != "basic":
             raise UserError(
-                f"out: cannot write {path} ({error.strerror}). Give another folder, or free some "
-                "space."
-            ) from error
-        written.append(path)
-    return written
-
-
-SHOW_HELP = """\
-{program} DIR [KEY=VALUE ...]: shows the runs of a sweep, the best first.
-
-DIR is the folder that --multirun made, or any folder of runs; they may still run, or have failed.
-For each run: the swept keys, its state, its mesh as pipeline x data x domain (with four numbers,
-ensemble before domain), the metric, steps, and the medians of seconds per step and samples per
-second. Then the causes of failures.
-
-  metric=NAME   the metric to compare runs by: relative_rmse (final RMSE over that of persistence at
-                the longest lead time, mean over all fields), a score like
-                rmse/geopotential_500/24h, or a column of metrics.csv, like validation_rmse (its
-                lowest value) or loss (its last). Without it: relative_rmse, else validation_rmse,
-                else loss
-  sort=NAME     metric (the default), job, state, steps, seconds, samples_per_second, or a swept
-                key; -NAME for the largest first
-  out=FOLDER    write sweep.csv, sweep.json, and metric.png: the metric against the swept keys
-
-  --help, -h    this text
-
-Exit code: 0 if it is shown, 2 if there is no sweep or no such column.
-"""
-
-ABSENT = "-"
-MAX_CAUSE_LENGTH = 160  # characters: two lines of a terminal
-SHOW_HEADINGS = {"seconds": "s/step", "samples_per_second": "samples/s"}
-SHOW_KEYS: Mapping[str, str] = {"metric": "", "sort": "metric", "out": ""}
-
-
-def show_sweep(arguments: Sequence[str], program: str) -> int:
-    """Show a sweep's runs; return the exit code.
-
-    Raises:
-        UserError: there is no sweep, no such metric or column, or nothing can be written.
-    """
-    parsed = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
-    if parsed is None:
-        return 0
-    folder, keys = parsed
-    sweep = read_sweep(folder)
-    metric = choose_metric(sweep.jobs, keys["metric"])
-    table = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
-    sys.stdout.write("\n".join([*table_lines(table), ""]))
-    if keys["out"]:
-        files = {"sweep.csv": table.to_csv().encode(), "sweep.json": table.to_json().encode()}
-        figure = draw_or_warn("metric.png", metric_png, table)
-        if figure is not None:
-            files["metric.png"] = figure
-        written = write_files(Path(os.path.expanduser(keys["out"])), files)
-        sys.stdout.write("\n".join(["", *map(str, written), ""]))
-    return 0
-
-
-def table_lines(table: SweepTable) -> list[str]:
-    """Return the table, the number of runs in each state, and the causes of failures."""
-    keys = table.sweep.keys
-    timings = [name for name in SHOW_HEADINGS if name != table.metric]
-    headings = ("job", *keys, "state", "mesh", table.metric, "steps")
-    rows = []
-    for row in map(table.row, table.jobs):
-        steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
-        cells = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
-        rows.append(
-            (
-                *cells,
-                format_number(row[table.metric]),
-                steps,
-                *(format_number(row[name]) for name in timings),
+                f"{override.input_line}: starts the runs of a sweep. Add --multirun, or drop it"
             )
-        )
-    states = Counter(job.status.state for job in table.jobs)
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in table.jobs if job.status.cause]
-    all_headings = (*headings, *(SHOW_HEADINGS[name] for name in timings))
-    return [
-        *format_table(all_headings, rows, left=len(keys) + 3),
-        "",
-        f"{counted(len(rows), 'run')}: {counts}",
-        *causes,
-    ]
-
-
-def shorten(cause: str) -> str:
-    """Return the beginning of a cause; the files have all of it."""
-    return cause if len(cause) <= MAX_CAUSE_LENGTH else f"{cause[: MAX_CAUSE_LENGTH - 4]} ..."
-
-
-def format_number(value: float | None) -> str:
-    """Return a number with four significant digits."""
-    return ABSENT if value is None else f"{value:.4g}"
-
-
-SCALING_HELP = """\
-{program} DIR [KEY=VALUE]: shows speed-up and efficiency over numbers of ranks.
-
-DIR is the folder of a sweep over parallel.domain or another axis of the mesh, such as --multirun
-experiment=scaling makes. Runs that differ only in the ranks of one axis form a series: strong
-scaling if grid and batch stay the same, weak scaling if the rows (or samples) of each rank do.
-Times are medians of steps after a warm-up of ten steps, or a third of all if that is less;
-start-up, validation and checkpoints are not included.
-
-  out=FOLDER    write scaling.csv, scaling.json and scaling.png, with ideal lines
-
-  --help, -h    this text
-
-Exit code: 0 if there is a series, 2 if not.
-"""
-
-SCALING_KEYS: Mapping[str, str] = {"out": ""}
-SCALING_HEADINGS = (
-    *("job", "mesh", "grid", "batch", "s/step", "waiting", "samples/s", "speed-up", "efficiency"),
-    *("memory", "sent/step"),
-)
-LEGEND = (
-    "mesh: pipeline x data x domain, of four numbers with ensemble before domain",
-    "s/step: median after the warm-up; waiting: for data; memory: peak of the rank with the most",
-    "sent/step: rows between bands, members between ranks that share them, by all ranks together",
-)
-CROWDED_NOTE = "*: more ranks than cores, so that ranks shared cores"
-UNKNOWN_CORES_NOTE = "?: ran on another machine; it is not known whether each rank had its own core"
-
-
-def scaling(arguments: Sequence[str], program: str) -> int:
-    """Show the scaling of a sweep's runs; return the exit code.
-
-    Raises:
-        UserError: there is no sweep or no series in it, or nothing can be written.
-    """
-    parsed = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
-    if parsed is None:
-        return 0
-    folder, keys = parsed
-    series = find_series(read_sweep(folder))
-    sys.stdout.write("\n".join([*scaling_lines(series), ""]))
-    if keys["out"]:
-        write_scaling(Path(os.path.expanduser(keys["out"])), series)
-    return 0
-
-
-def report_scaling(folder: Path) -> None:
-    """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
-    try:
-        series = find_series(read_sweep(folder))
-        sys.stdout.write("\n".join(["", *scaling_lines(series), ""]))
-        write_scaling(folder, series)
-    except UserError as error:
-        report_error(str(error))
-
-
-def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
-    """Write the numbers and the figure, and print their paths."""
-    files = {
-        "scaling.csv": series_to_csv(series).encode(),
-        "scaling.json": series_to_json(series).encode(),
-    }
-    figure = draw_or_warn("scaling.png", scaling_png, series)
-    if figure is not None:
-        files["scaling.png"] = figure
-    sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
-
-
-def scaling_lines(series: Sequence[ScalingSeries]) -> list[str]:
-    """Return a table for each series, and the legend of its columns."""
-    lines: list[str] = []
-    rows = table_rows(series)
-    for (kind, axis, title), members in groupby(
-        rows, lambda row: (row["kind"], row["axis"], row["series"])
-    ):
-        lines += [f"{kind} scaling over {axis} ranks: {title}"]
-        lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
-    marks = {row["more_ranks_than_cores"] for row in rows}
-    notes = [
-        *([CROWDED_NOTE] if True in marks else []),
-        *([UNKNOWN_CORES_NOTE] if None in marks else []),
-    ]
-    return [*lines, *LEGEND, *notes]
-
-
-def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a row, with a mark on its mesh if ranks may have shared cores."""
-    mark = {True: " *", None: " ?", False: ""}[row["more_ranks_than_cores"]]
-    memory, sent = row["peak_memory_bytes"], row["sent_bytes"]
-    return (
-        *(row["job"], row["mesh"] + mark, row["grid"] or "-", str(row["batch"])),
-        *(f"{row['seconds']:.4g}", f"{row['waited'] / row['seconds']:.0%}"),
-        *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"),
-        *("-" if value is None else format_bytes(value) for value in (memory, sent)),
-    )
-
-
-class RunError(Exception):
-    """A run of a sweep ended with this exit code, and has reported why."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
 
 
 def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[str]) -> int:
-    """Check every value of every key, then have Hydra or one of our launchers run the jobs.
+    """Check all jobs, then run or submit those that have not finished; return the exit code.
 
     Args:
         composer: of the command.
         overrides: of the command line.
-        options: of the command line, which each run gets as well.
+        options: of the command line, which each job gets as well.
 
-    Returns:
-        The exit code of the first run that failed, or 0.
+    Raises:
+        UserError: a job can't run; none has been started.
     """
-    check_may_sweep(overrides)
-    overrides = with_experiment_params(composer, overrides)
-    launcher = chosen_launcher(overrides)
-    if launcher is not None:
-        return sweep_as_jobs(composer, overrides, options, launcher)
-    # Each value is checked in one combination; Hydra composes all of them as it runs them.
-    for texts in covering_combinations(composer, overrides):
-        config = composer.compose_config(texts)
-        check_run_config(config)
-    check_sweep_folder(config.run)
-    texts = [str(override.input_line) for override in overrides]
-    try:
-        with explain_folder_errors(config.run, "multirun"):
-            batches = composer.hydra.multirun(composer.config_name, run_sweep_job, texts)
-    except RunError as failure:
-        return failure.code
-    jobs = [job for batch in batches or () for job in batch]
-    if config.run.scaling and jobs:
-        report_scaling(job_folder(jobs[0]).parent)
-    return report_failed_runs(jobs)
-
-
-def report_failed_runs(jobs: Sequence[JobReturn]) -> int:
-    """Report the runs that failed in one line; return the exit code of the first, or 0."""
-    failed = [job for job in jobs if job.return_value]
-    if failed:
-        folders = [job_folder(job) for job in failed]
-        names = ", ".join(folder.name for folder in folders)
-        report_error(
-            f"--multirun: {len(failed)} of {len(jobs)} runs failed: {names}. "
-            f"See `credit-dp sweep show {folders[0].parent}`."
-        )
-    return int(failed[0].return_value) if failed else 0
-
-
-def job_folder(job: JobReturn) -> Path:
-    """Return the folder of a run that Hydra started."""
-    config = job.hydra_cfg or OmegaConf.create()
-    return Path(str(OmegaConf.select(config, "hydra.runtime.output_dir")))
+    choices, composed = compose_sweep(composer, overrides)
+    folder = Path(str(composed.hydra.sweep.dir))
+    launcher = OmegaConf.to_object(composed.hydra.launcher)
+    jobs = plan_jobs(composer, choices, folder)
+    run = jobs[0].config.run
+    check_sweep_folder(run)
+    remaining = [job for job in jobs if not job.is_finished]
+    if len(remaining) < len(jobs):
+        print_line(f"done already: {len(jobs) - len(remaining)} of {counted(len(jobs), 'job')}")
+    if isinstance(launcher, LocalLauncherConfig | SlurmLauncherConfig):
+        for job in remaining:
+            check_resume(job.config)
+    if isinstance(launcher, SlurmLauncherConfig):
+        remaining = drop_queued(remaining, launcher, folder)
+    for job in remaining:
+        check_unlocked(job.folder, folder_key(run))
+    if not remaining:
+        return 0
+    with explain_folder_errors(run, "multirun"):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_sweep_config(composed, overrides, folder / SWEEP_FILE)
+    if isinstance(launcher, SlurmLauncherConfig):
+        return submit(remaining, options, launcher, folder)
+    if isinstance(launcher, LocalLauncherConfig):
+        codes = LocalSweep(remaining, options, launcher.cores).run()
+    else:
+        codes = run_here(remaining, composer)
+    if run.scaling and EXIT_PREEMPTED not in codes.values():
+        report_scaling(folder)
+    return exit_code(codes, folder)
 
 
 def check_combinations(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
     """Check every combination without starting any; return their configs."""
-    check_may_sweep(overrides)
-    overrides = with_experiment_params(composer, overrides)
-    choices = [choice for override in overrides if (choice := expand_override(composer, override))]
-    configs = [composer.compose_config(texts) for texts in product(*choices)]
-    for config in configs:
+    configs = []
+    for texts in product(*compose_sweep(composer, overrides)[0]):
+        config = composer.compose_config(texts)
         check_run_config(config)
         check_sweep_folder(config.run)
+        configs.append(config)
     return configs
 
 
-def check_may_sweep(overrides: Sequence[Override]) -> None:
-    """Refuse a sweep inside a rank, and several values for the name of the sweep's folder."""
+def compose_sweep(
+    composer: Composer, overrides: Sequence[Override]
+) -> tuple[list[list[str]], DictConfig]:
+    """Return the overrides to choose from for each key, and the config of the first combination.
+
+    That has the folder and the launcher. The parameters of the experiment are among the choices,
+    unless they are given: as overrides, their interpolations are resolved in each run.
+
+    Raises:
+        UserError: this is a rank, there are several values for the name of the sweep's folder, or
+            Hydra would choose or run the jobs.
+    """
     launcher = find_launcher(os.environ)
     if launcher is not None:
         raise UserError(
@@ -401,63 +155,210 @@ def check_may_sweep(overrides: Sequence[Override]) -> None:
                 f"{override.key_or_group}: names the folder of the sweep, which numbers its runs. "
                 "Give one value."
             )
-
-
-def with_experiment_params(composer: Composer, overrides: Sequence[Override]) -> list[Override]:
-    """Return the overrides with the sweep parameters of the experiment, unless they are given.
-
-    As overrides, their interpolations are resolved in each run, not once by the sweeper.
-    """
-    given = {override.key_or_group for override in overrides}
-    composed = composer.compose(covering_combinations(composer, overrides)[0])
+    choices = override_choices(overrides, composer)
+    composed = composer.compose([choice[0] for choice in choices])
+    check_launcher(composed.hydra)
     params = composed.hydra.sweeper.get("params") or {}
+    given = {override.key_or_group for override in overrides}
     texts = [f"{key}={value}" for key, value in params.items() if key not in given]
-    return [*parse_overrides(texts), *overrides]
+    if texts:
+        choices = [*override_choices(parse_overrides(texts), composer), *choices]
+        composed = composer.compose([choice[0] for choice in choices])
+    return choices, composed
 
 
-def covering_combinations(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
-    """Return combinations in which each value occurs: their number is a sum, not a product."""
-    choices = [expand_override(composer, override) for override in overrides]
-    first = [choice[0] for choice in choices if choice]
-    result = [first]
-    for position, choice in enumerate(choices):
-        for text in choice[1:]:
-            result.append([*first[:position], text, *first[position + 1 :]])
-    return result
+def check_launcher(hydra: DictConfig) -> None:
+    """Refuse a launcher that is neither Hydra's basic one nor ours, or lacks its package.
 
-
-def run_sweep_job(composed: DictConfig) -> int:
-    """Run one job of a sweep; Hydra calls this for each run, here or in a job of a queue.
-
-    Here, a run that fails does not keep the next ones from starting. A run that was stopped ends
-    the sweep, because the signal was meant for this process, too.
-
-    Raises:
-        RunError: in a job of a queue, so that the queue sees the failure.
-        Terminated: here, if the run was stopped.
+    A file of the user's may add keys to one of ours, which it names in its defaults.
     """
-    code = report_errors(lambda: run_job_in_folder(composed))
-    choices = HydraConfig.get().runtime.choices
-    is_in_process = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
-    if is_in_process and code == EXIT_PREEMPTED:
-        raise Terminated(signal.SIGUSR1)
-    if code and not is_in_process:
-        raise RunError(code)
+    name, sweeper = (hydra.runtime.choices[f"hydra/{kind}"] for kind in ("launcher", "sweeper"))
+    if sweeper != "basic":
+        raise UserError(f"hydra/sweeper: needs basic, got {sweeper}")
+    schema = OmegaConf.get_type(hydra.launcher)
+    if name != "basic" and schema not in LAUNCHERS.values():
+        raise UserError(
+            f"{GROUP}: needs basic, {', '.join(LAUNCHERS)}, or a file of yours with one of these "
+            f"in its defaults, got {name}"
+        )
+    if schema is SlurmLauncherConfig and find_spec("submitit") is None:
+        raise UserError(
+            f"{GROUP}={name}: needs submitit, which is not installed. {install_extra('slurm')}."
+        )
+
+
+def save_sweep_config(composed: DictConfig, overrides: Sequence[Override], path: Path) -> None:
+    """Write the config of the sweep, with the overrides that were typed."""
+    texts = [str(override.input_line) for override in overrides if not override.is_hydra_override()]
+    with read_write(composed):
+        composed.hydra.overrides.task = texts
+    OmegaConf.save(composed, path)
+
+
+def exit_code(codes: Mapping[Path, int], folder: Path) -> int:
+    """Report the jobs that failed in one line; return 75 if one was stopped, else the first code.
+
+    Whoever stopped it starts the same command again, which runs what has failed as well.
+    """
+    failed = sorted(
+        (int(job.name), code) for job, code in codes.items() if code not in (0, EXIT_PREEMPTED)
+    )
+    if failed:
+        report_error(
+            f"--multirun: {len(failed)} of {len(codes)} runs failed: "
+            f"{', '.join(str(number) for number, _ in failed)}. "
+            f"See `credit-dp sweep show {folder.absolute()}`."
+        )
+    if EXIT_PREEMPTED in codes.values():
+        return EXIT_PREEMPTED
+    return failed[0][1] if failed else 0
+
+
+def run_here(jobs: Sequence[Job], composer: Composer) -> dict[Path, int]:
+    """Run jobs one after the other in this process, and return their exit codes.
+
+    A run that fails does not keep the next ones from starting. A run that was stopped ends the
+    sweep, because the signal was meant for this process, too.
+    """
+    for job in jobs:
+        write_submission(job)
+    codes: dict[Path, int] = {}
+    for job in jobs:
+        codes[job.folder] = run_recorded(job, composer)
+        if codes[job.folder] == EXIT_PREEMPTED:
+            break
+    return codes
+
+
+def run_recorded(job: Job, composer: Composer) -> int:
+    """Run one job in this process, record how it ended, and return its exit code."""
+    config = job.config
+    run = replace(config.run, dir=str(job.folder.absolute()))
+    # A checkpoint that was given is where a job begins, not where it continues.
+    resume = "auto" if job.is_started else config.resume or "auto"
+    config = replace(config, run=run, resume=resume)
+    record = JobRecord(job.folder, job.overrides)
+    code, cause = 1, None
+    try:
+        with capture_reports() as reported:
+            code = report_errors(lambda: run_once(composer, job.arguments, config))
+        cause = failure_cause("".join(reported))
+    except KeyboardInterrupt:
+        code, cause = 130, "interrupted"
+        raise KeyboardInterrupt from None  # its message is how to continue a single run
+    except Terminated as stop:
+        code, cause = stop.code, "terminated"
+        raise
+    finally:
+        record.end(code, cause)
     return code
 
 
-SWEEP_HELP = """\
-credit-dp sweep reads the folder of a sweep (`credit-dp train --multirun ...`), even while it runs.
+@final
+@dataclass(frozen=True)
+class RunningJob:
+    """A running job, and the cores and GPUs that it uses."""
 
-  credit-dp sweep show DIR       compare the runs: swept keys, state, metric and speed
-  credit-dp sweep scaling DIR    show speed-up and efficiency over numbers of ranks
-
-`credit-dp sweep COMMAND --help` says more.
-"""
-
-COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling": scaling})
+    job: Job
+    process: JobProcess
+    cores: int
+    gpus: Sequence[str]
 
 
-def sweeps(arguments: Sequence[str], program: str) -> int:
-    """Run the sweep command named by the first argument; return the exit code."""
-    return run_subcommand(COMMANDS, arguments, program, SWEEP_HELP)
+@final
+class LocalSweep:
+    """Runs jobs side by side on this machine; others wait until there are cores and GPUs for them.
+
+    Raises:
+        UserError: a job needs more than this machine has.
+    """
+
+    def __init__(self, jobs: Sequence[Job], options: Sequence[str], cores: int) -> None:
+        count = count_visible_gpus() if any(job.config.device != "cpu" for job in jobs) else 0
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        # Those that no job uses.
+        self.gpus = (visible or [str(index) for index in range(count)])[:count]
+        self.cores = cores or usable_cores()
+        node = ClusterNodes(1, self.cores, len(self.gpus))
+        request = PlacementRequest(nodes=1)
+        self.waiting = [(job, place_ranks(job.config, node, request)) for job in jobs]
+        self.options = options
+        self.running: list[RunningJob] = []
+        self.codes: dict[Path, int] = {}
+        self.stopping = False
+
+    def run(self) -> dict[Path, int]:
+        """Run all jobs and return their exit codes.
+
+        Raises:
+            KeyboardInterrupt: after all jobs have ended.
+            Terminated: there was a signal, but no job was stopped by it.
+        """
+        for job, _ in self.waiting:
+            write_submission(job)
+        with handle_stop(self.stop), self.kill_remaining():
+            while self.running or (self.waiting and not self.stopping):
+                # Smaller jobs may overtake one that does not fit yet.
+                for job, placement in [] if self.stopping else list(self.waiting):
+                    fits = placement.ranks * placement.cpus_per_task <= self.cores
+                    if fits and placement.gpus_per_node <= len(self.gpus):
+                        self.waiting.remove((job, placement))
+                        self.start(job, placement)
+                time.sleep(POLL_SECONDS)
+                self.collect()
+        if self.waiting and not any(self.codes.values()):
+            raise Terminated(signal.SIGUSR1)
+        return self.codes
+
+    def start(self, job: Job, placement: Placement) -> None:
+        """Start one job on its share of the machine."""
+        cores, count = placement.ranks * placement.cpus_per_task, placement.gpus_per_node
+        gpus = self.gpus[:count]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(placement.cpus_per_task)}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        # A signal between start and `append` would miss this job, so signals are blocked meanwhile.
+        with block_signals((*STOP_SIGNALS, signal.SIGINT)):
+            if self.stopping:
+                return
+            command = [*job.command, *self.options]
+            process = JobProcess(job.folder, job.overrides, command, environment)
+            self.running.append(RunningJob(job, process, cores, gpus))
+        self.cores, self.gpus = self.cores - cores, self.gpus[count:]
+        name, ranks = job.folder.name, counted(placement.ranks, "rank")
+        print_line(f"#{name} started with {ranks}: {' '.join(job.overrides)}")
+
+    def collect(self) -> None:
+        """Take back the cores and GPUs of jobs that have ended."""
+        for entry in list(self.running):
+            code = entry.process.poll()
+            if code is None:
+                continue
+            self.running.remove(entry)
+            self.cores, self.gpus = self.cores + entry.cores, [*self.gpus, *entry.gpus]
+            self.codes[entry.job.folder] = code
+            cause = f" ({entry.process.cause()})" if code not in (0, EXIT_PREEMPTED) else ""
+            print_line(f"#{entry.job.folder.name} ended with exit code {code}{cause}")
+
+    def stop(self, signal_number: int) -> None:
+        """Send a signal to all jobs, and start no more."""
+        self.stopping = True
+        for entry in self.running:
+            entry.process.send(signal_number)
+
+    @contextmanager
+    def kill_remaining(self) -> Iterator[None]:
+        """Make sure that no job outlives the block, whatever ends it."""
+        try:
+            yield
+        except BaseException:
+            # Interrupted jobs get some time to end; any that still run are killed below.
+            self.stop(signal.SIGINT)
+            deadline = time.monotonic() + GRACE_SECONDS
+            while self.running and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                self.collect()
+            raise
+        finally:
+            for entry in self.running:
+                entry.process.kill()

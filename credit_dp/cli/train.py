@@ -22,8 +22,7 @@ from credit_dp.cli.overrides import (
 )
 from credit_dp.cli.run import run_once
 from credit_dp.cli.saved_config import overrides_of_run
-from credit_dp.cli.sweep import check_combinations, sweep
-from credit_dp.cli.sweep_launchers import check_launcher
+from credit_dp.cli.sweep import check_combinations, check_is_no_launcher, sweep
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 
@@ -67,7 +66,6 @@ def train(arguments: Sequence[str], program: str) -> int:
     check_overrides(overrides, composer.groups)
     # The override is how Hydra itself switches to a sweep.
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-    check_launcher(overrides, multirun or bool(args.help or args.cfg))
     if args.help or args.cfg:
         if not multirun:
             check_single_values(overrides)
@@ -77,6 +75,7 @@ def train(arguments: Sequence[str], program: str) -> int:
         if args.check:
             return check_sweep(check_combinations(composer, overrides))
         return sweep(composer, overrides, config_folder_options(args))
+    check_is_no_launcher(overrides)
     config = compose_run(composer, overrides)
     check_run_config(config)
     if args.check:

@@ -408,7 +408,6 @@ def test_a_start_composes_converts_and_checks_once(
     count(ConfigLoaderImpl, "_load_configuration_impl")
     count(compose, "to_config")
     count(train_command, "check_run_config")
-    count(run, "check_run_config")
     count(DataConfig, "__post_init__")
     count(TrainerConfig, "__post_init__")
     # Without an experiment: its interpolations build a `DataConfig`, too.
@@ -429,7 +428,6 @@ def test_composed_configs_are_copies() -> None:
 def test_a_job_of_a_sweep_knows_which_dates_are_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Hydra hands a job its config without the `hydra` node, which lists the overrides."""
     monkeypatch.chdir(tmp_path)
     launched: list[Config] = []
     monkeypatch.setattr(run, "launch", lambda config: launched.append(config) or 0)

@@ -7,12 +7,13 @@ from typing import cast
 
 import pytest
 
-from credit_dp.cli import check, sweep_launchers
+from credit_dp.cli import check, slurm_array
 from credit_dp.cli.check import preparation_command
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import Job
 from credit_dp.config import Config
+from credit_dp.config.launchers import SlurmLauncherConfig
 from credit_dp.distributed import placement
 from credit_dp.distributed.placement import ClusterNodes
 from credit_dp.errors import UserError
@@ -89,21 +90,12 @@ def test_a_sweep_is_refused_before_it_is_submitted(
     keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = composed([key for key in keys if "run.dir" not in key])
-    job = Job(0, tmp_path / "sweep/0", tuple(keys), config, "new")
-    monkeypatch.setattr(sweep_launchers, "slurm_nodes", lambda _: ClusterNodes(4, 1, 0))
-    monkeypatch.setattr(sweep_launchers, "submit_array", lambda *_: pytest.fail("was submitted"))
-    settings = {
-        "signal_delay_s": 1,
-        "timeout_min": 60,
-        "partition": None,
-        "nodes": 2,
-        "tasks_per_node": 1,
-        "cpus_per_task": 1,
-        "gpus_per_node": None,
-        "max_num_timeout": 1,
-    }
+    job = Job(tmp_path / "sweep/0", tuple(keys), config, is_started=False, is_finished=False)
+    monkeypatch.setattr(slurm_array, "slurm_nodes", lambda _: ClusterNodes(4, 1, 0))
+    monkeypatch.setattr(slurm_array, "submit_array", lambda *_: pytest.fail("was submitted"))
+    settings = SlurmLauncherConfig(nodes=2, tasks_per_node=1, cpus_per_task=1)
     with pytest.raises(UserError, match=r"on several nodes .* Run first: credit-dp data stats"):
-        sweep_launchers.submit([job], [], settings, tmp_path / "sweep")
+        slurm_array.submit([job], [], settings, tmp_path / "sweep")
 
 
 @pytest.mark.parametrize(

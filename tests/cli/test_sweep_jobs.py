@@ -1,5 +1,6 @@
 """The jobs of a sweep: found again by what they compute, and recorded however they end."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -8,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.cli import run
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import (
     Job,
     JobProcess,
+    JobRecord,
     failure_cause,
     override_choices,
     plan_jobs,
     read_overrides,
-    record_job,
 )
-from credit_dp.config import DatesConfig, ParallelConfig
+from credit_dp.config import Config, DatesConfig, ParallelConfig
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
@@ -48,7 +50,7 @@ def finish(job: Job, scores: bool = True) -> None:
 @pytest.mark.slow
 def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -> None:
     first = plan(composer, tmp_path, "seed=1,2", "model=unet,unet_small", "run.name=a")
-    assert [job.number for job in first] == [0, 1, 2, 3]
+    assert [job.folder.name for job in first] == ["0", "1", "2", "3"]
     assert [job.overrides for job in first[:2]] == [
         ("seed=1", "model=unet"),
         ("seed=1", "model=unet_small"),
@@ -56,11 +58,13 @@ def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -
     finish(first[1])
     finish(first[2], scores=False)
     again = plan(composer, tmp_path, "model=unet_small,unet", "seed=2,1,3", "run.name=b")
-    states = {job.overrides: (job.number, job.state) for job in again}
-    assert states["model=unet_small", "seed=1"] == (1, "finished")
-    assert states["model=unet", "seed=2"] == (2, "unfinished")
-    fresh = [entry for entry in states.values() if entry[1] == "new"]
-    assert fresh == [(3, "new"), (4, "new"), (5, "new"), (6, "new")]
+    states = {
+        job.overrides: (int(job.folder.name), job.is_started, job.is_finished) for job in again
+    }
+    assert states["model=unet_small", "seed=1"] == (1, True, True)
+    assert states["model=unet", "seed=2"] == (2, True, False)
+    fresh = [entry for entry in states.values() if not entry[1]]
+    assert fresh == [(number, False, False) for number in (3, 4, 5, 6)]
 
 
 @pytest.mark.slow
@@ -84,11 +88,11 @@ def test_dates_that_a_run_has_chosen_are_no_other_config(
     span = ["2001-01-01T00", "2001-02-01T00"]
     chosen = replace(job.config.data, dates=DatesConfig(span, span, span))
     finish(replace(job, config=replace(job.config, data=chosen)))
-    assert plan(composer, tmp_path, *texts)[0].state == "finished"
+    assert plan(composer, tmp_path, *texts)[0].is_finished
 
 
 @pytest.mark.slow
-def test_hydras_own_launcher_leaves_out_what_is_done(
+def test_without_a_launcher_finished_jobs_are_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The run with scores is skipped; the other one resumes."""
@@ -101,8 +105,26 @@ def test_hydras_own_launcher_leaves_out_what_is_done(
         del configs[:]
         code, out, _ = answer(monkeypatch, "-m", "seed=1,2", "run.name=two")
     assert code == 0
-    assert "outputs/two/0: done already" in out
+    assert out == "done already: 1 of 2 jobs\n"
     assert [(config.seed, config.resume) for config in configs] == [(2, "auto")]
+
+
+def test_jobs_begin_at_a_given_checkpoint_and_continue_at_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint = write_empty_checkpoint(tmp_path / "base")
+    sweep = ("-m", "seed=1,2", "run.name=two", f"resume={checkpoint}")
+    with record_launches(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, *sweep)[0] == 0
+        (tmp_path / "outputs/two/0/config.yaml").write_text(resolved_yaml(configs[0]))
+        assert answer(monkeypatch, *sweep)[0] == 0
+        line = refusal(monkeypatch, *sweep, "hydra/launcher=local")
+    assert [config.resume for config in configs] == [
+        *[str(checkpoint)] * 2,
+        "auto",
+        str(checkpoint),
+    ]
+    assert line.startswith("resume: each job resumes from its own checkpoint.")
 
 
 @pytest.mark.parametrize("option", ["--check", "hydra/launcher=local", "trainer.steps=2"])
@@ -128,9 +150,9 @@ def read(folder: Path) -> dict[str, object]:
     [(0, "done", None), (EXIT_PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
 )
 def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | None) -> None:
-    with record_job(tmp_path, ["seed=1"]) as ending:
-        begun = read(tmp_path)
-        ending.code, ending.cause = code, "data.store: none"
+    record = JobRecord(tmp_path, ["seed=1"])
+    begun = read(tmp_path)
+    record.end(code, "data.store: none")
     ended = read(tmp_path)
     assert list(begun) == list(ended) == KEYS
     assert (begun["state"], begun["exit_code"], begun["ended"]) == ("running", None, None)
@@ -148,12 +170,18 @@ def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | N
     ],
 )
 def test_a_job_that_is_ended_is_recorded(
-    tmp_path: Path, error: BaseException, state: str, code: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, state: str, code: int
 ) -> None:
-    with pytest.raises(type(error)):
-        with record_job(tmp_path, []):
-            raise error
-    assert (read(tmp_path)["state"], read(tmp_path)["exit_code"]) == (state, code)
+    def launch(config: Config) -> int:
+        raise error
+
+    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "launch", launch)
+        with contextlib.suppress(KeyError):
+            assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == code
+    record = read(tmp_path / "outputs/two/0")
+    assert (record["state"], record["exit_code"]) == (state, code)
+    assert not (tmp_path / "outputs/two/1/job.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import credit_dp
-from credit_dp.cli.sweep import png_bytes
+from credit_dp.cli.show_sweep import png_bytes
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (

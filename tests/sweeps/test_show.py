@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from credit_dp.cli.sweep import show_sweep
+from credit_dp.cli.show_sweep import show_sweep
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric
 from credit_dp.sweeps.tables import SweepTable

@@ -1,0 +1,313 @@
+"""The commands `credit-dp sweep show` and `sweep scaling`, which read the folder of a sweep."""
+
+import io
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from credit_dp.cli.arguments import Command, read_keys, run_subcommand
+from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.distributed.report import report_error
+from credit_dp.errors import UserError, counted
+from credit_dp.evaluation.drawing import draw_or_warn
+from credit_dp.files import write_bytes_atomic
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.read import choose_metric
+from credit_dp.sweeps.scaling import (
+    ScalingSeries,
+    find_series,
+    series_to_csv,
+    series_to_json,
+    table_rows,
+)
+from credit_dp.sweeps.tables import SweepTable, sorted_jobs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def read_folder_and_keys(
+    arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
+) -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the folder and the keys; None after printing the help, if requested.
+
+    Raises:
+        UserError: there is not exactly one folder, or a key does not exist.
+    """
+    folders = [
+        text for text in arguments if not text.startswith("-") and not is_key(text, defaults)
+    ]
+    keys = read_keys(
+        [text for text in arguments if text not in folders], program, help_text, defaults
+    )
+    if keys is None:
+        return None
+    if len(folders) != 1:
+        raise UserError(
+            f"{program}: needs the folder of one sweep, like multirun/NAME, got "
+            f"{' '.join(folders) or 'none'}."
+        )
+    return Path(folders[0]), keys
+
+
+def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
+    """Whether a word is `KEY=VALUE`, with a right or wrong key, and not the path of a folder."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and (key in defaults or not Path(text).exists())
+
+
+def metric_png(table: SweepTable) -> bytes | None:
+    """Return the figure of a sweep's metric as PNG; None if no run has the metric."""
+    from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
+
+    figure = draw_metric(table)
+    return None if figure is None else png_bytes(figure)
+
+
+def scaling_png(series: Sequence[ScalingSeries]) -> bytes:
+    """Return the figure of a sweep's scaling as PNG."""
+    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
+
+    return png_bytes(draw_scaling(series))
+
+
+def png_bytes(figure: "Figure") -> bytes:
+    """Return the figure as the content of a PNG file."""
+    from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
+
+    buffer = io.BytesIO()
+    with figure_style():
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write files atomically into a folder, replacing earlier ones; return their paths.
+
+    Raises:
+        UserError: the folder can't be made or written to.
+    """
+    written = []
+    for name, content in files.items():
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(path, content, unique=True)
+        except OSError as error:
+            raise UserError(
+                f"out: cannot write {path} ({error.strerror}). Give another folder, or free some "
+                "space."
+            ) from error
+        written.append(path)
+    return written
+
+
+SHOW_HELP = """\
+{program} DIR [KEY=VALUE ...]: shows the runs of a sweep, the best first.
+
+DIR is the folder that --multirun made, or any folder of runs; they may still run, or have failed.
+For each run: the swept keys, its state, its mesh as pipeline x data x domain (with four numbers,
+ensemble before domain), the metric, steps, and the medians of seconds per step and samples per
+second. Then the causes of failures.
+
+  metric=NAME   the metric to compare runs by: relative_rmse (final RMSE over that of persistence at
+                the longest lead time, mean over all fields), a score like
+                rmse/geopotential_500/24h, or a column of metrics.csv, like validation_rmse (its
+                lowest value) or loss (its last). Without it: relative_rmse, else validation_rmse,
+                else loss
+  sort=NAME     metric (the default), job, state, steps, seconds, samples_per_second, or a swept
+                key; -NAME for the largest first
+  out=FOLDER    write sweep.csv, sweep.json, and metric.png: the metric against the swept keys
+
+  --help, -h    this text
+
+Exit code: 0 if it is shown, 2 if there is no sweep or no such column.
+"""
+
+ABSENT = "-"
+MAX_CAUSE_LENGTH = 160  # characters: two lines of a terminal
+SHOW_HEADINGS = {"seconds": "s/step", "samples_per_second": "samples/s"}
+SHOW_KEYS: Mapping[str, str] = {"metric": "", "sort": "metric", "out": ""}
+
+
+def show_sweep(arguments: Sequence[str], program: str) -> int:
+    """Show a sweep's runs; return the exit code.
+
+    Raises:
+        UserError: there is no sweep, no such metric or column, or nothing can be written.
+    """
+    parsed = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
+    if parsed is None:
+        return 0
+    folder, keys = parsed
+    sweep = read_sweep(folder)
+    metric = choose_metric(sweep.jobs, keys["metric"])
+    table = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
+    sys.stdout.write("\n".join([*table_lines(table), ""]))
+    if keys["out"]:
+        files = {"sweep.csv": table.to_csv().encode(), "sweep.json": table.to_json().encode()}
+        figure = draw_or_warn("metric.png", metric_png, table)
+        if figure is not None:
+            files["metric.png"] = figure
+        written = write_files(Path(os.path.expanduser(keys["out"])), files)
+        sys.stdout.write("\n".join(["", *map(str, written), ""]))
+    return 0
+
+
+def table_lines(table: SweepTable) -> list[str]:
+    """Return the table, the number of runs in each state, and the causes of failures."""
+    keys = table.sweep.keys
+    timings = [name for name in SHOW_HEADINGS if name != table.metric]
+    headings = ("job", *keys, "state", "mesh", table.metric, "steps")
+    rows = []
+    for row in map(table.row, table.jobs):
+        steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
+        cells = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
+        rows.append(
+            (
+                *cells,
+                format_number(row[table.metric]),
+                steps,
+                *(format_number(row[name]) for name in timings),
+            )
+        )
+    states = Counter(job.status.state for job in table.jobs)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in table.jobs if job.status.cause]
+    all_headings = (*headings, *(SHOW_HEADINGS[name] for name in timings))
+    return [
+        *format_table(all_headings, rows, left=len(keys) + 3),
+        "",
+        f"{counted(len(rows), 'run')}: {counts}",
+        *causes,
+    ]
+
+
+def shorten(cause: str) -> str:
+    """Return the beginning of a cause; the files have all of it."""
+    return cause if len(cause) <= MAX_CAUSE_LENGTH else f"{cause[: MAX_CAUSE_LENGTH - 4]} ..."
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with four significant digits."""
+    return ABSENT if value is None else f"{value:.4g}"
+
+
+SCALING_HELP = """\
+{program} DIR [KEY=VALUE]: shows speed-up and efficiency over numbers of ranks.
+
+DIR is the folder of a sweep over parallel.domain or another axis of the mesh, such as --multirun
+experiment=scaling makes. Runs that differ only in the ranks of one axis form a series: strong
+scaling if grid and batch stay the same, weak scaling if the rows (or samples) of each rank do.
+Times are medians of steps after a warm-up of ten steps, or a third of all if that is less;
+start-up, validation and checkpoints are not included.
+
+  out=FOLDER    write scaling.csv, scaling.json and scaling.png, with ideal lines
+
+  --help, -h    this text
+
+Exit code: 0 if there is a series, 2 if not.
+"""
+
+SCALING_KEYS: Mapping[str, str] = {"out": ""}
+SCALING_HEADINGS = (
+    *("job", "mesh", "grid", "batch", "s/step", "waiting", "samples/s", "speed-up", "efficiency"),
+    *("memory", "sent/step"),
+)
+LEGEND = (
+    "mesh: pipeline x data x domain, of four numbers with ensemble before domain",
+    "s/step: median after the warm-up; waiting: for data; memory: peak of the rank with the most",
+    "sent/step: rows between bands, members between ranks that share them, by all ranks together",
+)
+CROWDED_NOTE = "*: more ranks than cores, so that ranks shared cores"
+UNKNOWN_CORES_NOTE = "?: ran on another machine; it is not known whether each rank had its own core"
+
+
+def scaling(arguments: Sequence[str], program: str) -> int:
+    """Show the scaling of a sweep's runs; return the exit code.
+
+    Raises:
+        UserError: there is no sweep or no series in it, or nothing can be written.
+    """
+    parsed = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
+    if parsed is None:
+        return 0
+    folder, keys = parsed
+    series = find_series(read_sweep(folder))
+    sys.stdout.write("\n".join([*scaling_lines(series), ""]))
+    if keys["out"]:
+        write_scaling(Path(os.path.expanduser(keys["out"])), series)
+    return 0
+
+
+def report_scaling(folder: Path) -> None:
+    """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
+    try:
+        series = find_series(read_sweep(folder))
+        sys.stdout.write("\n".join(["", *scaling_lines(series), ""]))
+        write_scaling(folder, series)
+    except UserError as error:
+        report_error(str(error))
+
+
+def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
+    """Write the numbers and the figure, and print their paths."""
+    files = {
+        "scaling.csv": series_to_csv(series).encode(),
+        "scaling.json": series_to_json(series).encode(),
+    }
+    figure = draw_or_warn("scaling.png", scaling_png, series)
+    if figure is not None:
+        files["scaling.png"] = figure
+    sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
+
+
+def scaling_lines(series: Sequence[ScalingSeries]) -> list[str]:
+    """Return a table for each series, and the legend of its columns."""
+    lines: list[str] = []
+    rows = table_rows(series)
+    for (kind, axis, title), members in groupby(
+        rows, lambda row: (row["kind"], row["axis"], row["series"])
+    ):
+        lines += [f"{kind} scaling over {axis} ranks: {title}"]
+        lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
+    marks = {row["more_ranks_than_cores"] for row in rows}
+    notes = [
+        *([CROWDED_NOTE] if True in marks else []),
+        *([UNKNOWN_CORES_NOTE] if None in marks else []),
+    ]
+    return [*lines, *LEGEND, *notes]
+
+
+def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row, with a mark on its mesh if ranks may have shared cores."""
+    mark = {True: " *", None: " ?", False: ""}[row["more_ranks_than_cores"]]
+    memory, sent = row["peak_memory_bytes"], row["sent_bytes"]
+    return (
+        *(row["job"], row["mesh"] + mark, row["grid"] or "-", str(row["batch"])),
+        *(f"{row['seconds']:.4g}", f"{row['waited'] / row['seconds']:.0%}"),
+        *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"),
+        *("-" if value is None else format_bytes(value) for value in (memory, sent)),
+    )
+
+
+SWEEP_HELP = """\
+credit-dp sweep reads the folder of a sweep (`credit-dp train --multirun ...`), even while it runs.
+
+  credit-dp sweep show DIR       compare the runs: swept keys, state, metric and speed
+  credit-dp sweep scaling DIR    show speed-up and efficiency over numbers of ranks
+
+`credit-dp sweep COMMAND --help` says more.
+"""
+
+COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling": scaling})
+
+
+def sweeps(arguments: Sequence[str], program: str) -> int:
+    """Run the sweep command named by the first argument; return the exit code."""
+    return run_subcommand(COMMANDS, arguments, program, SWEEP_HELP)

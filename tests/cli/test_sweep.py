@@ -1,0 +1,153 @@
+"""Jobs of a sweep side by side on this machine; small programs stand in for trainings."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli import sweep as sweep_module
+from credit_dp.cli.sweep_jobs import Job
+from credit_dp.distributed.peer_monitor import process_has_ended
+from credit_dp.sweeps import read_sweep
+from tests.cli.invocation import answer, refusal
+
+LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
+# A job records when it ran, and then does what its seed says.
+PROGRAM = """
+import os, signal, sys, time
+folder, keys = sys.argv[1], dict(k.split("=", 1) for k in sys.argv if "=" in k)
+seed = int(keys.get("seed", 0))
+received = []
+signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+open(folder + "/config.yaml", "w").write("{}")
+open(folder + "/began", "w").write(f"{time.monotonic()} {os.getpid()}")
+if seed >= 8:
+    os.kill(os.getppid(), {8: signal.SIGINT, 9: signal.SIGUSR1}[seed])
+    while not received:
+        time.sleep(0.02)
+    sys.exit(75)
+time.sleep(0.3)
+open(folder + "/ended", "w").write(str(time.monotonic()))
+if seed == 3:
+    sys.exit("error: three is not allowed")
+"""
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let the jobs of a sweep run `PROGRAM`, and return the sweep's folder."""
+
+    def command(job: Job) -> list[str]:
+        return [sys.executable, "-S", "-c", PROGRAM, str(job.folder), *job.overrides]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Job, "command", property(command))
+    return tmp_path / "outputs/many"
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    return answer(pytest.MonkeyPatch(), *LOCAL, "hydra.launcher.cores=2", *arguments)
+
+
+def states(sweep: Path) -> list[str]:
+    paths = sorted(sweep.glob("*/job.json"))
+    return [str(json.loads(path.read_text())["state"]) for path in paths]
+
+
+@pytest.mark.slow
+def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
+    code, out, err = run("parallel.domain=1,2", "seed=1,2")
+    assert (code, err) == (0, "")
+    assert states(sweep) == ["done"] * 4
+    assert "#2 started with 2 ranks: device=cpu parallel.domain=2 seed=1\n" in out
+    folders = [sweep / number for number in "0123"]
+    began = [float((folder / "began").read_text().split()[0]) for folder in folders]
+    times = [(a, float((f / "ended").read_text())) for a, f in zip(began, folders, strict=True)]
+    assert times[1][0] < times[0][1]  # two of one rank at once
+    assert [job.value("seed") for job in read_sweep(sweep).jobs] == ["1", "2"] * 2
+    for large in times[2:]:  # jobs of two ranks one after the other
+        assert all(end < large[0] or large[1] < begin for begin, end in times if begin != large[0])
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_does_not_stop_the_others(sweep: Path) -> None:
+    code, out, err = run("seed=3,1,2")
+    assert code == 1
+    assert states(sweep) == ["failed", "done", "done"]
+    assert json.loads((sweep / "0/job.json").read_text())["cause"] == "three is not allowed"
+    assert "#0 ended with exit code 1 (three is not allowed)" in out
+    assert "--multirun: 1 of 3 runs failed: 0. See `credit-dp sweep show " in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
+    code, _, err = run("seed=8,1,2")
+    assert (code, err) == (130, "\ninterrupted\n")
+    pids = [int(path.read_text().split()[1]) for path in sweep.glob("*/began")]
+    assert pids
+    assert all(process_has_ended(pid) for pid in pids)
+    assert not (sweep / "2/began").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
+    code, _, _ = run("seed=9,1,2")
+    assert code == 75
+    jobs = [(job.value("seed"), job.status.state) for job in read_sweep(sweep).jobs]
+    assert (jobs[0], jobs[2]) == (("9", "preempted"), ("2", "not started"))
+    assert not (sweep / "2/began").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_starts_prevents_the_second(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that starts after the signal would never get it."""
+
+    def interrupt(text: str) -> None:
+        if "started" in text:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(sweep_module, "print_line", interrupt)
+    assert run("seed=1,2")[0] == 75
+    assert len(list(sweep.glob("*/job.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_job_larger_than_the_machine_is_refused(sweep: Path) -> None:
+    line = refusal(
+        pytest.MonkeyPatch(), *LOCAL, "hydra.launcher.cores=2", "seed=1,2", "parallel.domain=3"
+    )
+    assert "3 ranks on one node need 3 cores, but nodes have 2" in line
+    assert list(sweep.glob("*/job.json")) == []
+
+
+def test_the_launchers_are_for_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Add --multirun" in refusal(monkeypatch, "hydra/launcher=local")
+
+
+def test_a_file_of_the_user_adds_to_a_launcher(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf/hydra/launcher").mkdir(parents=True)
+    for name, base in (("mine", "local"), ("other", "basic")):
+        path = tmp_path / f"conf/hydra/launcher/{name}.yaml"
+        path.write_text(f"defaults: [{base}, _self_]\n" + "cores: 1\n" * (name == "mine"))
+    keys = ("-m", "device=cpu", "run.name=many", "seed=1,2")
+    assert answer(pytest.MonkeyPatch(), *keys, "hydra/launcher=mine")[0] == 0
+    ends = [float((sweep / number / "ended").read_text()) for number in "01"]
+    begins = [float((sweep / number / "began").read_text().split()[0]) for number in "01"]
+    assert begins[1] > ends[0]  # one at a time
+    line = refusal(pytest.MonkeyPatch(), *keys, "hydra/launcher=other")
+    assert line.startswith("hydra/launcher: needs basic, local, slurm, or a file of yours")
+
+
+def test_values_of_a_launcher_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = refusal(monkeypatch, *LOCAL, "hydra.launcher.cores=-1", "seed=1,2")
+    assert line == "hydra.launcher.cores: needs an integer of at least 0, got -1"
+    slurm = ("-m", "hydra/launcher=slurm", "seed=1,2")
+    line = refusal(monkeypatch, *slurm, "hydra.launcher.timeout_min=3")
+    assert "hydra.launcher.signal_delay_s: 120 s before the end of a job is too early" in line
+    line = refusal(monkeypatch, *slurm, "hydra.launcher.timeout_mins=3")
+    assert "timeout_mins" in line

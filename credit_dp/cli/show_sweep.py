@@ -1,11 +1,11 @@
 """The commands `credit-dp sweep show` and `sweep scaling`, which read the folder of a sweep."""
 
 import io
+import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,9 @@ from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.files import write_bytes_atomic
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.read import choose_metric
-from credit_dp.sweeps.scaling import (
-    ScalingSeries,
-    find_series,
-    series_to_csv,
-    series_to_json,
-    table_rows,
-)
-from credit_dp.sweeps.tables import SweepTable, sorted_jobs
+from credit_dp.sweeps.read import AXES
+from credit_dp.sweeps.scaling import find_series
+from credit_dp.sweeps.tables import Row, SweepTable, rows_to_csv, sweep_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,50 +55,56 @@ def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
     return bool(equals) and (key in defaults or not Path(text).exists())
 
 
-def metric_png(table: SweepTable) -> bytes | None:
-    """Return the figure of a sweep's metric as PNG; None if no run has the metric."""
-    from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
-
-    figure = draw_metric(table)
-    return None if figure is None else png_bytes(figure)
-
-
-def scaling_png(series: Sequence[ScalingSeries]) -> bytes:
-    """Return the figure of a sweep's scaling as PNG."""
-    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
-
-    return png_bytes(draw_scaling(series))
-
-
-def png_bytes(figure: "Figure") -> bytes:
-    """Return the figure as the content of a PNG file."""
+def draw_png(draw: Callable[[], "Figure | None"]) -> bytes | None:
+    """Return a figure as the content of a PNG file; None if there is nothing to draw."""
     from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
 
+    figure = draw()
+    if figure is None:
+        return None
     buffer = io.BytesIO()
     with figure_style():
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files atomically into a folder, replacing earlier ones; return their paths.
+def write_files(
+    out: str | Path,
+    name: str,
+    content: Mapping[str, Any],
+    rows: Sequence[Row],
+    figure: tuple[str, Callable[[], "Figure | None"]],
+) -> None:
+    """Write a table as CSV and JSON, and its figure, over earlier ones, and print their paths.
+
+    Args:
+        out: the folder, which is made if there is none.
+        name: of the table's files.
+        content: of the JSON file.
+        rows: of the CSV file.
+        figure: its name, and what draws it.
 
     Raises:
         UserError: the folder can't be made or written to.
     """
-    written = []
-    for name, content in files.items():
-        path = folder / name
+    folder = Path(os.path.expanduser(out))
+    text = json.dumps(content, indent=2) + "\n"
+    files = {f"{name}.csv": rows_to_csv(rows).encode(), f"{name}.json": text.encode()}
+    png = draw_or_warn(figure[0], draw_png, figure[1])
+    if png is not None:
+        files[figure[0]] = png
+    sys.stdout.write("\n")
+    for file, data in files.items():
+        path = folder / file
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(path, content, unique=True)
+            write_bytes_atomic(path, data, unique=True)
         except OSError as error:
             raise UserError(
                 f"out: cannot write {path} ({error.strerror}). Give another folder, or free some "
                 "space."
             ) from error
-        written.append(path)
-    return written
+        sys.stdout.write(f"{path}\n")
 
 
 SHOW_HELP = """\
@@ -145,43 +145,39 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     if parsed is None:
         return 0
     folder, keys = parsed
-    sweep = read_sweep(folder)
-    metric = choose_metric(sweep.jobs, keys["metric"])
-    table = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
+    table = sweep_table(read_sweep(folder), keys["metric"], keys["sort"])
     sys.stdout.write("\n".join([*table_lines(table), ""]))
     if keys["out"]:
-        files = {"sweep.csv": table.to_csv().encode(), "sweep.json": table.to_json().encode()}
-        figure = draw_or_warn("metric.png", metric_png, table)
-        if figure is not None:
-            files["metric.png"] = figure
-        written = write_files(Path(os.path.expanduser(keys["out"])), files)
-        sys.stdout.write("\n".join(["", *map(str, written), ""]))
+        from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
+
+        content = {
+            "sweep": str(table.folder),
+            "swept": table.keys,
+            "metric": table.metric,
+            "jobs": table.rows,
+        }
+        figure = ("metric.png", lambda: draw_metric(table))
+        write_files(keys["out"], "sweep", content, table.rows, figure)
     return 0
 
 
 def table_lines(table: SweepTable) -> list[str]:
     """Return the table, the number of runs in each state, and the causes of failures."""
-    keys = table.sweep.keys
+    names = ("job", *table.keys, "state", "mesh")
     timings = [name for name in SHOW_HEADINGS if name != table.metric]
-    headings = ("job", *keys, "state", "mesh", table.metric, "steps")
     rows = []
-    for row in map(table.row, table.jobs):
+    for row in table.rows:
         steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
-        cells = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
+        numbers = [format_number(row[name]) for name in (table.metric, *timings)]
         rows.append(
-            (
-                *cells,
-                format_number(row[table.metric]),
-                steps,
-                *(format_number(row[name]) for name in timings),
-            )
+            (*(str(row[name] or ABSENT) for name in names), numbers[0], steps, *numbers[1:])
         )
-    states = Counter(job.status.state for job in table.jobs)
+    headings = (*names, table.metric, "steps", *(SHOW_HEADINGS[name] for name in timings))
+    states = Counter(row["state"] for row in table.rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in table.jobs if job.status.cause]
-    all_headings = (*headings, *(SHOW_HEADINGS[name] for name in timings))
+    causes = [f"{row['job']}: {shorten(row['cause'])}" for row in table.rows if row["cause"]]
     return [
-        *format_table(all_headings, rows, left=len(keys) + 3),
+        *format_table(headings, rows, left=len(names)),
         "",
         f"{counted(len(rows), 'run')}: {counts}",
         *causes,
@@ -224,8 +220,10 @@ LEGEND = (
     "s/step: median after the warm-up; waiting: for data; memory: peak of the rank with the most",
     "sent/step: rows between bands, members between ranks that share them, by all ranks together",
 )
-CROWDED_NOTE = "*: more ranks than cores, so that ranks shared cores"
-UNKNOWN_CORES_NOTE = "?: ran on another machine; it is not known whether each rank had its own core"
+MARKED = {
+    True: "*: more ranks than cores, so that ranks shared cores",
+    None: "?: ran on another machine; it is not known whether each rank had its own core",
+}
 
 
 def scaling(arguments: Sequence[str], program: str) -> int:
@@ -241,7 +239,7 @@ def scaling(arguments: Sequence[str], program: str) -> int:
     series = find_series(read_sweep(folder))
     sys.stdout.write("\n".join([*scaling_lines(series), ""]))
     if keys["out"]:
-        write_scaling(Path(os.path.expanduser(keys["out"])), series)
+        write_scaling(keys["out"], series)
     return 0
 
 
@@ -255,44 +253,38 @@ def report_scaling(folder: Path) -> None:
         report_error(str(error))
 
 
-def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
+def write_scaling(out: str | Path, series: Sequence[Sequence[Row]]) -> None:
     """Write the numbers and the figure, and print their paths."""
-    files = {
-        "scaling.csv": series_to_csv(series).encode(),
-        "scaling.json": series_to_json(series).encode(),
-    }
-    figure = draw_or_warn("scaling.png", scaling_png, series)
-    if figure is not None:
-        files["scaling.png"] = figure
-    sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
+    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
+
+    rows = [row for one in series for row in one]
+    content = {"mesh": " x ".join(AXES), "runs": rows}
+    figure = ("scaling.png", lambda: draw_scaling(series))
+    write_files(out, "scaling", content, rows, figure)
 
 
-def scaling_lines(series: Sequence[ScalingSeries]) -> list[str]:
+def scaling_lines(series: Sequence[Sequence[Row]]) -> list[str]:
     """Return a table for each series, and the legend of its columns."""
     lines: list[str] = []
-    rows = table_rows(series)
-    for (kind, axis, title), members in groupby(
-        rows, lambda row: (row["kind"], row["axis"], row["series"])
-    ):
-        lines += [f"{kind} scaling over {axis} ranks: {title}"]
-        lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
-    marks = {row["more_ranks_than_cores"] for row in rows}
-    notes = [
-        *([CROWDED_NOTE] if True in marks else []),
-        *([UNKNOWN_CORES_NOTE] if None in marks else []),
-    ]
+    for rows in series:
+        first = rows[0]
+        lines += [f"{first['kind']} scaling over {first['axis']} ranks: {first['series']}"]
+        lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in rows]), ""]
+    marks = {row["more_ranks_than_cores"] for rows in series for row in rows}
+    notes = [note for mark, note in MARKED.items() if mark in marks]
     return [*lines, *LEGEND, *notes]
 
 
-def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def scaling_cells(row: Row) -> tuple[str, ...]:
     """Return the cells of a row, with a mark on its mesh if ranks may have shared cores."""
-    mark = {True: " *", None: " ?", False: ""}[row["more_ranks_than_cores"]]
-    memory, sent = row["peak_memory_bytes"], row["sent_bytes"]
+    mark = MARKED.get(row["more_ranks_than_cores"], "")[:1]
+    sizes = (row["peak_memory_bytes"], row["sent_bytes"])
     return (
-        *(row["job"], row["mesh"] + mark, row["grid"] or "-", str(row["batch"])),
+        *(row["job"], f"{row['mesh']} {mark}".rstrip(), row["grid"] or ABSENT, str(row["batch"])),
         *(f"{row['seconds']:.4g}", f"{row['waited'] / row['seconds']:.0%}"),
-        *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"),
-        *("-" if value is None else format_bytes(value) for value in (memory, sent)),
+        *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}"),
+        f"{row['efficiency']:.0%}",
+        *(ABSENT if size is None else format_bytes(size) for size in sizes),
     )
 
 

@@ -11,17 +11,15 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from credit_dp.evaluation.figure_style import PALE, REFERENCE, SERIES, figure_style, series_colour
 from credit_dp.evaluation.plots import legend_columns
-from credit_dp.sweeps.read import Job, metric_of, parse_number
-from credit_dp.sweeps.scaling import Kind, ScalingSeries, StepTiming, is_oversubscribed
-from credit_dp.sweeps.tables import SweepTable, swept_values
+from credit_dp.sweeps.read import job_order, parse_number
+from credit_dp.sweeps.tables import Row, SweepTable, value_order
 
 MARKERS = "osD^vPX*"
 METRIC_INCHES = 7.5  # width of the figure of a metric
 MAX_LABELLED = 12  # lines in a legend, or values on an axis
 MIN_RELATIVE_SPAN = 1e-4  # minimum span of the axis, relative: hides differences of rounding
 REPEAT_KEYS = ("seed",)  # runs that differ only in these are repeats
-LINE_STYLES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
-TimingValue = Callable[[ScalingSeries, StepTiming], float]
+LINE_STYLES: Mapping[str, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
 
 
 @figure_style()
@@ -32,51 +30,55 @@ def draw_metric(table: SweepTable) -> Figure | None:
     of the other keys. Without a numeric key, runs are bars. Runs that differ only in the seed are
     dots around the line, which is their mean.
     """
-    scored = [job for job in table.sweep.jobs if metric_of(job, table.metric) is not None]
-    if not scored:
+    rows = [row for row in table.rows if row[table.metric] is not None]
+    if not rows:
         return None
+    rows.sort(key=lambda row: job_order(row["job"]))
     figure = Figure(figsize=(METRIC_INCHES, 5.4), layout="constrained")
     axes = figure.subplots()
-    keys = [key for key in table.sweep.keys if key not in REPEAT_KEYS] or list(table.sweep.keys)
-    along = axis_key(scored, keys)
+    keys = [key for key in table.keys if key not in REPEAT_KEYS] or list(table.keys)
+    along = axis_key(rows, keys)
     if along is None:
-        draw_bars(axes, table, scored, keys)
+        draw_bars(axes, rows, keys, table.metric)
     else:
-        draw_lines(axes, table, scored, along, [key for key in keys if key != along])
-    axes.set_title(f"{table.sweep.folder.name}: {len(scored)} of {len(table.jobs)} runs")
+        draw_lines(axes, rows, along, [key for key in keys if key != along], table.metric)
+    axes.set_title(f"{table.folder.name}: {len(rows)} of {len(table.rows)} runs")
     axes.grid(visible=False, axis="y" if along is None else "x")
     return figure
 
 
-def axis_key(jobs: Sequence[Job], keys: Sequence[str]) -> str | None:
+def axis_key(rows: Sequence[Row], keys: Sequence[str]) -> str | None:
     """Return the numeric key with the most values; None if no key is numeric."""
-    values = {key: swept_values(jobs, key) for key in keys}
-    numeric = [key for key in keys if all(parse_number(text) is not None for text in values[key])]
-    # A key can have the same value in all runs that have the metric so far.
-    numeric = [key for key in numeric if len(values[key]) > 1]
-    return max(numeric, key=lambda key: len(values[key]), default=None)
+    counts = {}
+    for key in keys:
+        values = {row[key] for row in rows}
+        # A key can have the same value in all runs that have the metric so far.
+        if len(values) > 1 and all(parse_number(text) is not None for text in values):
+            counts[key] = len(values)
+    return max(counts, key=lambda key: counts[key], default=None)
 
 
 def draw_lines(
-    axes: Axes, table: SweepTable, jobs: Sequence[Job], along: str, others: Sequence[str]
+    axes: Axes, rows: Sequence[Row], along: str, others: Sequence[str], metric: str
 ) -> None:
     """Draw the metric against a numeric key, with a line for each combination of the others."""
-    lines: dict[tuple[str, ...], list[Job]] = defaultdict(list)
-    for job in jobs:
-        lines[tuple(job.value(key) for key in others)].append(job)
-    for index, (values, members) in enumerate(sorted(lines.items(), key=line_order)):
-        points = points_of(members, along, table.metric)
+    # The metric of the repeats, by the values of the other keys and then by that of this one.
+    lines: dict[tuple[str, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        lines[tuple(row[key] for key in others)][float(row[along])].append(row[metric])
+    ordered = sorted(lines.items(), key=lambda line: [value_order(text) for text in line[0]])
+    for index, (values, points) in enumerate(ordered):
         colour = series_colour(index)
         marker = MARKERS[index // len(SERIES) % len(MARKERS)]
         name = ", ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
-        means = [sum(repeats) / len(repeats) for repeats in points.values()]
+        means = {x: sum(repeats) / len(repeats) for x, repeats in sorted(points.items())}
         # All lines are drawn, but only the first are in the legend.
         label = name if index < MAX_LABELLED else None
-        axes.plot(list(points), means, label=label, color=colour, marker=marker)
+        axes.plot(list(means), list(means.values()), label=label, color=colour, marker=marker)
         for x, repeats in points.items():
             if len(repeats) > 1:
                 axes.scatter([x] * len(repeats), repeats, s=14, alpha=0.5, color=colour)
-    ticks = sorted({parse_number(job.value(along)) or 0.0 for job in jobs})
+    ticks = sorted({float(row[along]) for row in rows})
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= MAX_LABELLED:
         axes.set_xscale("log")
     if len(ticks) <= MAX_LABELLED:
@@ -85,7 +87,7 @@ def draw_lines(
     else:
         axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(along)
-    axes.set_ylabel(table.metric)
+    axes.set_ylabel(metric)
     # matplotlib would fill the axis with differences of the last digits.
     low, high = axes.dataLim.intervaly
     if high - low < MIN_RELATIVE_SPAN * abs(high):
@@ -97,20 +99,12 @@ def draw_lines(
         axes.figure.legend(loc="outside lower center", ncols=columns, title=title)
 
 
-def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, list[float]]:
-    """Return the metric of the runs by the value of a key, which rises."""
-    points: dict[float, list[float]] = defaultdict(list)
-    for job in jobs:
-        points[parse_number(job.value(along)) or 0.0].append(metric_of(job, metric) or 0.0)
-    return dict(sorted(points.items()))
-
-
-def draw_bars(axes: Axes, table: SweepTable, jobs: Sequence[Job], keys: Sequence[str]) -> None:
+def draw_bars(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: str) -> None:
     """Draw a bar for each combination of the keys: the mean of its runs, with a dot for each."""
     groups: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for job in jobs:
-        label = tuple(job.value(key) for key in keys) if keys else (f"job {job.name}",)
-        groups[label].append(metric_of(job, table.metric) or 0.0)
+    for row in rows:
+        label = tuple(row[key] for key in keys) if keys else (f"job {row['job']}",)
+        groups[label].append(row[metric])
     means = [sum(values) / len(values) for values in groups.values()]
     bars = axes.barh(range(len(groups)), means, color=PALE)
     if len(groups) <= MAX_LABELLED:
@@ -122,38 +116,28 @@ def draw_bars(axes: Axes, table: SweepTable, jobs: Sequence[Job], keys: Sequence
         axes.set_yticks(range(len(groups)), [", ".join(label) for label in groups])
     axes.invert_yaxis()
     axes.set_ylabel(", ".join(keys))
-    axes.set_xlabel(table.metric)
-
-
-def line_order(line: tuple[tuple[str, ...], list[Job]]) -> list[tuple[bool, float, str]]:
-    """Return the sort key of a combination of values, numbers by value."""
-    return [(parse_number(text) is None, parse_number(text) or 0.0, text) for text in line[0]]
+    axes.set_xlabel(metric)
 
 
 @figure_style()
-def draw_scaling(all_series: Sequence[ScalingSeries]) -> Figure:
+def draw_scaling(all_series: Sequence[Sequence[Row]]) -> Figure:
     """Return a figure of time, speed-up and efficiency against the number of ranks.
 
     Hollow marks are runs with more ranks than cores.
     """
     figure = Figure(figsize=(12.5, 5.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    draw_panel(left, all_series, lambda series, timing: timing.seconds, ideal_seconds)
+    draw_panel(left, all_series, "seconds", ideal_seconds)
     left.set_title("time per step (s)")
     left.set_yscale("log")
     left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(NullFormatter())
-    draw_panel(middle, all_series, lambda series, timing: series.speed_up(timing), ideal_speed_up)
+    draw_panel(middle, all_series, "speed_up", growth)
     middle.set_title("speed-up")
     middle.set_yscale("log", base=2)
     middle.yaxis.set_major_formatter("{x:g}")
-    draw_panel(
-        right,
-        all_series,
-        lambda series, timing: series.efficiency(timing),
-        lambda series, timing: 1.0,
-    )
+    draw_panel(right, all_series, "efficiency", lambda row, first: 1.0)
     right.set_title("efficiency")
     right.set_ylim(bottom=0)
     add_legend(figure, all_series)
@@ -161,47 +145,57 @@ def draw_scaling(all_series: Sequence[ScalingSeries]) -> Figure:
 
 
 def draw_panel(
-    axes: Axes, all_series: Sequence[ScalingSeries], value_of: TimingValue, ideal: TimingValue
+    axes: Axes,
+    all_series: Sequence[Sequence[Row]],
+    quantity: str,
+    ideal: Callable[[Row, Row], float],
 ) -> None:
-    """Draw one quantity of all series against the number of ranks, with its ideal lines."""
+    """Draw one quantity of all series against the number of ranks, with its ideal lines.
+
+    Args:
+        axes: to draw in.
+        all_series: with their runs.
+        quantity: its column.
+        ideal: its ideal value, from the run and that on the fewest ranks.
+    """
     for index, series in enumerate(all_series):
-        ranks = [timing.ranks for timing in series.timings]
-        values = [value_of(series, timing) for timing in series.timings]
-        axes.plot(ranks, [ideal(series, timing) for timing in series.timings], ":", color=REFERENCE)
+        ranks = [row["ranks"] for row in series]
+        axes.plot(ranks, [ideal(row, series[0]) for row in series], ":", color=REFERENCE)
         colour = series_colour(index)
-        axes.plot(ranks, values, color=colour, linestyle=LINE_STYLES[series.kind])
-        for timing, value in zip(series.timings, values, strict=True):
-            face = "white" if is_oversubscribed(timing) else colour
-            axes.plot(timing.ranks, value, "o", color=colour, markerfacecolor=face)
-    ticks = sorted({timing.ranks for series in all_series for timing in series.timings})
+        line_style = LINE_STYLES[series[0]["kind"]]
+        axes.plot(ranks, [row[quantity] for row in series], color=colour, linestyle=line_style)
+        for row in series:
+            face = "white" if row["more_ranks_than_cores"] else colour
+            axes.plot(row["ranks"], row[quantity], "o", color=colour, markerfacecolor=face)
+    ticks = sorted({row["ranks"] for series in all_series for row in series})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("ranks")
 
 
-def ideal_seconds(series: ScalingSeries, timing: StepTiming) -> float:
+def growth(row: Row, first: Row) -> float:
+    """Return the ratio of ranks to the fewest ranks, which is the ideal speed-up."""
+    return float(row["ranks"] / first["ranks"])
+
+
+def ideal_seconds(row: Row, first: Row) -> float:
     """Return the time of a step under ideal scaling."""
-    first = series.timings[0]
-    return first.seconds * (first.ranks / timing.ranks if series.kind == "strong" else 1.0)
+    return float(first["seconds"] / (growth(row, first) if row["kind"] == "strong" else 1.0))
 
 
-def ideal_speed_up(series: ScalingSeries, timing: StepTiming) -> float:
-    """Return the ratio of ranks to the fewest ranks."""
-    return timing.ranks / series.timings[0].ranks
-
-
-def add_legend(figure: Figure, all_series: Sequence[ScalingSeries]) -> None:
+def add_legend(figure: Figure, all_series: Sequence[Sequence[Row]]) -> None:
     """Add a legend of lines and marks below the panels."""
+    firsts = [series[0] for series in all_series]
     lines = [
-        Line2D([], [], color=series_colour(index), linestyle=LINE_STYLES[series.kind], marker="o")
-        for index, series in enumerate(all_series)
+        Line2D([], [], color=series_colour(index), linestyle=LINE_STYLES[row["kind"]], marker="o")
+        for index, row in enumerate(firsts)
     ]
-    names = [f"{series.kind}, {series.axis} ranks: {series.title}" for series in all_series]
+    names = [f"{row['kind']}, {row['axis']} ranks: {row['series']}" for row in firsts]
     lines.append(Line2D([], [], color=REFERENCE, linestyle=":"))
     names.append("ideal")
     # Such runs say nothing about the program's scaling, only about the machine.
-    if any(is_oversubscribed(timing) for series in all_series for timing in series.timings):
+    if any(row["more_ranks_than_cores"] for series in all_series for row in series):
         lines.append(Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="w"))
         names.append("more ranks than cores")
     figure.legend(lines, names, loc="outside lower center", ncols=2)

@@ -1,7 +1,7 @@
 """Read the folders of a sweep.
 
-In this order: `Job` with everything about one run and `Sweep`, how to read them, metrics to compare
-runs, overrides, the status of a run from its record and logs, its CSV log, and small files. A
+In this order: `Job` with everything about one run and `Sweep`, how to read them, the metrics to
+compare runs, the status of a run from its record or its logs, its CSV log, and small files. A
 missing or damaged file is never an error, because runs may be writing.
 """
 
@@ -12,17 +12,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, final
 
 import yaml  # type: ignore[import-untyped]
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError, traceback_message
@@ -36,15 +31,10 @@ ENDED = ("done", "failed", "preempted")
 STALLED_AFTER_SECONDS = 1800.0  # building, reading and scoring write nothing for minutes
 LOG_TAIL_LENGTH = 20_000  # characters read from the end of a rank's log
 
-# A line of the run folder's logger; log_files was the name of its module in older versions.
-LIFECYCLE_LINE = re.compile(
-    r"^(\S+ \S+) \[rank \d+\] (\w+) credit_dp\.training\.(?:run_folder|log_files): (.*)$"
-)
-
+# A line of the run folder's logger.
+LIFECYCLE_LINE = re.compile(r"^(\S+ \S+) \[rank \d+\] (\w+) credit_dp\.training\.run_folder: (.*)$")
 LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[rank ")
 HOST_LINE = re.compile(r"started as process \d+ on (\S+)")
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-MULTIRUN_FILE = "multirun.yaml"
 RUN_MARKERS = (".hydra/overrides.yaml", "job.json", "submitted.json")  # any marks a run's folder
 LAUNCH_KEYS = ("run.", "hydra.", "hydra/")  # where and how a run is started, not what it computes
 RELATIVE_RMSE = "relative_rmse"
@@ -119,6 +109,22 @@ class Job:
         resolved = get_nested(self.config, key) if text.startswith("$") else None
         return text if resolved is None else str(resolved)
 
+    @cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """Return all metrics that the run has by now, by name.
+
+        They are `relative_rmse`, the columns of its log, and `rmse/CHANNEL/LEAD` of its scores.
+        """
+        rmse = {
+            f"rmse/{channel}/{lead}": value
+            for channel, leads in as_mapping(self.scores.get("rmse")).items()
+            for lead, scores in as_mapping(leads).items()
+            if (value := as_nonnegative(as_mapping(scores).get("model"))) is not None
+        }
+        relative = relative_rmse(self.scores)
+        first = {} if relative is None else {RELATIVE_RMSE: relative}
+        return first | {k: v for k, v in self.numbers.items() if k != "step"} | rmse
+
     def rows(self) -> list[Row]:
         """Read the rows of its log, without a cache."""
         return read_log(RunFolder(self.folder).log)
@@ -158,18 +164,15 @@ def read_sweep(folder: Path | str) -> Sweep:
     if not folder.is_dir():
         raise UserError(f"{folder}: is not a folder. Give the folder of a sweep.")
     try:
-        existing = {path.name for path in folder.iterdir() if is_run_folder(path)}
+        names = [path.name for path in folder.iterdir() if is_run_folder(path)]
     except OSError as error:
         raise UserError(f"{folder}: can't be read ({error.strerror}).") from error
-    planned = {str(number): job for number, job in enumerate(planned_jobs(folder))}
-    if not existing and not (folder / MULTIRUN_FILE).exists():
+    if not names:
         raise UserError(
-            f"{folder}: is not a sweep: it has neither {MULTIRUN_FILE} nor the folder of a run. "
-            "Give the folder that --multirun created."
+            f"{folder}: is not a sweep: it has no folder of a run. Give the folder that --multirun "
+            "created."
         )
-    # Planned runs may not have started, and runs of another sweeper are not planned.
-    names = sorted(existing | planned.keys(), key=job_order)
-    jobs = tuple(read_job(folder / name, planned.get(name)) for name in names)
+    jobs = tuple(read_job(folder / name) for name in sorted(names, key=job_order))
     return Sweep(folder, jobs, swept_keys(jobs))
 
 
@@ -197,7 +200,7 @@ def choose_metric(jobs: Sequence[Job], requested: str) -> str:
     Raises:
         UserError: no run has the requested metric.
     """
-    names = available_metrics(jobs)
+    names = list(dict.fromkeys(name for job in jobs for name in job.metrics))
     if not requested:
         return next((name for name in DEFAULT_METRICS if name in names), RELATIVE_RMSE)
     if requested not in names:
@@ -211,49 +214,13 @@ def choose_metric(jobs: Sequence[Job], requested: str) -> str:
     return requested
 
 
-def best(jobs: Sequence[Job], metric: str) -> Job | None:
-    """Return the run with the best metric; None if no run has it."""
-    scored = [(value, job) for job in jobs if (value := metric_of(job, metric)) is not None]
-    if not scored:
-        return None
-    select = max if metric in LARGER_IS_BETTER else min
-    return select(scored, key=lambda pair: pair[0])[1]
-
-
-def available_metrics(jobs: Iterable[Job]) -> list[str]:
-    """Return the metrics that at least one run has."""
-    names: dict[str, None] = {}
-    for job in jobs:
-        if relative_rmse(job) is not None:
-            names[RELATIVE_RMSE] = None
-        names |= dict.fromkeys(job.numbers)
-        names |= dict.fromkeys(
-            f"rmse/{channel}/{lead}"
-            for channel, leads in as_mapping(job.scores.get("rmse")).items()
-            for lead in as_mapping(leads)
-        )
-    return [name for name in names if name != "step"]
-
-
-def metric_of(job: Job, name: str) -> float | None:
-    """Return the value of a metric; None if the run has none yet."""
-    if name == RELATIVE_RMSE:
-        return relative_rmse(job)
-    if name in job.numbers:
-        return job.numbers[name]
-    kind, _, rest = name.partition("/")
-    channel, _, lead = rest.rpartition("/")
-    leads = as_mapping(get_nested(job.scores, "rmse")).get(channel) if kind == "rmse" else None
-    return as_nonnegative(as_mapping(as_mapping(leads).get(lead)).get("model"))
-
-
-def relative_rmse(job: Job) -> float | None:
+def relative_rmse(scores: Mapping[str, Any]) -> float | None:
     """Return the final RMSE relative to persistence, at the longest lead time, over all channels.
 
     Ratios of different variables have no units, so that their mean is meaningful.
     """
     ratios = []
-    for leads in as_mapping(job.scores.get("rmse")).values():
+    for leads in as_mapping(scores.get("rmse")).values():
         by_lead = as_mapping(leads)
         hours = [lead for lead in by_lead if lead.removesuffix("h").isdecimal()]
         if not hours:
@@ -272,20 +239,15 @@ def as_nonnegative(value: object) -> float | None:
     return float(value) if valid else None  # type: ignore[arg-type]
 
 
-def read_job(folder: Path, overrides: Mapping[str, str] | None = None) -> Job:
-    """Read the folder of a run, which need not exist yet.
-
-    Args:
-        overrides: planned by the sweep, for a run whose folder has none.
-    """
+def read_job(folder: Path) -> Job:
+    """Read the folder of a run, which may not have started."""
     files = RunFolder(folder)
     config = as_mapping(read_yaml(files.config))
     numbers = summarise(read_log(files.log))
     record = as_mapping(read_json(folder / "job.json"))
-    recorded = read_overrides(folder, record)
     return Job(
         folder=folder,
-        overrides=overrides_by_key(recorded) if recorded else (overrides or {}),
+        overrides=overrides_by_key(read_overrides(folder, record)),
         status=run_status(folder, record, config, numbers),
         config=config,
         numbers=numbers,
@@ -310,45 +272,6 @@ def overrides_by_key(overrides: list[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def planned_jobs(folder: Path) -> list[dict[str, str]]:
-    """Return the overrides by key of each planned run, in order; [] if they can't be known.
-
-    Only hydra's basic sweeper runs the product of all values; others choose runs as they go.
-    """
-    hydra = as_mapping(get_nested(read_yaml(folder / MULTIRUN_FILE), "hydra"))
-    if get_nested(hydra, "sweeper._target_") != BASIC_SWEEPER:
-        return []
-    params = as_mapping(get_nested(hydra, "sweeper.params"))
-    task = [str(text) for text in as_list(get_nested(hydra, "overrides.task"))]
-    # The command line takes precedence over the sweeper's parameters in the config.
-    overridden = {text.lstrip("+").partition("=")[0] for text in task}
-    remaining = {key: value for key, value in params.items() if key not in overridden}
-    # In the sweeper's parameters interpolations are escaped: `\${...}`.
-    overrides = [re.sub(r"\\+\$", "$", f"{key}={value}") for key, value in remaining.items()]
-    overrides += task
-    choices: dict[str, list[str]] = {}
-    try:
-        for override in OverridesParser.create().parse_overrides(overrides):
-            key = override.get_key_element().lstrip("+")
-            choices[key] = override_values(override)
-    except (HydraException, AssertionError, ValueError):
-        return []  # only the folders that exist are shown
-    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-
-
-def override_values(override: Override) -> list[str]:
-    """Return the values of an override.
-
-    Raises:
-        ValueError: the values depend on the config, for instance those of a pattern.
-    """
-    if not override.is_sweep_override():
-        return [override.get_value_element_as_str()]
-    if not (override.is_choice_sweep() or override.is_range_sweep()):
-        raise ValueError(str(override.input_line))
-    return list(override.sweep_string_iterator())
-
-
 def run_status(
     folder: Path, record: Mapping[str, Any], config: Mapping[str, Any], numbers: Mapping[str, float]
 ) -> RunStatus:
@@ -369,9 +292,8 @@ def run_status(
     if complete and (folder / "metrics.json").exists():
         return RunStatus("done")
     logs = sorted(folder.glob("logs/rank-*.log"))
-    since = start_time(record)
-    exits = [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
-    ends = [end for end in exits if end is not None and end[0] >= since]
+    exits = [] if record else [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
+    ends = [end for end in exits if end is not None]
     failures = sorted(end for end in ends if end[1] == "ERROR")
     if failures:
         # The earliest: other ranks may have failed because of it.
@@ -382,19 +304,6 @@ def run_status(
     if not (logs or numbers or record or config):
         return RunStatus("not started")
     return RunStatus("running" if is_recently_written(folder, config, numbers) else "stalled")
-
-
-def start_time(record: Mapping[str, Any]) -> str:
-    """Return when the process of a record started, in the format of logs; "" if unknown.
-
-    The record is written before the ranks write logs. Until they do, the logs end with the exit
-    of an earlier attempt, which is older than this time.
-    """
-    try:
-        started = datetime.fromisoformat(str(record.get("started")))
-    except ValueError:
-        return ""
-    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # in local time, as logs have it
 
 
 def last_exit(text: str) -> tuple[str, str, str] | None:
@@ -416,12 +325,8 @@ def last_exit(text: str) -> tuple[str, str, str] | None:
         if LOG_LINE.match(line):
             break
         trace.append(line)
-    return match[1], match[2], strip_error_type(traceback_message(trace) or "")
-
-
-def strip_error_type(line: str) -> str:
-    """Return the message of a traceback without the type of a UserError."""
-    return line.removeprefix("credit_dp.errors.UserError: ").strip()
+    message = traceback_message(trace) or ""
+    return match[1], match[2], message.removeprefix("credit_dp.errors.UserError: ").strip()
 
 
 def is_recently_written(

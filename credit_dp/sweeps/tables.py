@@ -1,105 +1,82 @@
-"""Show a sweep as a table: one line for each run, as text, CSV and JSON."""
+"""The runs of a sweep as a table: a row for each run, for text, CSV, JSON and figures."""
 
 import csv
 import io
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
-from credit_dp.sweeps.read import LARGER_IS_BETTER, Job, Sweep, metric_of, parse_number
+from credit_dp.sweeps.read import LARGER_IS_BETTER, Job, Sweep, choose_metric, parse_number
 
 TIMING_COLUMNS = ("seconds", "samples_per_second")
 SORT_COLUMNS = ("job", "state", "steps", "metric", *TIMING_COLUMNS)
+Row = Mapping[str, Any]
 
 
 @final
 @dataclass(frozen=True)
 class SweepTable:
-    """The runs of a sweep in the order to show, with the metric to compare them by."""
+    """The runs of a sweep in the order to show.
 
-    sweep: Sweep
+    Attributes:
+        folder: of the sweep.
+        keys: the swept keys, which are columns.
+        metric: the column to compare runs by.
+        rows: the values of each run by column; a value that does not exist yet is None.
+    """
+
+    folder: Path
+    keys: tuple[str, ...]
     metric: str
-    jobs: tuple[Job, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the columns."""
-        columns = ("state", "mesh", self.metric, "steps", "all_steps", *TIMING_COLUMNS, "cause")
-        return list(dict.fromkeys(["job", *self.sweep.keys, *columns]))
-
-    def row(self, job: Job) -> dict[str, Any]:
-        """Return the values of a run by column; a value that does not exist yet is None."""
-        return {
-            "job": job.name,
-            **{key: job.value(key) for key in self.sweep.keys},
-            "state": job.status.state,
-            "mesh": mesh_text(job),
-            "steps": job.steps,
-            "all_steps": job.all_steps,
-            **{name: job.numbers.get(name) for name in TIMING_COLUMNS},
-            self.metric: metric_of(job, self.metric),
-            "cause": job.status.cause or None,
-        }
-
-    def to_csv(self) -> str:
-        """Return CSV with all columns and a line for each run."""
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, self.names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.row(job) for job in self.jobs)
-        return buffer.getvalue()
-
-    def to_json(self) -> str:
-        """Return the same as JSON, with the swept keys and the metric."""
-        content = {
-            "sweep": str(self.sweep.folder),
-            "swept": list(self.sweep.keys),
-            "metric": self.metric,
-            "jobs": [self.row(job) for job in self.jobs],
-        }
-        return json.dumps(content, indent=2) + "\n"
+    rows: tuple[Row, ...]
 
 
-def sorted_jobs(sweep: Sweep, metric: str, by: str) -> tuple[Job, ...]:
-    """Return the runs sorted by a column, runs without a value last.
+def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTable:
+    """Return the table of a sweep.
 
     Args:
-        metric: the sweep's metric; by it, the best run comes first.
-        by: a column; with - before it in the opposite order.
+        sweep: with its runs.
+        metric: to compare runs by; empty: see `choose_metric`.
+        sort: a column, with - before it in the opposite order; by the metric, the best run comes
+            first. Runs without a value are last.
 
     Raises:
-        UserError: there is no such column.
+        UserError: no run has this metric, or there is no such column.
     """
-    name = by.removeprefix("-")
+    metric = choose_metric(sweep.jobs, metric)
+    name = sort.removeprefix("-")
     allowed = (*SORT_COLUMNS, *sweep.keys)
     if name not in allowed:
         raise UserError(
-            f"sort: needs one of {', '.join(allowed)}, or one with - before it, got {by!r}."
+            f"sort: needs one of {', '.join(allowed)}, or one with - before it, got {sort!r}."
             f"{did_you_mean(name, allowed)}"
         )
-    descending = by.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
-    # Runs without a value stay last in either order. `reverse` keeps the order among equals.
-    present = [job for job in sweep.jobs if sort_key(job, name, metric) is not None]
-    missing = [job for job in sweep.jobs if sort_key(job, name, metric) is None]
-    present.sort(key=lambda job: sort_key(job, name, metric) or (), reverse=descending)
-    return (*present, *missing)
+    descending = sort.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
+    column = metric if name == "metric" else name
+    rows = [table_row(job, sweep.keys, metric) for job in sweep.jobs]
+    present = [row for row in rows if row[column] is not None]
+    # `reverse` keeps the order among equals.
+    present.sort(key=lambda row: value_order(str(row[column])), reverse=descending)
+    missing = [row for row in rows if row[column] is None]
+    return SweepTable(sweep.folder, sweep.keys, metric, (*present, *missing))
 
 
-def sort_key(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None:
-    """Return the sort key of a run by one column, numbers before texts; None without a value."""
-    if name == "state":
-        return (True, 0.0, job.status.state)
-    if name in ("metric", "steps", *TIMING_COLUMNS):
-        value = metric_of(job, metric) if name == "metric" else job.numbers.get(name)
-        if name == "steps":
-            value = float(job.steps)
-        return None if value is None else (False, value, "")
-    text = job.name if name == "job" else job.value(name)
-    value = parse_number(text)
-    return (value is None, value or 0.0, text if value is None else "")
+def table_row(job: Job, keys: Sequence[str], metric: str) -> dict[str, Any]:
+    """Return the values of a run by column."""
+    return {
+        "job": job.name,
+        **{key: job.value(key) for key in keys},
+        "state": job.status.state,
+        "mesh": mesh_text(job),
+        metric: job.metrics.get(metric),
+        "steps": job.steps,
+        "all_steps": job.all_steps,
+        **{name: job.numbers.get(name) for name in TIMING_COLUMNS},
+        "cause": job.status.cause or None,
+    }
 
 
 def mesh_text(job: Job) -> str | None:
@@ -113,9 +90,17 @@ def mesh_text(job: Job) -> str | None:
     return "x".join(str(n) for axis, n in mesh.items() if axis != "ensemble" or n > 1)
 
 
-def swept_values(jobs: Sequence[Job], key: str) -> list[str]:
-    """Return the values of a swept key, each once, numbers by value and before other texts."""
-    values = {job.value(key) for job in jobs}
-    return sorted(
-        values, key=lambda text: (parse_number(text) is None, parse_number(text) or 0.0, text)
-    )
+def value_order(text: str) -> tuple[bool, float, str]:
+    """Return a sort key: numbers by value, then other texts."""
+    number = parse_number(text)
+    return (True, 0.0, text) if number is None else (False, number, "")
+
+
+def rows_to_csv(rows: Iterable[Row]) -> str:
+    """Return CSV with a line for each of the rows, which have the same columns."""
+    buffer = io.StringIO()
+    first, *others = rows
+    writer = csv.DictWriter(buffer, list(first), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([first, *others])
+    return buffer.getvalue()

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import credit_dp
-from credit_dp.cli.show_sweep import png_bytes
+from credit_dp.cli.show_sweep import draw_png
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (
@@ -37,8 +37,7 @@ from credit_dp.evaluation.report import scorecard_page
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric, draw_scaling
-from credit_dp.sweeps.scaling import ScalingSeries, StepTiming
-from credit_dp.sweeps.tables import SweepTable
+from credit_dp.sweeps.tables import sweep_table
 from credit_dp.training.loss_curve import draw_loss
 from tests.sweeps.folders import write_done, write_sweep
 
@@ -148,14 +147,11 @@ def draw_sweep(folder: Path) -> None:
     """Draw the plots of a sweep and of its scaling."""
     written = write_sweep(folder / "sweep", ["seed=0"])
     write_done(written / "0", "seed=0", model=4.0)
-    sweep = read_sweep(written)
-    figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
-    assert figure is not None
-    png_bytes(figure)
-    timing = StepTiming(
-        sweep.jobs[0], {"pipeline": 1, "data": 1, "domain": 2}, "8x8", 4, 9, 0.5, 0.0, None, None
-    )
-    png_bytes(draw_scaling([ScalingSeries("strong", "domain", "8x8", (timing,))]))
+    table = sweep_table(read_sweep(written))
+    assert draw_png(lambda: draw_metric(table)) is not None
+    row = {"kind": "strong", "axis": "domain", "series": "8x8", "ranks": 2, "seconds": 0.5}
+    row |= {"speed_up": 1.0, "efficiency": 1.0, "more_ranks_than_cores": None}
+    assert draw_png(lambda: draw_scaling([[row]])) is not None
 
 
 @pytest.mark.slow

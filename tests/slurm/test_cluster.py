@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 from safetensors import safe_open
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.read import best
+from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer, forget_plugins
 from tests.slurm.cluster import CORES
 
@@ -248,9 +248,8 @@ def test_the_notebook_reads_the_sweep(
     place = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(notebook, timeout=LONG, kernel_name="python3", resources=place).execute()
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    winner = best(read_sweep(first).jobs, "relative_rmse")
-    assert winner is not None
-    assert f": run {winner.name}\n" in cells[4][0]["text"]
+    best = sweep_table(read_sweep(first), "relative_rmse").rows[0]["job"]
+    assert f": run {best}\n" in cells[4][0]["text"]
     assert "seed=" in cells[4][0]["text"]
     assert cells[1][0]["data"]["text/plain"].count("done") >= 3  # one step may be repeated
     assert ["image/png" in cells[n][-1]["data"] for n in (2, 3, 5)] == [True] * 3

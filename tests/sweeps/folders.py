@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,27 @@ CRASHED = (
 )
 
 
-def write_sweep(
-    folder: Path, typed: Sequence[str], params: Mapping[str, str] | None = None
-) -> Path:
-    """Write what Hydra writes before the first run starts."""
-    folder.mkdir(parents=True)
-    sweeper = {
-        "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-        "params": dict(params) if params else None,
-    }
-    content = {"hydra": {"sweeper": sweeper, "overrides": {"task": list(typed)}}}
-    (folder / "multirun.yaml").write_text(yaml.safe_dump(content))
+def write_sweep(folder: Path, typed: Sequence[str]) -> Path:
+    """Write what a launcher writes before the first run starts: the overrides of each run."""
+    keys = [text.partition("=")[0] for text in typed]
+    for number, values in enumerate(
+        product(*(text.partition("=")[2].split(",") for text in typed))
+    ):
+        overrides = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+        write_submission(folder / str(number), *overrides)
     return folder
+
+
+def write_submission(run: Path, *overrides: str) -> None:
+    """Write the overrides of a run that has not started."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "submitted.json").write_text(json.dumps({"overrides": overrides, "slurm_job": None}))
 
 
 def write_given(run: Path, *overrides: str) -> Path:
     """Write the overrides that Hydra saves in a run's folder."""
+    if (run / "submitted.json").exists():
+        write_submission(run, *overrides)
     (run / ".hydra").mkdir(parents=True)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
     return run

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,7 @@ from credit_dp.errors import UserError
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import (
     RunStatus,
-    available_metrics,
-    best,
     choose_metric,
-    metric_of,
-    relative_rmse,
 )
 from tests.sweeps.folders import (
     CRASHED,
@@ -26,6 +21,7 @@ from tests.sweeps.folders import (
     write_given,
     write_log,
     write_rank_log,
+    write_submission,
     write_sweep,
 )
 
@@ -33,7 +29,7 @@ LONG_AGO = time.time() - 86400
 
 
 def test_each_run_is_in_the_state_that_its_files_show(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path / "sweep", ["optimizer.lr=1e-4,1e-3", "seed=range(4)"])
+    folder = write_sweep(tmp_path / "sweep", ["optimizer.lr=1e-4,1e-3", "seed=0,1,2,3"])
     write_done(folder / "0", "optimizer.lr=1e-4", "seed=0", model=5)
     failed, stopped, running, stalled = (
         write_given(folder / str(n), "optimizer.lr=1e-4", f"seed={n}") for n in (1, 2, 3, 4)
@@ -61,7 +57,7 @@ def test_each_run_is_in_the_state_that_its_files_show(tmp_path: Path) -> None:
         *[RunStatus("not started")] * 3,
     ]
     assert [(job.steps, job.all_steps) for job in sweep.jobs[:2]] == [(30, 30), (4, 30)]
-    assert [job.value("seed") for job in sweep.jobs[5:]] == ["1", "2", "3"]  # 6 and 7: no folder
+    assert [job.value("seed") for job in sweep.jobs[5:]] == ["1", "2", "3"]
 
 
 def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
@@ -71,7 +67,6 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
         "1": {"state": "running", "cause": None, "overrides": ["seed=1"]},
     }
     for name, record in records.items():
-        (folder / name).mkdir()
         (folder / name / "job.json").write_text(json.dumps(record))
     jobs = read_sweep(folder).jobs
     assert [job.status for job in jobs] == [
@@ -83,15 +78,11 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
 
 def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
     """Until its ranks write, their logs end with the start before."""
-    folder = write_sweep(tmp_path / "sweep", ["seed=0,1"])
-    moments = {"0": "2026-11-22 03:07:45", "1": "2026-11-22 03:07:55"}
-    for name, moment in moments.items():
-        started = datetime.fromisoformat(moment).astimezone(UTC).isoformat()
-        run = write_given(folder / name, f"seed={name}", "resume=auto")
-        write_rank_log(run, CRASHED)
-        record = {"state": "running", "started": started, "overrides": [f"seed={name}"]}
-        (run / "job.json").write_text(json.dumps(record))
-    assert [job.status.state for job in read_sweep(folder).jobs] == ["failed", "running"]
+    run = write_given(tmp_path / "sweep/0", "seed=0", "resume=auto")
+    write_rank_log(run, CRASHED)
+    assert [job.status.state for job in read_sweep(run.parent).jobs] == ["failed"]
+    (run / "job.json").write_text(json.dumps({"state": "running", "overrides": ["seed=0"]}))
+    assert [job.status.state for job in read_sweep(run.parent).jobs] == ["running"]
 
 
 def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:
@@ -99,7 +90,6 @@ def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "sweep", ["seed=2,1"])
     write_done(folder / "0", "seed=1", "resume=auto", model=5)
     for name, text in (("0", "seed=1"), ("1", "seed=2")):
-        (folder / name).mkdir(exist_ok=True)
         record = {"overrides": [text], "slurm_job": f"7_{name}"}
         (folder / name / "submitted.json").write_text(json.dumps(record))
     sweep = read_sweep(folder)
@@ -110,12 +100,11 @@ def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\xff", "step\n1,", "a: [b", "3"])
 def test_unreadable_files_count_as_missing(tmp_path: Path, text: str) -> None:
-    run = write_given(write_sweep(tmp_path / "sweep", ["seed=0,1"]) / "0", "seed=0")
-    for name in ("config.yaml", "metrics.csv", "metrics.json", "job.json", "multirun.yaml"):
+    run = write_given(write_sweep(tmp_path / "sweep", ["seed=0"]) / "0", "seed=0")
+    for name in ("config.yaml", "metrics.csv", "metrics.json", "job.json", "submitted.json"):
         (run / name).write_text(text)
-    (run.parent / "multirun.yaml").write_text(text)
     (job,) = read_sweep(run.parent).jobs
-    assert (job.steps, job.mesh, relative_rmse(job), job.rows()) == (0, None, None, [])
+    assert (job.steps, job.mesh, job.metrics, job.rows()) == (0, None, {}, [])
     assert job.status.state == "not started"
 
 
@@ -129,20 +118,13 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_an_interpolation_came_to_is_the_value(tmp_path: Path) -> None:
-    params = {"data.grid": "48x48,\\${rows_per_rank:24x48}"}
-    folder = write_sweep(tmp_path / "sweep", ["experiment=scaling"], params)
+    folder = tmp_path / "sweep"
+    write_submission(folder / "0", "experiment=scaling", "data.grid=48x48")
     given = ("experiment=scaling", "data.grid=$\\{rows_per_rank\\:24x48\\}")
     write_done(folder / "1", *given, model=5, data={"grid": "96x48"})
     sweep = read_sweep(folder)
     assert sweep.keys == ("data.grid",)
     assert [job.value("data.grid") for job in sweep.jobs] == ["48x48", "96x48"]
-
-
-def test_what_is_given_goes_before_what_the_experiment_varies(tmp_path: Path) -> None:
-    params = {"data.grid": '${of_quickstart:"48x48,\\${rows_per_rank:24x48}","null"}'}
-    task = ["experiment=scaling", "data.grid=48x48,96x48"]
-    jobs = read_sweep(write_sweep(tmp_path / "sweep", task, params)).jobs
-    assert [job.value("data.grid") for job in jobs] == ["48x48", "96x48"]
 
 
 def test_runs_are_compared_with_persistence_at_the_longest_lead(tmp_path: Path) -> None:
@@ -151,11 +133,8 @@ def test_runs_are_compared_with_persistence_at_the_longest_lead(tmp_path: Path) 
         write_done(folder / str(seed), f"seed={seed}", model=model)
     sweep = read_sweep(folder)
     assert choose_metric(sweep.jobs, "") == "relative_rmse"
-    assert [relative_rmse(job) for job in sweep.jobs] == [0.6, 0.4, None]
-    assert metric_of(sweep.jobs[0], "rmse/2m_temperature/24h") == 12.0
-    found = best(sweep.jobs, "relative_rmse")
-    assert found is not None
-    assert found.name == "1"
+    assert [job.metrics.get("relative_rmse") for job in sweep.jobs] == [0.6, 0.4, None]
+    assert sweep.jobs[0].metrics["rmse/2m_temperature/24h"] == 12.0
     with pytest.raises(UserError, match=r"^metric: no run .* 'los' yet.* Did you mean loss\?$"):
         choose_metric(sweep.jobs, "los")
 
@@ -171,8 +150,8 @@ def test_while_nothing_is_scored_the_lowest_validation_counts(tmp_path: Path) ->
     (run / "metrics.csv").write_text("\n".join([f"{header},validation_rmse", *lines, ""]))
     jobs = read_sweep(folder).jobs
     assert choose_metric(jobs, "") == "validation_rmse"
-    assert metric_of(jobs[0], "validation_rmse") == 0.5
-    assert "step" not in available_metrics(jobs)
+    assert jobs[0].metrics["validation_rmse"] == 0.5
+    assert "step" not in jobs[0].metrics
 
 
 def test_a_folder_that_is_no_sweep_is_one_line(tmp_path: Path) -> None:

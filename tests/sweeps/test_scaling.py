@@ -11,7 +11,8 @@ import pytest
 
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_scaling
-from credit_dp.sweeps.scaling import ScalingSeries, find_series, is_oversubscribed, table_rows
+from credit_dp.sweeps.scaling import find_series
+from credit_dp.sweeps.tables import Row
 from tests.cli.invocation import answer
 from tests.sweeps.folders import (
     ENDED,
@@ -44,23 +45,26 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
-def series_by_kind(folder: Path) -> dict[tuple[str, str], ScalingSeries]:
-    return {(one.kind, one.axis): one for one in find_series(read_sweep(folder))}
+def series_by_kind(folder: Path) -> dict[tuple[str, str], list[Row]]:
+    return {(rows[0]["kind"], rows[0]["axis"]): rows for rows in find_series(read_sweep(folder))}
 
 
 def test_speed_up_and_efficiency_are_those_of_the_medians(sweep: Path) -> None:
     series = series_by_kind(sweep)
     assert set(series) == {("strong", "domain"), ("weak", "domain")}
     strong, weak = series["strong", "domain"], series["weak", "domain"]
-    assert [timing.job.name for timing in strong.timings] == ["0", "2", "3"]
-    assert [timing.seconds for timing in strong.timings] == [1.0, 0.625, 0.5]
-    assert [strong.speed_up(timing) for timing in strong.timings] == [1.0, 1.6, 2.0]
-    assert [strong.efficiency(timing) for timing in strong.timings] == [1.0, 0.8, 0.5]
-    assert [timing.job.name for timing in weak.timings] == ["1", "2", "4"]
-    assert [weak.speed_up(timing) for timing in weak.timings] == [1.0, 1.6, 2.0]
-    assert [weak.efficiency(timing) for timing in weak.timings] == [1.0, 0.8, 0.5]
-    assert strong.timings[1].samples_per_second == 4 / 0.625
-    assert (strong.title, weak.title) == ("48x48, batch 4", "24x48 of each rank, batch 4")
+    assert [row["job"] for row in strong] == ["0", "2", "3"]
+    assert [row["seconds"] for row in strong] == [1.0, 0.625, 0.5]
+    assert [row["speed_up"] for row in strong] == [1.0, 1.6, 2.0]
+    assert [row["efficiency"] for row in strong] == [1.0, 0.8, 0.5]
+    assert [row["job"] for row in weak] == ["1", "2", "4"]
+    assert [row["speed_up"] for row in weak] == [1.0, 1.6, 2.0]
+    assert [row["efficiency"] for row in weak] == [1.0, 0.8, 0.5]
+    assert strong[1]["samples_per_second"] == 4 / 0.625
+    assert (strong[0]["series"], weak[0]["series"]) == (
+        "48x48, batch 4",
+        "24x48 of each rank, batch 4",
+    )
 
 
 def test_runs_that_differ_in_more_than_ranks_are_not_compared(tmp_path: Path) -> None:
@@ -80,8 +84,8 @@ def test_data_ranks_scale_with_the_batch(tmp_path: Path) -> None:
     run(folder, "1", 1.25, batch=8, data=2)
     run(folder, "2", 1.0, batch=4)  # once more
     weak = series_by_kind(folder)["weak", "data"]
-    assert [weak.efficiency(timing) for timing in weak.timings] == [1.0, 0.8]
-    assert weak.title == "48x48, batch 4 of each rank"
+    assert [row["efficiency"] for row in weak] == [1.0, 0.8]
+    assert weak[0]["series"] == "48x48, batch 4 of each rank"
 
 
 def test_ranks_that_share_members_have_an_axis_of_their_own(tmp_path: Path) -> None:
@@ -91,15 +95,15 @@ def test_ranks_that_share_members_have_an_axis_of_their_own(tmp_path: Path) -> N
     series = series_by_kind(folder)
     assert set(series) == {("strong", "ensemble"), ("strong", "domain")}
     shared = series["strong", "ensemble"]
-    assert [shared.efficiency(timing) for timing in shared.timings] == [1.0, 0.8]
-    rows = [*table_rows([shared]), *table_rows([series["strong", "domain"]])]
+    assert [row["efficiency"] for row in shared] == [1.0, 0.8]
+    rows = [*shared, *series["strong", "domain"]]
     assert [row["mesh"] for row in rows] == ["1x1x1", "1x1x2x1", "1x1x2x1", "1x1x2x2"]
 
 
 def test_a_run_with_few_steps_is_not_timed(sweep: Path) -> None:
     lines = (sweep / "2" / "metrics.csv").read_text().splitlines()
     (sweep / "2" / "metrics.csv").write_text("\n".join([*lines[:3], ""]))
-    assert [timing.ranks for timing in series_by_kind(sweep)["strong", "domain"].timings] == [1, 4]
+    assert [row["ranks"] for row in series_by_kind(sweep)["strong", "domain"]] == [1, 4]
 
 
 def scaling_of(*arguments: object) -> tuple[int, str, str]:
@@ -118,10 +122,10 @@ def cores(count: int) -> Iterator[None]:
 def test_more_ranks_than_cores_are_marked(sweep: Path) -> None:
     with cores(2):
         strong = series_by_kind(sweep)["strong", "domain"]
-        assert [is_oversubscribed(timing) for timing in strong.timings] == [False, False, True]
+        assert [row["more_ranks_than_cores"] for row in strong] == [False, False, True]
     elsewhere = sweep / "2" / "logs" / "rank-0.log"
     elsewhere.write_text(elsewhere.read_text().replace(f"on {socket.gethostname()}", "on far"))
-    assert is_oversubscribed(series_by_kind(sweep)["strong", "domain"].timings[1]) is None
+    assert series_by_kind(sweep)["strong", "domain"][1]["more_ranks_than_cores"] is None
 
 
 def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from credit_dp.cli.show_sweep import show_sweep
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric
-from credit_dp.sweeps.tables import SweepTable
+from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer
 from tests.plots import failing_plots
 from tests.sweeps.folders import (
@@ -113,8 +113,7 @@ def test_files_hold_what_is_shown(
 
 
 def drawn(folder: Path) -> Figure:
-    sweep = read_sweep(folder)
-    figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
+    figure = draw_metric(sweep_table(read_sweep(folder)))
     assert figure is not None
     return figure
 
@@ -153,7 +152,7 @@ def test_a_second_key_makes_lines_and_names_make_bars(tmp_path: Path) -> None:
         (["SWEEP", "metrik=loss"], "Did you mean metric?"),
         (["SWEEP", "metric=rmse"], "metric: no run of this sweep has 'rmse' yet"),
         (["SWEEP", "sort=optimiser.lr"], "Did you mean optimizer.lr?"),
-        (["SWEEP", "out=SWEEP/multirun.yaml"], "out: cannot write"),
+        (["SWEEP", "out=SWEEP/0/config.yaml"], "out: cannot write"),
         (["SWEEP/0"], "is not a sweep"),
     ],
 )

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import final
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
@@ -267,17 +266,24 @@ def place_ranks(config: Config, available: ClusterNodes, request: PlacementReque
         UserError: the ranks do not fit on the available nodes.
     """
     parallel = config.parallel
-    gpus_per_rank = parallel.gpus_per_rank if uses_gpus(config, available) else 0
-    cpus = request.cpus_per_task or cpus_per_rank(config, available, gpus_per_rank)
-    capacity = rank_capacity(available, cpus, gpus_per_rank)
+    # With device=auto, unless nodes are known to have no GPU.
+    on_gpus = config.device == "cuda" or (config.device == "auto" and available.gpus != 0)
+    gpus = parallel.gpus_per_rank if on_gpus else 0
+    cpus = request.cpus_per_task or cpus_per_rank(config, available, gpus)
+    sizes = [(available.cores, cpus), *([(available.gpus, gpus)] if gpus else [])]
+    capacity = min((size // each for size, each in sizes if size is not None), default=None)
     # Ranks that have to be on one node: a domain group, unless it may span nodes.
     unit = 1 if request.spread else parallel.domain
     if capacity is not None and unit > capacity:
-        raise UserError(too_small_message(config, available, request, unit, cpus, gpus_per_rank))
-    ranks = total_ranks(config, request, unit, capacity if gpus_per_rank else None)
+        raise UserError(too_small_message(available, request, unit, cpus, gpus, parallel.domain))
+    ranks = ranks_per_model(parallel) * (parallel.data or 1)
+    if parallel.data is None and request.nodes is not None:  # as many as fit
+        whole_units = capacity // unit * unit if gpus and capacity is not None else unit
+        fitting = request.nodes * (request.tasks_per_node or whole_units)
+        ranks *= max(1, fitting // ranks)
     tasks = tasks_per_node(ranks, request, unit, capacity)
     if capacity is not None and tasks > capacity:
-        raise UserError(too_small_message(config, available, request, tasks, cpus, gpus_per_rank))
+        raise UserError(too_small_message(available, request, tasks, cpus, gpus, parallel.domain))
     nodes = ranks // tasks
     if available.count is not None and nodes > available.count:
         raise UserError(
@@ -289,14 +295,9 @@ def place_ranks(config: Config, available: ClusterNodes, request: PlacementReque
         nodes=nodes,
         tasks_per_node=tasks,
         cpus_per_task=cpus,
-        gpus_per_node=tasks * gpus_per_rank,
+        gpus_per_node=tasks * gpus,
         data=ranks // ranks_per_model(parallel),
     )
-
-
-def uses_gpus(config: Config, available: ClusterNodes) -> bool:
-    """Whether ranks compute on GPUs; with `device=auto`, unless nodes are known to have none."""
-    return config.device == "cuda" or (config.device == "auto" and available.gpus != 0)
 
 
 def cpus_per_rank(config: Config, available: ClusterNodes, gpus_per_rank: int) -> int:
@@ -312,34 +313,6 @@ def cpus_per_rank(config: Config, available: ClusterNodes, gpus_per_rank: int) -
     if available.cores and available.gpus:
         return max(1, available.cores // available.gpus * gpus_per_rank)
     return config.data.workers + 1
-
-
-def rank_capacity(available: ClusterNodes, cpus: int, gpus_per_rank: int) -> int | None:
-    """Return how many ranks fit on one node; None if its size is unknown."""
-    capacities = []
-    if available.cores is not None:
-        capacities.append(available.cores // cpus)
-    if gpus_per_rank and available.gpus is not None:
-        capacities.append(available.gpus // gpus_per_rank)
-    return min(capacities) if capacities else None
-
-
-def total_ranks(config: Config, request: PlacementRequest, unit: int, capacity: int | None) -> int:
-    """Return the number of ranks: of the mesh, or with `parallel.data=null` as many as fit.
-
-    Args:
-        config: of the run.
-        request: the nodes that `parallel.data=null` fills.
-        unit: ranks that have to be on one node.
-        capacity: ranks that fit on one node; None if unknown.
-    """
-    parallel = config.parallel
-    if parallel.data is not None:
-        return ranks_per_model(parallel) * parallel.data
-    if request.nodes is None:
-        return ranks_per_model(parallel)
-    tasks = request.tasks_per_node or (unit if capacity is None else capacity // unit * unit)
-    return ranks_per_model(parallel) * max(1, request.nodes * tasks // ranks_per_model(parallel))
 
 
 def tasks_per_node(ranks: int, request: PlacementRequest, unit: int, capacity: int | None) -> int:
@@ -369,25 +342,24 @@ def tasks_per_node(ranks: int, request: PlacementRequest, unit: int, capacity: i
 
 
 def too_small_message(
-    config: Config,
     available: ClusterNodes,
     request: PlacementRequest,
     tasks: int,
     cpus: int,
-    gpus_per_rank: int,
+    gpus: int,
+    domain: int,
 ) -> str:
-    """Return the error line for a node that can't hold `tasks` ranks."""
-    needed, limit, resource = tasks * cpus, available.cores, "cores"
-    if gpus_per_rank and available.gpus is not None and tasks * gpus_per_rank > available.gpus:
-        needed, limit, resource = tasks * gpus_per_rank, available.gpus, "GPUs"
-    reason, remedy = "", "use more nodes"
-    if tasks == config.parallel.domain > 1:  # more nodes don't help
-        reason = " (a domain group stays on one node)"
-        remedy = f"let groups span nodes with {request.spread_hint}"
-    return (
-        f"parallel.domain: {tasks} ranks on one node need {needed} {resource}, but nodes have "
-        f"{limit}{reason}. Lower parallel.domain, or {remedy}."
-    )
+    """Return the error line for a node that can't hold `tasks` ranks with these CPUs and GPUs."""
+    needed = f"{tasks * cpus} cores, but nodes have {available.cores}"
+    if gpus and available.gpus is not None and tasks * gpus > available.gpus:
+        needed = f"{tasks * gpus} GPUs, but nodes have {available.gpus}"
+    remedy = ". Lower parallel.domain, or use more nodes"
+    if tasks == domain > 1:  # more nodes don't help
+        remedy = (
+            " (a domain group stays on one node). Lower parallel.domain, or let groups span nodes "
+            f"with {request.spread_hint}"
+        )
+    return f"parallel.domain: {tasks} ranks on one node need {needed}{remedy}."
 
 
 def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
@@ -400,47 +372,18 @@ def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
         nodes: the number of each rank's node, in rank order.
         domain: ranks of each domain group.
     """
-    groups = [range(first, first + domain) for first in range(0, len(nodes), domain)]
-    spread = [group for group in groups if len({nodes[rank] for rank in group}) > 1]
+    groups = [nodes[first : first + domain] for first in range(0, len(nodes), domain)]
+    spread = [index for index, group in enumerate(groups) if len(set(group)) > 1]
     if not spread:
         return None
-    group = spread[0]
-    edges = sum(nodes[one] != nodes[other] for one, other in pairwise(group))
-    sizes = sorted({nodes.count(node) for node in set(nodes)})
+    first = spread[0]
+    names = " and ".join(map(str, dict.fromkeys(groups[first])))
     return (
-        f"parallel.domain: {len(spread)} of {len(groups)} domain groups span several nodes, "
-        f"the first is ranks {group[0]} to {group[-1]} on nodes {join_node_names(nodes, group)}: "
-        f"{edges} of the {domain - 1} edges between its bands cross the network at every exchange "
-        f"of rows. {spread_advice(nodes, domain, sizes)}"
-    )
-
-
-def join_node_names(nodes: Sequence[int], group: Sequence[int]) -> str:
-    """Return the node numbers of a group, each once: `0, 1 and 2`."""
-    names = [str(node) for node in dict.fromkeys(nodes[rank] for rank in group)]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> str:
-    """Return how to keep each domain group on one node, as far as that is possible.
-
-    Args:
-        nodes: the number of each rank's node, in rank order.
-        domain: ranks of each domain group.
-        sizes: the different numbers of ranks on a node.
-    """
-    per_node = " or ".join(map(str, sizes))
-    # Ranks numbered node by node change node once less than there are nodes.
-    if sum(one != other for one, other in pairwise(nodes)) >= len(set(nodes)):
-        return (
-            "Consecutive ranks are on different nodes: number the ranks node by node "
-            "(srun --distribution=block)."
-        )
-    fit = [n for n in range(2, domain) if all(size % n == 0 for size in sizes)]
-    smaller = f"set parallel.domain to {' or '.join(map(str, fit))}, or " if fit else ""
-    return (
-        f"Nodes have {per_node} ranks. If that is too slow, {smaller}start a multiple of {domain} "
-        "ranks on every node."
+        f"parallel.domain: {len(spread)} of {len(groups)} domain groups span several nodes, the "
+        f"first is ranks {first * domain} to {(first + 1) * domain - 1} on nodes {names}: it "
+        "exchanges rows over the network. If that is too slow, lower parallel.domain, or start a "
+        f"multiple of {domain} ranks on every node and number them node by node "
+        "(srun --distribution=block)."
     )
 
 

@@ -11,16 +11,11 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.sources.grib import (
+from credit_dp.data.sources.grib import MODEL, PRESSURE, SINGLE, GribCode, code_of
+from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
-    MISSING_VALUE,
-    MODEL,
-    PRESSURE,
-    SINGLE,
-    GribCode,
     GribFile,
     Message,
-    code_of,
     is_grib,
     load_eccodes,
     with_checksum,
@@ -35,7 +30,9 @@ from credit_dp.forecast.zarr import FileWriter
 from credit_dp.variable_names import long_name
 
 BITS_PER_VALUE: Final = 16
+MISSING_VALUE: Final = 1e20  # stands for NaN between numpy and ecCodes; files have a bitmap
 MICRODEGREES = 10**6  # in a degree: the unit of grids in GRIB 2
+STEP_TYPES = ("instant", "accum")  # of the fields that are written
 SAMPLE = "regular_ll_pl_grib2"  # ecCodes' message to start from
 
 
@@ -79,12 +76,13 @@ class GribWriter(FileWriter):
     def read_file_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """Return the format of a file, from the headers of its messages, with their names."""
         try:
-            file = _open_written(path) if is_grib(path) else None
+            if not is_grib(path):
+                return None
+            file = GribFile.open(path, "path", cut_off=True)
+            latitude, longitude, _ = file.read_grid()
         except (OSError, UserError):
             return None
-        if file is None:
-            return None
-        messages = file.messages
+        messages = file.messages(*STEP_TYPES)
         fields = dict.fromkeys((x.name, None if x.kind == SINGLE else x.level) for x in messages)
         members = max(message.member for message in messages) + 1
         return {
@@ -92,8 +90,8 @@ class GribWriter(FileWriter):
             "units": {},
             "times": [str(time) for time in np.unique([x.initial for x in messages])],
             "hours": sorted({message.hours for message in messages}),
-            "latitude": file.latitude.tolist(),
-            "longitude": file.longitude.tolist(),
+            "latitude": latitude.tolist(),
+            "longitude": longitude.tolist(),
             "members": members if members > 1 else 0,
         }
 
@@ -101,10 +99,10 @@ class GribWriter(FileWriter):
         """See `ForecastWriter`: of a file, lead times with a message that is damaged."""
         if path.is_dir():
             return super().missing(path)
-        file = _open_written(path)
+        file = GribFile.open(path, "path", cut_off=True)
         readable = {
             (x.member, x.initial, x.hours, x.name, None if x.kind == SINGLE else x.level)
-            for x in file.messages
+            for x in file.messages(*STEP_TYPES)
             if _is_readable(file, x)
         }
         form = self.form
@@ -251,10 +249,6 @@ def _grid_keys(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
         exact = abs(step * MICRODEGREES - round(step * MICRODEGREES)) < 1e-3
         keys[f"{axis}DirectionIncrement"] = round(step * MICRODEGREES) if exact else None
     return keys
-
-
-def _open_written(path: Path) -> GribFile:
-    return GribFile.open(path, "path", sums=True, cut_off=True)
 
 
 def _is_readable(file: GribFile, message: Message) -> bool:

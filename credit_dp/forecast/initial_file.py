@@ -24,15 +24,8 @@ from credit_dp.data.rechunk.request import CONSERVATIVE, ReducedRegridder, Regri
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import check_coordinates
-from credit_dp.data.sources.grib import (
-    MODEL,
-    OTHER_NAMES,
-    PRESSURE,
-    SINGLE,
-    GribFile,
-    Message,
-    is_grib,
-)
+from credit_dp.data.sources.grib import MODEL, OTHER_NAMES, PRESSURE, SINGLE
+from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.sources.zarr import (
     DatasetCounter,
@@ -121,12 +114,13 @@ class GribStates(StateFile):
     """The fields of a GRIB file at an instant; sums, means and extremes over time are left out."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GribFile.open(path, KEY, reduced=True)
+        self._file = GribFile.open(path, KEY)
         self.where = str(path)
-        self.times = np.unique(np.array([x.valid for x in self._file.messages], "M8[ns]"))
-        self.latitude, self.longitude = self._file.latitude, self._file.longitude
+        self.latitude, self.longitude, self._row_lengths = self._file.read_grid(reduced=True)
+        messages = self._file.messages("instant")
+        self.times = np.unique(np.array([x.valid for x in messages], "M8[ns]"))
         self._messages: dict[tuple[str, str, int, np.datetime64], list[Message]] = {}
-        for message in self._file.messages:
+        for message in messages:
             about = (message.kind, message.name, message.level, message.valid)
             self._messages.setdefault(about, []).append(message)
         _check_globe(self)
@@ -151,12 +145,11 @@ class GribStates(StateFile):
 
     def regridder(self, store: Store, method: str) -> Regrid | None:
         """See `StateFile`."""
-        lengths = self._file.row_lengths
-        if not lengths:
+        if not self._row_lengths:
             return super().regridder(store, method)
         first = float(self.longitude[0])
         target = store.latitude, store.longitude
-        return ReducedRegridder(self.latitude, lengths, first, *target, method)
+        return ReducedRegridder(self.latitude, self._row_lengths, first, *target, method)
 
 
 @final

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from credit_dp.data.sources.grib import load_eccodes
+from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.units import GRAVITY
 
 eccodes = load_eccodes("init_file")
@@ -51,3 +51,51 @@ def write_grib(path, state, table=ECMWF, edition=2, **keys):
                 file.write(eccodes.codes_get_message(handle))
                 eccodes.codes_release(handle)
     return path
+
+
+SCANNING = {
+    "westward": {"iScansNegatively": 1},
+    "northward": {"jScansPositively": 1},
+    "by column": {"jPointsAreConsecutive": 1},
+    "zigzag": {"alternativeRowScanning": 1},
+    "zigzag from the south, by column": {
+        **{"jScansPositively": 1, "jPointsAreConsecutive": 1, "alternativeRowScanning": 1}
+    },
+}
+
+
+def scanned_points(flags, rows, columns):
+    """Yield row from the north and column eastward of each point of a message.
+
+    Source: WMO Manual on Codes, FM 92 GRIB, flag table 3.4.
+    """
+    across, down = list(range(columns)), list(range(rows))
+    across = across[::-1] if flags.get("iScansNegatively") else across
+    down = down[::-1] if flags.get("jScansPositively") else down
+    by_column = flags.get("jPointsAreConsecutive")
+    outer, inner = (across, down) if by_column else (down, across)
+    for count, line in enumerate(outer):
+        turned = count % 2 and flags.get("alternativeRowScanning")
+        for point in inner[::-1] if turned else inner:
+            yield (point, line) if by_column else (line, point)
+
+
+def write_scanned(path, scanned, flags):
+    """Copy a GRIB file whose rows begin in the northwest, with the points in another order."""
+    with path.open("rb") as file, scanned.open("wb") as to:
+        while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
+            rows, columns = (eccodes.codes_get_long(handle, key) for key in ("Nj", "Ni"))
+            field = eccodes.codes_get_values(handle).reshape(rows, columns)
+            for key, value in flags.items():
+                eccodes.codes_set(handle, key, value)
+            for key, axis in (("iScansNegatively", "longitude"), ("jScansPositively", "latitude")):
+                if flags.get(key):
+                    ends = [f"{axis}Of{end}GridPointInDegrees" for end in ("First", "Last")]
+                    values = [eccodes.codes_get_double(handle, end) for end in ends]
+                    for end, value in zip(ends, values[::-1], strict=True):
+                        eccodes.codes_set(handle, end, value)
+            values = [field[point] for point in scanned_points(flags, rows, columns)]
+            eccodes.codes_set_values(handle, np.array(values))
+            to.write(eccodes.codes_get_message(handle))
+            eccodes.codes_release(handle)
+    return scanned

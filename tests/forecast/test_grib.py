@@ -7,7 +7,8 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.grib import CODES, OTHER_NAMES, GribFile, load_eccodes
+from credit_dp.data.sources.grib import CODES, OTHER_NAMES
+from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -176,7 +177,7 @@ def test_units_become_those_of_the_code(tmp_path):
     )
     values = np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4)
     file = GribFile.open(write(form, tmp_path / "f", values), "path")
-    for message, scale, field in zip(file.messages, (1000, 100), values, strict=True):
+    for message, scale, field in zip(file.messages("instant"), (1000, 100), values, strict=True):
         assert_packed(file.read(message), scale * field)
 
 
@@ -190,9 +191,10 @@ def test_the_grid_is_that_of_the_fields(tmp_path, longitude, rows):
     random = np.random.default_rng(0).normal(size=(2, rows, len(longitude))).astype("f4")
     path = write(form, tmp_path / "f", random)
     file = GribFile.open(path, "path")
-    np.testing.assert_allclose(file.latitude, latitude, atol=1e-6)
-    np.testing.assert_allclose((file.longitude - longitude) % 360 % 360, 0, atol=2e-6)
-    assert_packed(file.read(file.messages[0]), random[0])
+    found = file.read_grid()
+    np.testing.assert_allclose(found[0], latitude, atol=1e-6)
+    np.testing.assert_allclose((found[1] - longitude) % 360 % 360, 0, atol=2e-6)
+    assert_packed(file.read(file.messages("instant")[0]), random[0])
     data = read(path, "isobaricInhPa")
     np.testing.assert_allclose(data["latitude"].values, latitude, atol=2e-6)
     assert_packed(data["t"].values, random[0])
@@ -203,11 +205,13 @@ def test_points_without_values_stay_so(tmp_path):
     values[:, GAPS] = np.nan
     path = write(a_format(hours=(6,)), tmp_path / "f", values)
     file = GribFile.open(path, "path")
-    assert np.array_equal(np.isnan(file.read(file.messages[1])), GAPS)
+    assert np.array_equal(np.isnan(file.read(file.messages("instant")[1])), GAPS)
     assert np.array_equal(np.isnan(read(path, "isobaricInhPa")["t"].values), GAPS)
     values[0, 2, 1] = -np.inf  # as of an unstable forecast
     file = GribFile.open(write(a_format(hours=(6,)), tmp_path / "g", values), "path")
-    assert np.argwhere(np.isnan(file.read(file.messages[0])) & ~GAPS).tolist() == [[2, 1]]
+    assert np.argwhere(np.isnan(file.read(file.messages("instant")[0])) & ~GAPS).tolist() == [
+        [2, 1]
+    ]
 
 
 def test_each_code_has_the_name_that_is_looked_for(tmp_path):
@@ -216,7 +220,7 @@ def test_each_code_has_the_name_that_is_looked_for(tmp_path):
     channels = tuple(Channel(name, level) for name, level in levels.items())
     summed = tuple(name for name in CODES if name in ACCUMULATED)
     form = a_format(channels=channels, hours=(6,), summed=summed, span=6)
-    messages = GribFile.open(write(form, tmp_path / "f"), "path", sums=True).messages
+    messages = GribFile.open(write(form, tmp_path / "f"), "path").messages("instant", "accum")
     assert len(messages) == len(CODES)
     for channel, message in zip(channels, messages, strict=True):
         names = (*all_names_of(channel.variable), *OTHER_NAMES.get(channel.variable, ()))
@@ -249,15 +253,18 @@ def test_a_file_that_is_cut_off_lacks_lead_times(tmp_path):
 def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
     path = write(a_format(), tmp_path / "f")
     file = GribFile.open(path, "path")
-    start, end = file.messages[1].offset, file.messages[2].offset
+    start, end = file.messages("instant")[1].offset, file.messages("instant")[2].offset
     content = path.read_bytes()
     for position in (start + 20, start + 97, end - 10):  # time, grid, values
         damaged = bytearray(content)
         damaged[position] ^= 4
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"can't be decoded \(its checksum is wrong\)"):
-            file.read(file.messages[1])
-        assert file.read(file.messages[0]).shape == file.read(file.messages[2]).shape
+            file.read(file.messages("instant")[1])
+        assert (
+            file.read(file.messages("instant")[0]).shape
+            == file.read(file.messages("instant")[2]).shape
+        )
     assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +6h, rows 0 to 2"]
 
 
@@ -265,7 +272,7 @@ def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
 def test_a_damaged_grid_section_is_no_other_grid(tmp_path, number):
     path = write(a_format(), tmp_path / "f")
     content = path.read_bytes()
-    start = GribFile.open(path, "path").messages[number].offset
+    start = GribFile.open(path, "path").messages("instant")[number].offset
     for position in (start + 83, start + 97):  # the type of the grid, and its latitude
         damaged = bytearray(content)
         damaged[position] ^= 4
@@ -277,7 +284,7 @@ def test_a_damaged_grid_section_is_no_other_grid(tmp_path, number):
 def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
     path = write(a_format(), tmp_path / "f")
     content = bytearray(path.read_bytes())
-    section_2 = GribFile.open(path, "path").messages[1].offset + 16 + 21
+    section_2 = GribFile.open(path, "path").messages("instant")[1].offset + 16 + 21
     content[section_2 + 3] ^= 4  # its length
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"after 1 message \(more messages follow, which can't"):
@@ -293,7 +300,7 @@ def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
             forecast(settings)
     assert not (tmp_path / "f.grib").exists()
     assert check_forecast(str(forecast(settings))).complete
-    assert len(GribFile.open(tmp_path / "f.grib", "path").messages) == 2 * 7
+    assert len(GribFile.open(tmp_path / "f.grib", "path").messages("instant")) == 2 * 7
 
 
 def test_pyproj_is_not_imported_after_eccodes(monkeypatch):

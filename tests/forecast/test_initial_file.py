@@ -10,13 +10,13 @@ import xarray as xr
 
 from credit_dp.data.grid import row_edges, row_weights
 from credit_dp.data.rechunk.request import Regridder, regular_grid
-from credit_dp.data.sources.grib import load_eccodes
+from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
 from credit_dp.forecast.request import ForecastRequest
-from tests.forecast.grib_files import ECMWF, NCEP, write_grib
+from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, write_grib, write_scanned
 from tests.forecast.runs import INIT, forecast, forecast_config
 
 eccodes = load_eccodes("init_file")
@@ -237,54 +237,10 @@ def test_keys_of_regridding_are_checked():
         ForecastRequest(**keys, init_regrid="bilinear").check(6)
 
 
-SCANNING = {
-    "westward": {"iScansNegatively": 1},
-    "northward": {"jScansPositively": 1},
-    "by column": {"jPointsAreConsecutive": 1},
-    "zigzag": {"alternativeRowScanning": 1},
-    "zigzag from the south, by column": {
-        **{"jScansPositively": 1, "jPointsAreConsecutive": 1, "alternativeRowScanning": 1}
-    },
-}
-
-
-def scanned_points(flags, rows, columns):
-    """Yield row from the north and column eastward of each point of a message.
-
-    Source: WMO Manual on Codes, FM 92 GRIB, flag table 3.4.
-    """
-    across, down = list(range(columns)), list(range(rows))
-    across = across[::-1] if flags.get("iScansNegatively") else across
-    down = down[::-1] if flags.get("jScansPositively") else down
-    by_column = flags.get("jPointsAreConsecutive")
-    outer, inner = (across, down) if by_column else (down, across)
-    for count, line in enumerate(outer):
-        turned = count % 2 and flags.get("alternativeRowScanning")
-        for point in inner[::-1] if turned else inner:
-            yield (point, line) if by_column else (line, point)
-
-
 @pytest.mark.parametrize("order", SCANNING)
 def test_points_may_be_in_any_order(data, store, tmp_path, order):
     path = write_grib(tmp_path / "a.grib", data.sel(time=TIME))
-    scanned = tmp_path / "b.grib"
-    flags = SCANNING[order]
-    rows, columns = data.sizes["latitude"], data.sizes["longitude"]
-    with path.open("rb") as file, scanned.open("wb") as to:
-        while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
-            field = eccodes.codes_get_values(handle).reshape(rows, columns)
-            for key, value in flags.items():
-                eccodes.codes_set(handle, key, value)
-            for key, axis in (("iScansNegatively", "longitude"), ("jScansPositively", "latitude")):
-                if flags.get(key):
-                    ends = [f"{axis}Of{end}GridPointInDegrees" for end in ("First", "Last")]
-                    values = [eccodes.codes_get_double(handle, end) for end in ends]
-                    for end, value in zip(ends, values[::-1], strict=True):
-                        eccodes.codes_set(handle, end, value)
-            values = [field[point] for point in scanned_points(flags, rows, columns)]
-            eccodes.codes_set_values(handle, np.array(values))
-            to.write(eccodes.codes_get_message(handle))
-            eccodes.codes_release(handle)
+    scanned = write_scanned(path, tmp_path / "b.grib", SCANNING[order])
     assert close(states(scanned, store), states(path, store), 1e-6)
 
 

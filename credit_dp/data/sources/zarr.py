@@ -49,7 +49,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
-from credit_dp.data.sources.grib_store import open_grib
+from credit_dp.data.sources.grib_file import open_grib
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.storage import (
     CompleteStore,

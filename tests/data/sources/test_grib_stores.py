@@ -11,15 +11,17 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.sources.grib_file import with_checksum
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.forecast.grib_files import ECMWF, write_grib
+from tests.forecast.grib_files import ECMWF, SCANNING, write_grib, write_scanned
 
 HOUR = np.timedelta64(1, "h")
 RAIN = "total_precipitation"
 RAIN_TABLE = {RAIN: ("tp", "surface", 0, 1.0)}
+UPPER_TABLE = {"temperature": ECMWF["temperature"]}
 SURFACE_TABLE = {"2m_temperature": ECMWF["2m_temperature"]}
 
 
@@ -46,6 +48,44 @@ def test_fields_of_a_pattern_of_grib_files_are_read(edition, tmp_path):
     assert [x for x in sorted(tmp_path.iterdir()) if x.is_file()] == files
 
 
+@pytest.mark.parametrize("west", [0.0, 90.0, -180.0])
+@pytest.mark.parametrize("order", SCANNING)
+def test_points_may_be_in_any_order(order, west, tmp_path):
+    state = stores.dataset().isel(time=0)[["2m_temperature"]]
+    state = state.assign_coords(longitude=state["longitude"] + west)
+    path = write_grib(tmp_path / "a.grib", state, SURFACE_TABLE)
+    path = write_scanned(path, tmp_path / "b.grib", SCANNING[order])
+    options = {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}, "decode_timedelta": True}
+    xr.open_dataset(path, **options).close()  # cfgrib remembers the grid
+    source = open_source(config(path, tmp_path / "cache"))
+    field = source.read([Channel("2m_temperature")], slice(0, 1), slice(None))[0, 0]
+    columns = [
+        int(np.argmin(np.abs((source.longitude - longitude + 180) % 360 - 180)))
+        for longitude in state["longitude"].values
+    ]
+    assert sorted(columns) == list(range(len(columns)))
+    np.testing.assert_allclose(field[:, columns], state["2m_temperature"].values, rtol=1e-6)
+
+
+def test_damage_is_found(tmp_path):
+    """In a value, and in the length of a section, after which ecCodes finds no more messages."""
+    path = tmp_path / "a.grib"
+    for level in (500, 850):
+        state = stores.dataset().isel(time=0).sel(level=[level])
+        write_grib(path, state, UPPER_TABLE, centre=255)  # whose section 2 ecCodes does not know
+    length = path.stat().st_size // 2
+    messages = [with_checksum(path.read_bytes()[x : x + length]) for x in (0, length)]
+    path.write_bytes(b"".join(messages))
+    read = [Channel("temperature", 850)], slice(0, 1), slice(None)
+    assert open_source(config(path, tmp_path / "cache")).read(*read).shape == (1, 1, 12, 8)
+    for position, line in ((-9, "checksum.* is wrong"), (16 + 21 + 3, "after 1 message")):
+        damaged = bytearray(messages[1])
+        damaged[position] ^= 4
+        path.write_bytes(messages[0] + damaged)
+        with pytest.raises(UserError, match=line):
+            open_source(config(path, tmp_path / "cache")).read(*read)
+
+
 def test_two_forecasts_for_one_time_are_refused(tmp_path):
     data = stores.dataset(steps=2)
     path = tmp_path / "twice.grib"
@@ -58,7 +98,7 @@ def test_two_forecasts_for_one_time_are_refused(tmp_path):
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     path = write_grib(tmp_path / "cut.grib", stores.dataset().isel(time=0))
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(UserError, match="not a GRIB file that can be read"):
+    with pytest.raises(UserError, match=r"damaged after 6 messages .*change data.store"):
         open_source(config(path, tmp_path / "cache"))
 
 

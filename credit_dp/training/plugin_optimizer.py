@@ -70,15 +70,41 @@ def probe_plugin_optimizer(
     """
     groups = [{**group, "lr": TRIAL_LR} for group in groups]
     trials = trial_parameters(groups)
+    where = f"optimizer={config.name}"
     gpus = sorted({t.value.get_device() for t in trials if t.value.is_cuda})
     with torch.random.fork_rng(gpus):  # the training's random numbers stay the same
         trained, optimizer = run_trial_steps(config, groups, trials)
         layout = observed_layout(config, optimizer, trained)
-        check_resuming(config, groups, trials, trained)
+        *earlier, last = range(TRIAL_STEPS)
+        parameters, optimizer = run_trial_steps(config, groups, trials, earlier)
+        values = [t._replace(value=p.detach()) for t, p in zip(trials, parameters, strict=True)]
+        state = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
+        # A new optimizer with a copy of the state has to take the same last step.
+        resumed, _ = run_trial_steps(config, groups, values, [last], state)
+        if not all_close(resumed, trained):
+            raise UserError(
+                f"{where}: takes another step when it resumes from a checkpoint, which holds "
+                "optimizer.state of each parameter only. Keep everything in it, and draw no random "
+                "numbers."
+            )
         if parallel.data_mode == "fsdp2":
-            check_sharded_update(config, groups, trials, trained)
+            half = slice(0, TRIAL_SIZES[0] // 2)
+            halves = [trial.sliced(half) if trial.value.ndim else trial for trial in trials]
+            updated_halves, _ = run_trial_steps(config, groups, halves)
+            shards, _ = run_trial_steps(config, groups, [trial.as_dtensor() for trial in trials])
+            updated = [*updated_halves, *(p.to_local() if is_dtensor(p) else p for p in shards)]
+            if not all_close(updated, [*(p[half] if p.ndim else p for p in trained), *trained]):
+                raise UserError(
+                    f"{where}: does not update each entry of a parameter on its own, as "
+                    "parallel.data_mode=fsdp2 needs, which shards parameters. Use ddp."
+                )
         if parallel.pipeline > 1:
-            check_pipeline(config, groups, trials, trained)
+            alone = [run_trial_steps(config, groups, [trial])[0][0] for trial in trials]
+            if not all_close(alone, trained):
+                raise UserError(
+                    f"{where}: does not update each parameter on its own, as parallel.pipeline "
+                    "above 1 needs. Use parallel.pipeline=1."
+                )
     return layout
 
 
@@ -207,75 +233,6 @@ def observed_layout(
         moments.append(len(state.keys() - scalars.keys()))
     keys = frozenset(frozenset(optimizer.state[p]) for p in parameters)
     return StateLayout(scalars, max(moments, default=0), keys)
-
-
-def check_resuming(
-    config: OwnOptimizerConfig,
-    groups: ParamGroups,
-    trials: Sequence[TrialParameter],
-    trained: Sequence[nn.Parameter],
-) -> None:
-    """Check that an optimizer's last step follows from its state of the parameters alone.
-
-    A new optimizer with a copy of this state must take the same step as the one that `trained`.
-
-    Raises:
-        UserError: it takes another step.
-    """
-    *earlier, last = range(TRIAL_STEPS)
-    parameters, optimizer = run_trial_steps(config, groups, trials, earlier)
-    values = [t._replace(value=p.detach()) for t, p in zip(trials, parameters, strict=True)]
-    state = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
-    resumed, _ = run_trial_steps(config, groups, values, [last], state)
-    if not all_close(resumed, trained):
-        raise UserError(
-            f"optimizer={config.name}: takes another step when it resumes from a checkpoint, which "
-            "holds optimizer.state of each parameter only. Keep everything in it, and draw no "
-            "random numbers."
-        )
-
-
-def check_sharded_update(
-    config: OwnOptimizerConfig,
-    groups: ParamGroups,
-    trials: Sequence[TrialParameter],
-    trained: Sequence[nn.Parameter],
-) -> None:
-    """Check that an optimizer updates each entry of a parameter independently, also of a `DTensor`.
-
-    Raises:
-        UserError: updating half of the entries, or a shard, gives another result.
-    """
-    half = slice(0, TRIAL_SIZES[0] // 2)
-    halves = [trial.sliced(half) if trial.value.ndim else trial for trial in trials]
-    updated_halves, _ = run_trial_steps(config, groups, halves)
-    shards, _ = run_trial_steps(config, groups, [trial.as_dtensor() for trial in trials])
-    updated_shards = [p.to_local() if is_dtensor(p) else p for p in shards]
-    expected_halves = [p[half] if p.ndim else p for p in trained]
-    if not (all_close(updated_halves, expected_halves) and all_close(updated_shards, trained)):
-        raise UserError(
-            f"optimizer={config.name}: does not update each entry of a parameter on its own, as "
-            "parallel.data_mode=fsdp2 needs, which shards parameters. Use ddp."
-        )
-
-
-def check_pipeline(
-    config: OwnOptimizerConfig,
-    groups: ParamGroups,
-    trials: Sequence[TrialParameter],
-    trained: Sequence[nn.Parameter],
-) -> None:
-    """Check that an optimizer updates each parameter independently of the others.
-
-    Raises:
-        UserError: it updates a parameter otherwise when it has no others.
-    """
-    alone = [run_trial_steps(config, groups, [trial])[0][0] for trial in trials]
-    if not all_close(alone, trained):
-        raise UserError(
-            f"optimizer={config.name}: does not update each parameter on its own, as "
-            "parallel.pipeline above 1 needs. Use parallel.pipeline=1."
-        )
 
 
 def all_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

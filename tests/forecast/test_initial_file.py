@@ -14,7 +14,7 @@ from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
-from credit_dp.forecast.initial_file import InitialFiles
+from credit_dp.forecast.initial_file import GribStates, InitialFiles
 from credit_dp.forecast.request import ForecastRequest
 from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, write_grib, write_scanned
 from tests.forecast.runs import INIT, forecast, forecast_config
@@ -399,6 +399,11 @@ def test_the_time_is_that_of_the_file_if_it_is_clear(data, tmp_path):
         UserError, match=r"1 input state, .*T00:00, 2000.*init=TIME, or change init_f"
     ):
         InitialFiles.open(str(path)).initial_time(1, 6)
+
+
+def test_the_time_of_a_step_in_minutes_is_exact(data, tmp_path):
+    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), stepUnits="m", step=90)
+    assert GribStates(path).times == np.datetime64("2000-01-04T01:30")
 
 
 @pytest.mark.parametrize("text", ["gs://b/a.grib", "[]", "[a.grib,a.grib]"])

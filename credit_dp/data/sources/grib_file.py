@@ -212,7 +212,7 @@ class GribFile(Mapping[Any, Any]):
     Args:
         path: of the file.
         key: that has given the path, for messages.
-        headers: the keys of each field, in the file's order.
+        headers: the keys of each field; fields of equal keys follow each other.
         complete: whether the file ends after the last field; False if it is cut off or damaged.
     """
 

@@ -608,6 +608,7 @@ def _applied_in_view(original: Any) -> Callable[..., Any]:
         original: as it stands in the class: a method in Python or, since torch 2.14, one in C.
     """
 
+    @_run_as_it_is  # torch 2.14 can't trace `__get__` of a method in C
     def apply_to_plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs:  # torch looks for their names in the code of `forward`, which may be replaced
             context = (None,) * _has_context(cls)

@@ -60,6 +60,8 @@ RESHAPES = (
 PERMUTATIONS = (
     "permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims",
 )  # fmt: skip
+# Those of `RESHAPES` whose results have no gaps, and so never an entry of memory twice.
+WITHOUT_GAPS = ("contiguous", "ravel")
 SPLITS = ("chunk", "split", "tensor_split", "split_with_sizes")
 
 
@@ -154,7 +156,7 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
         if step.detaches:
             _link(x, source, step)
         elif func in MAYBE_VIEWS and not (
-            step.name != "contiguous" and _only_splits(source.shape, x.shape)
+            step.name not in WITHOUT_GAPS and _only_splits(source.shape, x.shape)
         ):
             # Also of what all ranks hold: not all of them may know the order of its dimensions.
             _link(x, source, step)
@@ -181,6 +183,15 @@ def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
     if getattr(func, "__name__", "") != "__getitem__":
         return True
     return all(map(_is_basic, args[1] if isinstance(args[1], tuple) else (args[1],)))
+
+
+def _is_repeated(x: Any) -> bool:
+    """Return whether a tensor shows entries of its memory several times."""
+    if type(x) is not GlobalTensor or x.memory is None:
+        return False
+    names = [step.name for step in (*x.memory.history, *x.path)]
+    repeats = [name for name in names if name in ("expand", "broadcast_to", *WITHOUT_GAPS)]
+    return bool(repeats) and repeats[-1] not in WITHOUT_GAPS
 
 
 def _is_basic(item: Any) -> bool:
@@ -258,7 +269,7 @@ def writing(x: Any) -> Iterator[None]:
         yield
         return
     x.local  # noqa: B018  (computed anew if others have been written)
-    memory = x.memory
+    memory = _certain_memory(x, x.memory)
     _refuse_overlapping_rows(x, memory)
     _bypass_hooks(x, memory)
     if memory.pending is not None and memory.pending[0] is not x.path:
@@ -280,6 +291,28 @@ def writing(x: Any) -> Iterator[None]:
         if other is not x:
             _outdate(other)
     _outdate_linked(memory, None)
+
+
+def _certain_memory(x: GlobalTensor, memory: SharedMemory) -> SharedMemory:
+    """Return the memory of a tensor that is to be written; collectives.
+
+    If its entries may be repeated ones of another memory, it is found out whether they are: a write
+    to one of them is then seen in the others.
+
+    Raises:
+        UserError: they are, past autograd, or it is not known.
+    """
+    while memory.is_part and _is_repeated(x):
+        link = next(each for each in memory.links if each.target() is memory)
+        if link.path[-1].detaches:
+            raise UserError(
+                "expand: its result is detached and then changed in place, which can't be done "
+                "where rows are sharded. Clone it before."
+            )
+        link.writer = link.source()
+        _decide(link, memory, x)
+        memory = _memory_of(x)
+    return memory
 
 
 def _refuse_overlapping_rows(x: GlobalTensor, memory: SharedMemory) -> None:
@@ -334,7 +367,8 @@ def _bypass_hooks(x: GlobalTensor, memory: SharedMemory) -> None:
     """
     if not memory.has_hooks:
         return
-    if memory.is_part:
+    # `ravel` returns a view of its copy: a write to it passes by hooks that the result had before.
+    if memory.is_part or [step.name for step in memory.history[-1:]] == ["ravel"]:
         raise _hook_error()
     if x.path:
         _write_back(memory)
@@ -342,11 +376,14 @@ def _bypass_hooks(x: GlobalTensor, memory: SharedMemory) -> None:
         _compute(x, memory)
 
 
-def arguments_of_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def arguments_of_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return the arguments of a function that writes to the first of them, which may be others too.
 
     These keep the hooks that the write passes by, as `view.add_(view)` reads the view before.
     """
+    if func is Tensor.__setitem__ and _is_repeated(args[0]) and _is_view(Tensor.__getitem__, args):
+        # Seen wherever the part is repeated, as it is in memory once. The part has each entry once.
+        args = (args[0][args[1]], ..., args[2])
     x, *others = args
     if type(x) is not GlobalTensor or x.memory is None or not x.memory.has_hooks:
         return args, kwargs

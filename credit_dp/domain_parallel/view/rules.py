@@ -267,7 +267,7 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
             _lose_order(func, results, tensors)
         note_views(func, results, args, kwargs)
         return results
-    args, kwargs = arguments_of_write(args, kwargs)
+    args, kwargs = arguments_of_write(func, args, kwargs)
     if func in LAYOUTS_BEFORE_WRITE:
         lay_out(args, kwargs, partial(_layout_before, func, args, kwargs))
     with writing(args[0]):

@@ -112,6 +112,9 @@ def convert_to_domain_parallel(
     stay. A parameter or buffer with one row per latitude stays complete in `state_dict()`, but the
     model's code sees this rank's rows of it. With one domain rank nothing is changed.
 
+    Another model may share the layers themselves, as a default `activation=nn.GELU()`. If it shares
+    modules that contain layers, they are changed for it, too: convert a `copy.deepcopy` then.
+
     A model with layers or code that the rules refuse computes through the global view instead: its
     layers and code stay as they are, and a function without a rule for bands gathers the rows and
     runs whole on every rank.

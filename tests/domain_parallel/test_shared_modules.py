@@ -17,6 +17,7 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.errors import UserError
 from tests.ranks import on_threads, seeded
 
 SHAPE = (2, 3, 11, 8)
@@ -150,6 +151,31 @@ def test_an_unconverted_model_stays_as_it_is(shared, in_view):
 @pytest.mark.parametrize(("shared", "in_view"), CASES)
 def test_both_models_are_converted(shared, in_view):
     _check(shared, in_view, 2, 3)
+
+
+@pytest.mark.parametrize("shared", ["block", "containers"])
+def test_a_copy_is_converted_beside_models_that_share_containers(shared):
+    """Without the view layers are replaced in the containers themselves."""
+    pair = _student_and_teacher(shared, in_view=False).double()
+    x = torch.randn(SHAPE, generator=seeded(1), dtype=torch.float64)
+    expected = [model(x).detach() for model in copy.deepcopy(pair)]
+
+    def on_rank(manager):
+        models = copy.deepcopy(pair)
+        settings = {"input_shape": SHAPE, "whole_ops": "refuse"}
+        sharded = convert_to_domain_parallel(copy.deepcopy(models[0]), manager, **settings)
+        band = shard_tensor(x, manager=manager)
+        before = [model(x).detach() for model in models]
+        y = gather_tensor(sharded(band).detach(), manager=manager)
+        after = [model(x).detach() for model in models]
+        convert_to_domain_parallel(models[0], manager, **settings)
+        with pytest.raises(UserError, match="if a model that is not converted shares this layer"):
+            models[1](x)
+        return y, before, after
+
+    for y, before, after in on_threads(3, on_rank):
+        torch.testing.assert_close(y, expected[0], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close([*before, *after], [*expected, *expected], rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -315,6 +315,12 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
                 if table[height].sizes[rank] == rows:
                     return Bands(table[height], table[out_height])
             expected = {h: table[h].sizes[rank] for h in self._planned_heights}
+            if rows in expected:
+                raise UserError(
+                    f"{type(self).__name__}: rank {rank} got {rows} rows, as many as the globe "
+                    f"has, and needs its band of {expected[rows]}. Shard the input; if a model "
+                    "that is not converted shares this layer, convert a copy.deepcopy of the other."
+                )
             raise UserError(
                 f"{type(self).__name__}: rank {rank} got {rows} rows, the plan has "
                 f"{expected} (global height: band). Convert with the input_shape of this call."

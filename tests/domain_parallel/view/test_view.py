@@ -6,6 +6,7 @@ import copy
 import importlib
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -251,6 +252,14 @@ def _prelu_of_rows(model, x):
     return F.prelu(x.transpose(1, 2), slopes).transpose(1, 2)
 
 
+def _members(model, x):
+    """Call a layer with several sets of parameters, as an ensemble does."""
+    layer = model.head
+    stacked = {name: torch.stack([p, p.sin()]) for name, p in layer.named_parameters()}
+    call = torch.vmap(partial(torch.func.functional_call, layer), (0, None))
+    return x + call(stacked, x).mean((0, 2))[:, None]
+
+
 class _ClipInVmap(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -275,6 +284,7 @@ FUNCTIONS = {
     "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),
     "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
     "vmap of layers": lambda m, x: torch.vmap(lambda y: m.linear(y.mT).mT * y.mean(), 2, 2)(x),
+    "vmap over stacked parameters": _members,
     "vmap of clipped gradients": lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y.flip(1)))(x),
     "vmap of a custom operator": lambda m, x: torch.vmap(lambda y: _clip(y.flip(1)))(x),
     "grad of layers": lambda m, x: torch.func.grad(

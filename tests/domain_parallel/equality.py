@@ -65,7 +65,8 @@ def assert_same_as_whole_globe(
     model = sharded
     if backend is not None:
         sent = _traffic_of_step(sharded, x_band, manager)
-        model = torch.compile(sharded, backend=backend, fullgraph=True)
+        # Torch 2.11 does not compile the layers.
+        model = torch.compile(sharded, backend=backend, fullgraph=torch.__version__ >= "2.12")
         _traffic_of_step(model, x_band, manager)  # the second step runs what the first has compiled
         assert _traffic_of_step(model, x_band, manager) == sent
         sharded.zero_grad()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
@@ -286,6 +287,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         Override it if `compute` returns another form than the wrapped layer.
         """
         return self.__dict__["wrapped"].forward(x, *others)
+
+    if torch.__version__ < "2.12":
+        # This torch compiles gradients of an autograd.Function to zeros if its forward returns what
+        # it has written in place, as normalisations do: layers run uncompiled.
+        __call__ = _disable_dynamo(nn.Module.__call__)
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return this rank's rows of the output that the wrapped layer has on the whole globe."""

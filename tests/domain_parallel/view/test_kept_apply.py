@@ -44,7 +44,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = KEPT["scale"](KEPT["clip"](self.conv(x)), self.weight)
-        y = y + KEPT["scale"](y, self.weight, 3) + Scale.apply(x, self.weight, power=2)
+        by_name = {"power": 2} if torch.__version__ >= "2.13" else {}  # before, torch refuses names
+        y = y + KEPT["scale"](y, self.weight, 3) + Scale.apply(x, self.weight, **by_name)
         with torch.no_grad():
             factor = KEPT["clip"](y)
         assert not factor.requires_grad

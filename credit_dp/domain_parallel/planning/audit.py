@@ -383,6 +383,9 @@ LAYOUT_RULES: dict[str, LayoutRule] = {
     **_rules_for(_like_first_input, "_conj", "_neg_view", "view_as_real"),
     **_rules_for(_pointwise, "_prelu_kernel", "copy_", "hardswish", "hardswish_", "threshold_"),
     **_rules_for(_pointwise, "mish_", "log_sigmoid_forward", "complex", "polar"),
+    # Torch 2.11 does not tag these as pointwise.
+    **_rules_for(_pointwise, "leaky_relu", "leaky_relu_", "elu_", "celu_", "hardtanh_"),
+    **_rules_for(_pointwise, "hardsigmoid_"),
     **_rules_for(_pointwise, "masked_fill", "masked_fill_"),
     **_rules_for(_reduce, "sum", "mean", "amax", "amin", "var", "var_mean", "std", "logsumexp"),
     **_rules_for(_reduce, "linalg_vector_norm", "max", "min", "argmax", "argmin", "prod"),

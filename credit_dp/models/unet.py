@@ -416,7 +416,7 @@ class UNet(SegmentedModel):
         return Segment(name, partial(self._decode, level, block), (*before, name))
 
     def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
-        x, *skips = state
+        x, skips = state[0], list(state[1:])  # torch 2.11 compiles `x, *skips` as a tuple
         if level and not block:
             skips.append(x)
             x = self.down[level - 1](x)
@@ -426,7 +426,7 @@ class UNet(SegmentedModel):
         return x, *skips, *conditioning
 
     def _decode(self, level: int, block: int, state: SegmentState) -> SegmentState:
-        x, *rest = state
+        x, rest = state[0], list(state[1:])
         # Both lists in `rest` are finest first, and levels run from the coarsest: this level's skip
         # connection is the last of those left, its scale and shift the last of all.
         if not block:

@@ -276,7 +276,11 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
         return F.pad(x, (0, 0, width, width), mode="reflect")
     north, south = x[..., :width, :].flip(-2), x[..., -width:, :].flip(-2)
     if poles == "earth":
-        north, south = (beyond.roll(x.shape[-1] // 2, -1) for beyond in (north, south))
+        # Not `roll`, which would lose the memory format, and with it that of the whole field.
+        east = x.shape[-1] - x.shape[-1] // 2  # the first column that comes from the east
+        north, south = (
+            torch.cat([beyond[..., east:], beyond[..., :east]], -1) for beyond in (north, south)
+        )
     return torch.cat([north, x, south], -2)
 
 

@@ -154,6 +154,14 @@ def test_pole_pad_as_a_custom_converter_on_processes(ranks):
         assert torch.equal(made, PolePad(2, "earth")(x))
 
 
+@pytest.mark.parametrize("poles", ["earth", "mirror", "replicate", "zeros"])
+def test_padding_keeps_channels_last(poles):
+    x = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
+    y = PolePad(2, poles)(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(y, PolePad(2, poles)(x.contiguous()))
+
+
 def _converted(manager, x):
     converters = {PolePad: DomainParallelPolePad}
     model = convert_to_domain_parallel(PolePad(2, "earth"), manager, custom_converters=converters)

@@ -298,9 +298,10 @@ def amplitudes(rows: Tensor) -> Tensor:
     waves = torch.view_as_real(torch.fft.rfft(rows, norm="forward"))
     power = waves.square().sum(dim=-1)
     multiplicity = power.new_full(power.shape[-1:], 2.0)
-    multiplicity[0] = 1.0
+    # Torch would copy an assigned number from the host, which makes it wait for a GPU.
+    multiplicity[0].fill_(1.0)
     if width % 2 == 0:
-        multiplicity[-1] = 1.0
+        multiplicity[-1].fill_(1.0)
     return (power * multiplicity + FLOOR).sqrt()
 
 

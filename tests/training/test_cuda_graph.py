@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from credit_dp.config import StandardLossConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.distributed import RankInfo
 from credit_dp.errors import UserError
@@ -368,19 +369,72 @@ GPU_MODELS = {
     "unet": tiny_unet(stochastic_depth=0.3, dropout=0.1),
     "pangu": TINY_MODELS["pangu"],
     "crossformer": tiny_crossformer(activation_checkpointing=True),
+    "members and spectra": tiny_unet(noise=4),
 }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(store, folder, graph=True, model=None, change=lambda training: None):
+    """Train on a GPU, and return the run, and each step's loss and norm of gradients."""
+    members = 2 if getattr(model, "noise", 0) else 1
+    config = make_config(store, folder, model, cuda_graph=graph, members=members)
+    if members > 1:
+        config = replace(config, loss=StandardLossConfig(name="crps", spectrum=0.1))
+    prepared = prepare_training_data(config.data)
+    training = build_training(config, prepared, alone(), torch.device("cuda", 0))
+    change(training)
+    with training.loader:
+        records = list(step_records(training))
+    return training, [(record.loss, record.grad_norm) for record in records]
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", GPU_MODELS)
 def test_a_cuda_graph_equals_the_steps(store, tmp_path, name):
-    found = []
-    for graph in (False, True):
-        config = make_config(store, tmp_path, GPU_MODELS[name], cuda_graph=graph)
-        prepared = prepare_training_data(config.data)
-        training = build_training(config, prepared, alone(), torch.device("cuda", 0))
-        with training.loader:
-            records = list(step_records(training))
-        assert graph == (training.trainer.graph is not None)
-        found.append([(record.loss, record.grad_norm) for record in records])
-    assert found[1] == [pytest.approx(pair, rel=1e-10) for pair in found[0]]
+    _, wanted = on_gpu(store, tmp_path, False, GPU_MODELS[name])
+    training, found = on_gpu(store, tmp_path, True, GPU_MODELS[name])
+    assert training.trainer.graph._step is not None
+    assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted]
+
+
+def wait_for_gpu(model):
+    next(model.parameters()).sum().item()
+
+
+@needs_gpu
+@pytest.mark.parametrize("change", [*CHANGES, wait_for_gpu], ids=lambda change: change.__name__)
+def test_a_cuda_graph_of_a_step_that_changes_the_host_is_refused(store, tmp_path, change):
+    def hook(training):
+        model = training.trainer.state.parts[0]
+        model.register_forward_pre_hook(lambda module, inputs: change(module))
+
+    reason = CHANGES.get(change, "operation not permitted when stream is capturing")
+    with pytest.raises(UserError, match=rf"captured .*{reason}.*\. Set trainer"):
+        on_gpu(store, tmp_path, change=hook)
+
+
+@needs_gpu
+def test_a_cuda_graph_is_captured_again_if_memory_moves(store, tmp_path):
+    steps = []
+
+    def move(training):
+        trainer = training.trainer
+        train_step = trainer.train_step
+
+        def step(batch):
+            record = train_step(batch)
+            if record.step == WARM_UP + 1:
+                replace_weights(trainer.state.parts[0])
+            steps.append(trainer.graph._step)
+            return record
+
+        trainer.train_step = step
+
+    _, wanted = on_gpu(store, tmp_path, False)
+    _, found = on_gpu(store, tmp_path, change=move)
+    assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted]
+    captured = [step for step in steps if step is not None]
+    assert len({id(step) for step in captured}) == 2
+    assert len(captured) == len(steps) - 2 * WARM_UP

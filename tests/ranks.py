@@ -92,8 +92,9 @@ def warm_context() -> ForkServerContext:
     For every test that forks: a test process has one fork server, with what its first user wants.
     """
     context = mp.get_context("forkserver")
-    # Processes that are forked from one that has looked for a GPU can't use it.
-    preload = ["tests.preload", "tests.ranks"] if DEVICE == "cpu" else []
+    # A process that is forked can't use a GPU that its parent has looked for, nor torch's autograd
+    # if that has threads for GPUs.
+    preload = [] if torch.cuda.is_available() else ["tests.preload", "tests.ranks"]
     context.set_forkserver_preload(preload)
     return context
 

@@ -25,7 +25,7 @@ from tests.domain_parallel.equality import (
     assert_same_as_whole_globe,
     error,
 )
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
 from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_unet
 
 SHAPE = (2, 3, 13, 8)
@@ -167,7 +167,7 @@ def _autocast(manager):
     """Rounding differs from the globe's, but is no larger."""
     whole, sharded, x, band = _both(manager, dtype=torch.float32)
     exact = copy.deepcopy(whole)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y, y_whole = sharded(band), whole(x)
     y_exact = exact(x)
     assert y.dtype == y_whole.dtype
@@ -195,7 +195,7 @@ def _autocast_with_reflected_columns(manager):
     with RANDOM_LOCK:
         conv = nn.Conv2d(3, 2, 3, padding=1, padding_mode="reflect")
     sharded = convert_to_domain_parallel(nn.Sequential(conv), manager, input_shape=SHAPE)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = sharded(shard_tensor(torch.ones(SHAPE), manager=manager))
     assert y.dtype == torch.bfloat16
 

@@ -6,9 +6,12 @@ import sys
 import pytest
 
 from credit_dp.domain_parallel.transport import GLOO_THREAD_NAME, TASK_FOLDER
-from tests.ranks import on_processes
+from tests.ranks import cpu_only, on_processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler"),
+    cpu_only("nccl has no threads of gloo"),
+]
 
 
 def policies(manager):

@@ -21,7 +21,9 @@ from credit_dp.distributed.process_groups import FEW_FILES
 from credit_dp.domain_parallel import local_messages
 from credit_dp.domain_parallel.local_messages import LocalMessages
 from credit_dp.domain_parallel.transport import SMALL_MESSAGE_BYTES, GroupTransport
-from tests.ranks import on_processes
+from tests.ranks import cpu_only, on_processes
+
+pytestmark = cpu_only("nccl sends messages of GPUs")
 
 LARGE = 3_000_000  # bytes, several times what the system takes at once
 

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import small_cnn
-from tests.ranks import on_threads
+from tests.ranks import on_threads, seeded
 
 
 def _planned(manager, model, shape):
@@ -366,7 +366,7 @@ class _PadsByHand(nn.Module):
 
 def test_halo_exchange_inside_a_registered_module():
     def pads(manager):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         plain = nn.Conv2d(2, 2, 3, padding=1)
         x = torch.randn(1, 2, 9, 6, generator=generator)
 
@@ -479,7 +479,7 @@ class _TakesMore(nn.Module):
 @pytest.mark.parametrize(("with_batch", "shape"), [(True, (2, 9, 6)), (False, (2, 9, 6))])
 def test_inputs_with_and_without_a_batch_dimension(with_batch, shape):
     def same(manager):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         whole = _TakesMore(with_batch).double()
         for parameter in whole.parameters():
             parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
+from tests.ranks import DEVICE
 
 aten = torch.ops.aten
 
@@ -93,7 +94,7 @@ def test_fakes_stay_fakes_of_their_device() -> None:
     for x in made:
         assert isinstance(x, FakeTensor)
         assert x.fake_mode is mode
-        assert (x.shape, x.device.type) == ((2, 5), "cpu")
+        assert (x.shape, x.device.type) == ((2, 5), DEVICE)
 
 
 def fakes(mode: FakeTensorMode, *shape: int, number: int = 1) -> list[Tensor]:

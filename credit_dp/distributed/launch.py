@@ -5,12 +5,17 @@ import sys
 import traceback
 
 from credit_dp.config import Config
-from credit_dp.distributed.launcher import Launcher, RankInfo, find_launcher, rendezvous_host
+from credit_dp.distributed.launcher import (
+    Launcher,
+    RankInfo,
+    agent_serves_store,
+    find_launcher,
+    rendezvous_host,
+)
 from credit_dp.distributed.local import run_processes, start_fork_server
 from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
 from credit_dp.distributed.report import mesh_rank_name, report_crash, report_error
-from credit_dp.distributed.shared_store import AGENT_STORE
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
 from credit_dp.distributed.worker import run_rank
 from credit_dp.errors import UserError
@@ -80,7 +85,7 @@ def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
         ranks,
         config.parallel,
         (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-        agent=os.environ.get(AGENT_STORE) == "True",
+        agent=agent_serves_store(os.environ),
     )
     with handle_stop_in_thread(monitor.stop):
         try:

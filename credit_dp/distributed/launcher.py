@@ -72,6 +72,11 @@ class Launcher:
     port: int
 
 
+def agent_serves_store(environment: Mapping[str, str]) -> bool:
+    """Whether an agent of torchrun, not rank 0, serves the store at MASTER_ADDR and MASTER_PORT."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch compares it
+
+
 HOW_TO_START = (
     "Start the ranks by torchrun, srun, mpiexec, mpirun or flux run, or set RANK, WORLD_SIZE, "
     "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them (RANK=0 and "

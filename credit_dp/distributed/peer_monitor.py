@@ -18,11 +18,9 @@ machine share (`EndMarks`), so that it is not taken for one that was killed.
 
 So the store has two connections to each rank, torch's own and one for steps 3 and 4, and one more
 to each machine. The second one can't be opened when it is needed: a process that is being killed
-still accepts connections, and torch would try for minutes. On several nodes they all go through
-processes that are no ranks (`shared_store`), which a killed rank does not take along; the rank that
-has started such a process reports its end.
+still accepts connections, and torch would try for minutes.
 
-Without these processes the store ends with rank 0. Then a rank on rank 0's machine reports, and
+The store ends with rank 0, or with torchrun's agent. Then a rank on rank 0's machine reports, and
 answers at the port of the store that it has done so. If nobody answers there, a rank on another
 machine reports that the machine of rank 0 was lost.
 """
@@ -33,7 +31,6 @@ import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,10 +40,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from credit_dp.config import ParallelConfig
-from credit_dp.distributed import store_process
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.process_groups import GROUP_TIMEOUT
 from credit_dp.distributed.report import (
@@ -55,14 +51,11 @@ from credit_dp.distributed.report import (
     report_error,
     wait_for_first_rank,
 )
-from credit_dp.distributed.shared_store import (
-    RendezvousStore,
-    StoreLink,
-    connect,
-    listen_on_all_interfaces,
-)
 from credit_dp.distributed.signals import Terminated, signal_name
 from credit_dp.errors import counted
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Until a killed process shows as ended; its peers may notice the broken connection earlier.
 DETECTION_SECONDS = 0.2
@@ -79,8 +72,6 @@ END_NOTICE_SECONDS = 0.5
 # Other ranks end later than the first one, so that the launcher names the right one.
 ROOT_CAUSE_SECONDS = 1.5
 REPORTING_SECONDS = 15.0  # for which a thread waits for another one that reports
-EXIT_SECONDS = 5.0  # until a process that is ending has an exit code
-RECONNECT_TIMEOUT = timedelta(seconds=5)
 FOREVER = timedelta(days=365)
 END_KEY = "credit_dp/end"
 PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
@@ -89,9 +80,7 @@ LAST_RANK_SECONDS = 600.0  # for which a finished rank waits for the last one
 # What the lowest rank of a machine sends the others; nothing if it was killed.
 REPORTED, STORE_LOST = b"e", b"s"
 NOT_MARKED, ON_PURPOSE = 0, 255  # `EndMarks`; other numbers are signals
-# Who answers at the port of the store.
-STORE, STAND_IN, NOBODY = b"s", b"!", b""
-PING_BYTES = 64
+STAND_IN = b"!"  # what a rank that has reported answers at the port of a store that has ended
 
 
 @final
@@ -181,9 +170,8 @@ class PeerMonitor:
         self.parallel = parallel
         self.store_address = store_address
         self.agent_address = store_address if agent else None
-        self.store: RendezvousStore | None = None
-        self.rendezvous_store: RendezvousStore | None = None
-        self.link = StoreLink()
+        self.store: Store | None = None
+        self.rendezvous_store: Store | None = None
         self.processes: dict[int, int] = {}  # rank -> process id, on this machine
         self.machines: dict[int, list[int]] = {}  # lowest rank of each machine -> its ranks
         self.marks: EndMarks | None = None  # None on a machine of one rank
@@ -196,7 +184,7 @@ class PeerMonitor:
         self.reporting = threading.Lock()
         self.attempted = False  # a rank tries to report once
 
-    def start_monitoring(self, store: RendezvousStore, link: StoreLink) -> None:
+    def start_monitoring(self, store: "Store") -> None:
         """Exchange process ids over the store and start the listening thread; collective."""
         machine = f"{machine_id()}/{self.ranks.node}"
         store.set(f"credit_dp/process/{self.ranks.rank}", f"{machine} {os.getpid()}")
@@ -209,11 +197,10 @@ class PeerMonitor:
         for rank, (name, _) in enumerate(entries):
             by_name.setdefault(name, []).append(rank)
         self.machines = {on_machine[0]: on_machine for on_machine in by_name.values()}
-        # Keep the store alive until all ranks have left, if this rank serves it or its process.
-        self.rendezvous_store, self.link = store, link
-        self.store_address = link.server or self.store_address
+        # Keep the store alive until all ranks have left, if this rank serves it.
+        self.rendezvous_store = store
         # Another connection for other threads: a call of the main thread blocks its own.
-        self.store = store.clone()
+        self.store = new_connection(store)
         lowest = min(self.processes)
         key = f"credit_dp/socket/{lowest}"
         if self.ranks.rank == lowest:
@@ -223,7 +210,7 @@ class PeerMonitor:
                 for connection in others:
                     self.marks.send(connection)
                 threading.Thread(target=self.watch_ranks, args=(others,), daemon=True).start()
-            wait = partial(self.wait_at_store, store.clone(), others)
+            wait = partial(self.wait_at_store, new_connection(store), others)
         else:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(store.get(key).decode())
@@ -234,7 +221,7 @@ class PeerMonitor:
 
     # Threads that wait for the end of the run or of a rank
 
-    def wait_at_store(self, store: RendezvousStore, others: Sequence[socket.socket]) -> None:
+    def wait_at_store(self, store: "Store", others: Sequence[socket.socket]) -> None:
         """Wait for the end of the run, and tell the other ranks of this machine."""
         word = STORE_LOST
         with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
@@ -342,34 +329,28 @@ class PeerMonitor:
         try:
             if not self.attempted:
                 ended = self.ended_ranks()
-                lost = "" if ended else self.lost_store_process()
-                if ended or lost or report is not None or store_lost:
+                if ended or report is not None or store_lost:
                     self.attempted = True
-                    self._report(ended, lost, report)
+                    self._report(ended, report)
         finally:
             self.reporting.release()
         if ended:
             time.sleep(ROOT_CAUSE_SECONDS)
 
-    def _report(self, ended: list[EndedRank], lost: str, report: Callable[[], None] | None) -> None:
+    def _report(self, ended: list[EndedRank], report: Callable[[], None] | None) -> None:
         silent: list[int] = []
         claimed = self.claim_in_store()
-        # Of this machine alone the relay may have been killed.
-        if claimed is None and (ended or lost or report is not None) and self.reconnect():
-            claimed = self.claim_in_store()
         if claimed:
             more, silent = self.ask_machines()
             ended = in_order([*ended, *more])
-        elif claimed is None and self.reports_without_store(lost):
-            if 0 not in self.processes or not (ended or lost or report):
-                ended, lost = [], ""
+        elif claimed is None and self.reports_without_store():
+            if 0 not in self.processes or not (ended or report):
+                ended = []
                 report = partial(report_error, self.lost_store_message())
         else:
             return
         if ended:
             report_error(self.death_message(ended))
-        elif lost:
-            report_error(f"{lost} ended (killed, or out of memory?); all ranks were stopped")
         elif report is not None:
             report()
         if silent:
@@ -398,7 +379,7 @@ class PeerMonitor:
                 self.answer_reporter(self.store)
         return first
 
-    def answer_reporter(self, store: RendezvousStore) -> None:
+    def answer_reporter(self, store: "Store") -> None:
         """Let the rank that reports know which ranks of this machine have ended."""
         with contextlib.suppress(RuntimeError):
             text = " ".join(map(str, self.ended_ranks()))
@@ -429,18 +410,17 @@ class PeerMonitor:
                     break
         return ended, [rank for on_machine in keys.values() for rank in on_machine]
 
-    def reports_without_store(self, lost: str) -> bool:
+    def reports_without_store(self) -> bool:
         """Return whether this rank reports, where no store can tell: one rank of the run does.
 
-        That is on rank 0's machine the lowest rank that is left, or the one that started a process
-        of the store which was killed. If no rank there has reported, it is the lowest rank that is
-        left on the next machine.
+        That is on rank 0's machine the lowest rank that is left. If no rank there has reported, it
+        is the lowest rank that is left on the next machine.
         """
         lowest_left = min(
             rank for rank, pid in self.processes.items() if not process_has_ended(pid)
         )
         if 0 in self.processes:
-            reports = bool(lost) or self.ranks.rank == lowest_left
+            reports = self.ranks.rank == lowest_left
             if reports and len(self.machines) > 1 and self.store_address is not None:
                 port = self.store_address[1]
                 threading.Thread(target=stand_in_for_store, args=(port,), daemon=True).start()
@@ -449,29 +429,14 @@ class PeerMonitor:
         if next_machine not in self.processes or self.ranks.rank != lowest_left:
             return False
         patience = STAND_IN_SECONDS if len(self.machines[0]) > 1 else 0.0
-        return self.who_answers(patience) == NOBODY and not self.stopping
-
-    def who_answers(self, patience: float) -> bytes:
-        """Return who answers at the port of the store.
-
-        Args:
-            patience: seconds in which nobody has to answer; a signal ends them.
-        """
         end = time.monotonic() + patience
-        while self.store_address is not None:
-            answer = ask_at_port(self.store_address)
-            if answer != NOBODY or time.monotonic() > end or self.stopping:
-                return answer
+        while self.store_address is not None and not self.stopping:
+            if stand_in_answers(self.store_address):
+                return False
+            if time.monotonic() > end:
+                break
             time.sleep(0.05)
-        return NOBODY
-
-    def reconnect(self) -> bool:
-        """Connect to the store anew; return whether that was possible."""
-        if self.store_address is not None and self.who_answers(patience=0.0) == STORE:
-            with contextlib.suppress(RuntimeError):
-                self.store = connect(*self.store_address, RECONNECT_TIMEOUT)
-                return True
-        return False
+        return not self.stopping
 
     def ended_ranks(self) -> list[EndedRank]:
         """Return the ranks of this machine that have ended, but not as a consequence, in order.
@@ -497,19 +462,6 @@ class PeerMonitor:
             time.sleep(SIGNAL_SECONDS)  # meanwhile `stop` ends this rank if all get the signal
         return bool(ended)
 
-    def lost_store_process(self) -> str:
-        """Return which process of the store this rank has started, if it was killed; "" if not."""
-        process = self.link.process
-        if process is None or not process_has_ended(process.pid):
-            return ""
-        try:
-            code = process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return ""
-        if code == 0:  # as of a relay, when the process that keeps the store was killed
-            return ""
-        return self.link.name
-
     def death_message(self, ended: Sequence[EndedRank]) -> str:
         """Return the error line for ranks that ended without reporting, in this order."""
         first = mesh_rank_name(ended[0].rank, self.parallel)
@@ -524,17 +476,17 @@ class PeerMonitor:
 
     def lost_store_message(self) -> str:
         """Return the error line for a store that was lost for a reason that no rank has seen."""
-        names = []
-        # The process that keeps the store ends with rank 0, and with the agent.
-        if self.agent_address is None or (self.link.server and 0 not in self.processes):
-            names.append(mesh_rank_name(0, self.parallel))
-        if self.agent_address is not None:
+        if self.agent_address is None:
+            name = mesh_rank_name(0, self.parallel)
+        else:
             host, port = self.agent_address
-            names.append(f"torchrun's agent at {host}:{port}")
-        return (
-            f"{' or '.join(names)} ended, or its machine or the network to it was lost; "
-            "all ranks were stopped"
-        )
+            name = f"torchrun's agent at {host}:{port}"
+        return f"{name} ended, or its machine or the network to it was lost; all ranks were stopped"
+
+
+def new_connection(store: "Store") -> "Store":
+    """Return the same store over another connection, for another thread."""
+    return cast("Store", cast(Any, store).clone())  # which the stub of torch's stores lacks
 
 
 def in_order(ended: Sequence[EndedRank]) -> list[EndedRank]:
@@ -557,24 +509,28 @@ def rank_list(ranks: Sequence[int]) -> str:
 def stand_in_for_store(port: int) -> None:
     """Answer at the port of a store that has ended: a rank beside it has reported why."""
     end = time.monotonic() + STAND_IN_SECONDS
+    both = socket.has_dualstack_ipv6()  # IPv4 and IPv6, as torch's server
+    family = socket.AF_INET6 if both else socket.AF_INET
     while time.monotonic() < end:
-        with contextlib.suppress(OSError), listen_on_all_interfaces(port) as listener:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("", port), family=family, dualstack_ipv6=both) as listener,
+        ):
             listener.settimeout(STAND_IN_SECONDS)
             while time.monotonic() < end:
                 with listener.accept()[0] as peer:
-                    peer.settimeout(1.0)
                     peer.sendall(STAND_IN)
-                    peer.recv(PING_BYTES)  # otherwise closing would discard the answer
         time.sleep(0.05)  # the port is not free yet
 
 
-def ask_at_port(address: tuple[str, int]) -> bytes:
-    """Return who answers at the port of the store: `STORE`, `STAND_IN` or `NOBODY`."""
+def stand_in_answers(address: tuple[str, int]) -> bool:
+    """Return whether a rank that has reported answers at the port of the store.
+
+    A store that is not gone yet accepts the connection and says nothing.
+    """
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1.0) as peer:
-        peer.sendall(store_process.ping())
-        if answer := peer.recv(1):
-            return STAND_IN if answer == STAND_IN else STORE
-    return NOBODY
+        return peer.recv(1) == STAND_IN
+    return False
 
 
 def new_nameless_file() -> int:

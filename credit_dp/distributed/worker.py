@@ -15,15 +15,16 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
-from credit_dp.distributed.launcher import RankInfo
+from credit_dp.distributed.launcher import RankInfo, agent_serves_store
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
@@ -32,17 +33,18 @@ from credit_dp.distributed.process_groups import (
     wait_until_connected,
 )
 from credit_dp.distributed.report import RankOutcome, record_abort, write_outcome
-from credit_dp.distributed.shared_store import (
-    RendezvousStore,
-    StoreLink,
-    join_shared_store,
-    uses_shared_store,
-)
 from credit_dp.distributed.signals import STOP_SIGNALS, unignored
 from credit_dp.errors import UserError
 from credit_dp.forkserver import die_with_parent
 
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
 RunFunction = Callable[[Config, RankInfo], int]
+
+# A host that drops what arrives at a closed port does not answer; a busy one answers late.
+CONNECT_SECONDS = 5.0
+RETRY_SECONDS = 0.2
 
 
 def rank_main(
@@ -90,7 +92,7 @@ def run_rank(
     ranks: RankInfo,
     run: str,
     init_method: str = "",
-    on_store: Callable[[RendezvousStore, StoreLink], None] | None = None,
+    on_store: Callable[[Store], None] | None = None,
 ) -> int:
     """Run the function on this rank, inside a process group if there are several ranks.
 
@@ -99,8 +101,7 @@ def run_rank(
         ranks: this rank.
         run: `module:function`.
         init_method: where the ranks find each other, as torch takes it: `env://` or `file://PATH`.
-        on_store: called with the rendezvous store, and what ties this rank to it, before the
-            process group is initialised.
+        on_store: called with the rendezvous store, before the process group is initialised.
     """
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
@@ -205,21 +206,64 @@ def pop_early_records() -> list[logging.LogRecord]:
     return [record for handler in early for record in handler.pop_all()]
 
 
-def join_rendezvous(init_method: str, ranks: RankInfo) -> tuple[RendezvousStore, StoreLink]:
-    """Return the store through which the ranks find each other, and what ties this rank to it.
+def join_rendezvous(
+    init_method: str, ranks: RankInfo, on_store: Callable[[Store], None] | None
+) -> Store:
+    """Return the store through which the ranks find each other, after calling `on_store` with it.
 
-    Waits until the store is served.
+    Waits until the store is served and, on the rank that serves it, for all ranks.
+
+    Raises:
+        UserError: the ranks of a launcher can't meet.
     """
+    from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
-    if init_method == "env://" and uses_shared_store(ranks, os.environ):
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return join_shared_store(ranks, address, port, os.environ)
-    # torch yields (store, rank, world size), and again after a change of an elastic job.
-    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
-    store = cast(RendezvousStore, next(handlers)[0])
-    store.set_timeout(GROUP_TIMEOUT)
-    return store, StoreLink()
+    try:
+        agent = agent_serves_store(os.environ)
+        if init_method == "env://" and (ranks.rank > 0 or agent):
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            wait_for_listener(address, port, listened_before=agent)
+        # torch yields (store, rank, world size), and again after a change of an elastic job.
+        handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
+        store: Store = next(handlers)[0]
+        store.set_timeout(GROUP_TIMEOUT)
+        if on_store is not None:
+            on_store(store)
+    except (DistError, OSError, UnicodeError) as error:
+        if init_method != "env://":
+            raise
+        reason = str(error).partition("\n")[0].rstrip(".")  # the calls in C++ follow
+        raise UserError(
+            f"MASTER_ADDR: rank {ranks.rank} does not meet all {ranks.world_size} ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({reason}). Start all ranks, "
+            "and set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the "
+            "same on all ranks."
+        ) from error
+    return store
+
+
+def wait_for_listener(address: str, port: int, listened_before: bool) -> None:
+    """Wait until a process listens there: torch would write pages to stderr if none does.
+
+    Args:
+        address, port: of rank 0, or of torchrun's agent.
+        listened_before: whether none will if none does, as with an agent, which starts ranks later.
+
+    Raises:
+        OSError: none does within `GROUP_TIMEOUT`.
+    """
+    end = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            has_ended = listened_before and isinstance(error, ConnectionRefusedError)
+            if has_ended or time.monotonic() > end:
+                raise
+            time.sleep(RETRY_SECONDS)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -227,7 +271,7 @@ def process_group(
     config: Config,
     ranks: RankInfo,
     init_method: str,
-    on_store: Callable[[RendezvousStore, StoreLink], None] | None,
+    on_store: Callable[[Store], None] | None,
 ) -> Iterator[Config]:
     """Initialise torch's process group of all ranks, over nccl or gloo, and destroy it at the end.
 
@@ -252,17 +296,15 @@ def process_group(
         # gloo connects to the address of the host's name, which a laptop may resolve to none or to
         # another machine's. On one machine the loopback interface always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    store, link = join_rendezvous(init_method, ranks)
-    if on_store is not None:
-        on_store(store, link)
-        if cuda:
-            check_own_gpu(store, config.parallel, ranks)
+    store = join_rendezvous(init_method, ranks, on_store)
+    if cuda and on_store is not None:
+        check_own_gpu(store, config.parallel, ranks)
     config = share_run_folder(config, ranks, store)
     if cuda:
         trace_collectives(Path(config.run.dir))
     distributed.init_process_group(
         backend=backend,
-        store=cast(Any, store),
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=GROUP_TIMEOUT,
@@ -275,7 +317,7 @@ def process_group(
     distributed.destroy_process_group()
 
 
-def check_own_gpu(store: RendezvousStore, parallel: ParallelConfig, ranks: RankInfo) -> None:
+def check_own_gpu(store: Store, parallel: ParallelConfig, ranks: RankInfo) -> None:
     """Refuse a GPU that two ranks take for their own; nccl would refuse it in many lines.
 
     Raises:
@@ -300,7 +342,7 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def share_run_folder(config: Config, ranks: RankInfo, store: RendezvousStore) -> Config:
+def share_run_folder(config: Config, ranks: RankInfo, store: Store) -> Config:
     """Return the config with rank 0's run folder; collective.
 
     A launcher's ranks compose the config separately, and may choose different folders.

@@ -60,7 +60,6 @@ def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str])
     """Run the program as one rank, in a process of its own, and return its exit code."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % per_node}
     node = {"LOCAL_WORLD_SIZE": min(per_node, size - rank // per_node * per_node)}
-    os.environ.setdefault("CREDIT_DP_SHARED_STORE", "1")  # as with many more ranks
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": rank // per_node}
     os.environ.update({k: str(v) for k, v in {**numbers, **node, **meeting}.items()})
     sys.argv = program

@@ -15,7 +15,6 @@ from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
 from credit_dp.distributed.mesh import build_manager
 from credit_dp.distributed.process_groups import join_background_group, new_background_group
-from credit_dp.distributed.shared_store import AGENT_STORE, port_beside_agent
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -143,7 +142,10 @@ def connect(config: Config, ranks: RankInfo) -> int:
 
 
 def count_connections(config: Config, ranks: RankInfo) -> int:
-    """Communicate, gather as a checkpoint does, and write what is open then, in all processes."""
+    """Communicate, gather as a checkpoint does, and write what is open then.
+
+    That is of this process, and of the one that serves the store.
+    """
     manager = build_manager(config.parallel, ranks)  # its connections are open until the end
     talk(manager)
     group = join_background_group()
@@ -151,10 +153,7 @@ def count_connections(config: Config, ranks: RankInfo) -> int:
     run_on_rank_0(lambda: None, group)
     distributed.barrier()
     files = len(list(Path("/proc/self/fd").iterdir()))
-    port = int(os.environ["MASTER_PORT"])
-    counts = {"files": files, "served": connections(port)}
-    if AGENT_STORE in os.environ:
-        counts |= {"served": connections(port_beside_agent(port)), "agent": connections(port)}
+    counts = {"files": files, "served": connections(int(os.environ["MASTER_PORT"]))}
     Path(config.run.dir, f"counted{ranks.rank}").write_text(json.dumps(counts))
     distributed.barrier()
     return 0

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -186,7 +185,7 @@ def test_two_ranks_with_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[index])
     )
-    store = cast(worker.RendezvousStore, HashStore())
+    store = HashStore()
     for rank in range(2):
         worker.check_own_gpu(store, ParallelConfig(), RankInfo(rank, 2, rank, 2))
     monkeypatch.setattr(placement, "count_visible_gpus", lambda: 1)

@@ -17,25 +17,20 @@ from torch.distributed import HashStore, TCPStore
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import RankInfo, peer_monitor
 from credit_dp.distributed.peer_monitor import (
-    NOBODY,
     REPORTED,
-    STAND_IN,
-    STORE,
     EndedRank,
     EndMarks,
     PeerMonitor,
     accept_connections,
     answer_key,
-    ask_at_port,
     in_order,
     process_has_ended,
     rank_list,
+    stand_in_answers,
 )
 from credit_dp.distributed.report import report_error
-from credit_dp.distributed.shared_store import StoreLink, start_server
-from tests.distributed.processes import free_port
+from tests.distributed.processes import free_port, until
 
-RANK_0 = "rank 0 (pipeline 0, data 0, domain 0)"
 MACHINES = {0: [0, 1], 2: [2, 3], 4: [4, 5]}
 
 
@@ -272,55 +267,23 @@ def test_a_signal_ends_a_rank_that_waits_for_a_report(
     assert capfd.readouterr().err == ""
 
 
-def test_a_relay_that_was_killed_leaves_the_store_to_those_who_know() -> None:
-    """Its machine has lost the store, but nothing else has happened to rank 0."""
-    port = free_port()
-    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    assert not monitor_of(2, LostStore(), port=port).reports_without_store("")
-    monitor = monitor_of(3, LostStore(), 2, port=port)
-    server.set(answer_key(0), "")
-    server.set(answer_key(4), "")
-    monitor.report_once(None)
-    assert server.check([peer_monitor.END_KEY])
-
-
 def test_who_answers_at_the_port_of_the_store() -> None:
-    port = free_port()
-    address = ("127.0.0.1", port)
-    assert ask_at_port(address) == NOBODY
-    link = start_server(port, grace=0.0)
-    assert ask_at_port(address) == STORE
-    link.connection.close()
-    link.process.wait(30)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ask_at_port(("127.0.0.1", server.port)) == STORE
+    address = ("127.0.0.1", server.port)
+    assert not stand_in_answers(address)
+    port = server.port
+    del server
+    assert not stand_in_answers(address)
     thread = threading.Thread(target=peer_monitor.stand_in_for_store, args=(port,), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while ask_at_port(address) != STAND_IN:
-        assert time.monotonic() < deadline
+    until(lambda: stand_in_answers(address))
 
 
-@pytest.mark.parametrize(
-    ("rank", "server", "names"),
-    [
-        (0, None, "torchrun's agent at node1:29500"),
-        (2, None, "torchrun's agent at node1:29500"),
-        (0, ("node1", 31500), "torchrun's agent at node1:29500"),
-        (2, ("node1", 31500), f"{RANK_0} or torchrun's agent at node1:29500"),
-    ],
-)
-def test_the_loss_of_the_store_under_torchrun(
-    rank: int, server: tuple[str, int] | None, names: str
-) -> None:
-    """The agent serves it, or a process that ends with the agent and with rank 0."""
-    monitor = PeerMonitor(
-        RankInfo(rank, 4, 0, 2, rank // 2), ParallelConfig(), ("node1", 29500), True
-    )
-    monitor.processes = {rank: os.getpid()}
-    monitor.link = StoreLink(server=server)
+def test_the_loss_of_the_store_under_torchrun() -> None:
+    monitor = PeerMonitor(RankInfo(2, 4, 0, 2, 1), ParallelConfig(), ("node1", 29500), True)
     assert monitor.lost_store_message() == (
-        f"{names} ended, or its machine or the network to it was lost; all ranks were stopped"
+        "torchrun's agent at node1:29500 ended, or its machine or the network to it was lost; "
+        "all ranks were stopped"
     )
 
 

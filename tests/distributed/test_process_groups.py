@@ -39,7 +39,6 @@ from credit_dp.distributed.process_groups import (
     raise_file_limit,
     trace_collectives,
 )
-from credit_dp.distributed.shared_store import StoreLink
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import all_gather_single, timeout_of
 from credit_dp.errors import UserError
@@ -390,7 +389,7 @@ def test_one_rank_of_each_machine_waits_at_the_store():
     def run(rank: int) -> None:
         ranks = RankInfo(rank, machines * per_machine, 0, per_machine, rank // per_machine)
         monitor = PeerMonitor(ranks, ParallelConfig())
-        monitor.start_monitoring(store, StoreLink())
+        monitor.start_monitoring(store)
         monitor.wait_for_all_ranks()
         assert not monitor.listener.is_alive()
 

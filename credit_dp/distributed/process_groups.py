@@ -1,4 +1,4 @@
-"""How process groups are made: who takes part, their time-outs, streams, connections and traces.
+"""How process groups are made: who takes part, their time-outs, streams, files and traces.
 
 Every group after the first is one of several that divide the ranks of the run, such as the domains.
 Over nccl all ranks make these in one call, by splitting the communicator of all ranks. Otherwise
@@ -14,12 +14,18 @@ connects two ranks when they first exchange something (`new_background_group`).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from credit_dp.config import ParallelConfig
+from credit_dp.distributed.launcher import RankInfo, agent_serves_store
+from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,16 +43,35 @@ BACKGROUND_TIMEOUT = timedelta(hours=24)
 BACKGROUND_TAG = 1
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 GLOO_ALONE = "credit_dp_gloo_alone"  # a back end of torch, see `new_group_alone`
-# A process that may open no more saves files: of a run of 24 ranks, rank 0 still has up to 52 open.
+# A process that may open no more saves files.
 FEW_FILES = 255
+# What a rank has open at once beside its connections to other ranks. Counted on CPUs: 20 in
+# training, of them 4 of gloo's group of all ranks, and 9 where a domain shares the reading.
+OWN_FILES = 32
+# More where it does not save files: sockets to 14 ranks of a domain, as many of an ensemble, and
+# files that zarr's threads read.
+MORE_FILES = 40
+GLOO_FILES = 4  # of a group: both ends of a pipe, a queue of events, and a socket that listens
+STORE_FILES = 9  # of the process that serves the store, beside its connections: counted
 
 
-def raise_file_limit() -> None:
+def raise_file_limit(ranks: RankInfo) -> None:
     """Let this process open as many files and connections as the system allows.
 
     Usual limits are 1,024 and, on request, many more. Ranks on CPUs are connected to each other.
+
+    Raises:
+        UserError: torchrun, whose limit this process has before, may open too few.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if ranks.rank == 0 and agent_serves_store(os.environ):
+        needed = agent_files(ranks)
+        if 0 <= soft < needed:
+            raise UserError(
+                f"ulimit -n: torchrun on {socket.gethostname()} serves the store of "
+                f"{ranks.world_size} ranks and needs {needed} open files and connections, but may "
+                f"have {soft}. Run `ulimit -n $(ulimit -Hn)` before torchrun."
+            )
     with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if may_open_few_files():
@@ -62,6 +87,64 @@ def may_open_few_files() -> bool:
     """Return whether this process may open `FEW_FILES` or fewer."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit != resource.RLIM_INFINITY and limit <= FEW_FILES
+
+
+def count_nodes(ranks: RankInfo) -> int:
+    """Return the number of nodes, if all have as many ranks as this one."""
+    return math.ceil(ranks.world_size / ranks.local_world_size)
+
+
+def store_connections(ranks: RankInfo) -> int:
+    """Return the connections of the process that serves the store: those of `peer_monitor`."""
+    return 2 * ranks.world_size + count_nodes(ranks)
+
+
+def agent_files(ranks: RankInfo) -> int:
+    """Return how many files and connections torchrun's agent needs that serves the store."""
+    return OWN_FILES + store_connections(ranks) + count_nodes(ranks)  # one of each agent
+
+
+def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched: bool) -> int:
+    """Return how many files and connections this rank opens, at most, on `FEW_FILES`.
+
+    Args:
+        parallel: the mesh.
+        ranks: this rank.
+        gloo: whether the groups of the mesh are over gloo; what nccl opens is not counted.
+        launched: whether a launcher started the ranks: otherwise they meet at a file.
+    """
+    needed = OWN_FILES
+    if gloo:
+        axes = (parallel.pipeline, parallel.data or 1, parallel.ensemble, parallel.domain)
+        groups = [size for size in axes if 1 < size < ranks.world_size]
+        needed += ranks.world_size - 1 + sum(size - 1 + GLOO_FILES for size in groups)
+    if launched:
+        needed += 3  # to the store
+        needed += ranks.local_world_size - 1 if ranks.local_rank == 0 else 1  # see `peer_monitor`
+        if ranks.rank == 0 and not agent_serves_store(os.environ):
+            needed += STORE_FILES + store_connections(ranks)
+    return needed
+
+
+def check_file_limit(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched: bool) -> None:
+    """Refuse a run in which this rank would open more files than it may, before the ranks meet.
+
+    Args:
+        parallel, ranks, gloo, launched: as of `files_needed`.
+
+    Raises:
+        UserError: the limit is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(parallel, ranks, gloo, launched)
+    if not may_open_few_files():
+        needed += MORE_FILES
+    if 0 <= limit < needed:
+        raise UserError(
+            f"ulimit -n: rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()} needs "
+            f"{needed} open files and connections, but may have {limit}. Raise the hard limit "
+            "(ulimit -Hn) on that node, or start fewer ranks."
+        )
 
 
 def trace_collectives(folder: Path) -> None:

@@ -28,6 +28,7 @@ from credit_dp.distributed.launcher import RankInfo, agent_serves_store
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
+    check_file_limit,
     raise_file_limit,
     trace_collectives,
     wait_until_connected,
@@ -106,7 +107,7 @@ def run_rank(
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
             faulthandler.register(signal.SIGUSR2)  # `kill -USR2` shows the stacks of a hanging run
-    raise_file_limit()
+    raise_file_limit(ranks)
     with limit_threads(threads_per_rank(config.parallel, ranks, os.environ)):
         configure_logging(ranks)
         if config.device == "cuda":
@@ -296,6 +297,7 @@ def process_group(
         # gloo connects to the address of the host's name, which a laptop may resolve to none or to
         # another machine's. On one machine the loopback interface always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    check_file_limit(config.parallel, ranks, "gloo" in backend, init_method == "env://")
     store = join_rendezvous(init_method, ranks, on_store)
     if cuda and on_store is not None:
         check_own_gpu(store, config.parallel, ranks)

@@ -15,10 +15,22 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.config import ParallelConfig
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.process_groups import (
+    FEW_FILES,
+    OWN_FILES,
+    agent_files,
+    files_needed,
+    store_connections,
+)
 from tests.distributed.processes import (
     ROOT,
     SOON,
+    TORCHRUN,
     children,
+    ends,
+    free_port,
     until,
     voices,
 )
@@ -135,3 +147,118 @@ def test_rank_0_is_named_though_the_others_wait_for_each_other(
     assert all(code != 0 for code in codes)
     [spoken] = voices(output)
     assert re.match(line, spoken), output
+
+
+def counts(folder: Path, ranks: int) -> list[dict[str, int]]:
+    """What each rank has counted."""
+    return [
+        json.loads(next(folder.glob(f"of-rank-*/counted{rank}")).read_text())
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "agent"),
+    [(4, 2, "0"), (9, 3, "0"), (12, 3, "0"), (12, 12, "0"), (9, 3, "1")],
+)
+def test_connections_are_those_that_are_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, per_node: int, agent: str
+) -> None:
+    arguments = launch_program("count_connections", tmp_path, size)
+    program = begin_on_nodes(size, per_node, arguments, files=FEW_FILES, AGENT=agent)
+    codes, output = finish_on_nodes(program)
+    assert codes == [0] * size, output
+    counted = counts(tmp_path, size)
+    all_ranks = [RankInfo(n, size, n % per_node, per_node, n // per_node) for n in range(size)]
+    # The agent is a client of its own store.
+    expected = store_connections(all_ranks[0]) + int(agent)
+    assert {count["served"] for count in counted} == {expected}
+    if agent == "1":
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    parallel = ParallelConfig(domain=size)
+    rest = {
+        files_needed(parallel, ranks, gloo=True, launched=True) - count["files"]
+        for ranks, count in zip(all_ranks, counted, strict=True)
+    }
+    # Those of a node without a connection that waits for the end of the run have one fewer.
+    assert max(rest) - min(rest) <= 1
+    assert max(rest) <= OWN_FILES
+    assert min(rest) >= 15  # for the files that training reads and writes at once
+
+
+def test_agents_of_torchrun_serve_the_store(tmp_path: Path) -> None:
+    """Four agents, each of which stands for a node; one has the connections of all ranks."""
+    nodes, per_node = 4, 2
+    ranks = RankInfo(0, nodes * per_node, 0, per_node)
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    sizes = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node)]
+    program = ["-m", *launch_program("count_connections", tmp_path, ranks.world_size)]
+
+    def run(files: int) -> list[tuple[int, str]]:
+        agents = [
+            subprocess.Popen(
+                [sys.executable, *TORCHRUN, *sizes, *meeting, "--node-rank", str(node), *program],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, 4096)),
+            )
+            for node in range(nodes)
+        ]
+        return ends(agents, LONG_PATIENCE)
+
+    needed = agent_files(ranks)
+    refused = run(needed - 1)
+    assert all(code != 0 for code, _ in refused)
+    [line] = voices(refused[0][1])
+    assert re.match(rf"error: ulimit -n: torchrun on \S+ .* needs {needed} open files", line)
+    for _, text in refused[1:]:  # they notice that the agent has ended
+        assert all(line.startswith("error: MASTER_ADDR: ") for line in voices(text)), text
+    results = run(needed)
+    assert [code for code, _ in results] == [0] * nodes, results
+    expected = store_connections(ranks) + nodes  # one of each agent
+    assert {count["served"] for count in counts(tmp_path, ranks.world_size)} == {expected}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_24_ranks_train_and_save_with_the_files_that_they_need(tmp_path: Path, cache: Path) -> None:
+    """On four nodes, over gloo; with one fewer they are refused before they meet."""
+    keys = ["experiment=fast", "device=cpu", "trainer.steps=1", "data.batch_size=24"]
+    keys += ["trainer.evaluate_hours=[6]"]
+    environment = {"CREDIT_DP_CACHE": str(cache), "FILES_SEEN": str(tmp_path)}
+    first = [sys.executable, str(ROOT / "train.py"), *keys, "parallel.domain=1"]
+    subprocess.run(
+        [*first, f"run.dir={tmp_path / 'alone'}"],  # computes the statistics
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        check=True,
+        timeout=600,
+    )
+    run = tmp_path / "run"
+    mesh = ParallelConfig(data=24)
+    keys += ["parallel.domain=1", "parallel.data=24", f"run.dir={run}"]
+    all_ranks = [RankInfo(n, 24, n % 6, 6, n // 6) for n in range(24)]
+    needed = [files_needed(mesh, ranks, gloo=True, launched=True) for ranks in all_ranks]
+    few = begin_on_nodes(24, 6, ["train.py", *keys], files=needed[0] - 1, **environment)
+    assert any("error: ulimit -n: rank 0 of 24" in line for line in few.stderr)
+    os.killpg(few.pid, signal.SIGKILL)  # as a launcher ends the ranks that wait for rank 0
+    few.communicate()
+    assert not (run / "metrics.csv").exists()
+    program = begin_on_nodes(24, 6, ["train.py", *keys], files=needed[0], **environment)
+    codes, output = finish_on_nodes(program)
+    assert codes == [0] * 24, output
+    assert (run / "metrics.csv").exists()
+    assert list(run.glob("checkpoint/*"))
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(24)]
+    seen = [most for most, *_ in found]
+    assert all(most <= enough for most, enough in zip(seen, needed, strict=True)), (seen, needed)
+    assert min(seen) > 23 + 3  # the others, and the standard streams: they have been counted
+    # More threads of zarr's pool would open more files at once, but not in every run.
+    pools = [[name for name in threads if "pool" in name] for _, *threads in found]
+    assert pools == [["zarr_pool_0"]] * 24

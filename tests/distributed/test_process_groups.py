@@ -1,6 +1,7 @@
 """Process groups: their members, options and traces, and the connections of many ranks."""
 
 import os
+import re
 import resource
 import threading
 import time
@@ -31,6 +32,8 @@ from credit_dp.distributed.collectives import (
 from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
+    OWN_FILES,
+    files_needed,
     join_background_group,
     new_background_group,
     new_group_alone,
@@ -325,12 +328,47 @@ def test_nccl_writes_a_trace_unless_the_user_has_another(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_too_few_files_are_one_line_before_the_ranks_meet(tmp_path: Path) -> None:
+    """Of three ranks each needs two connections; with one file more they start."""
+    few, enough = OWN_FILES + 1, OWN_FILES + 2
+    code, _, err = finish(begin("connect", tmp_path, 3, files=few))
+    assert code == 2
+    assert re.fullmatch(
+        rf"error: ulimit -n: rank \d of 3 on \S+ needs {enough} open files and connections, but "
+        rf"may have {few}\. Raise the hard limit \(ulimit -Hn\) on that node, or start fewer "
+        r"ranks\.\n",
+        err,
+    ), err
+    assert list(tmp_path.iterdir()) == []
+    code, _, err = finish(begin("connect", tmp_path, 3, files=enough))
+    assert (code, err) == (0, "")
+
+
+def test_files_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 128 nodes: two connections of each rank to the store and one of each node, and others."""
+    parallel, rank_0 = ParallelConfig(domain=8, data=128), RankInfo(0, 1024, 0, 8)
+    own = process_groups.OWN_FILES + process_groups.STORE_FILES + 3 + 7
+    assert files_needed(parallel, rank_0, gloo=False, launched=True) == 2 * 1024 + 128 + own
+    # A group of all ranks, one of 8 and one of 128.
+    gloo = 1023 + 7 + 4 + 127 + 4
+    assert files_needed(parallel, rank_0, gloo=True, launched=True) == 2 * 1024 + 128 + own + gloo
+    assert files_needed(parallel, rank_0, gloo=True, launched=False) == OWN_FILES + gloo
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2048, 4096))
+    with pytest.raises(UserError, match=r"^ulimit -n: torchrun on \S+ .* 1024 ranks .* have 2048"):
+        raise_file_limit(rank_0)
+    raise_file_limit(RankInfo(8, 1024, 0, 8, 1))  # of another agent
+    assert files_needed(parallel, rank_0, gloo=False, launched=True) == OWN_FILES + 3 + 7
+
+
 def test_the_limit_of_open_files_is_raised(monkeypatch):
     limits = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
-    raise_file_limit()
+    raise_file_limit(RankInfo())
     assert limits == [(resource.RLIMIT_NOFILE, (4096, 4096))]
     assert os.environ == {}
 
@@ -343,7 +381,7 @@ def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch, files, b
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
     with zarr.config.set({"threading.max_workers": before}):
-        raise_file_limit()
+        raise_file_limit(RankInfo())
         assert zarr.config.get("threading.max_workers") == after
 
 

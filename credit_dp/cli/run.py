@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -95,7 +96,7 @@ def run_in_folder(config: Config, existing: Path) -> int:
     with lock_folder(folder, key), name_last_checkpoint(config.run):
         code = 1
         try:
-            code = launch(config)
+            code = launch(config, advice=partial(resume_advice, config.run))
         finally:
             if code:
                 remove_unused_folders(folder, existing)
@@ -108,11 +109,19 @@ def name_last_checkpoint(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        folder = RunFolder(Path(run.dir))
-        saved = list_checkpoints(folder.checkpoints)
-        if not saved:
+        advice = resume_advice(run)
+        if not advice:
             raise
-        raise KeyboardInterrupt(
-            f"the last checkpoint is {saved[-1]}; the same command with {folder.resume_keys(run)} "
-            "continues from there"
-        ) from None
+        raise KeyboardInterrupt(advice) from None
+
+
+def resume_advice(run: RunConfig) -> str:
+    """Return a line on how to continue a run; empty if it has saved nothing."""
+    folder = RunFolder(Path(run.dir))
+    saved = list_checkpoints(folder.checkpoints)
+    if not saved:
+        return ""
+    return (
+        f"the last checkpoint is {saved[-1]}; the same command with {folder.resume_keys(run)} "
+        "continues from there"
+    )

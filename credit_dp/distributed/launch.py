@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 
 from credit_dp.config import Config
 from credit_dp.distributed.launcher import (
@@ -21,7 +22,11 @@ from credit_dp.distributed.worker import run_rank
 from credit_dp.errors import UserError
 
 
-def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
+def launch(
+    config: Config,
+    run: str = "credit_dp.training.run:run",
+    advice: Callable[[], str] = lambda: "",
+) -> int:
     """Call the function `run` on all ranks of the mesh, and return the exit code.
 
     The exit code is what the function returned, 2 for a `UserError` (reported on stderr in one
@@ -30,6 +35,7 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
     Args:
         config: of the run; `device` and `parallel.data` may still be open.
         run: `module:function`, called as `function(config, ranks) -> int`.
+        advice: returns a line, or an empty one, that a launcher's rank 0 adds after Ctrl-C.
 
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks, or these can't meet;
@@ -51,7 +57,7 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
         if launcher is None:
             return run_processes(config, world_size, run)
     # Outside of `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
-    return run_as_launched_rank(config, launcher, run)
+    return run_as_launched_rank(config, launcher, run, advice)
 
 
 def is_multi_rank(config: Config) -> bool:
@@ -71,7 +77,9 @@ def run_single_process(config: Config, run: str) -> int:
         return 1
 
 
-def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
+def run_as_launched_rank(
+    config: Config, launcher: Launcher, run: str, advice: Callable[[], str]
+) -> int:
     """Run as one rank of a launcher and return its exit code; one of the ranks reports failures.
 
     Raises:
@@ -86,6 +94,7 @@ def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
         config.parallel,
         (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
         agent=agent_serves_store(os.environ),
+        advice=advice,
     )
     with handle_stop_in_thread(monitor.stop):
         try:

@@ -157,6 +157,7 @@ class PeerMonitor:
         parallel: by which ranks are named.
         store_address: MASTER_ADDR and MASTER_PORT; None if there is no network.
         agent: whether an agent of torchrun listens there.
+        advice: see `launch`.
     """
 
     def __init__(
@@ -165,8 +166,10 @@ class PeerMonitor:
         parallel: ParallelConfig,
         store_address: tuple[str, int] | None = None,
         agent: bool = False,
+        advice: Callable[[], str] = lambda: "",
     ) -> None:
         self.ranks = ranks
+        self.advice = advice
         self.parallel = parallel
         self.store_address = store_address
         self.agent_address = store_address if agent else None
@@ -301,6 +304,8 @@ class PeerMonitor:
             self.marks.write(self.ranks.rank, number)
         if number == signal.SIGINT and self.ranks.rank == 0:
             sys.stderr.write("\ninterrupted\n")
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{self.advice()}\n".lstrip())
         # Launchers send SIGTERM to all ranks when one has ended. After this rank has finished, an
         # ended rank is one that has finished as well.
         if number != signal.SIGINT and not self.finished:

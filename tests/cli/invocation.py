@@ -80,7 +80,7 @@ def record_launches(
     """
     configs: list[Config] = []
 
-    def remember(config: Config) -> int:
+    def remember(config: Config, **_: object) -> int:
         configs.append(config)
         return codes[len(configs) - 1] if codes else 0
 

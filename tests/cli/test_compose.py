@@ -404,7 +404,7 @@ def test_a_start_composes_converts_and_checks_once(
         monkeypatch.setattr(owner, name, counted)
 
     launched: list[Config] = []
-    monkeypatch.setattr(run, "launch", lambda config: launched.append(config) or 0)
+    monkeypatch.setattr(run, "launch", lambda config, **_: launched.append(config) or 0)
     count(ConfigLoaderImpl, "_load_configuration_impl")
     count(compose, "to_config")
     count(train_command, "check_run_config")
@@ -430,7 +430,7 @@ def test_a_job_of_a_sweep_knows_which_dates_are_given(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     launched: list[Config] = []
-    monkeypatch.setattr(run, "launch", lambda config: launched.append(config) or 0)
+    monkeypatch.setattr(run, "launch", lambda config, **_: launched.append(config) or 0)
     dates = "data.dates.train=[1979-01-01,2017-12-31]"
     assert answer(monkeypatch, "-m", "data=weatherbench2", dates, "run.name=x")[0] == 0
     assert [config.data.dates.preset for config in launched] == [["valid", "test"]]

@@ -85,7 +85,7 @@ def test_a_run_in_the_folder_of_a_sweep_is_refused(
 def test_a_refused_run_leaves_no_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
 ) -> None:
-    def refuse(config: Config) -> int:
+    def refuse(config: Config, **_: object) -> int:
         assert Path(config.run.dir).is_dir()
         raise UserError("data.store: there is none")
 
@@ -102,7 +102,7 @@ def test_a_refused_run_leaves_no_folder(
 def test_a_run_that_fails_later_keeps_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(config: Config) -> int:
+    def fail(config: Config, **_: object) -> int:
         Path(config.run.dir, "metrics.csv").touch()
         return 1
 
@@ -119,7 +119,7 @@ def test_a_run_that_fails_later_keeps_its_folder(
 def test_ctrl_c_names_the_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, keys: str
 ) -> None:
-    def save_two(config: Config) -> int:
+    def save_two(config: Config, **_: object) -> int:
         for step in ("step-00000002", "step-00000003"):
             write_empty_checkpoint(Path(config.run.dir)).rename(
                 Path(config.run.dir, "checkpoint", step)

@@ -172,7 +172,7 @@ def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | N
 def test_a_job_that_is_ended_is_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, state: str, code: int
 ) -> None:
-    def launch(config: Config) -> int:
+    def launch(config: Config, **_: object) -> int:
         raise error
 
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:

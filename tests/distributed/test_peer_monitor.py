@@ -64,6 +64,29 @@ def monitor_of(
     return monitor
 
 
+@pytest.mark.parametrize(
+    ("rank", "advice", "text"),
+    [
+        (0, "the last checkpoint is A", "\ninterrupted\nthe last checkpoint is A\n"),
+        (0, "", "\ninterrupted\n"),
+        (1, "the last checkpoint is A", ""),
+    ],
+)
+def test_ctrl_c_of_a_launchers_ranks_is_answered_once_with_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: int,
+    advice: str,
+    text: str,
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    PeerMonitor(RankInfo(rank, 2), ParallelConfig(domain=2), advice=lambda: advice).stop(
+        signal.SIGINT
+    )
+    assert (codes, capsys.readouterr().err) == ([130], text)
+
+
 class LostStore:
     """A store whose connection has ended."""
 

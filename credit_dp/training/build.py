@@ -478,6 +478,11 @@ def _obstacle_to_compilation(model: nn.Module, config: Config) -> str:
             "runs uncompiled."
         )
     contexts = attached_contexts(model)  # none of a model that is not sharded
+    if contexts and torch.__version__ < "2.12":
+        return (
+            f"torch {torch.__version__} computes wrong gradients of compiled sharded layers. The "
+            "model runs uncompiled. Install torch 2.12 or newer to compile it."
+        )
     by_key = bool(getattr(config.model, "activation_checkpointing", False))
     if contexts and (by_key or any(context.is_recomputed for context in contexts)):
         return (

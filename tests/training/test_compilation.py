@@ -81,6 +81,18 @@ def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
 
 
+def uncompiled_by_torch_2_11(manager: DomainParallelManager, config: Config) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", type(torch.__version__)("2.11.0"))
+        training = built(config, manager)
+    assert training.trainer.state.parts[0]._compiled_call_impl is None
+
+
+def test_a_sharded_model_runs_uncompiled_on_torch_2_11(config):
+    on_mesh = replace(config, parallel=replace(config.parallel, domain=2))
+    on_processes(2, uncompiled_by_torch_2_11, on_mesh)
+
+
 def in_whole_graphs(manager: DomainParallelManager, config: Config) -> None:
     """Train two steps; a graph that is cut, or a block that is not compiled, is an error."""
     compile_whole = partial(torch.compile, backend="aot_eager", fullgraph=True)

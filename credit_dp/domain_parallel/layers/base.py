@@ -291,7 +291,10 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     if torch.__version__ < "2.12":
         # This torch compiles gradients of an autograd.Function to zeros if its forward returns what
         # it has written in place, as normalisations do: layers run uncompiled.
-        __call__ = _disable_dynamo(nn.Module.__call__)
+        @_disable_dynamo
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Call the layer."""
+            return super().__call__(*args, **kwargs)
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return this rank's rows of the output that the wrapped layer has on the whole globe."""

@@ -83,7 +83,10 @@ def signal_marks(number: int, like: Tensor) -> Tensor:
     Shapes:
         -> `(stop signals,)`, on the device and in the dtype of `like`.
     """
-    return like.new_tensor([float(number == each) for each in STOP_SIGNALS])
+    marks = like.new_zeros(len(STOP_SIGNALS))
+    if number:  # a number from the host makes it wait for a GPU
+        marks[[int(each) for each in STOP_SIGNALS].index(number)] = 1
+    return marks
 
 
 def marked_signal(marks: Sequence[float]) -> int:

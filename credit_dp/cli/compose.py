@@ -143,9 +143,8 @@ def conf_folder() -> Path:
 class RememberingLoader(ConfigLoaderImpl):
     """Hydra's loader, which composes the same overrides once and then returns copies.
 
-    Hydra composes a config again for each thing that it does with it: to run it, to print it, and
-    in a sweep to validate each job and to launch it. Composing takes a quarter of a second, a copy
-    a few milliseconds.
+    Hydra composes a config again for each thing that it does with it, such as to print it and to
+    run it. Composing takes a quarter of a second, a copy a few milliseconds.
     """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -170,10 +169,6 @@ class RememberingLoader(ConfigLoaderImpl):
         if len(self._composed) < MAX_REMEMBERED:
             self._composed[key] = copy.deepcopy(composed)
         return composed
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what launchers send to other processes, without the remembered configs."""
-        return {**self.__dict__, "_composed": {}}
 
 
 @final

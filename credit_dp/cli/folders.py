@@ -16,7 +16,7 @@ from credit_dp.training.run_folder import RunFolder
 
 LOCK_FILE = ".run.lock"
 HYDRA_FOLDER = ".hydra"
-SWEEP_FILE = "multirun.yaml"  # Hydra and our launchers write it into the folder of a sweep
+SWEEP_FILE = "multirun.yaml"  # in the folder of a sweep: its config
 
 
 def run_folder(name: str | None, folder: str) -> str:

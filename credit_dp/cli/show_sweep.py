@@ -148,16 +148,19 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     table = sweep_table(read_sweep(folder), keys["metric"], keys["sort"])
     sys.stdout.write("\n".join([*table_lines(table), ""]))
     if keys["out"]:
-        from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
-
         content = {
             "sweep": str(table.folder),
             "swept": table.keys,
             "metric": table.metric,
             "jobs": table.rows,
         }
-        figure = ("metric.png", lambda: draw_metric(table))
-        write_files(keys["out"], "sweep", content, table.rows, figure)
+
+        def draw() -> "Figure | None":
+            from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
+
+            return draw_metric(table)
+
+        write_files(keys["out"], "sweep", content, table.rows, ("metric.png", draw))
     return 0
 
 
@@ -255,12 +258,15 @@ def report_scaling(folder: Path) -> None:
 
 def write_scaling(out: str | Path, series: Sequence[Sequence[Row]]) -> None:
     """Write the numbers and the figure, and print their paths."""
-    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
-
     rows = [row for one in series for row in one]
     content = {"mesh": " x ".join(AXES), "runs": rows}
-    figure = ("scaling.png", lambda: draw_scaling(series))
-    write_files(out, "scaling", content, rows, figure)
+
+    def draw() -> "Figure | None":
+        from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
+
+        return draw_scaling(series)
+
+    write_files(out, "scaling", content, rows, ("scaling.png", draw))
 
 
 def scaling_lines(series: Sequence[Sequence[Row]]) -> list[str]:

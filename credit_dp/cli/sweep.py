@@ -62,6 +62,8 @@ from credit_dp.distributed.signals import (
 )
 from credit_dp.errors import UserError, counted, install_extra
 from credit_dp.process import usable_cores
+from credit_dp.training.checkpoint_files import list_checkpoints
+from credit_dp.training.run_folder import RunFolder
 
 GROUP = "hydra/launcher"
 POLL_SECONDS = 0.1  # between two checks of the running jobs
@@ -109,12 +111,12 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
     with explain_folder_errors(run, "multirun"):
         folder.mkdir(parents=True, exist_ok=True)
         save_sweep_config(composed, overrides, folder / SWEEP_FILE)
-    if isinstance(launcher, SlurmLauncherConfig):
-        return submit(remaining, options, launcher, folder)
-    if isinstance(launcher, LocalLauncherConfig):
-        codes = LocalSweep(remaining, options, launcher.cores).run()
-    else:
-        codes = run_here(remaining, composer)
+        if isinstance(launcher, SlurmLauncherConfig):
+            return submit(remaining, options, launcher, folder)
+        if isinstance(launcher, LocalLauncherConfig):
+            codes = LocalSweep(remaining, options, launcher.cores).run()
+        else:
+            codes = run_here(remaining, composer)
     if run.scaling and EXIT_PREEMPTED not in codes.values():
         report_scaling(folder)
     return exit_code(codes, folder)
@@ -234,8 +236,9 @@ def run_recorded(job: Job, composer: Composer) -> int:
     """Run one job in this process, record how it ended, and return its exit code."""
     config = job.config
     run = replace(config.run, dir=str(job.folder.absolute()))
-    # A checkpoint that was given is where a job begins, not where it continues.
-    resume = "auto" if job.is_started else config.resume or "auto"
+    # A checkpoint that was given is where a job begins, until it has one of its own.
+    has_own = bool(list_checkpoints(RunFolder(job.folder).checkpoints))
+    resume = "auto" if has_own else config.resume or "auto"
     config = replace(config, run=run, resume=resume)
     record = JobRecord(job.folder, job.overrides)
     code, cause = 1, None
@@ -302,7 +305,6 @@ class LocalSweep:
                 for job, placement in [] if self.stopping else list(self.waiting):
                     fits = placement.ranks * placement.cpus_per_task <= self.cores
                     if fits and placement.gpus_per_node <= len(self.gpus):
-                        self.waiting.remove((job, placement))
                         self.start(job, placement)
                 time.sleep(POLL_SECONDS)
                 self.collect()
@@ -324,6 +326,7 @@ class LocalSweep:
             command = [*job.command, *self.options]
             process = JobProcess(job.folder, job.overrides, command, environment)
             self.running.append(RunningJob(job, process, cores, gpus))
+            self.waiting.remove((job, placement))
         self.cores, self.gpus = self.cores - cores, self.gpus[count:]
         name, ranks = job.folder.name, counted(placement.ranks, "rank")
         print_line(f"#{name} started with {ranks}: {' '.join(job.overrides)}")

@@ -51,14 +51,12 @@ class Job:
         folder: its number in the folder of the sweep.
         overrides: without keys of the sweep.
         config: of the run, without its folder.
-        is_started: whether its folder has the files of an earlier start.
         is_finished: whether it has its scores.
     """
 
     folder: Path
     overrides: tuple[str, ...]
     config: Config
-    is_started: bool
     is_finished: bool
 
     @property
@@ -106,8 +104,8 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
                 f"run.name: {folder} was run with these overrides, but with another config "
                 f"({changed}). Give another run.name, or remove that folder to run the job afresh."
             )
-        is_started = run.config.exists()
-        jobs.append(Job(folder, overrides, config, is_started, is_started and run.scores.is_file()))
+        is_finished = run.config.exists() and run.scores.is_file()
+        jobs.append(Job(folder, overrides, config, is_finished))
     return jobs
 
 

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -292,8 +293,9 @@ def run_status(
     if complete and (folder / "metrics.json").exists():
         return RunStatus("done")
     logs = sorted(folder.glob("logs/rank-*.log"))
-    exits = [] if record else [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
-    ends = [end for end in exits if end is not None]
+    since = start_time(record)
+    exits = [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
+    ends = [end for end in exits if end is not None and end[0] >= since]
     failures = sorted(end for end in ends if end[1] == "ERROR")
     if failures:
         # The earliest: other ranks may have failed because of it.
@@ -304,6 +306,18 @@ def run_status(
     if not (logs or numbers or record or config):
         return RunStatus("not started")
     return RunStatus("running" if is_recently_written(folder, config, numbers) else "stalled")
+
+
+def start_time(record: Mapping[str, Any]) -> str:
+    """Return when a recorded run started, as its logs write times; empty if that is unknown.
+
+    Until its ranks write, their logs end with an earlier start.
+    """
+    try:
+        started = datetime.fromisoformat(str(record.get("started")))
+    except ValueError:
+        return ""
+    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # in local time
 
 
 def last_exit(text: str) -> tuple[str, str, str] | None:

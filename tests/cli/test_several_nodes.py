@@ -90,7 +90,7 @@ def test_a_sweep_is_refused_before_it_is_submitted(
     keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = composed([key for key in keys if "run.dir" not in key])
-    job = Job(tmp_path / "sweep/0", tuple(keys), config, is_started=False, is_finished=False)
+    job = Job(tmp_path / "sweep/0", tuple(keys), config, is_finished=False)
     monkeypatch.setattr(slurm_array, "slurm_nodes", lambda _: ClusterNodes(4, 1, 0))
     monkeypatch.setattr(slurm_array, "submit_array", lambda *_: pytest.fail("was submitted"))
     settings = SlurmLauncherConfig(nodes=2, tasks_per_node=1, cpus_per_task=1)

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,15 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
 
 def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
     """Until its ranks write, their logs end with the start before."""
-    run = write_given(tmp_path / "sweep/0", "seed=0", "resume=auto")
-    write_rank_log(run, CRASHED)
-    assert [job.status.state for job in read_sweep(run.parent).jobs] == ["failed"]
-    (run / "job.json").write_text(json.dumps({"state": "running", "overrides": ["seed=0"]}))
-    assert [job.status.state for job in read_sweep(run.parent).jobs] == ["running"]
+    moments = ("2026-11-22 03:07:45", "2026-11-22 03:07:55")  # before and after its end
+    for number, moment in enumerate(moments):
+        run = write_given(tmp_path / f"sweep/{number}", f"seed={number}", "resume=auto")
+        write_rank_log(run, CRASHED)
+        started = datetime.fromisoformat(moment).astimezone(UTC).isoformat()
+        record = {"state": "running", "started": started, "overrides": [f"seed={number}"]}
+        (run / "job.json").write_text(json.dumps(record))
+    jobs = read_sweep(tmp_path / "sweep").jobs
+    assert [job.status.state for job in jobs] == ["failed", "running"]
 
 
 def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:

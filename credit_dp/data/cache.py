@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -142,7 +142,8 @@ def lock_output(out: Path, message: str) -> Iterator[None]:
     new, partial = new_path(out), partial_path(out)
     folder = partial if partial.exists() else new
     if folder == new:
-        new.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # another process may remove it at once
+            new.mkdir()
     path = folder / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

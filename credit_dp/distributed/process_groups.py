@@ -115,7 +115,10 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
     """
     needed = OWN_FILES
     if gloo:
-        axes = (parallel.pipeline, parallel.data or 1, parallel.ensemble, parallel.domain)
+        axes = [parallel.pipeline, parallel.data or 1, parallel.ensemble, parallel.domain]
+        # Ranks with the same parameters, and the axes that fsdp2 makes of them.
+        replicas = ranks.world_size // parallel.pipeline
+        axes += [parallel.pipeline, replicas] if parallel.data_mode == "fsdp2" else [replicas]
         groups = [size for size in axes if 1 < size < ranks.world_size]
         needed += ranks.world_size - 1 + sum(size - 1 + GLOO_FILES for size in groups)
     if launched:

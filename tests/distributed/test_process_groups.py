@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,6 +355,10 @@ def test_files_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo = 1023 + 7 + 4 + 127 + 4
     assert files_needed(parallel, rank_0, gloo=True, launched=True) == 2 * 1024 + 128 + own + gloo
     assert files_needed(parallel, rank_0, gloo=True, launched=False) == OWN_FILES + gloo
+    # Groups of 64, 2 and 8, and one of the 512 that have the same stage.
+    stages = replace(parallel, data=64, pipeline=2)
+    gloo = 1023 + 63 + 1 + 7 + 511 + 4 * 4
+    assert files_needed(stages, rank_0, gloo=True, launched=False) == OWN_FILES + gloo
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2048, 4096))

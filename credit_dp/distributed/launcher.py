@@ -51,6 +51,7 @@ class RankInfo:
 # in use. The scripts of `credit_dp.cli.slurm` and `pbs` calculate them in the same way.
 FIRST_PORT = 20_000
 PORT_COUNT = 12_000
+LAST_PORT = 65_535
 STEPS_PER_JOB = 8  # consecutive steps of one SLURM job that get different ports
 
 
@@ -188,7 +189,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
         per_node = world_size  # all on one node
     node = int(env.get("GROUP_RANK", rank // per_node))
     ranks = RankInfo(rank, world_size, local_rank, per_node, node)
-    return Launcher("torchrun", ranks, _address(env, ranks), int(env.get("MASTER_PORT", 29500)))
+    return Launcher("torchrun", ranks, _address(env, ranks), _given_port(env, 29500))
 
 
 def _from_flux(env: Mapping[str, str]) -> Launcher | None:
@@ -433,7 +434,14 @@ def _job_number(env: Mapping[str, str], ranks: RankInfo) -> int:
 
 def _port(env: Mapping[str, str], job: int) -> int:
     """Return the same port on all ranks of a job; MASTER_PORT if the user set it."""
-    return int(env.get("MASTER_PORT", FIRST_PORT + job % PORT_COUNT))
+    return _given_port(env, FIRST_PORT + job % PORT_COUNT)
+
+
+def _given_port(env: Mapping[str, str], default: int) -> int:
+    port = int(env.get("MASTER_PORT", default))
+    if not 0 < port <= LAST_PORT:
+        raise ValueError(f"MASTER_PORT={port} is no port: it has to be 1 to {LAST_PORT}")
+    return port
 
 
 def first_host(nodes: str) -> str:

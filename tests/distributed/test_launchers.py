@@ -207,6 +207,9 @@ def test_ranks_of_every_launcher(site: str, tmp_path: Path) -> None:
     assert launcher.ranks == RankInfo(7, 8, 3, 4, node)
     assert launcher.port == 29_500 if name == "torchrun" else 20_000 <= launcher.port < 32_000
     assert launcher_of({**environment, "MASTER_PORT": "4000"}).port == 4000
+    for port in (0, 70_000):
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is no port: it has to be 1 to"):
+            launcher_of({**environment, "MASTER_PORT": str(port)})
 
 
 @pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, MVAPICH, {**PALS, **CRAY_PMI}])

@@ -5,9 +5,11 @@
 `fingerprint` gives the name under which a result is stored.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +21,8 @@ from filelock import FileLock
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, partial_path
+
+logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"  # in the folder of an output that is not complete
 
@@ -151,7 +155,7 @@ def lock_output(out: Path, message: str) -> Iterator[None]:
         raise UserError(message) from None
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor, path)
             # Until it was locked, another process may have renamed or removed the folder.
             is_there = os.path.samestat(os.fstat(descriptor), path.stat())
         except (BlockingIOError, FileNotFoundError):
@@ -163,9 +167,33 @@ def lock_output(out: Path, message: str) -> Iterator[None]:
                 raise UserError(message)
             yield
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            with suppress(OSError):  # it may be that of another process by now
+                if os.path.samestat(os.fstat(descriptor), (new / LOCK_NAME).stat()):
+                    shutil.rmtree(new, ignore_errors=True)
     finally:
         os.close(descriptor)
+        # NFS keeps a removed file in its folder while it is open.
+        for emptied in (new, partial):
+            with suppress(OSError):
+                emptied.rmdir()
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock an open file, or warn that the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        logger.warning(
+            "%s: the file system has no locks (%s): start one command at a time for this output",
+            path.parent,
+            error.strerror,
+        )
 
 
 def new_path(out: Path) -> Path:

@@ -248,7 +248,7 @@ class FileWriter(ForecastWriter):
             # The store is removed only after the file is on disk under its final name.
             fsync_path(self.temporary_file)
             rename_durably(self.temporary_file, self.out)
-            shutil.rmtree(self.partial)
+            shutil.rmtree(self.partial, ignore_errors=True)  # its lock file is open
 
     def bands(self, path: Path) -> list[slice]:
         """See `ForecastWriter`."""

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -109,6 +110,33 @@ def test_the_lock_is_held_when_the_output_has_begun(tmp_path):
             pass
     with lock_output(path, "in use"):
         pass
+
+
+def test_an_output_that_another_process_has_begun_meanwhile_stays(tmp_path):
+    """A lock goes away with its folder: others may write before the process that had it is done."""
+    path = tmp_path / "store.zarr"
+    with lock_output(path, ""):
+        clear_new(path).rename(path)
+        second = lock_output(path, "in use")
+        second.__enter__()
+        (clear_new(path) / "field").touch()
+    assert (tmp_path / "store.zarr.new.partial/field").exists()
+    with pytest.raises(UserError, match="in use"), lock_output(path, "in use"):
+        pass
+    second.__exit__(None, None, None)
+    assert [file.name for file in tmp_path.iterdir()] == ["store.zarr"]
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_output(tmp_path / "store.zarr", "in use"):
+        assert clear_new(tmp_path / "store.zarr").is_dir()
+    [line] = caplog.messages
+    assert "the file system has no locks (Function not implemented): start one" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_fingerprint_is_equal_for_equal_parts_only():

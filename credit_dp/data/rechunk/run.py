@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from typing import Any, final
@@ -152,12 +152,17 @@ class RechunkJob:
         """Lock the target, so that no other process prepares the same store.
 
         Raises:
-            UserError: another process holds the lock, or a partial store has other settings.
+            UserError: another process holds the lock, it can't be opened, or a partial store has
+                other settings.
         """
         out = self.target.out
         in_use = f"{out}: another process is preparing it. Wait for it, or change out."
         self.target.settings()  # nothing is written to a folder that is something else
-        with lock_output(out, in_use):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock_output(out, in_use))
+            except OSError as error:
+                raise UserError(disk_error_message(error, str(out))) from error
             self._previous_settings = self._check_resumable(self.target.settings())
             yield
 

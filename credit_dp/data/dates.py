@@ -112,9 +112,10 @@ def resolve_dates(
     The `auto` splits divide the longest run of times that no other split uses: the first 80 % for
     training, the next 10 % for validation, the last 10 % for testing, in complete years if there
     are enough of them. A preset's dates are kept if the store has all of them; otherwise all of
-    them become `auto`. If a split would get fewer times than a run needs of it, each gets what is
-    needed of it and its part of the others; `valid` has the dates of `test` if it needs none and
-    none are left. Finally each split is cut to its first `data.dates.limit` times.
+    them become `auto`. If validation or testing would get fewer times than a run needs of it, it
+    gets these from training; if training then has too few, it gets them from what the others do not
+    need. `valid` has the dates of `test` if it needs none and none are left. Finally
+    each split is cut to its first `data.dates.limit` times.
 
     Args:
         times: all times of the store on the config's step.
@@ -175,15 +176,16 @@ def _choose_slices(
     edges = np.flatnonzero(np.diff(np.concatenate([[True], used, [True]])))
     free_runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     first, stop = max(free_runs, key=lambda run: run[1] - run[0], default=(0, 0))
-    spare = stop - first - sum(need.number for need in needed.values())
-    if spare < 0:
+    if stop - first < sum(need.number for need in needed.values()):
         raise UserError(_too_few_times(config, needed, stop - first, len(times)))
-    total = sum(SPLIT_FRACTIONS[split] for split in needed)
-    fractions = {split: SPLIT_FRACTIONS[split] / total for split in needed}
-    sizes = _divide_times(times[first:stop], list(fractions.values()), config.step_hours)
-    if any(size < need.number for size, need in zip(sizes, needed.values(), strict=True)):
-        sizes = [need.number + int(spare * fractions[split]) for split, need in needed.items()]
-        sizes[0] = stop - first - sum(sizes[1:])
+    fractions = [SPLIT_FRACTIONS[split] for split in needed]
+    sizes = _divide_times(times[first:stop], fractions, config.step_hours)
+    least, *others = (need.number for need in needed.values())
+    sizes[1:] = map(max, sizes[1:], others)
+    sizes[0] = stop - first - sum(sizes[1:])
+    for i, other in enumerate(others, start=1):
+        moved = min(sizes[i] - other, max(least - sizes[0], 0))
+        sizes[0], sizes[i] = sizes[0] + moved, sizes[i] - moved
     bounds = np.cumsum([first, *sizes]).tolist()
     return {
         split: slice(*times_slice)

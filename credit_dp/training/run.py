@@ -164,7 +164,13 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
     """
     path = find_checkpoint(config.resume, folder.checkpoints)
     if path is not None:
-        return run_on_rank_0(lambda: dates_of_checkpoint(path, config.data.dates))
+        dates = run_on_rank_0(lambda: dates_of_checkpoint(path, config.data.dates))
+        if config.trainer.validate_every and dates.valid == dates.test:
+            raise UserError(
+                "trainer.validate_every: the checkpoint's run had no validation, and its dates of "
+                "valid are those of test. Set trainer.validate_every=0, or data.dates.valid."
+            )
+        return dates
 
     def choose() -> tuple[DatesConfig, str]:
         store = Store.open(with_quickstart_store(config.data, report), times_needed(config))

@@ -198,7 +198,7 @@ def hours_of(found):
     ("count", "expected"),
     [
         (10, [[0, 4], [5, 9], [5, 9]]),  # validation, which is not made, has the dates of the test
-        (20, [[0, 12], [13, 13], [14, 19]]),  # of 10 others the test gets one and valid one
+        (20, [[0, 12], [13, 14], [15, 19]]),  # the test gets from training what it lacks
         (60, [[0, 47], [48, 53], [54, 59]]),  # 10 % are enough
     ],
 )
@@ -209,6 +209,18 @@ def test_few_times_are_enough_for_each_split(count, expected):
 def test_the_first_times_are_enough_for_a_large_batch():
     needed = NEEDED | {"train": TimesNeeded(30, 2), "valid": TimesNeeded(1, 1)}
     assert hours_of(few(36, needed)) == [[0, 29], [30, 30], [31, 35]]
+
+
+@given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 45))
+def test_a_longer_store_gives_no_split_fewer_times(train, valid, test):
+    numbers = zip(SPLITS, (train, valid, test), strict=True)
+    needed = {split: TimesNeeded(number, number) for split, number in numbers}
+    least = train + valid + test
+    before = [0, 0, 0]
+    for count in range(max(least, 3), max(least, 3) + 450, 9):
+        sizes = [stop - start + 1 for start, stop in hours_of(few(count, needed))]
+        assert all(size >= earlier - 1 for size, earlier in zip(sizes, before, strict=True))
+        before = sizes
 
 
 @given(st.integers(3, 100), st.integers(1, 30), st.integers(0, 5), st.integers(1, 9), st.booleans())

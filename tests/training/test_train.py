@@ -163,6 +163,20 @@ def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
             dates_of_checkpoint(path, DatesConfig(given, limit=8))
 
 
+def test_no_validation_on_the_dates_of_the_test(config, monkeypatch):
+    """A run without validation may have dates for it that are those of the test."""
+    last = ["2000-01-09", "2000-01-10"]
+    saved = DatesConfig(["2000-01-01", "2000-01-08"], last, last)
+    monkeypatch.setattr(training_run, "find_checkpoint", lambda *_: Path("checkpoint"))
+    monkeypatch.setattr(training_run, "dates_of_checkpoint", lambda *_: saved)
+    folder = RunFolder(Path(config.run.dir))
+    without = replace(config, trainer=replace(config.trainer, validate_every=0))
+    assert resolve_dates(without, folder, lambda title, share: None) == saved
+    validating = replace(config, trainer=replace(config.trainer, validate_every=2))
+    with pytest.raises(UserError, match=r"^trainer\.validate_every: .* valid are those of test"):
+        resolve_dates(validating, folder, lambda title, share: None)
+
+
 def dates_of_rank(manager: DomainParallelManager, configs: list[Config]) -> DatesConfig:
     config = configs[manager.rank]
     return resolve_dates(config, RunFolder(Path(config.run.dir)), lambda title, share: None)

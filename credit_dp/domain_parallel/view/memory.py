@@ -14,6 +14,7 @@ and the other one read later, the ranks find out which it was.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class ViewStep(NamedTuple):
     Attributes:
         position: of the view among the function's results; None if it is the only one.
         records: whether autograd recorded it.
+        grows: whether the view has more entries.
     """
 
     func: Any
@@ -79,6 +81,7 @@ class ViewStep(NamedTuple):
     kwargs: dict[str, Any]
     position: int | None
     records: bool
+    grows: bool = False
 
     @property
     def name(self) -> str:
@@ -153,6 +156,7 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
         if func not in VIEWS and not shares_storage(x, source):
             continue
         step = view_step(func, args, kwargs, None if is_one else i)
+        step = step._replace(grows=math.prod(x.shape) > math.prod(source.shape))
         if step.detaches:
             _link(x, source, step)
         elif func in MAYBE_VIEWS and not (
@@ -189,9 +193,13 @@ def _is_repeated(x: Any) -> bool:
     """Return whether a tensor shows entries of its memory several times."""
     if type(x) is not GlobalTensor or x.memory is None:
         return False
-    names = [step.name for step in (*x.memory.history, *x.path)]
-    repeats = [name for name in names if name in ("expand", "broadcast_to", *WITHOUT_GAPS)]
-    return bool(repeats) and repeats[-1] not in WITHOUT_GAPS
+    repeated = False
+    for step in (*x.memory.history, *x.path):
+        if step.name in WITHOUT_GAPS:
+            repeated = False
+        elif step.name in ("expand", "broadcast_to"):
+            repeated |= step.grows
+    return repeated
 
 
 def _is_basic(item: Any) -> bool:

@@ -95,7 +95,9 @@ def check_sweep(configs: Sequence[Config]) -> int:
     for config in configs:
         check_cache(config)
         check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
-        data_key = repr((config.data, times_needed(config)))
+        # What automatic dates are depends on the times that the run needs.
+        needed = times_needed(config) if config.data.dates.undetermined else None
+        data_key = repr((config.data, needed))
         try:
             data = summaries[data_key] if data_key in summaries else inspect_data(config)
         except UnreachableError as error:

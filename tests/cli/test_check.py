@@ -8,6 +8,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -272,9 +273,9 @@ def test_a_checkpoint_has_to_fit(
 def test_a_sweep_opens_each_store_once(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     opened = []
 
-    def open_and_count(config: object) -> Store:
-        opened.append(config)
-        return original(config)  # type: ignore[arg-type]
+    def open_and_count(*arguments: Any) -> Store:
+        opened.append(arguments)
+        return original(*arguments)
 
     original = Store.open
     monkeypatch.setattr(Store, "open", open_and_count)

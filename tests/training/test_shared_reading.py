@@ -328,6 +328,7 @@ def shared_on_rank(manager, path):
 def broken_on_rank(manager, path):
     """Return the error of a rank when one chunk can't be read."""
     ready = prepare_training_data(stores.config(path))
+    manager.transport.all_gather(torch.tensor(1))  # statistics of a changed store are made anew
     (path / "temperature" / "c" / "3" / "0" / "0" / "0").write_bytes(b"short")
     trade = build_chunk_exchange(ready.store, manager)
     loader = Loader(

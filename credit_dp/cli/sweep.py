@@ -80,7 +80,7 @@ def check_is_no_launcher(overrides: Sequence[Override]) -> None:
 
 
 def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[str]) -> int:
-    """Check all jobs, then run or submit those that have not finished; return the exit code.
+    """Check all jobs, then run or submit the unfinished ones; return the exit code.
 
     Args:
         composer: of the command.

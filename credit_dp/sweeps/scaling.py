@@ -79,7 +79,7 @@ def find_series(sweep: Sweep) -> list[list[Row]]:
 
 
 def compare(timing: Row, first: Row, kind: str) -> dict[str, Any]:
-    """Return the columns of a run with those that compare it with the run on the fewest ranks."""
+    """Return the columns of a run, also its comparison with the run on the fewest ranks."""
     growth = timing["ranks"] / first["ranks"]
     # In weak scaling the work of a step grows with the ranks.
     speed_up = (growth if kind == "weak" else 1.0) * first["seconds"] / timing["seconds"]

@@ -329,10 +329,10 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("version", [4, 6])
 def test_what_another_version_wrote_is_named_as_such(tmp_path, version):
-    said = damaged(tmp_path, "state.json", f'{{"format": {version}}}'.encode())
-    assert f"was written by another version of this package (format {version}, this one" in said
-    assert said.endswith("`code.diff` in the run's folder names, or start a new run.")
-    assert "copy" not in said
+    message = damaged(tmp_path, "state.json", f'{{"format": {version}}}'.encode())
+    assert f"was written by another version of this package (format {version}, this one" in message
+    assert message.endswith("`code.diff` in the run's folder names, or start a new run.")
+    assert "copy" not in message
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"format": 5}', b'{"format": "4"}'])

@@ -226,7 +226,7 @@ class GribFile(Mapping[Any, Any]):
 
     @classmethod
     def open(cls, path: Path, key: str, named: bool = True, cut_off: bool = False) -> "GribFile":
-        """List the fields of a file, also those that share a message.
+        """List the fields of a file, of which several may share a message.
 
         Args:
             path: of the file.

@@ -31,7 +31,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Loader
-from credit_dp.data.rechunk.run import choose_chunk_rows
+from credit_dp.data.rechunk.copy_fields import choose_chunk_rows
 from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data

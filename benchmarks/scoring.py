@@ -23,7 +23,7 @@ from table import show
 
 from credit_dp.cli.evaluate import open_forecast
 from credit_dp.evaluation.alignment import ScoreRequest, align
-from credit_dp.evaluation.blocks import read_blocks
+from credit_dp.evaluation.forecast_blocks import read_blocks
 
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
 ROUNDS = 3

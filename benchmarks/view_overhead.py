@@ -17,7 +17,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import run_in
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, Layout
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from credit_dp.config import DataConfig
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.quickstart import build
-from credit_dp.data.quickstart.fields import Realism, measure_realism
+from credit_dp.data.quickstart.physical_fields import Realism, measure_realism
 
 ERA5 = {"climatology": 816.0, 3: 936.0, 5: 1033.0}  # m2 s-2, WeatherBench
 SETTINGS = Path(__file__).parents[1] / "conf" / "data" / "quickstart.yaml"

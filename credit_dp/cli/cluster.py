@@ -1,7 +1,7 @@
 """The command `credit-dp cluster script KEY=VALUE ...`; `credit-dp slurm script` is the same.
 
-It reads the keys, places the ranks on nodes, and prints the script of `credit_dp.cli.slurm` or
-`credit_dp.cli.pbs`.
+It reads the keys, places the ranks on nodes, and prints the script of
+`credit_dp.cli.slurm_script` or `credit_dp.cli.pbs_script`.
 """
 
 import shlex
@@ -15,8 +15,8 @@ from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer, check_overrides, check_run_config
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.pbs import pbs_script_text
-from credit_dp.cli.slurm import BatchScript, slurm_script_text
+from credit_dp.cli.pbs_script import pbs_script_text
+from credit_dp.cli.slurm_script import BatchScript, slurm_script_text
 from credit_dp.cli.sweep_jobs import check_resume, override_choices
 from credit_dp.config import Config
 from credit_dp.distributed.placement import (

@@ -19,7 +19,7 @@ from typing import NoReturn
 from credit_dp import __version__
 from credit_dp.cli.arguments import Command, run_subcommand
 from credit_dp.cli.cluster import cluster
-from credit_dp.cli.data import data
+from credit_dp.cli.data_commands import data
 from credit_dp.cli.evaluate import compare_runs, evaluate
 from credit_dp.cli.export import checkpoint
 from credit_dp.cli.forecast import forecast

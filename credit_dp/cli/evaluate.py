@@ -87,8 +87,8 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     # Imported here because torch takes seconds, which --help does not need.
     from rich.console import Console
 
-    from credit_dp.evaluation.report import ScoreFolder
     from credit_dp.evaluation.score import score
+    from credit_dp.evaluation.score_folder import ScoreFolder
     from credit_dp.training.console import Screen, collect_data_notes
 
     screen = Screen(Console(file=sys.stdout))
@@ -189,7 +189,7 @@ def parse_stores(text: str) -> tuple[str, ...]:
 def summary_lines(card: "Scorecard") -> list[str]:
     """Return the most important scores: a table for each of a few lead times."""
     from credit_dp.evaluation.metric_table import METRICS
-    from credit_dp.evaluation.report import table_lead_indices
+    from credit_dp.evaluation.score_folder import table_lead_indices
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = [
@@ -301,7 +301,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 def write_comparison(comparison: "Comparison", out: str) -> Path:
     """Write all files of a comparison; return the path of the page."""
     from credit_dp.evaluation.comparison import comparison_page
-    from credit_dp.evaluation.report import ScoreFolder
+    from credit_dp.evaluation.score_folder import ScoreFolder
 
     folder = ScoreFolder(checks.expand_home("out", out))
     with folder.cleanup_on_failure():

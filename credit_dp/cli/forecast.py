@@ -97,7 +97,7 @@ def forecast(arguments: Sequence[str], program: str) -> int:
     config = forecast_config(args.overrides, program)
     from credit_dp.distributed import launch
 
-    return launch(config, "credit_dp.forecast.run:run")
+    return launch(config, "credit_dp.forecast.make_forecasts:run")
 
 
 def report_completeness(paths: Sequence[str], program: str) -> int:

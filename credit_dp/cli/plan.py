@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         RankBudget,
         StepPlan,
     )
-    from credit_dp.domain_parallel.costs.report import LayerTraffic, PlanReport
     from credit_dp.domain_parallel.count_transport import RankTraffic
+    from credit_dp.domain_parallel.sharding_costs import LayerTraffic, PlanReport
 
 
 BAND_HEADINGS = ("rows", "largest band", "smallest", "largest / mean")
@@ -440,7 +440,7 @@ def rollout_lines(config: Config) -> list[str]:
 def view_lines(report: "PlanReport") -> list[str]:
     """Return lines about a model that computes through the global view, and what runs whole."""
     # torch: not for --help
-    from credit_dp.domain_parallel.view.report import decision_line, whole_call_lines
+    from credit_dp.domain_parallel.view.view_plan import decision_line, whole_call_lines
 
     lines = [
         "Computes through the global view, as its layers can't be converted:",

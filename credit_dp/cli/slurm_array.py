@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from credit_dp import checks
-from credit_dp.cli.check import check_prepared
+from credit_dp.cli.check_run import check_prepared
 from credit_dp.cli.output import print_line
 from credit_dp.cli.sweep_jobs import SUBMISSION_FILE, Job, JobProcess, write_submission
 from credit_dp.config import by_dotted_key

@@ -29,9 +29,9 @@ from credit_dp.cli.folders import (
 )
 from credit_dp.cli.output import print_line
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.run import report_errors, run_once
 from credit_dp.cli.show_sweep import report_scaling
 from credit_dp.cli.slurm_array import drop_queued, submit
+from credit_dp.cli.start_run import report_errors, run_once
 from credit_dp.cli.sweep_jobs import (
     Job,
     JobProcess,

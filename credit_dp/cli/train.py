@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args, get_origin
 from hydra.core.override_parser.types import Override
 
 from credit_dp.cli.arguments import OneLineParser, common_parser, parse_arguments, train_parser
-from credit_dp.cli.check import check_and_report, check_sweep
+from credit_dp.cli.check_run import check_and_report, check_sweep
 from credit_dp.cli.compose import Composer, check_overrides, check_run_config, without_hydra
 from credit_dp.cli.overrides import (
     TEXT_KEYS,
@@ -20,8 +20,8 @@ from credit_dp.cli.overrides import (
     parse_overrides,
     type_of_key,
 )
-from credit_dp.cli.run import run_once
 from credit_dp.cli.saved_config import overrides_of_run
+from credit_dp.cli.start_run import run_once
 from credit_dp.cli.sweep import check_combinations, check_is_no_launcher, sweep
 from credit_dp.config import Config
 from credit_dp.errors import UserError

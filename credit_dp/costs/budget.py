@@ -25,10 +25,10 @@ from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
-from credit_dp.domain_parallel.costs.report import PlanReport, plan_report
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import row_shardings
+from credit_dp.domain_parallel.sharding_costs import PlanReport, plan_report
 from credit_dp.errors import UserError
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.initial_weights import build_on_meta

@@ -14,7 +14,7 @@ from credit_dp.bands import max_rows_touched, row_amplification
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import format_minute, time_spacing
 from credit_dp.data.grid import POLE
-from credit_dp.data.sources.base import Source, Times, VariableInfo, all_names
+from credit_dp.data.sources.source import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a float32 value

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel, suggest_names
-from credit_dp.data.sources.base import Fields, Source, VariableInfo
+from credit_dp.data.sources.source import Fields, Source, VariableInfo
 from credit_dp.data.units import (
     ACCUMULATED,
     CONVERSIONS,

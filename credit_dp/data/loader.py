@@ -31,6 +31,7 @@ from torch import Tensor
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import HasTimes, Times, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import (
     ONE_STEP,
     RolloutLengths,
@@ -38,10 +39,9 @@ from credit_dp.data.sampling import (
     frame_offsets,
     sample_times,
 )
-from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
-from credit_dp.data.sources.base import BlockConsumer, Fields
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
+from credit_dp.data.sources.source import BlockConsumer, Fields
 from credit_dp.data.store import Store
 from credit_dp.errors import counted
 

@@ -17,7 +17,7 @@ import numpy as np
 from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once, fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import format_minute, split_slice
-from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Masks, Store, no_value_error
 from credit_dp.data.streaming import Piece, TrainingDates, Window, all_pieces, stream_windows
 from credit_dp.errors import UserError

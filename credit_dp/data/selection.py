@@ -18,7 +18,7 @@ from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_
 from credit_dp.data.dates import SumWindows, indices_on_step, sum_windows, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.sources.base import (
+from credit_dp.data.sources.source import (
     Fields,
     Source,
     Times,

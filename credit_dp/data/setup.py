@@ -45,7 +45,7 @@ from credit_dp.data.quickstart.dataset import (
 )
 from credit_dp.data.quickstart.dynamics import LEVELS
 from credit_dp.data.selection import check_hybrid, check_variable_keys, data_step_indices
-from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.source import Times
 from credit_dp.data.statistics import (
     Pair,
     Statistics,

@@ -27,8 +27,8 @@ from credit_dp.data.limits import (
     extremes_of_block,
 )
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
-from credit_dp.data.sources.base import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.units import check_units, converted_unit
 from credit_dp.errors import UserError, counted
 

@@ -21,8 +21,8 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.dates import one_step_pairs, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
-from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Masks, Store
 from credit_dp.errors import UserError, counted
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import final
 
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.sources.base import Source, VariableInfo
+from credit_dp.data.sources.source import Source, VariableInfo
 from credit_dp.errors import UserError
 from credit_dp.variable_names import canonical_name
 

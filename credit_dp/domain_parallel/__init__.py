@@ -14,7 +14,6 @@ from credit_dp.domain_parallel.convert import (
     convert_to_domain_parallel,
     replan,
 )
-from credit_dp.domain_parallel.costs.report import PlanReport, plan_report
 from credit_dp.domain_parallel.halo_exchange import (
     HaloExchange,
     gather_tensor,
@@ -43,6 +42,7 @@ from credit_dp.domain_parallel.manager import (
     initialize_domain_parallel,
 )
 from credit_dp.domain_parallel.partition import RowPartition, validate_sharding_constraints
+from credit_dp.domain_parallel.sharding_costs import PlanReport, plan_report
 from credit_dp.domain_parallel.verify import VerifyReport, verify_domain_parallel
 
 __all__ = [

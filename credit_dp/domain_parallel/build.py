@@ -17,7 +17,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelStochasticDepth,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT
+from credit_dp.domain_parallel.view.view_plan import DEFAULT_LIMIT
 from credit_dp.errors import UserError
 
 # The names that a model may use in its `row_rules`, a table of module type -> name.

@@ -44,7 +44,7 @@ from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
 from credit_dp.domain_parallel.planning.audit import NAME_RULE
-from credit_dp.domain_parallel.planning.plan import (
+from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
@@ -63,8 +63,8 @@ from credit_dp.domain_parallel.rules import (
     _needs_halo_conv_transpose3d,
 )
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
-from credit_dp.domain_parallel.view.model import attached_view, detach_view
-from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, replan_view, view_model
+from credit_dp.domain_parallel.view.attach import attached_view, detach_view
+from credit_dp.domain_parallel.view.view_plan import DEFAULT_LIMIT, replan_view, view_model
 from credit_dp.errors import UserError
 
 # The underscored names and `validate_sharding_constraints` are imported from here by code that is

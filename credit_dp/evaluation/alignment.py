@@ -23,14 +23,18 @@ from credit_dp.data.dates import date_interval, format_minute
 from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
-from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import Source
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.units import canonical_unit, is_accumulated
 from credit_dp.errors import UserError, counted
-from credit_dp.evaluation.climatology import ClimatologyPeriod, ClimatologySource, StoredClimatology
 from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
+from credit_dp.evaluation.stored_climatology import (
+    ClimatologyPeriod,
+    ClimatologySource,
+    StoredClimatology,
+)
 
 HOUR = np.timedelta64(1, "h")
 HOURS_PER_DAY = 24

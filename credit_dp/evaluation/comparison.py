@@ -40,8 +40,8 @@ from credit_dp.evaluation.metric_table import (
     Metric,
     metrics_of_comparison,
 )
-from credit_dp.evaluation.plots import NUMBER, add_legend, create_panels
-from credit_dp.evaluation.report import figure_data_uri, render_page, table_lead_indices
+from credit_dp.evaluation.score_folder import figure_data_uri, render_page, table_lead_indices
+from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels
 from credit_dp.evaluation.scorecard import MODEL, csv_text, headlines, three_digits
 
 RUN, CARD = "training run", "scorecard"

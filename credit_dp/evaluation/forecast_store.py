@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of, redact_secrets
-from credit_dp.data.sources.base import as_slice
 from credit_dp.data.sources.coordinates import (
     check_coordinates,
     chunk_length,
@@ -25,6 +24,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.source import as_slice
 from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.errors import UserError
 

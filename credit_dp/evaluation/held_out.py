@@ -18,8 +18,8 @@ from torch import Tensor
 from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.dates import HasTimes, Times
 from credit_dp.data.grid import row_weights
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import frame_offsets, initial_times
-from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor

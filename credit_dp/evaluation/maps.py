@@ -1,4 +1,4 @@
-"""The data of maps: grid cells, coasts and fields. `plots` draws them.
+"""The data of maps: grid cells, coasts and fields. `score_plots` draws them.
 
 Coasts are the Earth's, or those of a simulated planet. The Earth's are in `coastlines.npz`, which
 `scripts/make_coastlines.py` writes: Natural Earth's land at 1:110 million (public domain), from the
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.quickstart.dynamics import TITLE
-from credit_dp.data.sources.base import Source
+from credit_dp.data.sources.source import Source
 
 LAND_MASK = "land_sea_mask"
 

@@ -20,7 +20,7 @@ from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL, REGIONS, check_regions, row_weights
 from credit_dp.data.sources.address import redact_secrets
-from credit_dp.data.sources.base import as_slice
+from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -30,8 +30,8 @@ from credit_dp.evaluation.alignment import (
     align,
     translate_error_keys,
 )
-from credit_dp.evaluation.blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.drawing import draw_or_warn
+from credit_dp.evaluation.forecast_blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import NO_LINES, coasts_of
 from credit_dp.evaluation.metric_table import (

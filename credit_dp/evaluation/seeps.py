@@ -21,12 +21,12 @@ from credit_dp.data.cache import ProgressCallback, cache_folder, create_once, fi
 from credit_dp.data.channels import Channel
 from credit_dp.data.climatology import hour_of_day
 from credit_dp.data.dates import split_slice
-from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import split_rows
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
-from credit_dp.evaluation.climatology import StoredClimatology
+from credit_dp.evaluation.stored_climatology import StoredClimatology
 
 VERSION = "credit_dp seeps 1"  # change with the definition: old files are ignored
 TITLE = "dry and wet climate of precipitation"

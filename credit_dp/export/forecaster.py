@@ -19,7 +19,7 @@ from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, Varia
 from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
-from credit_dp.data.scaling import ChannelScaler, ChannelStatistics, with_computed_fields
+from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
 from credit_dp.domain_parallel.transport import SingleRankTransport

@@ -15,8 +15,8 @@ import numpy as np
 from credit_dp.errors import UserError, counted
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
 from credit_dp.forecast.format import ForecastFormat, describe_difference, format_from_json
-from credit_dp.forecast.grib import GribWriter
-from credit_dp.forecast.netcdf import (
+from credit_dp.forecast.grib_writer import GribWriter
+from credit_dp.forecast.netcdf_writer import (
     NetcdfFileWriter,
     NetcdfWriter,
     StoredArray,
@@ -31,7 +31,7 @@ from credit_dp.forecast.writer import (
     MissingField,
     describe_missing,
 )
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.zarr_writer import ZarrWriter
 
 WRITERS: Mapping[str, type[ForecastWriter]] = {
     "zarr": ZarrWriter,

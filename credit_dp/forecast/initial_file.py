@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.data.channels import Channel
-from credit_dp.data.rechunk.request import CONSERVATIVE, ReducedRegridder, Regridder
+from credit_dp.data.rechunk.field_selection import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import check_coordinates
-from credit_dp.data.sources.grib import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
+from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.sources.zarr import (
     DatasetCounter,

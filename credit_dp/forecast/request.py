@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
-from credit_dp.data.rechunk.request import CONSERVATIVE, REGRIDDING
+from credit_dp.data.rechunk.field_selection import CONSERVATIVE, REGRIDDING
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file", "grib")

@@ -19,7 +19,7 @@ from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
 from credit_dp.forecast.format import describe_difference
-from credit_dp.forecast.netcdf import ROWS_ATTRIBUTE
+from credit_dp.forecast.netcdf_writer import ROWS_ATTRIBUTE
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 
 LATITUDE_NAMES = ("latitude", "lat")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from credit_dp.config import VariableConfig
 from credit_dp.config.model import TOTAL_WATER
 from credit_dp.data.channels import Channel
-from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
+from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.transforms import QuantileMap, apply_transform_tensor, invert_transform

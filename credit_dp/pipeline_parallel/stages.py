@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.checks import did_you_mean
-from credit_dp.domain_parallel.costs.report import (
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.planning.model_plan import Shape
+from credit_dp.domain_parallel.planning.trace import dtype_and_device
+from credit_dp.domain_parallel.recomputation import SavedTensors
+from credit_dp.domain_parallel.sharding_costs import (
     copy_to_meta,
     row_layers,
     tensors_of,
     use_meta_tensors,
 )
-from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.planning.plan import Shape
-from credit_dp.domain_parallel.planning.trace import dtype_and_device
-from credit_dp.domain_parallel.recomputation import SavedTensors
+from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.boundary import layout_outside
-from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
 from credit_dp.domain_parallel.view.trial import OutputSpec, TrialRun, trial_run
 from credit_dp.errors import UserError

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from credit_dp.evaluation.figure_style import PALE, REFERENCE, SERIES, figure_style, series_colour
-from credit_dp.evaluation.plots import legend_columns
+from credit_dp.evaluation.score_plots import legend_columns
 from credit_dp.sweeps.read import job_order, parse_number
 from credit_dp.sweeps.tables import Row, SweepTable, value_order
 

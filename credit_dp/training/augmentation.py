@@ -24,7 +24,7 @@ from torch import Tensor
 from credit_dp.config import Config, TrainerConfig, VariableConfig
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager

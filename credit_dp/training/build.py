@@ -49,17 +49,17 @@ from credit_dp.config import (
     microbatches_per_step,
 )
 from credit_dp.data.loader import BatchSelection, Loader
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
-from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
 from credit_dp.domain_parallel.layers.resample import InterpolationLayer
-from credit_dp.domain_parallel.planning.plan import check_model, parameters_outside_graph
+from credit_dp.domain_parallel.planning.model_plan import check_model, parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
-from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.fields import Fields
@@ -68,7 +68,7 @@ from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_de
 from credit_dp.models.initial_weights import InitialWeights, build_without_weights
 from credit_dp.physics.columns import pressures_of
 from credit_dp.physics.fixers import fixers_of_run
-from credit_dp.pipeline_parallel.placement import model_output_device, place_model
+from credit_dp.pipeline_parallel.module_placement import model_output_device, place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.training.augmentation import build_augmentation

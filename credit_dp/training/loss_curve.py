@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style
-from credit_dp.evaluation.plots import save_figure
+from credit_dp.evaluation.score_plots import save_figure
 from credit_dp.training.loggers import Row, read_csv_log
 
 CURVE_LABELS = {

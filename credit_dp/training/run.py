@@ -363,7 +363,7 @@ class _Run:
 
     def draw(self, scores: HeldOutScores, last: LastLeadDiagnostics, field: FieldMap) -> None:
         """Draw the plots of a run; matplotlib is imported here, so on rank 0 alone."""
-        from credit_dp.evaluation.plots import (
+        from credit_dp.evaluation.score_plots import (
             draw_last_lead_errors,
             draw_map,
             draw_rmse,

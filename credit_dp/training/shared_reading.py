@@ -18,8 +18,8 @@ from torch import Tensor
 from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
-from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.shared import SHARING_THRESHOLD, ExchangeStoppedError
+from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Store
 from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.domain_parallel import DomainParallelManager

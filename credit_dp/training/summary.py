@@ -17,10 +17,10 @@ from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.costs.report import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
-from credit_dp.domain_parallel.view.model import attached_view
-from credit_dp.domain_parallel.view.report import whole_call_lines
+from credit_dp.domain_parallel.sharding_costs import DryRun, dry_run
+from credit_dp.domain_parallel.view.attach import attached_view
+from credit_dp.domain_parallel.view.view_plan import whole_call_lines
 from credit_dp.errors import counted
 from credit_dp.training.build import Training
 from credit_dp.training.loss import members_sent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from credit_dp.cli import run
+from credit_dp.cli import start_run
 from credit_dp.cli.entry import dispatch, run_command
 from credit_dp.cli.train import train
 from credit_dp.config import Config
@@ -86,7 +86,7 @@ def record_launches(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(run, "launch", remember)
+        patch.setattr(start_run, "launch", remember)
         yield configs
 
 

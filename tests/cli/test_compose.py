@@ -13,7 +13,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from credit_dp.cli import compose, run
+from credit_dp.cli import compose, start_run
 from credit_dp.cli import train as train_command
 from credit_dp.cli.compose import CONFIG_GROUPS, SCHEMAS, Composer, conf_folder, without_hydra
 from credit_dp.cli.overrides import parse_overrides
@@ -404,7 +404,7 @@ def test_a_start_composes_converts_and_checks_once(
         monkeypatch.setattr(owner, name, counted)
 
     launched: list[Config] = []
-    monkeypatch.setattr(run, "launch", lambda config, **_: launched.append(config) or 0)
+    monkeypatch.setattr(start_run, "launch", lambda config, **_: launched.append(config) or 0)
     count(ConfigLoaderImpl, "_load_configuration_impl")
     count(compose, "to_config")
     count(train_command, "check_run_config")
@@ -430,7 +430,7 @@ def test_a_job_of_a_sweep_knows_which_dates_are_given(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     launched: list[Config] = []
-    monkeypatch.setattr(run, "launch", lambda config, **_: launched.append(config) or 0)
+    monkeypatch.setattr(start_run, "launch", lambda config, **_: launched.append(config) or 0)
     dates = "data.dates.train=[1979-01-01,2017-12-31]"
     assert answer(monkeypatch, "-m", "data=weatherbench2", dates, "run.name=x")[0] == 0
     assert [config.data.dates.preset for config in launched] == [["valid", "test"]]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from credit_dp.cli.data import as_text
+from credit_dp.cli.data_commands import as_text
 from credit_dp.data.channels import Channel
 from credit_dp.data.inspection import band_read_amplification, inspect_source, report_time_axis
 from credit_dp.data.sources.opening import open_source

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.data import PREPARE_KEYS, format_duration
+from credit_dp.cli.data_commands import PREPARE_KEYS, format_duration
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.rechunk import target
 from credit_dp.data.sources.prepared import PreparedSource

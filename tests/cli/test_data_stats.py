@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from credit_dp.cli.data import stats as command
+from credit_dp.cli.data_commands import stats as command
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from tests.data import stores

@@ -182,7 +182,7 @@ def test_a_figure_that_fails_costs_only_itself(
     def fail(*_: object) -> None:
         raise ValueError("no such axis")
 
-    monkeypatch.setattr("credit_dp.evaluation.report.draw_spectrum", fail)
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.draw_spectrum", fail)
     monkeypatch.setattr("credit_dp.evaluation.score.coasts_of", fail)
     with failing_plots():
         code, said, _ = ask(monkeypatch, sea_stores, f"masked=[{SEA}]", "out=without")
@@ -201,7 +201,7 @@ def test_bands_in_files_of_their_own_are_joined(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
-    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
     (stores / "bands").mkdir()
     for number, rows in enumerate((slice(0, 4), slice(4, 6), slice(6, None))):
         forecasts.write(made.isel(latitude=rows), stores / "bands" / f"{number}.nc")
@@ -217,7 +217,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
-    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
     made.attrs[SETTINGS_ATTRIBUTE] = json.dumps({"stores": ["truth.zarr"]})
     forecasts.write(made, stores / "ours.zarr")
     for key in (
@@ -233,7 +233,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
 def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
     """The truth is named by the key, or by the forecast's attributes."""
     observed = forecasts.truth()
-    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
     forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")
     forecasts.write(observed.drop_vars("2m_temperature"), stores / "upper.zarr")
     made = forecasts.forecast(observed, members=2)
@@ -314,7 +314,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, stores: Path) 
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
     monkeypatch.setattr(Path, "write_text", full)
     code, _, complaints = ask(monkeypatch, stores, "hours=[6]", "out=full")
     assert (code, complaints.count("\n")) == (2, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli import run
+from credit_dp.cli import start_run
 from credit_dp.cli.folders import lock_folder, unique_name
 from credit_dp.config import Config
 from credit_dp.distributed.signals import EXIT_PREEMPTED
@@ -91,7 +91,7 @@ def test_a_refused_run_leaves_no_folder(
 
     (tmp_path / "a").mkdir()  # by the user
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "launch", refuse)
+        patch.setattr(start_run, "launch", refuse)
         assert refusal(monkeypatch, key) == "data.store: there is none"
         assert [path.name for path in tmp_path.rglob("*")] == ["a"]
         (tmp_path / "a/b/c").mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_a_run_that_fails_later_keeps_its_folder(
         return 1
 
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "launch", fail)
+        patch.setattr(start_run, "launch", fail)
         assert answer(monkeypatch, "run.name=first")[0] == 1
     names = {path.name for path in (tmp_path / "outputs/first").iterdir()}
     assert names >= {".hydra", "metrics.csv"}
@@ -127,7 +127,7 @@ def test_ctrl_c_names_the_last_checkpoint(
         raise KeyboardInterrupt
 
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "launch", save_two)
+        patch.setattr(start_run, "launch", save_two)
         code, _, err = answer(monkeypatch, key)
     folder = tmp_path / ("outputs/first" if key == "run.name=first" else "first")
     assert (code, err) == (

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from credit_dp.cli import check, slurm_array
-from credit_dp.cli.check import preparation_command
+from credit_dp.cli import check_run, slurm_array
+from credit_dp.cli.check_run import preparation_command
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import Job
@@ -118,7 +118,7 @@ def test_dates_of_a_checkpoint_are_in_the_command(
     dates = [key for key in keys if "data.dates" in key]
     config = composed([key for key in keys if key not in dates])
     resolved = composed(keys)
-    monkeypatch.setattr(check, "resolve_resume", lambda _: (resolved, None))
-    missing = check.missing_preparation(config, [])
+    monkeypatch.setattr(check_run, "resolve_resume", lambda _: (resolved, None))
+    missing = check_run.missing_preparation(config, [])
     assert missing is not None
     assert shlex.join(dates) in missing

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli import run
+from credit_dp.cli import start_run
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import (
@@ -176,7 +176,7 @@ def test_a_job_that_is_ended_is_recorded(
         raise error
 
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "launch", launch)
+        patch.setattr(start_run, "launch", launch)
         with contextlib.suppress(KeyError):
             assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == code
     record = read(tmp_path / "outputs/two/0")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.rechunk.request import FieldSelection, SelectedFields
+from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import Store
 from tests.data import stores

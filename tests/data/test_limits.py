@@ -23,7 +23,7 @@ from credit_dp.data.limits import ValueLimits, ValueRange, extremes, physical_ra
 from credit_dp.data.loader import Loader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.sources.base import VariableInfo
+from credit_dp.data.sources.source import VariableInfo
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError

@@ -16,8 +16,8 @@ from credit_dp.data.loader import (
     Loader,
     count_samples_across_gaps,
 )
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
-from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import all_finite
 from credit_dp.errors import UserError

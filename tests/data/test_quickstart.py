@@ -33,7 +33,7 @@ from credit_dp.data.quickstart.dynamics import (
     terrain,
     to_grid,
 )
-from credit_dp.data.quickstart.fields import (
+from credit_dp.data.quickstart.physical_fields import (
     LEVELS,
     Synthesis,
     balanced_geopotential,

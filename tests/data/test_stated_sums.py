@@ -10,8 +10,8 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.rechunk.request import FieldSelection
-from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest
+from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest
+from credit_dp.data.rechunk.field_selection import FieldSelection
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores

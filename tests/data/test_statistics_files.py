@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 
 from credit_dp.config.data import VariableConfig
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.statistics import StatisticsFile, input_description, statistics_path
 from credit_dp.data.statistics_files import (

@@ -8,7 +8,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
 from credit_dp.data.quickstart import dataset
-from credit_dp.data.sources.base import VariableInfo
+from credit_dp.data.sources.source import VariableInfo
 from credit_dp.data.units import (
     CONVERSIONS,
     KNOWN_VARIABLES,

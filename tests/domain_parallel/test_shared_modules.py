@@ -16,7 +16,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from tests.ranks import on_threads, seeded
 

@@ -32,8 +32,13 @@ from credit_dp.evaluation.figure_style import (
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.maps import FieldMap, MapGrid, earth_coasts
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.evaluation.plots import draw_last_lead_errors, draw_map, draw_rmse, draw_spectra
-from credit_dp.evaluation.report import scorecard_page
+from credit_dp.evaluation.score_folder import scorecard_page
+from credit_dp.evaluation.score_plots import (
+    draw_last_lead_errors,
+    draw_map,
+    draw_rmse,
+    draw_spectra,
+)
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric, draw_scaling

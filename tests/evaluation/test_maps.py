@@ -13,7 +13,7 @@ from credit_dp.data import quickstart
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.opening import open_source
 from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of, earth_coasts, outline
-from credit_dp.evaluation.plots import draw_cells, draw_coasts
+from credit_dp.evaluation.score_plots import draw_cells, draw_coasts
 from tests.data import stores
 from tests.evaluation import forecasts
 

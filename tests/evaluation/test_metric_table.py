@@ -18,7 +18,7 @@ from credit_dp.evaluation.comparison import compare, comparison_page, read_resul
 from credit_dp.evaluation.held_out import HeldOutData, evaluate
 from credit_dp.evaluation.metric_table import METRICS, SOURCES, Better, Metric, over_area
 from credit_dp.evaluation.metrics import AreaMean
-from credit_dp.evaluation.report import scorecard_page
+from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from tests.evaluation import forecasts

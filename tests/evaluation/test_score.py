@@ -12,7 +12,7 @@ from credit_dp.evaluation import score as evaluation_score
 from credit_dp.evaluation.maps import NO_LINES
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.evaluation.report import (
+from credit_dp.evaluation.score_folder import (
     region_tables,
     score_image,
     score_table,

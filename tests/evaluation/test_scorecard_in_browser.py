@@ -12,7 +12,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from credit_dp.evaluation.report import scorecard_page
+from credit_dp.evaluation.score_folder import scorecard_page
 from tests.evaluation import forecasts
 
 pytestmark = pytest.mark.slow

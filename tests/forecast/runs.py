@@ -8,8 +8,8 @@ import torch
 
 from credit_dp.config import AdamWConfig, Config, DiffusionConfig, ModelConfig, StandardLossConfig
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.forecast.make_forecasts import make_forecasts
 from credit_dp.forecast.request import ForecastConfig, ForecastRequest
-from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
 from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml

@@ -16,7 +16,7 @@ from credit_dp.data.units import ACCUMULATED, KNOWN_VARIABLES, canonical_unit
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import ForecastFormat
-from credit_dp.forecast.netcdf import create_file
+from credit_dp.forecast.netcdf_writer import create_file
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.masked_stores import RAIN, sea_config
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import errno, os, sys
 from credit_dp.cli.entry import main
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.zarr_writer import ZarrWriter
 write = ZarrWriter.write
 def some(self, job, lead, rows, fields):
     if rows.start > 0 and lead == 1:

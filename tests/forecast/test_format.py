@@ -16,7 +16,7 @@ from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import format_from_json
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, source_stores
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.data import stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.masked_stores import RAIN, SEA, SOIL, sea, sea_config

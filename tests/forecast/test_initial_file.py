@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.grid import row_edges, row_weights
-from credit_dp.data.rechunk.request import Regridder, regular_grid
+from credit_dp.data.rechunk.field_selection import Regridder, regular_grid
 from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY

@@ -13,8 +13,8 @@ import xarray as xr
 from credit_dp.config import ParallelConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_forecasts
-from credit_dp.forecast import open_sharded, run
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast import make_forecasts, open_sharded
+from credit_dp.forecast.zarr_writer import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.forecast.runs import (
     forecast,
@@ -179,7 +179,7 @@ def test_members_have_the_noise_of_evaluation_on_any_mesh(noisy, tmp_path, mesh)
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
     on_the_way = threading.Semaphore(1)
     counted: list[int] = []
-    gather_parts, write = run.split_by_variable, ZarrWriter.write
+    gather_parts, write = make_forecasts.split_by_variable, ZarrWriter.write
 
     def begin(*args):
         # A lead time is copied to memory only when the one before is on disk.
@@ -192,7 +192,7 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
         write(*args)
         on_the_way.release()
 
-    monkeypatch.setattr(run, "split_by_variable", begin)
+    monkeypatch.setattr(make_forecasts, "split_by_variable", begin)
     monkeypatch.setattr(ZarrWriter, "write", end)
     forecast(forecast_config(config, tmp_path / "f.zarr"))
     assert len(counted) == 8

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from credit_dp.forecast.make_forecasts import CORRELATION_LENGTH, Perturbations
 from credit_dp.forecast.request import ForecastJob
-from credit_dp.forecast.run import CORRELATION_LENGTH, Perturbations
 
 LATITUDE, LONGITUDE = np.linspace(90, -90, 31), np.arange(60) * 6.0
 TIME = np.datetime64("2000-01-01", "ns")

@@ -15,8 +15,8 @@ import xarray as xr
 from credit_dp.data.rechunk import target
 from credit_dp.errors import UserError
 from credit_dp.forecast.check import check_forecast
-from credit_dp.forecast.netcdf import NetcdfWriter
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.netcdf_writer import NetcdfWriter
+from credit_dp.forecast.zarr_writer import ZarrWriter
 from credit_dp.training.forecast_step import ForecastStep
 from tests.forecast.runs import files, forecast, forecast_config, train_diffusion
 from tests.full_disk import full_disk
@@ -180,7 +180,7 @@ def test_a_disk_that_is_really_full(config, tmp_path, form, limit):
 KILLED = """
 import os, signal, sys
 from credit_dp.cli.entry import dispatch, run_command
-from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.forecast.zarr_writer import ZarrWriter
 write, done = ZarrWriter.write, []
 def some(*args):
     done.append(1)

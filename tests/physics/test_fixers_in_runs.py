@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 import credit_dp
-from credit_dp.cli.check import inspect_data
+from credit_dp.cli.check_run import inspect_data
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.config.data import ROLES

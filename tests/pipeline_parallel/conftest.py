@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from credit_dp.pipeline_parallel import placement
+from credit_dp.pipeline_parallel import module_placement
 from tests.pipeline_parallel.encoder_decoder import Model
 
 
@@ -17,8 +17,8 @@ def model():
 def sent(monkeypatch):
     """Record moves on a machine that seems to have four GPUs; nothing really moves."""
     moves = []
-    monkeypatch.setattr(placement, "count_devices", lambda kind: 4)
+    monkeypatch.setattr(module_placement, "count_devices", lambda kind: 4)
     monkeypatch.setattr(
-        placement, "move_object", lambda thing, to: moves.append((thing, str(to))) or thing
+        module_placement, "move_object", lambda thing, to: moves.append((thing, str(to))) or thing
     )
     return moves

@@ -10,7 +10,7 @@ import torch
 
 from credit_dp.config import Config, VariableConfig
 from credit_dp.data.loader import Batch
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError

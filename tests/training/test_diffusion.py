@@ -16,7 +16,7 @@ import credit_dp
 from credit_dp.config import Config, DiffusionConfig, StandardLossConfig
 from credit_dp.costs.budget import model_and_shape
 from credit_dp.data.grid import row_weights
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.errors import UserError

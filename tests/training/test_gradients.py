@@ -11,7 +11,7 @@ from torch import nn
 from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.planning.plan import parameters_outside_graph
+from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
 from credit_dp.training import forward_backward
 from credit_dp.training.build import wrap_in_ddp
 from credit_dp.training.forecast_step import ForecastStep

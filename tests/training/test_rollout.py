@@ -9,7 +9,7 @@ import torch
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.data.grid import row_weights
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError

@@ -246,7 +246,7 @@ def test_a_plot_that_fails_costs_nothing_else(config, capsys, caplog, monkeypatc
         raise ValueError("no plot\nwith a second line")
 
     monkeypatch.setenv(DRAW_PLOTS, "1")
-    monkeypatch.setattr("credit_dp.evaluation.plots.draw_map", fail)
+    monkeypatch.setattr("credit_dp.evaluation.score_plots.draw_map", fail)
     folder = Path(config.run.dir)
     with failing_plots(), caplog.at_level(logging.INFO):
         assert run(config, RankInfo()) == 0
@@ -263,7 +263,7 @@ def test_a_plot_that_fails_costs_nothing_else(config, capsys, caplog, monkeypatc
 @pytest.mark.slow
 def test_plots_that_can_not_be_imported_end_no_run(config, caplog, monkeypatch):
     monkeypatch.setenv(DRAW_PLOTS, "1")
-    monkeypatch.setitem(sys.modules, "credit_dp.evaluation.plots", None)
+    monkeypatch.setitem(sys.modules, "credit_dp.evaluation.score_plots", None)
     with failing_plots(), caplog.at_level(logging.WARNING):
         assert run(config, RankInfo()) == 0
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["plots"]

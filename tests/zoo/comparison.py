@@ -14,7 +14,7 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     shard_tensor,
 )
-from credit_dp.domain_parallel.costs.report import row_layers
+from credit_dp.domain_parallel.sharding_costs import row_layers
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import (
@@ -23,7 +23,7 @@ from credit_dp.domain_parallel.verify import (
     step_errors,
     train_without_dropout,
 )
-from credit_dp.domain_parallel.view.model import attached_view
+from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
 from tests.zoo.families import Family
 

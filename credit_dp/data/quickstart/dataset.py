@@ -1,6 +1,6 @@
 """Makes a quickstart store: independent runs of the climate, one process each, end to end in time.
 
-`build` creates the store (`create`), starts one `worker` per run, which writes its own shards
+`build` creates the store (`create`), starts one `simulation` per run, which writes its own shards
 (`write`), consolidates the metadata (`finish`) and renames the folder.
 """
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
-from credit_dp.data.quickstart.fields import Synthesis
+from credit_dp.data.quickstart.physical_fields import Synthesis
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, remove_if_possible, temporary_path
 from credit_dp.process import usable_cores
@@ -125,7 +125,7 @@ def day_of_year(time: np.datetime64) -> float:
     return float((time - time.astype("datetime64[Y]")) / np.timedelta64(1, "D"))
 
 
-WORKER = "credit_dp.data.quickstart.worker"
+WORKER = "credit_dp.data.quickstart.simulation"
 # Read by BLAS libraries. Workers get one thread each, as there is up to one worker per core.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 

@@ -29,9 +29,9 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
-from credit_dp.data.rechunk.request import SelectedFields
-from credit_dp.data.sources.base import Fields, Times
+from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
+from credit_dp.data.sources.source import Fields, Times
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
 from credit_dp.random_streams import random_stream

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import redact_secrets
-from credit_dp.data.sources.base import (
+from credit_dp.data.sources.coordinates import are_consecutive, check_coordinates
+from credit_dp.data.sources.names import StoredNames
+from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
     Indexer,
@@ -22,8 +24,6 @@ from credit_dp.data.sources.base import (
     VariableInfo,
     as_slice,
 )
-from credit_dp.data.sources.coordinates import are_consecutive, check_coordinates
-from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.stacked import (
     StackedArray,
     coordinate_dataset,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import format_minute, time_spacing
-from credit_dp.data.sources.base import (
+from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
     Indexer,

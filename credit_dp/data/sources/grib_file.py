@@ -26,7 +26,13 @@ from numpy.typing import NDArray
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of
 from credit_dp.data.sources.coordinates import GRID_TYPES
-from credit_dp.data.sources.grib import MODEL, PRESSURE, SINGLE, SINGLE_LEVEL_TYPES, message_name
+from credit_dp.data.sources.grib_names import (
+    MODEL,
+    PRESSURE,
+    SINGLE,
+    SINGLE_LEVEL_TYPES,
+    message_name,
+)
 from credit_dp.data.sources.sums import GRIB_HOURS, GRIB_STEPS
 from credit_dp.errors import UserError, counted, install_extra
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import final
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.base import AliasedVariables, VariableInfo
+from credit_dp.data.sources.source import AliasedVariables, VariableInfo
 from credit_dp.variable_names import (
     STATIC_NAMES,
     UPPER_AIR_NAMES,

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import redact_secrets
-from credit_dp.data.sources.base import BlockReader, Fields, Indexer, Source, Times, VariableInfo
 from credit_dp.data.sources.coordinates import check_coordinates
 from credit_dp.data.sources.names import StoredNames
+from credit_dp.data.sources.source import BlockReader, Fields, Indexer, Source, Times, VariableInfo
 from credit_dp.data.sources.stacked import (
     StackedArray,
     coordinate_dataset,

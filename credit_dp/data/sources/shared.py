@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.base import Fields, Indexer, Source, Times, VariableInfo, as_slice
+from credit_dp.data.sources.source import Fields, Indexer, Source, Times, VariableInfo, as_slice
 from credit_dp.errors import UserError
 
 SHARING_THRESHOLD = 1.05  # reading is shared above this amplification

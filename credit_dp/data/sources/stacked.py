@@ -29,7 +29,7 @@ from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, zarr_open_error
-from credit_dp.data.sources.base import (
+from credit_dp.data.sources.source import (
     BlockConsumer,
     BlockReader,
     Fields,

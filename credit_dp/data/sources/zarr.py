@@ -28,16 +28,6 @@ from credit_dp.data.sources.address import (
     redact_secrets,
     zarr_open_error,
 )
-from credit_dp.data.sources.base import (
-    TIME_BOUNDS,
-    Fields,
-    Indexer,
-    ReadCounter,
-    Source,
-    Times,
-    VariableInfo,
-    as_slice,
-)
 from credit_dp.data.sources.coordinates import (
     NAMES,
     check_coordinates,
@@ -51,6 +41,16 @@ from credit_dp.data.sources.coordinates import (
 )
 from credit_dp.data.sources.grib_file import open_grib
 from credit_dp.data.sources.names import StoredNames
+from credit_dp.data.sources.source import (
+    TIME_BOUNDS,
+    Fields,
+    Indexer,
+    ReadCounter,
+    Source,
+    Times,
+    VariableInfo,
+    as_slice,
+)
 from credit_dp.data.sources.storage import (
     CompleteStore,
     CountingStore,

@@ -7,12 +7,14 @@ model is sharded as it is.
   exactly: on bands that are cut alike, and whole, on gathered rows.
 - `memory` lets all tensors that share memory on one process see what is written to one of them.
 - `filling` lets tensors that a model makes and fills become bands.
-- `rules` has the table of functions that need less than that, and what happens to all others.
+- `function_rules` has the table of functions that need less than that, and what happens to all
+  others.
 - Rules of functions of each entry are in `pointwise`; of shapes, slices and concatenations in
   `shapes`, `indexing`, `joins` and `windows`; of sums, products and transforms in `reductions`,
   `products`, `attention` and `spectral`; of torch's layers in `layers` and `norms`; and of
   functions that are a few others in `composites`. `moves` moves bands to another dimension.
-- `model` attaches a view to a model: `boundary` shows its inputs through the view and takes its
+- `attach` attaches a view to a model: `boundary` shows its inputs through the view and takes its
   outputs out of it, `running` knows whether it runs, and `autograd` shows gradients to its code.
-- `trial` runs a step without data, which tells what it costs; `report` refuses what costs too much.
+- `trial` runs a step without data, which tells what it costs; `view_plan` refuses what costs too
+  much.
 """

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.view.moves import Blocks, fetch_blocks, return_blocks
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
     Kwargs,
@@ -29,6 +28,7 @@ from credit_dp.domain_parallel.view.rules import (
     require_whole,
     rule_for,
 )
+from credit_dp.domain_parallel.view.moves import Blocks, fetch_blocks, return_blocks
 from credit_dp.domain_parallel.view.shapes import move_rows
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,

@@ -34,8 +34,14 @@ from torch.utils.hooks import BackwardHook
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.planning.trace import functions_of_users
+from credit_dp.domain_parallel.view.function_rules import (
+    RULES,
+    RULES_FOR_WHOLE,
+    Args,
+    Function,
+    Kwargs,
+)
 from credit_dp.domain_parallel.view.memory import note_hook
-from credit_dp.domain_parallel.view.rules import RULES, RULES_FOR_WHOLE, Args, Function, Kwargs
 from credit_dp.domain_parallel.view.running import (
     FunctionBackward,
     RunningMode,

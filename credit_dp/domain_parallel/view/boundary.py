@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.domain_parallel.planning.plan import is_banded
+from credit_dp.domain_parallel.planning.model_plan import is_banded
 from credit_dp.domain_parallel.view.autograd import Shown, is_of_library
 from credit_dp.domain_parallel.view.running import run_in, running_view, same_python_numbers
 from credit_dp.domain_parallel.view.tensor import (

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.domain_parallel.view.pointwise import pointwise
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     RULES,
     Args,
     Function,
@@ -24,6 +23,7 @@ from credit_dp.domain_parallel.view.rules import (
     require_whole,
     rule_for,
 )
+from credit_dp.domain_parallel.view.pointwise import pointwise
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.filling import layout_with_rows_of
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
     Args,
     Function,

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.view.indexing import (
-    rearrange_rows,
-    take_rows,
-)
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
     Args,
     Function,
@@ -22,6 +18,10 @@ from credit_dp.domain_parallel.view.rules import (
     bind,
     layout_of,
     rule_for,
+)
+from credit_dp.domain_parallel.view.indexing import (
+    rearrange_rows,
+    take_rows,
 )
 from credit_dp.domain_parallel.view.shapes import (
     unfolded,

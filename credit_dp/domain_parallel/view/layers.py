@@ -18,7 +18,7 @@ from credit_dp.domain_parallel.layers.conv import _RowConv
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     RULES,
     RULES_FOR_WHOLE,
     Args,

@@ -20,8 +20,7 @@ from credit_dp.domain_parallel.layers.norm import (
     normalise,
     update_running_statistics,
 )
-from credit_dp.domain_parallel.view.layers import call_layer, weights_of, with_spatial_rows
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
     Kwargs,
@@ -31,6 +30,7 @@ from credit_dp.domain_parallel.view.rules import (
     require_whole,
     rule_for,
 )
+from credit_dp.domain_parallel.view.layers import call_layer, weights_of, with_spatial_rows
 from credit_dp.domain_parallel.view.shapes import with_rows_everywhere
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
     RULES,
     Args,

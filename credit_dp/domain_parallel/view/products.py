@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
     Kwargs,

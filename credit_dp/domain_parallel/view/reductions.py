@@ -23,8 +23,7 @@ from credit_dp.domain_parallel.layers.norm import (
 )
 from credit_dp.domain_parallel.layers.reduce import max_over_bands, softmax_over_bands
 from credit_dp.domain_parallel.transport import Transport
-from credit_dp.domain_parallel.view.pointwise import pointwise
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
     Kwargs,
@@ -34,6 +33,7 @@ from credit_dp.domain_parallel.view.rules import (
     layout_of,
     rule_for,
 )
+from credit_dp.domain_parallel.view.pointwise import pointwise
 from credit_dp.domain_parallel.view.shapes import move_rows, unfolded, with_rows_everywhere
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,

@@ -26,7 +26,12 @@ from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.planning.trace import run_uncompiled
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.filling import CREATORS, note_created
-from credit_dp.domain_parallel.view.rules import RANDOM, RULES, is_custom_operator, read_values
+from credit_dp.domain_parallel.view.function_rules import (
+    RANDOM,
+    RULES,
+    is_custom_operator,
+    read_values,
+)
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,

@@ -83,7 +83,7 @@ class GlobalView:
         layers: domain-parallel layers that compute functional calls, by function and settings.
         whole_calls: the number of calls of each function that gathered bands and ran whole.
         recorder: of a trial run.
-        plan: what the trial run found, see `report`.
+        plan: what the trial run found, see `view_plan`.
         has_model: whether tensors exist only while a model runs, see `running_views`.
         has_gradients: whether the running model has gradients on, also inside of functions for
             which torch turns them off by itself.
@@ -293,7 +293,7 @@ class GlobalTensor(torch.Tensor):
             order, as rows are sent in the usual one. Not the same on all ranks.
         hooks: what tells under which hooks of saved tensors it was made: see `saved_tensors_hooks`.
         known_rows: rows of other bands that convolutions have fetched.
-        call_function: computes torch's functions; set by `rules`, which needs this class.
+        call_function: computes torch's functions; set by `function_rules`, which needs this class.
     """
 
     # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.

@@ -31,7 +31,7 @@ from credit_dp.domain_parallel.count_transport import CountingTransport, RankTra
 from credit_dp.domain_parallel.functional import in_backward
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
-from credit_dp.domain_parallel.planning.plan import (
+from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
@@ -50,6 +50,7 @@ from credit_dp.domain_parallel.planning.trace import (
     use_fake_tensors,
 )
 from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation
+from credit_dp.domain_parallel.view.attach import attach_view, detach_view
 from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.decisions import (
     Assumptions,
@@ -58,7 +59,6 @@ from credit_dp.domain_parallel.view.decisions import (
     KnownValues,
     UnplannedError,
 )
-from credit_dp.domain_parallel.view.model import attach_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
 from credit_dp.errors import UserError
 

@@ -13,9 +13,7 @@ from credit_dp.domain_parallel.exchange import (
     RowRange,
 )
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.view.indexing import ranges_of
-from credit_dp.domain_parallel.view.layers import with_spatial_rows
-from credit_dp.domain_parallel.view.rules import (
+from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
     Kwargs,
@@ -24,6 +22,8 @@ from credit_dp.domain_parallel.view.rules import (
     layout_of,
     rule_for,
 )
+from credit_dp.domain_parallel.view.indexing import ranges_of
+from credit_dp.domain_parallel.view.layers import with_spatial_rows
 from credit_dp.domain_parallel.view.shapes import in_units, move_rows, with_bands
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,

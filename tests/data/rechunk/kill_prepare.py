@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from credit_dp.data.rechunk.run import RechunkJob
+from credit_dp.data.rechunk.copy_fields import RechunkJob
 from tests.data.rechunk.requests import request, run, tree
 
 

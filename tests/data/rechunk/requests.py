@@ -9,9 +9,9 @@ import pytest
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import VariableConfig
-from credit_dp.data.rechunk import run as rechunk_run
-from credit_dp.data.rechunk.request import FieldSelection
-from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest
+from credit_dp.data.rechunk import copy_fields
+from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest
+from credit_dp.data.rechunk.field_selection import FieldSelection
 from tests.data import stores
 
 ROOT = Path(__file__).parents[3]
@@ -88,4 +88,4 @@ def after(calls: int, work: Callable[..., Any], then: bool) -> Callable[..., Any
 
 
 def before_the_end(patch: pytest.MonkeyPatch, number: int) -> None:
-    patch.setattr(rechunk_run, "verify_samples", after(1, lambda *given: 0, then=False))
+    patch.setattr(copy_fields, "verify_samples", after(1, lambda *given: 0, then=False))

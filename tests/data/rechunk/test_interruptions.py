@@ -16,9 +16,8 @@ import pytest
 import zarr
 
 from credit_dp import files
-from credit_dp.data.rechunk import run as rechunk_run
-from credit_dp.data.rechunk import target
-from credit_dp.data.rechunk.run import RechunkJob, WorkerConfig
+from credit_dp.data.rechunk import copy_fields, target
+from credit_dp.data.rechunk.copy_fields import RechunkJob, WorkerConfig
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.rechunk.requests import (
@@ -171,7 +170,7 @@ def test_processes_are_not_waited_for_after_ctrl_c(
 
     before = set(multiprocessing.active_children())
     slow = WorkerConfig(2, start=partial(time.sleep, 3600.0))
-    monkeypatch.setattr(rechunk_run, "as_completed", interrupt)
+    monkeypatch.setattr(copy_fields, "as_completed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepared(small, tmp_path / "out.zarr", workers=slow)
     assert set(multiprocessing.active_children()) == before

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from credit_dp.data.rechunk import run
-from credit_dp.data.rechunk.request import FieldSelection
-from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest, WorkerConfig
+from credit_dp.data.rechunk import copy_fields
+from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest, WorkerConfig
+from credit_dp.data.rechunk.field_selection import FieldSelection
 from credit_dp.errors import UserError
 from tests.data.rechunk.requests import (
     StoppedError,
@@ -117,7 +117,7 @@ def test_a_full_disk_is_refused_before_writing(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(copy_fields.shutil, "disk_usage", lambda folder: free)
     with pytest.raises(UserError, match=r"GB are needed, 0.0 GB are free. Change out"):
         prepared(small, tmp_path / "out.zarr")
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from credit_dp.data.grid import row_weights
-from credit_dp.data.rechunk.request import Regridder, regular_grid
+from credit_dp.data.rechunk.field_selection import Regridder, regular_grid
 
 EXACT = 1e-12
 GRIDS = [(19, 36), (32, 64), (5, 7), (90, 36), (2, 3)]

@@ -10,9 +10,14 @@ import zarr
 
 from credit_dp.bands import balanced_bounds, row_amplification, rows_touched
 from credit_dp.data.channels import Channel
-from credit_dp.data.rechunk import run, target
-from credit_dp.data.rechunk.request import FieldSelection, Regridder, regular_grid
-from credit_dp.data.rechunk.run import RechunkJob, choose_chunk_rows, group_blocks, max_read_excess
+from credit_dp.data.rechunk import copy_fields, target
+from credit_dp.data.rechunk.copy_fields import (
+    RechunkJob,
+    choose_chunk_rows,
+    group_blocks,
+    max_read_excess,
+)
+from credit_dp.data.rechunk.field_selection import FieldSelection, Regridder, regular_grid
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
@@ -241,7 +246,9 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     store = stores.write(stores.dataset(9, 4, 20), tmp_path / "in.zarr", chunks={"time": 6})
-    fields = run.SelectedFields.open(FieldSelection(config(store), ("2000-01-02", "2000-01-05")))
+    fields = copy_fields.SelectedFields.open(
+        FieldSelection(config(store), ("2000-01-02", "2000-01-05"))
+    )
     assert fields.blocks(100) == [(0, 16)]
     assert fields.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
     assert fields.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]

@@ -12,7 +12,7 @@ from credit_dp.bands import balanced_bounds
 from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Loader
 from credit_dp.data.rechunk import target
-from credit_dp.data.rechunk.run import choose_chunk_rows
+from credit_dp.data.rechunk.copy_fields import choose_chunk_rows
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources import prepared as sources_prepared

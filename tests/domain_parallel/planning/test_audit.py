@@ -178,7 +178,7 @@ def test_mixing_code_is_refused(code):
 @pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
 def test_what_is_refused_would_have_been_wrong(code, monkeypatch):
     """Without the audit the cases above raise or give wrong results: no false alarms."""
-    monkeypatch.setattr("credit_dp.domain_parallel.planning.plan.audit", lambda *_: None)
+    monkeypatch.setattr("credit_dp.domain_parallel.planning.model_plan.audit", lambda *_: None)
     with pytest.raises(RankError, match=r"output|gradient|size|rows|length|dimension"):
         on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
 

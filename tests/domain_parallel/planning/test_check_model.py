@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.domain_parallel.planning.plan import check_model
+from credit_dp.domain_parallel.planning.model_plan import check_model
 from credit_dp.errors import UserError
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.attach import attach_view
 from tests.ranks import on_threads
 
 CHANNELS = 8

@@ -14,8 +14,8 @@ from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
-from credit_dp.domain_parallel.view import rules
-from credit_dp.domain_parallel.view.model import attach_view, attached_view
+from credit_dp.domain_parallel.view import function_rules
+from credit_dp.domain_parallel.view.attach import attach_view, attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor
 from credit_dp.errors import UserError
 from tests.ranks import cpu_only, on_processes, on_threads, seeded
@@ -114,13 +114,13 @@ def test_a_range_as_an_index_is_that_of_one_process():
 def test_functions_that_draw_draw_on_all_ranks_alike(draw, monkeypatch):
     # Threads have one generator: it is read which functions agree on its state before they draw.
     agreed = []
-    original = rules.same_random_numbers
+    original = function_rules.same_random_numbers
 
     def record(*args):
         agreed.append(args[0].rank)
         return original(*args)
 
-    monkeypatch.setattr(rules, "same_random_numbers", record)
+    monkeypatch.setattr(function_rules, "same_random_numbers", record)
     monkeypatch.setattr("credit_dp.domain_parallel.view.running.same_random_numbers", record)
     _run(draw)
     assert sorted(set(agreed)) == [0, 1]
@@ -157,7 +157,7 @@ def test_an_error_after_messages_is_raised(monkeypatch, call):
         call(args[0].view_.manager.transport)
         raise IndexError("of this rank")
 
-    monkeypatch.setitem(rules.RULES, torch.sin, fail_after_messages)
+    monkeypatch.setitem(function_rules.RULES, torch.sin, fail_after_messages)
     with pytest.raises(RankError, match="of this rank"):
         _run(torch.sin)
 
@@ -166,7 +166,7 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
     def fail(func, args, kwargs):
         raise IndexError
 
-    monkeypatch.setitem(rules.RULES, torch.sin, fail)
+    monkeypatch.setitem(function_rules.RULES, torch.sin, fail)
     _, views = _run(torch.sin)
     assert [dict(view.whole_calls) for view in views] == [{"sin": 1}] * 2
 

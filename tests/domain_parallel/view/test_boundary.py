@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
-from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.errors import UserError
 from tests.ranks import on_processes, on_threads, seeded
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.view import rules
-from credit_dp.domain_parallel.view.model import attach_view
+from credit_dp.domain_parallel.view import function_rules
+from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, is_band
 from tests.domain_parallel.view.functions import (
     CHANNELS,
@@ -990,7 +990,7 @@ FAMILIES = {
 @pytest.fixture
 def strict_rules(monkeypatch):
     """Let what a rule does not foresee fail the test instead of running whole."""
-    monkeypatch.setattr(rules, "UNFORESEEN", ())
+    monkeypatch.setattr(function_rules, "UNFORESEEN", ())
 
 
 @pytest.mark.usefixtures("strict_rules")
@@ -1375,8 +1375,8 @@ def test_hidden_states_are_contiguous_as_gpus_need_them(name, mixture, ranks, mo
         return rule(run, args, kwargs)
 
     function = getattr(torch, name)
-    rule = rules.RULES[function]
-    monkeypatch.setitem(rules.RULES, function, noted)
+    rule = function_rules.RULES[function]
+    monkeypatch.setitem(function_rules.RULES, function, noted)
     check(MIXTURES[mixture], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
     assert found
     assert all(found)

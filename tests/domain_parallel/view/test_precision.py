@@ -13,9 +13,9 @@ from torch import nn
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype
 from credit_dp.domain_parallel.view import norms, reductions
+from credit_dp.domain_parallel.view.attach import attach_view
+from credit_dp.domain_parallel.view.function_rules import NoRuleError
 from credit_dp.domain_parallel.view.layers import call_layer
-from credit_dp.domain_parallel.view.model import attach_view
-from credit_dp.domain_parallel.view.rules import NoRuleError
 from credit_dp.errors import UserError
 from tests.ranks import DEVICE, on_threads
 

@@ -14,8 +14,8 @@ from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.domain_parallel.view.function_rules import NoRuleError
 from credit_dp.domain_parallel.view.indexing import keep_range, ranges_of, take_rows
-from credit_dp.domain_parallel.view.rules import NoRuleError
 from credit_dp.domain_parallel.view.shapes import view_layout
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, Layout, cut, whole
 

@@ -22,9 +22,9 @@ from credit_dp.domain_parallel import (
     verify_domain_parallel,
 )
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view import report, running
-from credit_dp.domain_parallel.view.model import attached_view
-from credit_dp.domain_parallel.view.report import decision_line
+from credit_dp.domain_parallel.view import running, view_plan
+from credit_dp.domain_parallel.view.attach import attached_view
+from credit_dp.domain_parallel.view.view_plan import decision_line
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
 from tests.ranks import DEVICE, cpu_only, on_processes
@@ -401,7 +401,7 @@ def test_layers_that_convert_do_without_the_view():
 
 def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):
     tried = []
-    monkeypatch.setattr(report, "trial_run", _recorded(report.trial_run, tried))
+    monkeypatch.setattr(view_plan, "trial_run", _recorded(view_plan.trial_run, tried))
     _convert(_Model(FUNCTIONS["fft"]), (2, 3, 13, 8))
     assert tried == [0, 1]  # of 7 and 6 rows
 

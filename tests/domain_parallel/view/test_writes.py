@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.count_transport import CountingTransport
-from credit_dp.domain_parallel.view.model import attach_view
-from credit_dp.domain_parallel.view.report import plan_view
+from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import running_view
+from credit_dp.domain_parallel.view.view_plan import plan_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import RankError, cpu_only, on_threads

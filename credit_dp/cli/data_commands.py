@@ -38,7 +38,7 @@ from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
     from credit_dp.data.inspection import ChunkReport, StoreReport
-    from credit_dp.data.rechunk.run import RechunkEstimate, RechunkJob, RechunkRequest
+    from credit_dp.data.rechunk.copy_fields import RechunkEstimate, RechunkJob, RechunkRequest
     from credit_dp.data.statistics import StatisticsRun
     from credit_dp.data.store import Store
     from credit_dp.data.streaming import PieceWorkers
@@ -358,7 +358,7 @@ def prepare(arguments: Sequence[str], program: str) -> int:
         return 0
     if parsed.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
-    from credit_dp.data.rechunk.run import RechunkJob
+    from credit_dp.data.rechunk.copy_fields import RechunkJob
 
     job = RechunkJob(_request(parsed))
     with job.locked(), raise_on_stop():
@@ -440,8 +440,8 @@ def initialise_worker(parent: int) -> None:
 
 
 def _request(parsed: DataArguments) -> "RechunkRequest":
-    from credit_dp.data.rechunk.request import FieldSelection
-    from credit_dp.data.rechunk.run import RechunkRequest, WorkerConfig
+    from credit_dp.data.rechunk.copy_fields import RechunkRequest, WorkerConfig
+    from credit_dp.data.rechunk.field_selection import FieldSelection
 
     keys = parsed.command_keys
     if not keys["out"]:

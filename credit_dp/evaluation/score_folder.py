@@ -23,7 +23,7 @@ from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, Better, Metric
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.evaluation.plots import (
+from credit_dp.evaluation.score_plots import (
     add_legend,
     create_panels,
     draw_error_maps,

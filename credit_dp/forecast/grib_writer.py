@@ -1,7 +1,7 @@
 """Write a forecast as one file of GRIB edition 2.
 
-The codes of variables are in `credit_dp.data.sources.grib`. A file has no room for the settings of
-a forecast: `credit-dp forecast check` compares its messages with each other.
+The codes of variables are in `credit_dp.data.sources.grib_names`. A file has no room for the
+settings of a forecast: `credit-dp forecast check` compares its messages with each other.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,6 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.sources.grib import MODEL, PRESSURE, SINGLE, GribCode, code_of
 from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
     GribFile,
@@ -20,13 +19,14 @@ from credit_dp.data.sources.grib_file import (
     load_eccodes,
     with_checksum,
 )
+from credit_dp.data.sources.grib_names import MODEL, PRESSURE, SINGLE, GribCode, code_of
 from credit_dp.data.units import find_conversion
 from credit_dp.errors import UserError
 from credit_dp.forecast.format import OutputVariable
-from credit_dp.forecast.netcdf import open_arrays, read_field
+from credit_dp.forecast.netcdf_writer import open_arrays, read_field
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import ForecastPart, MissingField
-from credit_dp.forecast.zarr import FileWriter
+from credit_dp.forecast.zarr_writer import FileWriter
 from credit_dp.variable_names import long_name
 
 BITS_PER_VALUE: Final = 16

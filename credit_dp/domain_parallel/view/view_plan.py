@@ -20,16 +20,16 @@ from torch import nn
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.planning.plan import (
+from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
     is_banded,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
+from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.boundary import is_same_field
 from credit_dp.domain_parallel.view.decisions import Decision, UnplannedError
-from credit_dp.domain_parallel.view.model import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
 from credit_dp.domain_parallel.view.trial import (
     TrialRun,

@@ -27,9 +27,9 @@ from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
-from credit_dp.data.rechunk.request import CONSERVATIVE
+from credit_dp.data.normaliser import Normaliser
+from credit_dp.data.rechunk.field_selection import CONSERVATIVE
 from credit_dp.data.sampling import frame_offsets
-from credit_dp.data.scaling import Normaliser
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
 from credit_dp.data.sources.opening import open_source
@@ -60,7 +60,7 @@ from credit_dp.forecast.request import (
 )
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
-from credit_dp.pipeline_parallel.placement import model_output_device
+from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
 from credit_dp.training.build import DTYPES, build_forecast_step, build_model_parts
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata

@@ -7,7 +7,7 @@ A preempted job is run again by PBS (`-r y`). In both cases the run resumes in t
 
 import shlex
 
-from credit_dp.cli.slurm import REQUEUES, BatchScript, export_plugins, first_lines, run_list
+from credit_dp.cli.slurm_script import REQUEUES, BatchScript, export_plugins, first_lines, run_list
 from credit_dp.distributed.slurm import JOB_END, MARGIN_SECONDS, parse_duration
 
 # A run that stops because of the time has at most its margin left, and some seconds to end.

@@ -39,7 +39,7 @@ from credit_dp.forecast.writer import (
     MissingField,
     global_attributes,
 )
-from credit_dp.forecast.zarr import FileWriter
+from credit_dp.forecast.zarr_writer import FileWriter
 
 ROWS_ATTRIBUTE = "credit_dp_rows"  # global attribute: first row, last row + 1, rows of the globe
 COMPRESSION_LEVEL: Final = 1

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.limits import extremes
-from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import AlignedForecast, translate_error_keys

@@ -9,7 +9,7 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.forecast import netcdf
+from credit_dp.forecast import netcdf_writer
 from credit_dp.forecast.check import check_forecast
 from tests.forecast.runs import forecast, forecast_config
 
@@ -44,7 +44,7 @@ def test_evaluation_reads_it(config, whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
-    read, pieces = netcdf.read_field, []
+    read, pieces = netcdf_writer.read_field, []
 
     def some(*args):
         pieces.append(1)
@@ -54,7 +54,7 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
 
     settings = forecast_config(config, tmp_path / "f.nc", **ONE)
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf, "read_field", some)
+        patch.setattr(netcdf_writer, "read_field", some)
         with pytest.raises(UserError if full else KeyboardInterrupt):
             forecast(settings)
     there = {path.name for path in tmp_path.iterdir()}
@@ -69,7 +69,7 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
 def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatch):
     settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h")
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf, "read_field", lambda *args: 1 / 0)
+        patch.setattr(netcdf_writer, "read_field", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             forecast(settings)
     chunk = tmp_path / "f.nc.partial/temperature/c.1.0.0.0.0"
@@ -82,7 +82,7 @@ def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatc
 
 
 def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
-    put = netcdf.NetcdfFileWriter.assemble_piece
+    put = netcdf_writer.NetcdfFileWriter.assemble_piece
 
     def losing(self, piece):
         put(self, piece)
@@ -91,7 +91,7 @@ def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monke
         ]:
             chunk.unlink()
 
-    monkeypatch.setattr(netcdf.NetcdfFileWriter, "assemble_piece", losing)
+    monkeypatch.setattr(netcdf_writer.NetcdfFileWriter, "assemble_piece", losing)
     settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
     with pytest.raises(UserError, match="is missing"):
         forecast(settings)

@@ -1,7 +1,7 @@
 """Draw maps, curves and spectra.
 
 `draw_map`, `draw_rmse`, `draw_spectra` and `draw_last_lead_errors` write the PNGs of a run;
-`report` uses the panels for scorecards.
+`score_folder` uses the panels for scorecards.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from credit_dp.cli.check import check_prepared_for_launcher
+from credit_dp.cli.check_run import check_prepared_for_launcher
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.folders import (
     check_run_folder,

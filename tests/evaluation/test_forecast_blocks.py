@@ -11,15 +11,15 @@ import xarray as xr
 from zarr.storage import LocalStore
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.source import Times
 from credit_dp.data.sources.storage import CountingStore
-from credit_dp.evaluation import blocks, score
+from credit_dp.evaluation import forecast_blocks, score
 from credit_dp.evaluation.alignment import align
-from credit_dp.evaluation.blocks import Fields, TimeWindow
-from credit_dp.evaluation.climatology import StoredClimatology
+from credit_dp.evaluation.forecast_blocks import Fields, TimeWindow
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.score import SMALL_GRID_POINTS, limit_threads
 from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.stored_climatology import StoredClimatology
 from tests.data import prepared_stores, stores
 from tests.evaluation import forecasts
 
@@ -106,7 +106,7 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     path = write(predicted(), tmp_path / "forecast.zarr", {})
     request = forecasts.request(tmp_path, path)
     aligned = align(request, ForecastStore.open(request.forecast), lambda title, part: None)
-    found = list(blocks.read_blocks(aligned, None))
+    found = list(forecast_blocks.read_blocks(aligned, None))
     assert aligned.truth.chunk_reads == 3 * TIMES  # of four rows each
     assert [block.variable for block in found[:3]] == sorted(forecasts.NAMES)
     (tmp_path / "other").mkdir()
@@ -133,7 +133,7 @@ def test_little_room_changes_no_score(
         held.append(sum(field.nbytes for field in self._cache.values()))
 
     monkeypatch.setattr(TimeWindow, "load", watched)
-    monkeypatch.setattr(blocks, "MAX_BYTES", room * FIELD_BYTES)
+    monkeypatch.setattr(forecast_blocks, "MAX_BYTES", room * FIELD_BYTES)
     monkeypatch.setattr(score, "STEP_BYTES", 1)
     (tmp_path / "narrow").mkdir()
     same(scored(tmp_path / "narrow", CHUNKS["few"]), wanted)
@@ -182,10 +182,10 @@ def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
 
 def test_a_window_reads_few_times_at_once_but_whole_chunks() -> None:
     """Chunks that are read together are freed together."""
-    held, read = window(max_times=2 * blocks.READ_PARTS)
+    held, read = window(max_times=2 * forecast_blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    held, read = window(max_times=8 * blocks.READ_PARTS)
+    held, read = window(max_times=8 * forecast_blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [list(range(8)), [8, 9]]
 

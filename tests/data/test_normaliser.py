@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.scaling import Normaliser
+from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import (
     QUANTILE_SCORES,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.cli import check
+from credit_dp.cli import check_run
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.store import Store
@@ -207,7 +207,7 @@ def test_the_first_fields_and_their_units_are_looked_at(
 ) -> None:
     path = stores.write(change(data_with()), tmp_path / "s.zarr")  # type: ignore[operator]
     assert needed in refusal(monkeypatch, *run_on(path))
-    monkeypatch.setattr(check, "READ_BYTES", 0)
+    monkeypatch.setattr(check_run, "READ_BYTES", 0)
     if change is with_gap:
         assert "values  not read" in answer(monkeypatch, *run_on(path))[1]
 
@@ -317,7 +317,7 @@ def address(store: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     code, out, _ = answer(monkeypatch, *run_on(f"{address}/s.zarr"))
     assert (code, "values  read at 2000-01-01T00:00, " in out) == (0, True)
-    monkeypatch.setattr(check, "REMOTE_READ_BYTES", 0)
+    monkeypatch.setattr(check_run, "REMOTE_READ_BYTES", 0)
     out = answer(monkeypatch, *run_on(f"{address}/s.zarr"))[1]
     assert "values  not read: the fields of 2000-01-01T00:00 take" in out
     line = refusal(monkeypatch, *run_on(f"{address}/t.zarr"))
@@ -351,7 +351,7 @@ def test_an_unknown_host_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(check_run, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"http://127.0.0.1:{server.getsockname()[1]}/s.zarr"
         code, out, _ = answer(monkeypatch, *run_on(where))

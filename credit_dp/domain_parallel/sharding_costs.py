@@ -33,7 +33,7 @@ from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planning.audit import AuditError
-from credit_dp.domain_parallel.planning.plan import (
+from credit_dp.domain_parallel.planning.model_plan import (
     Shape,
     as_shapes,
     find_heights,
@@ -56,14 +56,14 @@ from credit_dp.domain_parallel.recomputation import (
     checkpointed,
     count_recomputation,
 )
+from credit_dp.domain_parallel.view.attach import attached_view, detach_view
 from credit_dp.domain_parallel.view.decisions import Decision, UnplannedError
-from credit_dp.domain_parallel.view.model import attached_view, detach_view
-from credit_dp.domain_parallel.view.report import DEFAULT_LIMIT, plan_view
 from credit_dp.domain_parallel.view.trial import (
     TrialRun,
     WholeCall,
     trial_run,
 )
+from credit_dp.domain_parallel.view.view_plan import DEFAULT_LIMIT, plan_view
 from credit_dp.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Integrates one run of the climate, as `python -m credit_dp.data.quickstart.worker`.
+"""Integrates one run of the climate, as `python -m credit_dp.data.quickstart.simulation`.
 
 The first line of stdin is the job as JSON. For each finished block, the number of its time steps
 is written to stdout. The process ends when stdin closes, so that it never outlives its parent.
@@ -30,7 +30,7 @@ from credit_dp.data.quickstart.dynamics import (
     initial_state,
     integrate_six_hourly,
 )
-from credit_dp.data.quickstart.fields import Synthesis
+from credit_dp.data.quickstart.physical_fields import Synthesis
 from credit_dp.random_streams import random_stream
 
 

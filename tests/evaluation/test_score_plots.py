@@ -25,7 +25,7 @@ from credit_dp.evaluation.held_out import (
 )
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
 from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights
-from credit_dp.evaluation.plots import (
+from credit_dp.evaluation.score_plots import (
     NO_SPECTRUM,
     channels_to_draw,
     column_edges,

@@ -18,8 +18,8 @@ from credit_dp.domain_parallel import (
     plan_report,
 )
 from credit_dp.domain_parallel.build import NAMED_RULES
-from credit_dp.domain_parallel.costs.report import PlanReport, row_layers
-from credit_dp.domain_parallel.planning import plan
+from credit_dp.domain_parallel.planning import model_plan
+from credit_dp.domain_parallel.sharding_costs import PlanReport, row_layers
 from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
@@ -183,7 +183,7 @@ def test_the_least_is_of_needs_and_not_of_messages(monkeypatch):
         return [level.excess for level in plan_report(_branches(), (2, 3, 33, 16), 3).levels]
 
     assert excess() == [1.0]
-    monkeypatch.setattr(plan, "share_exchanges", lambda *_: None)
+    monkeypatch.setattr(model_plan, "share_exchanges", lambda *_: None)
     # Rows sent for the first layer, and for kernels 3, 5 and 9: 1 forward; 1, 2 and 4 both ways.
     assert excess() == [pytest.approx((1 + 2 * 7) / (1 + 2 * 4))]
 

@@ -22,13 +22,13 @@ from credit_dp.domain_parallel import (
     shard_tensor,
     verify_domain_parallel,
 )
-from credit_dp.domain_parallel.costs.report import dry_run
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.sharding_costs import dry_run
 from credit_dp.domain_parallel.view import trial as trial_module
-from credit_dp.domain_parallel.view.model import attached_view
-from credit_dp.domain_parallel.view.report import whole_call_lines
+from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.trial import WholeCall
+from credit_dp.domain_parallel.view.view_plan import whole_call_lines
 from credit_dp.errors import UserError
 from credit_dp.training.summary import whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK

@@ -463,7 +463,7 @@ def check_description(metadata: "Metadata", config: Config, store: "Store") -> N
     """Refuse a checkpoint of other data, as far as that is known without computing statistics."""
     from credit_dp.data.climatology import Climatology
     from credit_dp.data.setup import TrainingData
-    from credit_dp.forecast.run import statistics_of
+    from credit_dp.forecast.make_forecasts import statistics_of
     from credit_dp.training.data_description import check_data, describe_data
 
     training_data = TrainingData(store, statistics_of(metadata), Climatology([], []))
@@ -475,7 +475,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
     # These import torch, which takes seconds.
     from credit_dp.costs.budget import training_memory
-    from credit_dp.domain_parallel.view.report import decision_line, whole_call_lines
+    from credit_dp.domain_parallel.view.view_plan import decision_line, whole_call_lines
 
     report = plan.report
     parallel = config.parallel

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval, format_minute
 from credit_dp.data.sources.address import reason_of, redact_secrets
-from credit_dp.data.sources.base import Times, as_slice
 from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
     chunk_length,
     in_dim_order,
     standardise_dims,
 )
+from credit_dp.data.sources.source import Times, as_slice
 from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns

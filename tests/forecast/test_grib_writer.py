@@ -7,15 +7,15 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.grib import CODES, OTHER_NAMES
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
+from credit_dp.data.sources.grib_names import CODES, OTHER_NAMES
 from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast import grib
+from credit_dp.forecast import grib_writer
 from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.format import ForecastFormat
-from credit_dp.forecast.grib import BITS_PER_VALUE, GribWriter
+from credit_dp.forecast.grib_writer import BITS_PER_VALUE, GribWriter
 from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
 from tests.forecast.runs import forecast, forecast_config
 
@@ -295,7 +295,7 @@ def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
 def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
     settings = forecast_config(config, tmp_path / "f.grib", format="grib", lead="6h")
     with monkeypatch.context() as patch:
-        patch.setattr(grib, "read_field", lambda *args: 1 / 0)
+        patch.setattr(grib_writer, "read_field", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             forecast(settings)
     assert not (tmp_path / "f.grib").exists()

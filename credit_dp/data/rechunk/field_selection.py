@@ -22,9 +22,9 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid, row_edges
 from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
-from credit_dp.data.sources.base import Fields, Source, Times, hours_of
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
+from credit_dp.data.sources.source import Fields, Source, Times, hours_of
 from credit_dp.data.units import check_units, converted_unit, is_accumulated
 from credit_dp.errors import UserError
 

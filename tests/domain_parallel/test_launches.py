@@ -20,12 +20,12 @@ from credit_dp.cli.compose import Composer
 from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import DomainParallelGroupNorm
 from credit_dp.domain_parallel.build import declared_converters, shard_model
-from credit_dp.domain_parallel.costs.report import plan_report, row_layers, tensors_of
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers import group_norm
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_leaves
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
+from credit_dp.domain_parallel.sharding_costs import plan_report, row_layers, tensors_of
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]

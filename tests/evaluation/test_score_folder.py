@@ -11,7 +11,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.maps import NO_LINES
 from credit_dp.evaluation.metric_table import METRICS
-from credit_dp.evaluation.report import score_image, scorecard_page
+from credit_dp.evaluation.score_folder import score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
 
 

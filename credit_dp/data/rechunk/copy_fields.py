@@ -23,7 +23,7 @@ import zarr
 from credit_dp.bands import rows_touched
 from credit_dp.checks import expand_home
 from credit_dp.data.cache import fingerprint, lock_output
-from credit_dp.data.rechunk.request import FieldSelection, SelectedFields
+from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
 from credit_dp.data.rechunk.target import (
     AUTO,
     CODECS,
@@ -34,7 +34,7 @@ from credit_dp.data.rechunk.target import (
     measure_codecs,
     measure_disk_bandwidth,
 )
-from credit_dp.data.sources.base import Fields
+from credit_dp.data.sources.source import Fields
 from credit_dp.data.streaming import connect_to_scheduler
 from credit_dp.errors import UserError
 from credit_dp.random_streams import random_stream

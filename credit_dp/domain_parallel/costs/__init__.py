@@ -1,1 +1,0 @@
-"""Counts messages, memory and launches of a sharded model, in one process and without data."""

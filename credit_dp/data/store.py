@@ -29,7 +29,7 @@ from credit_dp.data.limits import (
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import BlockConsumer, BlockReader, Fields, Source, Times
-from credit_dp.data.units import check_units, converted_unit
+from credit_dp.data.units import check_units, converted_unit, usual_unit
 from credit_dp.errors import UserError, counted
 
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
@@ -335,6 +335,10 @@ class Store:
         if variable in COMPUTED_FORCINGS or variable in COMPUTED_STATICS:
             return "1"
         return converted_unit(self.source, variable, self.config)
+
+    def shown_unit(self, variable: str) -> str:
+        """Return the unit for tables and files: a variable without one has its usual unit."""
+        return self.units(variable).strip() or usual_unit(variable)
 
     def description(self, variables: list[str]) -> list[object]:
         """Return what a cached result depends on, for a fingerprint.

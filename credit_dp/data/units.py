@@ -359,6 +359,17 @@ class _UnitMismatch:
     relabels: bool = False
 
 
+def find_known(name: str) -> KnownVariable | None:
+    """Return what is known of a variable, under any of its names."""
+    return KNOWN_VARIABLES.get(name) or KNOWN_VARIABLES.get(canonical_name(name))
+
+
+def usual_unit(name: str) -> str:
+    """Return the unit that a variable has in most stores, empty if the variable is unknown."""
+    known = find_known(name)
+    return "" if known is None else known.unit
+
+
 def check_units(source: Source, config: DataConfig) -> None:
     """Refuse variables whose unit or quantity is not the expected one.
 
@@ -369,7 +380,7 @@ def check_units(source: Source, config: DataConfig) -> None:
     """
     mismatches = []
     for name in (*config.prognostic, *config.diagnostic, *config.forcing, *config.static):
-        known = KNOWN_VARIABLES.get(name) or KNOWN_VARIABLES.get(canonical_name(name))
+        known = find_known(name)
         if known is None or name not in source.variables:
             continue
         convert = config.variable_config(name).convert

@@ -1,4 +1,4 @@
-"""Collectives on objects and small tensors, and errors that all ranks raise.
+"""Collectives on objects, sums over ranks, and errors that all ranks raise.
 
 A rank that raises alone leaves the others waiting in their next collective. What can fail on one
 rank only therefore goes through `run_on_all_ranks`.
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.distributed.process_groups import BACKGROUND_TAG, BACKGROUND_TIMEOUT
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import all_gather_single, message_device
 from credit_dp.errors import UserError
 
@@ -53,6 +54,19 @@ def all_gather_tensor(local: Tensor) -> Tensor:
     gathered = local.new_empty((dist.get_world_size(), *local.shape))
     all_gather_single(gathered, local)
     return gathered.cpu()
+
+
+def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
+    """Return the sum of a detached tensor over the domain and the data axis; collective."""
+    # The domain axis first, then the data axis: the same order on every rank.
+    return sum_over_data_ranks(manager.transport.all_reduce(tensor.detach()), manager)
+
+
+def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
+    """Return the sum of a tensor over the data axis, in place; collective."""
+    if manager.data_parallel_size > 1:
+        dist.all_reduce(tensor, group=manager.data_parallel_group)
+    return tensor
 
 
 def run_on_all_ranks(action: Callable[[], T]) -> T:

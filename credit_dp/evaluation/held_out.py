@@ -22,6 +22,8 @@ from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import frame_offsets, initial_times
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
+from credit_dp.data.valid_points import ValidPoints
+from credit_dp.distributed.collectives import sum_over_data_ranks
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid, coasts_of
@@ -36,13 +38,7 @@ from credit_dp.evaluation.metric_table import (
     ScoredFields,
     ScoreSums,
 )
-from credit_dp.evaluation.metrics import (
-    ValidPoints,
-    ZonalSpectra,
-    latitude_band_weights,
-    sum_over_data_ranks,
-    unit_of,
-)
+from credit_dp.evaluation.metrics import ZonalSpectra, latitude_band_weights
 from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
 
 PROBED_TIMES = 4  # initial times read before training, including the first and the last
@@ -400,7 +396,9 @@ def evaluate(
             last_forecast(rollout, held_out, times)
     return HeldOutScores(
         channels=tuple(channel.name for channel in store.channels.output_channels),
-        units=tuple(unit_of(store, channel.variable) for channel in store.channels.output_channels),
+        units=tuple(
+            store.shown_unit(channel.variable) for channel in store.channels.output_channels
+        ),
         hours=held_out.hours,
         scores={name: values.cpu().numpy() for name, values in sums.result(manager).items()},
         samples=len(held_out.initial_times),
@@ -498,7 +496,7 @@ def example_map(
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
         title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
-        unit=unit_of(store, channel.variable),
+        unit=store.shown_unit(channel.variable),
         forecast=gather_field(local[0], manager),
         truth=gather_field(local[1], manager),
         grid=MapGrid(store.latitude, store.longitude, NO_LINES if coasts is None else coasts),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
     Accumulator,
@@ -29,7 +30,6 @@ from credit_dp.evaluation.metrics import (
     EnsembleSpread,
     FairCRPS,
     RootMeanSquare,
-    ValidPoints,
 )
 from credit_dp.variable_names import canonical_name
 

@@ -7,75 +7,20 @@ in one process.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.data.grid import row_weights
-from credit_dp.data.store import Store
-from credit_dp.data.units import KNOWN_VARIABLES, KnownVariable
+from credit_dp.data.valid_points import ValidPoints
+from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.variable_names import canonical_name
-
-
-def sum_over_one_rank(sums: Tensor) -> Tensor:
-    """Return sums unchanged: one rank has all rows of the globe."""
-    return sums
-
-
-@final
-class ValidPoints:
-    """The points of this rank's rows that have values, for each channel; the same at all times.
-
-    Args:
-        valid: `(C, h, W)`, true where there are values.
-        sum_over_globe: sums a tensor over the ranks that share the globe; collective.
-    """
-
-    def __init__(
-        self, valid: Tensor, sum_over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank
-    ) -> None:
-        self.valid = valid
-        self.missing = ~valid
-        self.columns = valid.shape[-1]
-        self._sum_over_globe = sum_over_globe
-
-    @classmethod
-    def of(
-        cls,
-        valid: NDArray[np.bool_] | None,
-        like: Tensor,
-        sum_over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank,
-    ) -> "ValidPoints | None":
-        """Return the points of a store's mask, on the device of `like`; None if it has no mask."""
-        if valid is None:
-            return None
-        return cls(torch.from_numpy(valid).to(like.device), sum_over_globe)
-
-    def weight(self, rows: Tensor) -> Tensor:
-        """Return each channel's sum of `rows`, `(h,)`, over its valid points: `(C,)`, float64."""
-        return self.valid.sum(dim=-1).double() @ rows.double()
-
-    def globe_weight(self, rows: Tensor) -> Tensor:
-        """Return `weight`, summed over all rows of the globe; collective."""
-        return self._sum_over_globe(self.weight(rows))
-
-    def zero_invalid(self, values: Tensor) -> Tensor:
-        """Return `(..., C, h, W)` with 0, and no gradient, on points without values."""
-        # Not a product with the mask: NaN times 0 is NaN, in values and in gradients.
-        return values.masked_fill(self.missing, 0)
-
-    def fill_invalid(self, values: Tensor, fills: Tensor) -> Tensor:
-        """Return `(B, C, h, W)` with the channel's fill, `(C, 1, 1)`, on points without values."""
-        return torch.where(self.valid, values, fills)
-
 
 Index = tuple[int | slice, ...]  # index or slices into the leading dims of an accumulator's sums
 
@@ -145,19 +90,6 @@ def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> T
     if points is not None:
         values = points.zero_invalid(values)
     return values.double().sum(dim=-1) @ rows
-
-
-def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
-    """Return the sum of a detached tensor over the domain and the data axis; collective."""
-    # The domain axis first, then the data axis: the same order on every rank.
-    return sum_over_data_ranks(manager.transport.all_reduce(tensor.detach()), manager)
-
-
-def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
-    """Return the sum of a tensor over the data axis, in place; collective."""
-    if manager.data_parallel_size > 1:
-        dist.all_reduce(tensor, group=manager.data_parallel_group)
-    return tensor
 
 
 class MeanOfPoints(Accumulator):
@@ -628,11 +560,3 @@ class ErrorMapAccumulator:
             ErrorMap(c, self._hours, np.sqrt(self._squares[c] / self._count), total / self._count)
             for c, total in self._errors.items()
         ]
-
-
-def unit_of(store: Store, variable: str) -> str:
-    """Return the store's unit, or the variable's usual unit; "" if neither is known."""
-    known = KNOWN_VARIABLES.get(variable) or KNOWN_VARIABLES.get(
-        canonical_name(variable), KnownVariable("")
-    )
-    return store.units(variable).strip() or known.unit

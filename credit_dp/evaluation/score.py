@@ -22,6 +22,7 @@ from credit_dp.data.grid import GLOBAL, REGIONS, check_regions, row_weights
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import (
@@ -53,10 +54,8 @@ from credit_dp.evaluation.metrics import (
     AreaMean,
     ErrorMapAccumulator,
     RankHistogram,
-    ValidPoints,
     ZonalSpectra,
     latitude_band_weights,
-    unit_of,
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
 from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
@@ -457,7 +456,7 @@ class Scorer:
             hours=aligned.hours,
             channels=truth.channels.output_channels,
             units=tuple(
-                unit_of(truth, channel.variable) for channel in truth.channels.output_channels
+                truth.shown_unit(channel.variable) for channel in truth.channels.output_channels
             ),
             latitude=truth.latitude,
             longitude=truth.longitude,

@@ -22,9 +22,9 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, has_noise, keep_draws

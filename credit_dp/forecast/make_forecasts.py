@@ -36,6 +36,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, check_units
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import (
     all_gather_object,
@@ -47,7 +48,6 @@ from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints, unit_of
 from credit_dp.forecast.check import WRITERS
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
@@ -188,7 +188,7 @@ class ForecastSetup:
         files = run_on_all_ranks(lambda: open_initial_files(request))
         states = run_on_all_ranks(lambda: _state_reader(files, store, config))
         run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
-        units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
+        units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
         fields = run_on_all_ranks(
             lambda: written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
         )

@@ -52,6 +52,7 @@ from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
 from credit_dp.data.setup import TrainingData
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
@@ -61,7 +62,6 @@ from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.fields import Fields
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths

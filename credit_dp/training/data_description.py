@@ -20,7 +20,6 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
 from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import unit_of
 from credit_dp.physics.columns import hybrid_of
 from credit_dp.physics.fixers import has_budgets
 
@@ -91,7 +90,7 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
     channels = store.channels.output_channels
     return {
         "channels": [[channel.variable, channel.level] for channel in channels],
-        "units": [unit_of(store, channel.variable) for channel in channels],
+        "units": [store.shown_unit(channel.variable) for channel in channels],
         "latitude": store.latitude.tolist(),
         "longitude": store.longitude.tolist(),
         "diagnostic": len(store.channels.diagnostic),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from credit_dp.config import DiffusionConfig
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
-from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.models.blocks import set_noise
 from credit_dp.random_streams import random_seed, random_stream
 from credit_dp.training.forecast_step import ForecastStep, Model, NoiseKeys

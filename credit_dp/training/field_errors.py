@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import LossConfig
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 
 # (forecast, target), both scaled and 0 where there are no values, `(B, C, h, W)` -> `(C,)`.
 FieldError = Callable[[Tensor, Tensor], Tensor]

@@ -23,10 +23,10 @@ from credit_dp.channel_parallel import channel_slice, channels_per_rank, rows_to
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.channels import Channel, Channels, suggest_names
 from credit_dp.data.grid import row_weights
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.training.field_errors import FLOOR, FieldError, build_field_errors
 

@@ -18,9 +18,9 @@ from credit_dp.data.units import (
     is_accumulated,
     is_nonnegative,
     parse_conversion,
+    usual_unit,
 )
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import unit_of
 from credit_dp.variable_names import (
     STATIC_NAMES,
     SURFACE_NAMES,
@@ -325,5 +325,4 @@ def test_all_names_of_a_variable_share_its_units_and_signs(name):
     assert name in (*all_names_of(long), *all_names_of("geopotential"))
     assert is_accumulated(name, settings) == is_accumulated(long, settings)
     assert is_nonnegative(name, VariableConfig()) == is_nonnegative(long, VariableConfig())
-    store = SimpleNamespace(units=lambda variable: "")
-    assert unit_of(store, name) == (KNOWN_VARIABLES[long].unit if long in KNOWN_VARIABLES else "")
+    assert usual_unit(name) == (KNOWN_VARIABLES[long].unit if long in KNOWN_VARIABLES else "")

@@ -11,6 +11,7 @@ import xarray as xr
 from torch import Tensor
 
 from credit_dp.data.grid import row_weights
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
     EARTH_RADIUS,
@@ -24,7 +25,6 @@ from credit_dp.evaluation.metrics import (
     FairCRPS,
     RankHistogram,
     RootMeanSquare,
-    ValidPoints,
     ZonalSpectra,
     latitude_band_weights,
 )

@@ -12,9 +12,9 @@ from numpy.polynomial import legendre
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.field_errors import FLOOR
 from credit_dp.training.loss import build_loss, channel_weights
 from tests.ranks import on_threads

@@ -18,8 +18,8 @@ from credit_dp.config import Config, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import build_loss
 from tests.ranks import on_processes, on_threads
 from tests.training.masked_stores import sea_config

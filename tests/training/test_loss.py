@@ -14,8 +14,8 @@ from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import WeightedLoss, build_loss, channel_weights
 
 LATITUDE = np.linspace(90, -90, 13)

@@ -12,11 +12,12 @@ from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.distributed import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
-from credit_dp.evaluation.metrics import RootMeanSquare, ValidPoints
+from credit_dp.evaluation.metrics import RootMeanSquare
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import build_loss
 from credit_dp.training.run import run

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.data.valid_points import ValidPoints
 from credit_dp.training.loss import FLOOR, amplitudes, build_loss, spectrum_error
 
 WIDTHS = st.integers(1, 24)

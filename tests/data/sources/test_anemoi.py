@@ -5,7 +5,6 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.anemoi import AnemoiSource, AnemoiVariables
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.evaluation.metrics import unit_of
 from tests.data import anemoi_stores, prepared_stores, stores
 
 DATA = stores.dataset(rows=11)
@@ -185,4 +184,8 @@ def test_units_that_the_dataset_does_not_give_are_those_of_the_long_names(tmp_pa
     path = anemoi_stores.write(stores.dataset(), tmp_path / "a.zarr")
     own = {"prognostic": ["2t", "z_500"], "forcing": [], "static": ["lsm"]}
     store = Store.open(stores.config(path, **own))
-    assert [store.units("2t"), unit_of(store, "2t"), unit_of(store, "z_500")] == ["", "K", "m2 s-2"]
+    assert [store.units("2t"), store.shown_unit("2t"), store.shown_unit("z_500")] == [
+        "",
+        "K",
+        "m2 s-2",
+    ]

@@ -15,10 +15,7 @@ import numpy as np
 from credit_dp.errors import UserError, counted
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
 from credit_dp.forecast.format import ForecastFormat, describe_difference, format_from_json
-from credit_dp.forecast.grib_writer import GribWriter
 from credit_dp.forecast.netcdf_writer import (
-    NetcdfFileWriter,
-    NetcdfWriter,
     StoredArray,
     open_arrays,
     read_field,
@@ -31,14 +28,7 @@ from credit_dp.forecast.writer import (
     MissingField,
     describe_missing,
 )
-from credit_dp.forecast.zarr_writer import ZarrWriter
-
-WRITERS: Mapping[str, type[ForecastWriter]] = {
-    "zarr": ZarrWriter,
-    "netcdf": NetcdfWriter,
-    "netcdf_file": NetcdfFileWriter,
-    "grib": GribWriter,
-}
+from credit_dp.forecast.writers import WRITERS
 
 MAX_LINES = 5  # missing fields shown, and damaged ones
 Masks = dict[tuple[str, int], int]  # checksum of a variable's valid points, by name and first row

@@ -48,7 +48,6 @@ from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.errors import UserError
-from credit_dp.forecast.check import WRITERS
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
 from credit_dp.forecast.request import (
@@ -59,6 +58,7 @@ from credit_dp.forecast.request import (
     rank_jobs,
 )
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
+from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream

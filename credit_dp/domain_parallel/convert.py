@@ -43,6 +43,7 @@ from credit_dp.domain_parallel.layers.base import (
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.planning.audit import NAME_RULE
 from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
@@ -52,7 +53,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
     plan_calls,
     plan_model,
 )
-from credit_dp.domain_parallel.planning.planner import LayerCall, Planner, active_planner
+from credit_dp.domain_parallel.planning.planner import LayerCall, Planner
 from credit_dp.domain_parallel.row_tensors import row_shardings, set_row_shardings
 from credit_dp.domain_parallel.rules import (
     CONTAINERS,

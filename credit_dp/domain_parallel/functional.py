@@ -34,7 +34,7 @@ from credit_dp.domain_parallel.layers.resample import (
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.domain_parallel.planning.planner import active_planner
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.errors import UserError
 
 __all__ = ["interpolate", "mean", "pad", "roll"]

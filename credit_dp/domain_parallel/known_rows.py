@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.exchange import RowExchange, RowRange, empty_rows_like
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import empty_rows_like, fetch_rows_later
 from credit_dp.domain_parallel.transport import Transport
 
 
@@ -208,7 +209,7 @@ class KnownRows:
             self._readers.number += 1
             wait = do_nothing
         else:
-            rows, wait = exchange.start(x, transport, dim)
+            rows, wait = fetch_rows_later(x, exchange, transport, dim)
             self.add(exchange, rows)
         known = [rows.to(x.dtype) for rows in self._rows]
         return FoundRows(assembly, known, wait, is_first, self._readers)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.functional import active_context, in_backward, is_user_module
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.planning.audit import RowLayout, narrow_to_band
-from credit_dp.domain_parallel.planning.planner import RowCandidate, active_planner
+from credit_dp.domain_parallel.planning.planner import RowCandidate
 from credit_dp.errors import UserError
 
 # A module holds its `RowSharding`s in this attribute, by the tensor's name; its subclass holds the

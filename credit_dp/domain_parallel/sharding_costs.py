@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from credit_dp.domain_parallel.convert import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.exchange import row_bytes
 from credit_dp.domain_parallel.functional import attached_contexts, in_backward
+from credit_dp.domain_parallel.halo_exchange import row_bytes
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer

@@ -23,10 +23,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import (
-    RowExchange,
+from credit_dp.domain_parallel.exchange import RowExchange, rows_with_poles
+from credit_dp.domain_parallel.halo_exchange import (
+    add_to_owners,
     empty_rows_like,
-    rows_with_poles,
+    fetch_rows,
     start_fetching,
 )
 from credit_dp.domain_parallel.layers.base import Bands, StencilLayer
@@ -139,7 +140,7 @@ class SharedExchange:
         transport = layer.manager.transport
         if torch.compiler.is_dynamo_compiling():
             exchange, windows = self._compiled_plans[input_bands.height]
-            fetched = exchange.apply(x, transport, layer.dim)
+            fetched = fetch_rows(x, exchange, transport, layer.dim)
             return tuple(fetched.narrow(layer.dim, *window) for window in windows)
         # Dry runs assign the manager to one rank after the other: the rank is part of the key.
         key = input_bands, layer.manager.domain_rank
@@ -202,7 +203,7 @@ class _SharedExchangeFunction(torch.autograd.Function):
         total = empty_rows_like(row_grads[0][0], ctx.dim, ctx.exchange.length).zero_()
         for grad, window in row_grads:
             total.narrow(ctx.dim, *window).add_(grad)
-        band_grad = ctx.exchange.add_to_owners(total, ctx.transport, ctx.dim)
+        band_grad = add_to_owners(total, ctx.exchange, ctx.transport, ctx.dim)
         return band_grad, None, None, None, None
 
 

@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,14 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.effects import EffectType
 
+from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.local_messages import LocalMessages, connect_local_ranks
+from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
-
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.exchange import RowExchange
-    from credit_dp.domain_parallel.partition import RowPartition
-
 
 # Up to this size a collective of more than two ranks is one message from each to each.
 SMALL_MESSAGE_BYTES = 2**16

@@ -47,6 +47,7 @@ from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.errors import UserError
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
@@ -366,7 +367,7 @@ class ForecastRunner:
         # On this thread: ranks exchange rows here, in an order that has to be the same on all of
         # them. The writer's thread only touches files.
         physical = self._fields(self._states.denormalise(fields))
-        rows = self._exchange.apply(physical.contiguous(), self._manager.transport)[0]
+        rows = fetch_rows(physical.contiguous(), self._exchange, self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
         parts = split_by_variable(self._writer.form, values)
         write = self._writer.write

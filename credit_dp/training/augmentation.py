@@ -29,6 +29,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.errors import UserError
 from credit_dp.random_streams import random_seed, random_stream
 from credit_dp.variable_names import canonical_name
@@ -113,7 +114,7 @@ class Mirror:
 
     def __call__(self, fields: Tensor) -> Tensor:
         """Return mirrored fields, `(B, C, h, W)`, without changes of sign; collective."""
-        return self._exchange.apply(fields.contiguous(), self._transport)
+        return fetch_rows(fields.contiguous(), self._exchange, self._transport)
 
 
 @final

@@ -19,6 +19,7 @@ from credit_dp.config import LossConfig
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
@@ -123,7 +124,7 @@ class GradientError:
     def _fetch(self, band: Tensor) -> Tensor:
         if self._exchange.is_identity:  # one rank has all rows
             return band
-        return self._exchange.apply(band.contiguous(), self._transport)
+        return fetch_rows(band.contiguous(), self._exchange, self._transport)
 
 
 def associated_legendre(sine: Vector, degrees: int) -> Vector:

@@ -27,6 +27,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelConvTranspose3d,
     DomainParallelGroupNorm,
     DomainParallelInterpolate,
+    DomainParallelPad,
     DomainParallelPeriodicConv2d,
 )
 from credit_dp.models.unet import PeriodicConv2d
@@ -155,6 +156,9 @@ def _function(manager, width, dim):
     assert torch.equal(cotangent, cotangent_before)
     (expected,) = torch.autograd.grad(module, band, cotangent)
     assert torch.equal(grad, expected)
+    if width:  # it is what layers run, too
+        layer = DomainParallelPad((0, 0, width, width), "reflect", manager=manager)
+        assert layer(band).grad_fn.name() == padded.grad_fn.name()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.domain_parallel.exchange import (
-    POLE_MODES,
-    RowExchange,
-    RowRange,
-    rows_with_poles,
-    start_fetching,
-)
+from credit_dp.domain_parallel.exchange import POLE_MODES, RowExchange, RowRange, rows_with_poles
+from credit_dp.domain_parallel.halo_exchange import fetch_rows, start_fetching
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.ranks import PROCESSES, on_processes, on_threads, seeded
@@ -68,7 +63,7 @@ def _check(manager, partition, required_rows):
     rows = partition.rows(rank)
     x = globe[..., rows, :].clone().requires_grad_()
     before = vars(manager.transport.traffic).copy()
-    result = RowExchange(partition, required_rows, rank).apply(x, manager.transport)
+    result = fetch_rows(x, RowExchange(partition, required_rows, rank), manager.transport)
     assert torch.equal(result, _expected(globe, required_rows[rank]))
 
     after = vars(manager.transport.traffic).copy()
@@ -157,9 +152,8 @@ def _identity(manager):
         (RowRange(partition.bounds[r], partition.bounds[r + 1]),) for r in range(2)
     )
     x = torch.randn(1, 1, partition.sizes[manager.domain_rank], 3)
-    assert (
-        RowExchange(partition, required_rows, manager.domain_rank).apply(x, manager.transport) is x
-    )
+    exchange = RowExchange(partition, required_rows, manager.domain_rank)
+    assert fetch_rows(x, exchange, manager.transport) is x
 
 
 def test_an_identity_sends_nothing():

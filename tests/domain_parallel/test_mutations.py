@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from credit_dp.domain_parallel import exchange
+from credit_dp.domain_parallel import exchange, halo_exchange
 from credit_dp.domain_parallel.layers import base, conv, conv_bands, group_norm, norm, row_groups
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupModel
@@ -67,7 +67,7 @@ _INPUT_SPAN = conv._RowConv.input_span
 
 
 MUTANTS = [
-    (exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
+    (halo_exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
     (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
     (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
     (conv._RowConv, "input_span", _one_row_off, "output"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,8 @@ from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
-from credit_dp.domain_parallel.planning.planner import active_planner
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.errors import UserError
-
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.shared_exchange import SharedExchange
-
 
 # Entries of the largest band up to which layers do what takes least time for small bands. On CPUs,
 # a convolution that fetches its rows first and one that convolves while they travel take as long at
@@ -48,7 +44,7 @@ def entries_of_largest_band(x: Tensor, dim: int, bands: RowPartition) -> int:
     """Return the entries of the largest rank's `x`, the same on all ranks.
 
     What depends on it differs on no rank. So ranks save the same number of tensors for backward:
-    see `_RowExchangeFunction`.
+    see `_HaloExchangeFunction`.
     """
     return x.numel() // max(1, x.shape[dim]) * max(bands.sizes)
 
@@ -438,6 +434,16 @@ def pad_rows(x: Tensor, dim: int, north: int, south: int, value: float = 0.0) ->
     return F.pad(x, (*(0, 0) * (-dim - 1), north, south), value=value)
 
 
+class SharedRows(Protocol):
+    """What layers that read the same tensor ask of their `shared_exchange.SharedExchange`."""
+
+    def fetch(self, layer: StencilLayer, x: Tensor) -> Tensor | None:
+        """Return the rows that one of the readers needs; None if it has to fetch them itself."""
+
+    def prepare_height(self, height: int) -> None:
+        """Collect what compiled code needs of the plan at one height."""
+
+
 class StencilLayer(RowLayer):
     """A layer whose output row depends on an interval of input rows: a stencil.
 
@@ -446,7 +452,7 @@ class StencilLayer(RowLayer):
 
     pole_mode: str = "zeros"
     # One exchange for all layers that read the same tensor; set by the plan.
-    shared_exchange: SharedExchange | None = None
+    shared_exchange: SharedRows | None = None
 
     @property
     def planned_heights(self) -> Mapping[int, int]:

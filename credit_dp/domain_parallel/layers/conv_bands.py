@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.domain_parallel.exchange import (
-    RowExchange,
+from credit_dp.domain_parallel.exchange import RowExchange, named_in_graphs
+from credit_dp.domain_parallel.halo_exchange import (
     empty_rows_like,
+    fetch_rows,
     gradients_need_graph,
     gradients_with_graph,
     memory_format_of,
-    named_in_graphs,
     start_fetching,
     start_returning_gradients,
 )
@@ -435,7 +435,9 @@ def _gradients_with_graph(
     """Return the gradients of band, weight and bias that can be differentiated again."""
 
     def convolve(padded: Tensor, weight: Tensor) -> Tensor:
-        rows = halo.exchange.apply(halo.column_padding.unpad(padded), halo.transport, halo.dim)
+        rows = fetch_rows(
+            halo.column_padding.unpad(padded), halo.exchange, halo.transport, halo.dim
+        )
         rows = halo.column_padding.pad(rows).to(padded.dtype)
         width = settings.padding[halo.dim]
         north, south = (rows.narrow(halo.dim, first, width) for first in (0, width))

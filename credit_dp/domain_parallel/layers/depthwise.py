@@ -30,7 +30,7 @@ from credit_dp.domain_parallel.layers.conv import _PaddedConv
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.planning.planner import active_planner
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.transport import keep_order, transport_named
 from credit_dp.errors import UserError
 

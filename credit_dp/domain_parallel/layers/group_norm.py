@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import (
+from credit_dp.domain_parallel.halo_exchange import (
     gradients_need_graph,
     gradients_with_graph,
     memory_format_of,

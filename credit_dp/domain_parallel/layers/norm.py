@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import (
-    RowRange,
-    gradients_need_graph,
-    gradients_with_graph,
-)
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.halo_exchange import gradients_need_graph, gradients_with_graph
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.planning.planner import active_planner
+from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 

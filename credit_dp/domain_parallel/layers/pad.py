@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import RowRange, memory_format_of, rows_with_poles
+from credit_dp.domain_parallel.exchange import RowRange, rows_with_poles
+from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import (
     Bands,
     ConstantFillLayer,

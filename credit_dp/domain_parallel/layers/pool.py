@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import memory_format_of
+from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, StencilLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager

@@ -21,7 +21,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.exchange import RowRange, memory_format_of
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
 from credit_dp.domain_parallel.layers.pad import pad_circularly
 from credit_dp.domain_parallel.layers.pool import (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, pad_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
@@ -127,7 +128,7 @@ class DomainParallelRowGroups(RowLayer):
         groups, order, fetch_exchange, return_exchange = self.assignment(bands.input)
         transport = self.manager.transport
         dim = self.dim
-        rows = insert_zero_rows(fetch_exchange.apply(x, transport, dim), order, dim)
+        rows = insert_zero_rows(fetch_rows(x, fetch_exchange, transport, dim), order, dim)
         y = remove_zero_rows(self.treat(rows, groups, bands.input.height), order, dim)
         if not order:
             # The output for no groups is empty and may not depend on parameters and input at all.
@@ -135,7 +136,7 @@ class DomainParallelRowGroups(RowLayer):
             # gets a gradient of zeros instead of None, and backward reaches the fetch, in which the
             # other ranks wait for this one.
             y = sum((weight.sum() for weight in self.parameters()), y + rows.sum())
-        return return_exchange.apply(y, transport, dim)
+        return fetch_rows(y, return_exchange, transport, dim)
 
 
 def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from itertools import accumulate
 from math import lcm
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
+from credit_dp.domain_parallel.planned_run import planner_of_run
 from credit_dp.domain_parallel.planning.audit import (
     FACTORIES,
     NAME_RULE,
@@ -44,10 +45,6 @@ from credit_dp.domain_parallel.planning.trace import (
     tensor_leaves,
 )
 from credit_dp.errors import UserError
-
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.layers.base import RowLayer
-
 
 # Operations, besides pointwise ones, whose operands must have aligned rows.
 JOINS = {"aten.cat", "aten.stack", "aten.copy_"}
@@ -103,15 +100,6 @@ class RowProvenance:
         if ref.number < 0:  # a parameter or buffer
             return frozenset([-ref.number])
         return self._sources_by_number.get(ref.number, frozenset())
-
-
-_active: ContextVar[Planner | None] = ContextVar("active planner", default=None)
-
-
-def active_planner() -> Planner | None:
-    """Return the planner of the run in progress, if any."""
-    # Nothing is compiled while planning, and torch's compiler can't read a context variable.
-    return None if torch.compiler.is_dynamo_compiling() else _active.get()
 
 
 class LayerCall(NamedTuple):
@@ -188,13 +176,13 @@ class Planner:
             self._layouts = {}
         # Layouts are needed in the run on the globe only: they tell which layers couple rows.
         self._trace = Trace(self.model, self._record_layouts if rank is None else None, self._memo)
-        token = _active.set(self)
+        token = planner_of_run.set(self)
         try:
             with self._trace:
                 yield self._trace
             self._trace.check_changes_are_counted()
         finally:
-            _active.reset(token)
+            planner_of_run.reset(token)
 
     def _record_layouts(self, step: TraceStep) -> None:
         """Record the layouts of a step's results; the audit checks them afterwards."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -634,7 +635,7 @@ def exchange_entries(
     exchange = RowExchange(layout.partition, tuple(required), view.rank)
     local = _unfold_outer(x.local, layout, layout.partition.sizes[view.rank])
     dim = layout.dim + (layout.outer > 1)
-    moved = exchange.apply(local, view.manager.transport, dim - local.ndim)
+    moved = fetch_rows(local, exchange, view.manager.transport, dim - local.ndim)
     if moved is not local:
         note_order(x)
     if layout.outer > 1:
@@ -684,7 +685,7 @@ def with_layout(x: Any, layout: Layout, view: GlobalView) -> Tensor:
     if x.rows.dim != layout.dim:
         return move_bands(x.local, x.rows, layout, view.manager.transport)
     exchange = _folded_otherwise(x.rows, layout, view.rank)
-    return exchange.apply(x.local, view.manager.transport, layout.dim - x.ndim)
+    return fetch_rows(x.local, exchange, view.manager.transport, layout.dim - x.ndim)
 
 
 @lru_cache(1024)

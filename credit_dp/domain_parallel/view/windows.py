@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.domain_parallel.exchange import (
-    RowExchange,
-    RowRange,
-)
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import add_to_owners
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (
     Args,
@@ -171,7 +169,7 @@ def fold(func: Function, args: Args, kwargs: Kwargs) -> Any:
     height = (bands.sizes[view.rank] - 1) * windows.step + windows.extent
     local = F.fold(x.local, (height, size[1]), kernel, dilation, (0, padding[1]), stride)
     exchange = RowExchange(target, tuple(windows.required_rows(bands, size[0])), view.rank)
-    total = exchange.add_to_owners(local, view.manager.transport, -2)
+    total = add_to_owners(local, exchange, view.manager.transport, -2)
     return wrap(total, Layout(2, 1, target), view)
 
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
-from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS, HaloExchange
 from credit_dp.domain_parallel.layers import (
     DomainParallelPixelShuffle,
     DomainParallelPixelUnshuffle,

@@ -115,7 +115,7 @@ def _south_is_as_far_as_north(kernel, rows, taps):
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "found"),
     [
-        (exchange, "_unpack_add", _nothing, "input gradient"),
+        (halo_exchange, "_unpack_add", _nothing, "input gradient"),
         (conv_bands.BandEdge, "add", _nothing, "output"),
         (conv_bands.BandEdge, "halo_part", _no_halo_part, "input gradient"),
         (conv_bands.BandEdge, "add_weight_grad", _nothing, "weight"),

@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
+from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.layers import base, group_norm
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads, seeded

@@ -23,7 +23,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.build import build_training
+from credit_dp.training.build_training import build_training
 from credit_dp.training.forward_backward import ModelForwardBackward
 from credit_dp.training.loggers import CsvLog
 

@@ -57,7 +57,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     """
     # These import torch, which takes seconds: here, not at the top, so that --help does not.
     from credit_dp.costs.budget import plan_step
-    from credit_dp.training.build import check_plugins
+    from credit_dp.training.build_training import check_plugins
 
     check_plugins(config)
     check_cache(config)

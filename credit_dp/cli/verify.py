@@ -66,7 +66,7 @@ def verify_model(config: Config) -> "VerifyReport":
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
-    from credit_dp.training.build import check_planned_model
+    from credit_dp.training.model_parameters import check_planned_model
 
     grid = quickstart_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)

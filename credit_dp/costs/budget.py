@@ -48,9 +48,9 @@ from credit_dp.pipeline_parallel.stages import (
     stage_slices,
     state_bytes,
 )
-from credit_dp.training.build import check_parameter_patterns, check_planned_model
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
+from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
 from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 

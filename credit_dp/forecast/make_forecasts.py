@@ -63,12 +63,12 @@ from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
-from credit_dp.training.build import DTYPES, build_forecast_step, build_model_parts
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
 from credit_dp.training.checkpoint_shards import translate_read_errors
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
-from credit_dp.training.forecast_step import EnsembleForecast
+from credit_dp.training.forecast_step import EnsembleForecast, build_forecast_step
+from credit_dp.training.model_parts import build_model_parts
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
 KEY = "checkpoint"  # prefix of error messages
@@ -205,7 +205,7 @@ class ForecastSetup:
         # Before `device` changes: a layout may put the model's output on another device.
         first_gpu = device.index or 0
         device = model_output_device(config.parallel.layout, device, first_gpu)
-        like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
+        like = torch.zeros((), device=device, dtype=getattr(torch, config.trainer.dtype))
         return cls(
             config=config,
             manager=manager,

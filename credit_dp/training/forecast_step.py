@@ -5,6 +5,7 @@ Everything acts on the rank's band of rows: the globe is never gathered between 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -12,8 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.config import Config
+from credit_dp.data.normaliser import Normaliser
+from credit_dp.data.setup import TrainingData
+from credit_dp.data.valid_points import ValidPoints
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
-from credit_dp.physics.fixers import Fixers
+from credit_dp.physics.fixers import Fixers, fixers_of_run
 from credit_dp.random_streams import hour_key
 
 Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
@@ -194,3 +200,31 @@ class EnsembleForecast:
         for fields in self.step.rollout(state, repeated, static, begin):
             of_ranks = self.ensemble.all_gather(split_members(fields, count))
             yield of_ranks.transpose(0, 1).flatten(1, 2)
+
+
+def build_forecast_step(
+    config: Config,
+    prepared: TrainingData,
+    manager: DomainParallelManager,
+    model: Model,
+    normaliser: Normaliser,
+    points: ValidPoints | None,
+) -> ForecastStep:
+    """Return the forecast step around a model, of training and of forecasts alike.
+
+    Args:
+        normaliser: on the device of the model's output.
+        points: with values, on this rank's rows; None: all of them.
+
+    Raises:
+        UserError: see `fixers_of_run`.
+    """
+    tendency = normaliser.tendency_scale
+    fill = None if points is None else partial(points.fill_invalid, fills=normaliser.fills)
+    return ForecastStep(
+        model,
+        tendency[: prepared.store.channels.num_states],
+        config.model.residual,
+        fill,
+        fixers_of_run(config.model, prepared, manager, tendency.device),
+    )

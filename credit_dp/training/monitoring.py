@@ -19,7 +19,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
 from credit_dp.evaluation.metrics import EnsembleSpread, FairCRPS, RootMeanSquare
 from credit_dp.files import atomic_path
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.console import EtaMessage, Screen
 from credit_dp.training.run_folder import translate_write_errors
 from credit_dp.training.summary import steps_per_epoch

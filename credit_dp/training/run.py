@@ -39,7 +39,7 @@ from credit_dp.evaluation.held_out import (
 )
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
-from credit_dp.training.build import Training, build_training, check_plugins
+from credit_dp.training.build_training import Training, build_training, check_plugins
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.checkpoint_shards import translate_read_errors

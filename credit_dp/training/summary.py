@@ -22,7 +22,7 @@ from credit_dp.domain_parallel.sharding_costs import DryRun, dry_run
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.view_plan import whole_call_lines
 from credit_dp.errors import counted
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import whole_state_bytes
 from credit_dp.training.replicas import local_tensor

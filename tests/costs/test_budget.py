@@ -22,7 +22,7 @@ from credit_dp.data.channels import Channels
 from credit_dp.data.setup import expected_channels
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from tests.cli.invocation import SMALL, answer, plan
 from tests.ranks import on_processes
 from tests.training.runs import built, make_config, make_store, step_records, tiny_unet

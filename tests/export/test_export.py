@@ -31,7 +31,7 @@ from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.export.file import read_safetensors, write_safetensors
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer

@@ -10,7 +10,7 @@ from credit_dp.config import AdamWConfig, Config, DiffusionConfig, ModelConfig, 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.make_forecasts import make_forecasts
 from credit_dp.forecast.request import ForecastConfig, ForecastRequest
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint

@@ -14,7 +14,7 @@ from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.sharding_costs import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import BUILDERS, build_model
-from credit_dp.training.build import build_training
+from credit_dp.training.build_training import build_training
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes

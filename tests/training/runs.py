@@ -22,7 +22,7 @@ from credit_dp.config import (
 from credit_dp.data.loader import Batch
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.build import Training, build_training
+from credit_dp.training.build_training import Training, build_training
 from credit_dp.training.trainer import StepRecord
 from tests.data import stores
 

@@ -14,7 +14,7 @@ from credit_dp.distributed import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training import cuda_graph
 from credit_dp.training import run as training_run
-from credit_dp.training.build import build_training
+from credit_dp.training.build_training import build_training
 from credit_dp.training.cuda_graph import StepGraph
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh

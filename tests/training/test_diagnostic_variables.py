@@ -17,7 +17,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.data_description import check_data, describe_data
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import channel_weights

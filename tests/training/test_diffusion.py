@@ -22,7 +22,7 @@ from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.random_streams import random_seed
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.diffusion import (
     Denoising,
     integrate,

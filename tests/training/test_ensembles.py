@@ -18,7 +18,7 @@ from credit_dp.domain_parallel.thread_ranks import run_on_threads
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate
 from credit_dp.models.blocks import NoiseModulation
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.loss import almost_fair_crps, channel_weights, members_sent, trade_members
 from credit_dp.training.monitoring import Validation
 from credit_dp.training.summary import batch_line, members_bytes

@@ -10,8 +10,8 @@ from torch import nn
 from credit_dp.config import MuonConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.build import check_parameter_patterns, freeze
 from credit_dp.training.checkpoint import load_checkpoint
+from credit_dp.training.model_parameters import check_parameter_patterns, freeze
 from tests.training.meshes import (
     HALF_WAY,
     ONE,

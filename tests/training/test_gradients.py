@@ -13,7 +13,6 @@ from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
 from credit_dp.training import forward_backward
-from credit_dp.training.build import wrap_in_ddp
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.forward_backward import (
     ModelForwardBackward,
@@ -22,6 +21,7 @@ from credit_dp.training.forward_backward import (
     new_stage_group,
 )
 from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.model_parts import wrap_in_ddp
 from tests.ranks import RankError, on_processes
 
 SHAPES = [(3, 2), (5,), (), (2, 2, 2), (7,), (4,)]

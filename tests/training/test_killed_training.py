@@ -19,7 +19,7 @@ from credit_dp.config import Config, ParallelConfig
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.worker import run_rank
 from credit_dp.training import run
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import list_checkpoints, step_of
 from credit_dp.training.run_folder import RunFolder

@@ -16,7 +16,7 @@ from credit_dp.config import Config, MuonConfig, OwnOptimizerConfig, ParallelCon
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.non_finite import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from credit_dp.training.optim import build_optimizer

@@ -20,7 +20,7 @@ from credit_dp.config.model import UNET_UPSAMPLING
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.forecast.make_forecasts import make_forecasts
-from credit_dp.training.build import Training
+from credit_dp.training.build_training import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.checkpoint_files import METADATA_FILE
 from credit_dp.training.console import Screen

@@ -1,0 +1,369 @@
+"""Builds this rank's parts of the model, the same on every mesh: `build_model_parts`.
+
+1. Build the complete model on every rank from the same seed, and freeze parameters. If FSDP2 is to
+   shard the parameters, they stay without data for now.
+2. Convert its layers to work on this rank's band of rows (`shard_model`); with a pipeline, also cut
+   it into stages.
+3. Move it to the device, and shard its parameters with FSDP2 if the config says so. Each rank then
+   computes its shards of the initial weights.
+4. Checkpoint the activations of its blocks, enable autocast and compile.
+
+DDP and checkpointing of whole steps wrap the model only where gradients are computed
+(`ModelParts.build_forward_backward`), so that names of parameters do not depend on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from credit_dp.config import (
+    Config,
+    DiffusionConfig,
+    OwnModelConfig,
+    ParallelConfig,
+    members_per_rank,
+    microbatches_per_step,
+)
+from credit_dp.data.setup import TrainingData
+from credit_dp.data.valid_points import ValidPoints
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
+from credit_dp.domain_parallel.recomputation import checkpoint_modules
+from credit_dp.domain_parallel.view.attach import attached_view
+from credit_dp.models import build_model, cast_model
+from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
+from credit_dp.models.initial_weights import InitialWeights, build_without_weights
+from credit_dp.pipeline_parallel.module_placement import place_model
+from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
+from credit_dp.random_streams import random_seed, seed_python
+from credit_dp.training.compilation import compile_model, obstacle_to_compilation
+from credit_dp.training.diffusion import Sampler
+from credit_dp.training.forecast_step import ForecastStep, Model, NoiseKeys
+from credit_dp.training.forward_backward import (
+    ActivationCheckpointWrapper,
+    ForwardBackward,
+    ModelForwardBackward,
+    PipelineForwardBackward,
+    new_stage_group,
+    recomputed_modules,
+)
+from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.model_parameters import (
+    check_has_values,
+    check_parameter_patterns,
+    check_planned_model,
+    freeze,
+)
+from credit_dp.training.parameter_shards import (
+    fill_shards,
+    fsdp_mesh,
+    shard_parameters,
+)
+
+if TYPE_CHECKING:
+    from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
+
+
+def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
+    """Run a model, or a stage of one, under autocast, in place.
+
+    Weights, gradients and updates keep their dtype. Outputs have the dtype of `like`: the loss is
+    computed in it, and pipeline stages send it to the next stage.
+
+    Args:
+        part: the model or stage.
+        dtype: of the operations that torch's autocast runs in lower precision.
+        like: has the device of the computation, and the dtype of outputs.
+    """
+    forward = part.forward
+    device_type = like.device.type
+
+    def restore_dtype(x: Tensor) -> Tensor:
+        return x.to(like.dtype) if x.is_floating_point() else x
+
+    def forward_with_autocast(*inputs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            output = forward(*inputs)
+        return tree_map_only(Tensor, restore_dtype, output)
+
+    # Replacing `forward` rather than wrapping the module keeps the names of parameters.
+    part.forward = forward_with_autocast
+
+
+@final
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of the model that this rank holds.
+
+    Attributes:
+        parts: the pipeline stages of this rank, or the complete model without a pipeline; both
+            converted to this rank's rows.
+        pipeline: the pipeline of these stages, if there is one.
+        sampler: samples the output of a diffusion model, if it is one.
+        without_gradient: names of parameters that the output does not depend on.
+    """
+
+    parts: tuple[nn.Module, ...]
+    pipeline: Pipeline | None = None
+    sampler: Sampler | None = None
+    without_gradient: tuple[str, ...] = ()
+
+    @property
+    def network(self) -> Model:
+        """Return the complete network for use outside training; collective with a pipeline."""
+        return self.parts[0] if self.pipeline is None else self.pipeline.forward
+
+    @property
+    def forecast_model(self) -> Model:
+        """Return what forecasts: the network, or a sampler that calls it; collective likewise."""
+        return self.network if self.sampler is None else self.sampler
+
+    def draw_noise(self, keys: NoiseKeys) -> None:
+        """Draw the noise of the coming call of `forecast_model`, if it has any."""
+        if self.sampler is not None:
+            self.sampler.keys = keys
+            return
+        for part in self.parts:
+            draw_noise(part, keys)
+
+    def build_forward_backward(
+        self,
+        config: Config,
+        manager: DomainParallelManager,
+        forecast_step: ForecastStep,
+        loss: WeightedLoss,
+    ) -> ForwardBackward:
+        """Return the object that computes the gradients of a batch on this mesh."""
+        n_microbatches = microbatches_per_step(config)
+        uses_ddp = config.parallel.data_mode == "ddp"
+        if self.pipeline is not None:
+            group = new_stage_group(manager) if uses_ddp else None
+            return PipelineForwardBackward(
+                self.pipeline,
+                forecast_step,
+                loss,
+                n_microbatches,
+                manager,
+                group,
+                members_per_rank(config),
+            )
+        model = self.parts[0]
+        without_gradient = [model.get_parameter(name) for name in self.without_gradient]
+        # Inside DDP, whose forward would otherwise run once more in the backward pass.
+        if config.trainer.checkpoint_activations == "step":
+            model = ActivationCheckpointWrapper(model)
+        if uses_ddp and manager.world_size > 1:
+            model = wrap_in_ddp(model, config.parallel, without_gradient)
+        return ModelForwardBackward(
+            model,
+            forecast_step.with_model(model),
+            loss,
+            n_microbatches,
+            manager.ranks_per_sample,
+            sum_whole_gradients=config.parallel.sums_whole_gradients,
+            members=members_per_rank(config),
+            without_gradient=without_gradient,
+        )
+
+
+def build_model_parts(
+    config: Config,
+    prepared: TrainingData,
+    manager: DomainParallelManager,
+    like: Tensor,
+    first_gpu: int = 0,
+) -> ModelParts:
+    """Build the model, and its sampler if it is a diffusion model; see `build_network`."""
+    parts = build_network(config, prepared, manager, like, first_gpu)
+    if not isinstance(config.model, DiffusionConfig):
+        return parts
+    store = prepared.store
+    rows = manager.rows(store.grid[0])
+    points = ValidPoints.of(store.valid_mask(rows), like)
+    outputs = store.channels.num_outputs
+    sampler = Sampler(config.model, parts.network, parts.parts, outputs, rows, points)
+    return replace(parts, sampler=sampler)
+
+
+def build_network(
+    config: Config,
+    prepared: TrainingData,
+    manager: DomainParallelManager,
+    like: Tensor,
+    first_gpu: int = 0,
+) -> ModelParts:
+    """Build the model and return this rank's parts, with the same initial weights on every mesh.
+
+    Args:
+        config: of the run.
+        prepared: has the channels and the grid.
+        manager: this rank's position in the mesh.
+        like: has the dtype of the model, and the device of its output.
+        first_gpu: the GPU that `cuda:0` in `parallel.layout` means on this rank.
+
+    Raises:
+        UserError: the model or the mesh does not fit the grid, or the model can't be cut or placed.
+    """
+    store = prepared.store
+    parallel = config.parallel
+    mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
+    fields = store.channels.fields(config.model.frames, config.model.denoises)
+    build = partial(build_model, config.model, fields, store.grid)
+    # Every rank draws the complete model from the same seed, so that no weights are sent.
+    torch.manual_seed(config.seed)
+    seed_python(random_seed(config.seed))  # plans of models that draw by them are then alike
+    model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
+    check_has_values(model, weights)
+    check_planned_model(model, config.model, fields, store.grid)
+    # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
+    number_stochastic_depths(model)
+    check_parameter_patterns(model, config)
+    freeze(model, config.trainer.freeze)
+    batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
+    shape = (batch * members_per_rank(config), fields.inputs, *store.grid)
+    if parallel.pipeline > 1:
+        # Imported here: torch's pipeline schedules import its compiler, which takes a second.
+        from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+        model = cast_model(model, like.dtype)
+        stages = _build_stages(model, parallel, manager, shape)
+        for stage in stages:
+            _move_and_shard(stage.module, mesh, parallel, like, weights)
+            _enable_configured_autocast(stage.module, config, like)
+        pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
+        return ModelParts(pipeline.stage_modules, pipeline)
+    without_gradient: tuple[str, ...] = ()
+    if isinstance(config.model, OwnModelConfig) and mesh is None and manager.world_size > 1:
+        without_gradient = parameters_outside_graph(model, fields.inputs, store.grid)
+    blocks = recomputed_modules(model, config)  # of the complete model: conversion changes types
+    model = cast_model(model, like.dtype)
+    model = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
+    _set_loss_factor(model, manager)
+    _move_and_shard(model, mesh, parallel, like, weights)
+    model = place_model(model, parallel.layout, first_gpu)
+    if config.trainer.checkpoint_activations == "blocks":
+        checkpoint_modules(model, blocks, keep_draws)
+    _enable_configured_autocast(model, config, like)
+    if config.compile:
+        obstacle = obstacle_to_compilation(model, config)
+        if not obstacle:
+            compile_model(model, like.device)
+        elif manager.rank == 0:
+            logger.warning("compile: %s", obstacle)
+    return ModelParts((model,), without_gradient=without_gradient)
+
+
+def _build_stages(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    manager: DomainParallelManager,
+    shape: Sequence[int],
+) -> list[Stage]:
+    """Return this rank's pipeline stages, cut between the same segments on every rank."""
+    # Costs are those of the unsharded model: bands differ in size, so each rank would cut the
+    # converted model elsewhere.
+    costs = segment_costs(model, shape)
+    virtual = parallel.virtual_stages
+    cuts = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
+    converted = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
+    stages = cut_model(converted, manager, cuts, shape)
+    for stage in stages:
+        _set_loss_factor(stage.module, manager)
+    return stages
+
+
+def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
+    """Tell the view of a part, if it has one, what `ForwardBackward` multiplies the loss by."""
+    view = attached_view(part)
+    if view is not None:
+        view.loss_factor = manager.ranks_per_sample
+
+
+def _build_for_shards(
+    build: Callable[[], nn.Module], seed: int
+) -> tuple[nn.Module, InitialWeights | None]:
+    """Build a model of which a rank is going to hold shards, as far as possible without weights."""
+    try:
+        return build_without_weights(build)
+    except Exception as error:  # noqa: BLE001 - of code that is carried out again
+        torch.manual_seed(seed)
+        model = build()
+        logger.warning(
+            "parallel.data_mode: each rank builds the complete model before it keeps its shards, "
+            "as initial weights can't be computed one by one (%s)",
+            " ".join(str(error).split()),
+        )
+        return model, None
+
+
+def _move_and_shard(
+    part: nn.Module,
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig,
+    like: Tensor,
+    weights: InitialWeights | None,
+) -> None:
+    """Move a part to its device, and shard its parameters over the `mesh`, if there is one.
+
+    Parameters on the meta device get shards of these weights.
+    """
+    if mesh is None or not parallel.cpu_offload:  # offloaded parameters stay in the host's memory
+        part._apply(lambda x: x if x.is_meta else x.to(like.device))  # type: ignore[no-untyped-call]
+    if mesh is not None:
+        shard_parameters(part, mesh, parallel, like.dtype)
+    if weights is not None:
+        fill_shards(part, weights, torch.device("cpu") if parallel.cpu_offload else like.device)
+
+
+def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -> None:
+    """Enable autocast for a part if `trainer.autocast` is set."""
+    if config.trainer.autocast is not None:
+        enable_autocast(part, getattr(torch, config.trainer.autocast), like)
+
+
+def wrap_in_ddp(
+    model: nn.Module, parallel: ParallelConfig, without_gradient: Sequence[nn.Parameter] = ()
+) -> nn.Module:
+    """Wrap a model in DDP, which averages its gradients over all ranks of the run.
+
+    DDP waits for the gradient of each parameter that learns when it wraps the model: parameters
+    that never get one learn only afterwards.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    on_one_gpu = device.type == "cuda" and not parallel.layout
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers. The new name still sends buffers once, and torch
+        # 2.11 does not have it.
+        warnings.simplefilter("ignore", FutureWarning)
+        for parameter in without_gradient:
+            parameter.requires_grad_(False)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device] if on_one_gpu else None,
+            # Buffers follow from the config, so they need not be sent. Buffers of a band of rows
+            # differ between ranks: rank 0's must not replace them.
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+    # It would measure one forward pass in a hundred by events, which a CUDA graph can't hold.
+    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # type: ignore[no-untyped-call]
+    for parameter in without_gradient:
+        parameter.requires_grad_(True)
+    return wrapped
+
+
+NEVER = 2**31 - 1  # the largest number of passes that torch takes

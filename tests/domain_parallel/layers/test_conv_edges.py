@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
+from credit_dp.domain_parallel import DomainParallelConv2d, halo_exchange, shard_tensor
 from credit_dp.domain_parallel.layers import base, conv, conv_bands
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import DEVICE, PROCESSES, RankError, on_processes, on_threads

@@ -1,9 +1,19 @@
-"""The CPU cores that this process may use, and its garbage collector."""
+"""What concerns the process itself: its CPU cores, its garbage collector, its profiler's trace.
+
+No torch at module level: data commands do not import it.
+"""
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+# The regions in the trace that `trainer.profile=true` writes.
+EXCHANGE = "exchange"
+DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMISER = "optimiser"
 
 
 def usable_cores() -> int:
@@ -24,3 +34,25 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def profile_region(name: str) -> AbstractContextManager[object]:
+    """Return a context whose time the trace shows under `name`; without a profiler it is empty."""
+    from torch.autograd import profiler
+
+    # Without the test, torch.compile and tracing would record the profiler's operation.
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+
+
+def profiled_call(name: str, call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `call` and whose time the trace shows under `name`."""
+    from torch.autograd import profiler
+
+    if not profiler._is_profiler_enabled:
+        return call
+
+    def call_in_region() -> None:
+        with profile_region(name):
+            call()
+
+    return call_in_region

@@ -432,7 +432,7 @@ def format_duration(hours: float) -> str:
 
 def initialise_worker(parent: int) -> None:
     """Set up a worker process: leave Ctrl-C and a lost terminal to the parent, and end with it."""
-    from credit_dp.forkserver import die_with_parent
+    from credit_dp.distributed.forkserver import die_with_parent
 
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -95,7 +95,7 @@ def forecast(arguments: Sequence[str], program: str) -> int:
     if args.overrides[:1] == ["check"]:
         return report_completeness(args.overrides[1:], program)
     config = forecast_config(args.overrides, program)
-    from credit_dp.distributed import launch
+    from credit_dp.distributed.launch import launch
 
     return launch(config, "credit_dp.forecast.make_forecasts:run")
 

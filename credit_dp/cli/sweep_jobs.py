@@ -26,10 +26,10 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
+from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
 from credit_dp.distributed.slurm import slurm_job_id
 from credit_dp.errors import UserError, quote, traceback_message
-from credit_dp.forkserver import die_with_parent
 from credit_dp.training.run_folder import RunFolder, write_run_file
 
 RECORD_FILE = "job.json"

@@ -10,7 +10,7 @@ from credit_dp.cli.compose import check_rows
 from credit_dp.cli.output import format_table
 from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config
-from credit_dp.distributed import launch
+from credit_dp.distributed.launch import launch
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:

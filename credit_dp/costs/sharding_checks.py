@@ -19,7 +19,7 @@ from torch import Tensor
 
 from credit_dp.channel_parallel import channel_slice, channels_per_rank
 from credit_dp.config import Config, UNetConfig
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.domain_parallel import (
     DomainParallelManager,

@@ -5,7 +5,7 @@ from it, the parent waits, and the ranks' outcomes are read from files. Forking 
 has never touched CUDA lets CPU and CUDA ranks start alike.
 
 All processes end together: if one rank fails, the parent kills the others; if the parent ends, it
-kills all ranks; and if the parent itself is killed, the kernel does (see `credit_dp.forkserver`).
+kills all ranks; and if the parent itself is killed, the kernel does (see `forkserver`).
 """
 
 import contextlib
@@ -57,14 +57,14 @@ LOST_FORK_SERVER_LINE = (
 def start_fork_server(run: str) -> None:
     """Start the process that ranks are forked from; it imports torch in the background."""
     module = run.partition(":")[0]
-    preload = ["credit_dp.forkserver", "torch", module, "credit_dp.distributed.worker"]
+    preload = ["credit_dp.distributed.forkserver", "torch", module, "credit_dp.distributed.worker"]
     preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     use_locked_folder()
     # A job queue may signal all processes of a job at once. The two helper processes inherit the
     # blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes
     # while a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal
-    # would show a traceback of their first imports, before `credit_dp.forkserver` ignores it.
+    # would show a traceback of their first imports, before our `forkserver` ignores it.
     blocked = (*STOP_SIGNALS, signal.SIGINT)
     with block_signals(blocked), silence_resource_tracker():
         resource_tracker.ensure_running()  # it unblocks some in this process at the end

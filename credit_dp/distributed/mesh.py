@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import (
     gpu_index,
     mesh_text,

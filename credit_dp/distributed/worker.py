@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
+from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo, agent_serves_store
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
 from credit_dp.distributed.process_groups import (
@@ -36,7 +37,6 @@ from credit_dp.distributed.process_groups import (
 from credit_dp.distributed.report import RankOutcome, record_abort, write_outcome
 from credit_dp.distributed.signals import STOP_SIGNALS, unignored
 from credit_dp.errors import UserError
-from credit_dp.forkserver import die_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

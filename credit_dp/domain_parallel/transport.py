@@ -37,7 +37,7 @@ from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.local_messages import LocalMessages, connect_local_ranks
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
+from credit_dp.process import EXCHANGE, profile_region, profiled_call
 
 # Up to this size a collective of more than two ranks is one message from each to each.
 SMALL_MESSAGE_BYTES = 2**16

@@ -37,12 +37,12 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, check_units
 from credit_dp.data.valid_points import ValidPoints
-from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import (
     all_gather_object,
     run_on_all_ranks,
     run_on_rank_0,
 )
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager

@@ -30,7 +30,7 @@ from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentState
 from credit_dp.pipeline_parallel.stages import Stage, StateSpecs
-from credit_dp.profiling import BACKWARD, FORWARD, profile_region
+from credit_dp.process import BACKWARD, FORWARD, profile_region
 
 
 class StageAction(NamedTuple):

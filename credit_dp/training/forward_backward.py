@@ -29,7 +29,7 @@ from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import keep_draws
 from credit_dp.models.segments import SegmentedModel
-from credit_dp.profiling import BACKWARD, FORWARD, profile_region
+from credit_dp.process import BACKWARD, FORWARD, profile_region
 from credit_dp.training.forecast_step import ForecastStep, repeat_members
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.parameter_shards import is_dtensor, is_fsdp_module

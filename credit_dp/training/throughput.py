@@ -12,7 +12,7 @@ from torch import Tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_tensor
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.profiling import DATA, profile_region
+from credit_dp.process import DATA, profile_region
 
 
 @final

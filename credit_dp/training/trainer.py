@@ -14,7 +14,7 @@ from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
-from credit_dp.profiling import OPTIMISER, profile_region
+from credit_dp.process import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.cuda_graph import StepGraph

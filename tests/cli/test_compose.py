@@ -287,11 +287,10 @@ cli.{function}()
 
 
 def test_the_fork_server_first_imports_nothing_else_of_the_package() -> None:
-    code = (
-        "import sys, credit_dp.forkserver as m; print(*[n for n in sys.modules if 'credit' in n])"
-    )
+    first = "credit_dp.distributed.forkserver"
+    code = f"import sys, {first}; print(*[n for n in sys.modules if 'credit' in n])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["credit_dp", "credit_dp.forkserver"]
+    assert done.stdout.split() == ["credit_dp", "credit_dp.distributed", first]
 
 
 def test_a_users_model_is_found_in_the_working_directory(

@@ -10,7 +10,7 @@ import torch
 
 from credit_dp.cli.verify import json_safe
 from credit_dp.costs import sharding_checks
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import ThreadTransport
 from tests.cli.invocation import answer

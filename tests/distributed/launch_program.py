@@ -9,7 +9,7 @@ from pathlib import Path
 
 from credit_dp import config as credit_dp_config
 from credit_dp.cli.entry import run_command
-from credit_dp.distributed import launch
+from credit_dp.distributed.launch import launch
 
 
 def small_config(

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from credit_dp.config import Config
-from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import gather_on_rank_0, run_on_rank_0
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.mesh import build_manager
 from credit_dp.distributed.process_groups import join_background_group, new_background_group
 from credit_dp.distributed.signals import EXIT_PREEMPTED

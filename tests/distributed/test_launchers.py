@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import FileStore
 
 from credit_dp.cli.entry import launcher_rank
-from credit_dp.distributed import RankInfo
 from credit_dp.distributed.launcher import (
     Launcher,
+    RankInfo,
     expand_counts,
     find_launcher,
     first_host,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.config import ParallelConfig
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.process_groups import (
     FEW_FILES,
     OWN_FILES,

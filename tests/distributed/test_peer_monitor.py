@@ -15,7 +15,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from credit_dp.config import ParallelConfig
-from credit_dp.distributed import RankInfo, peer_monitor
+from credit_dp.distributed import peer_monitor
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.peer_monitor import (
     REPORTED,
     EndedRank,

@@ -23,13 +23,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from credit_dp.config import ParallelConfig
-from credit_dp.distributed import RankInfo, process_groups
+from credit_dp.distributed import process_groups
 from credit_dp.distributed.collectives import (
     Outcome,
     gather_on_rank_0,
     result_or_raise,
     run_on_rank_0,
 )
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,

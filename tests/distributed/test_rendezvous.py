@@ -6,7 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from credit_dp.distributed import RankInfo, worker
+from credit_dp.distributed import worker
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.worker import join_rendezvous
 from credit_dp.errors import UserError
 from tests.distributed.processes import free_port

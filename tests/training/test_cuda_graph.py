@@ -10,7 +10,7 @@ import torch
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training import cuda_graph
 from credit_dp.training import run as training_run

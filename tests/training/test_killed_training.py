@@ -16,7 +16,7 @@ import torch
 
 from credit_dp.cli.folders import lock_folder
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.worker import run_rank
 from credit_dp.training import run
 from credit_dp.training.build_training import Training

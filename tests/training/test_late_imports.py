@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from credit_dp.config import Config
-from credit_dp.distributed import RankInfo, launch
+from credit_dp.distributed.launch import launch
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.training import run as training_run
 from tests.training.runs import make_config, make_store
 

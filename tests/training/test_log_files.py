@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.worker import configure_logging, pop_early_records
 from credit_dp.training.console import notes_of
 from credit_dp.training.run_folder import log_to_file

@@ -13,7 +13,7 @@ from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.valid_points import ValidPoints
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map

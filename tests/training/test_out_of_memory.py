@@ -9,7 +9,8 @@ import torch
 
 from credit_dp.config import Config
 from credit_dp.costs.budget import training_memory
-from credit_dp.distributed import RankInfo, launch
+from credit_dp.distributed.launch import launch
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training.run import explain_out_of_memory, out_of_memory_message
 from tests import commands

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from credit_dp.config import Config
-from credit_dp.distributed import RankInfo, signals
+from credit_dp.distributed import signals
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import CheckpointSaver

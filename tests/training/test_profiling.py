@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from credit_dp import profiling
+from credit_dp import process
 from credit_dp.errors import UserError
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import StepProfiler, TrainingMonitor
@@ -69,6 +69,6 @@ def test_without_a_profiler_nothing_is_named():
     def call() -> None:
         done.append(1)
 
-    assert profiling.profiled_call("exchange", call) is call
-    with profiling.profile_region("forward"):
+    assert process.profiled_call("exchange", call) is call
+    with process.profile_region("forward"):
         assert done == []

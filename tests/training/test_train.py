@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from credit_dp.config import Config, DatesConfig, VariableConfig
 from credit_dp.data.dates import times_needed
 from credit_dp.data.store import Store
-from credit_dp.distributed import RankInfo
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation import held_out

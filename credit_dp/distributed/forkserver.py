@@ -1,10 +1,9 @@
 """Tie the process that ranks are forked from to the process that started it.
 
-multiprocessing's fork server imports this module first, before torch. It is not in `distributed/`,
-whose import takes a moment in which Ctrl-C would print a traceback. From then on the fork server
-leaves Ctrl-C to its parent, and the kernel kills it when its parent ends. Ranks call
-`die_with_parent`, too, so no process outlives the command. Only `credit_dp.distributed.local` names
-this module for the fork server.
+multiprocessing's fork server imports this module first, before torch: nothing else of the package
+may be imported here. From then on the fork server leaves Ctrl-C to its parent, and the kernel kills
+it when its parent ends. Ranks call `die_with_parent`, too, so no process outlives the command. Only
+`credit_dp.distributed.local` names this module for the fork server.
 """
 
 import ctypes

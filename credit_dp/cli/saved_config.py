@@ -17,7 +17,6 @@ from credit_dp.checks import expand_home
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import Config, DataConfig, as_dict, flatten_keys
-from credit_dp.config.model import with_legacy_defaults
 from credit_dp.errors import UserError, quote
 from credit_dp.training.run_folder import RunFolder
 
@@ -92,13 +91,7 @@ def refuse_interpolations(where: str, saved: Mapping[Any, Any]) -> None:
 
 
 def as_overrides(saved: Mapping[str, Any]) -> list[str]:
-    """Return KEY=VALUE for a whole config, choices of groups first.
-
-    Keys of the model that are newer than the run get the values that reproduce its model.
-    """
-    if "model" in saved:
-        model = with_legacy_defaults(saved["model"]["name"], saved["model"])
-        saved = {**saved, "model": model}
+    """Return KEY=VALUE for a whole config, choices of groups first."""
     texts = [f"{group}={saved[group]['name']}" for group in NAMED_GROUPS if group in saved]
     for key, value in saved.items():
         if isinstance(value, dict):

@@ -21,10 +21,6 @@ UNET_POLES = ("reflect", "zeros", "mirror", "earth")
 UNET_BLOCKS = ("residual", "global_depthwise")
 UNET_UPSAMPLING = ("transpose", "nearest", "bilinear")
 
-# By `model.name`: the values that older configs and checkpoints imply for keys they lack, where
-# these differ from today's defaults.
-LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
-
 
 @dataclass(frozen=True)
 class BudgetNeeds:
@@ -71,11 +67,6 @@ SAMPLER_KEYS = (
 )
 FIXERS = ("nonnegative", "bounds", *BUDGETS)
 FIXER_KEYS = {"fixers": list, "bounds": dict}  # keys of all models, and their types
-
-
-def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved keys, completed by keys that are newer than the file."""
-    return {**LEGACY_DEFAULTS.get(name, {}), **keys}
 
 
 @dataclass

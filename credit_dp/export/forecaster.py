@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
-from credit_dp.config.model import FIXER_KEYS, MODELS, with_legacy_defaults
+from credit_dp.config.model import FIXER_KEYS, MODELS
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
@@ -474,11 +474,9 @@ def build_model_config(where: str, metadata: ModelMetadata) -> ModelConfig:
             f"{where}: needs the model {metadata.kind!r}, but only {', '.join(known)} are known."
             f"{registration_hint(OwnModelConfig.plugin_kind)}"
         )
-    # Keys that are newer than the file get the behaviour that the model was trained with.
-    keys = with_legacy_defaults(metadata.kind, metadata.keys)
-    checks.no_interpolation(where, keys)
+    checks.no_interpolation(where, metadata.keys)
     try:
-        node = OmegaConf.merge(OmegaConf.structured(known[metadata.kind]), keys)
+        node = OmegaConf.merge(OmegaConf.structured(known[metadata.kind]), metadata.keys)
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise UserError(

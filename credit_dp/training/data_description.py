@@ -14,7 +14,7 @@ from typing import Any, final
 import numpy as np
 
 from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
-from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS, with_legacy_defaults
+from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
@@ -32,16 +32,6 @@ TOLERANCE = 1e-6
 # model.
 SCALING_TOLERANCE = 0.01
 
-# The values of keys that older checkpoints do not have.
-DEFAULT_DESCRIPTION: DataDescription = {
-    "model.frames": 1,
-    "model.residual": True,
-    "model.sigma_data": 1.0,  # models of another kind do not have it either
-    "data.diagnostic": [],
-    "data.variables": {},
-}
-
-RANGE_SUFFIXES = ("minimum", "maximum")
 QUANTILES = "quantiles"
 CLAMP_KEY = "nonnegative"  # acts on forecasts only, so a run may resume with another value
 
@@ -161,13 +151,12 @@ def check_data(saved: DataDescription, current: DataDescription, where: str = "d
             one of its keys differ; naming the first that does. `FREE_KEYS` of the model may differ,
             but not `model.fixers` and `model.bounds`.
     """
-    saved = {**DEFAULT_DESCRIPTION, **saved}
     check_model(RESUMING, saved, current)
     for key, value in current.items():
         if key.startswith(("data.", "model.")):
             RESUMING.check_equal(key, saved.get(key), value)
     for key, type_of in FIXER_KEYS.items():
-        # Absent in older checkpoints.
+        # Models of plug-ins may not have them.
         saved_value, value = (
             described.get("model", {}).get("keys", {}).get(key) or type_of()
             for described in (saved, current)
@@ -176,8 +165,7 @@ def check_data(saved: DataDescription, current: DataDescription, where: str = "d
     if "fields" in current:
         check_store(RESUMING, saved["fields"], current["fields"], where)
     for name, mask in current.get("masks", {}).items():
-        # Absent in older checkpoints.
-        if saved.get("masks", {}).get(name, mask) != mask:
+        if saved["masks"].get(name, mask) != mask:
             raise UserError(
                 f"resume: the checkpoint was trained with values of {name} on other points: "
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
@@ -185,9 +173,6 @@ def check_data(saved: DataDescription, current: DataDescription, where: str = "d
             )
     statistics = current.get("statistics", {})
     for name, values in statistics.items():
-        # Older checkpoints have no ranges.
-        if name.endswith(RANGE_SUFFIXES) and name not in saved["statistics"]:
-            continue
         # In units of the standard deviation: the mean of a wind component may be near zero.
         std = np.array(statistics[std_name_of(name)])
         if name.endswith(QUANTILES):  # in the unit of the variable, unlike the deviation
@@ -211,7 +196,7 @@ def check_model(use: Use, saved: DataDescription, current: DataDescription) -> N
     if not saved_model or not model:
         return
     use.check_equal("model", saved_model["kind"], model["kind"])
-    for key, value in with_legacy_defaults(saved_model["kind"], saved_model["keys"]).items():
+    for key, value in saved_model["keys"].items():
         if key in model["keys"] and key not in FREE_KEYS:
             use.check_equal(f"model.{key}", value, model["keys"][key])
 
@@ -268,22 +253,16 @@ def differing_coordinate(saved: DataDescription, current: DataDescription, where
     return ""
 
 
-def differing_model_keys(
-    saved: DataDescription, current: DataDescription
-) -> dict[str, tuple[Any, Any]]:
-    """Return keys of the same kind of model that differ, as (checkpoint's value, current value).
-
-    Only keys in `LEGACY_DEFAULTS` are compared. Older checkpoints do not have them, and their
-    values change the structure of the model.
-    """
-    saved_model = saved.get("model")
-    model = current.get("model")
-    if not saved_model or not model or saved_model["kind"] != model["kind"]:
+def differing_model_keys(saved: DataDescription, current: DataDescription) -> DataDescription:
+    """Return the checkpoint's values of the keys in which a model of the same kind differs."""
+    model, saved_model = current["model"], saved["model"]
+    if saved_model["kind"] != model["kind"]:
         return {}
-    legacy = with_legacy_defaults(model["kind"], {})
-    saved_keys = {**legacy, **saved_model["keys"]}
-    pairs = {f"model.{key}": (saved_keys[key], model["keys"][key]) for key in legacy}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return {
+        f"model.{key}": value
+        for key, value in saved_model["keys"].items()
+        if key not in FREE_KEYS and model["keys"].get(key, value) != value
+    }
 
 
 def differently_normalised_channels(saved: DataDescription, current: DataDescription) -> list[str]:
@@ -357,7 +336,6 @@ def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelC
         UserError: naming the first key that differs.
         LookupError, TypeError, ValueError: the description is damaged.
     """
-    saved = {**DEFAULT_DESCRIPTION, **saved}
     use = Use(f"checkpoint: {path}", "Leave {key} out.", "Change data.store or checkpoint.")
     fields = saved["fields"]
     channels = store.channels

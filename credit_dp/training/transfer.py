@@ -151,13 +151,9 @@ def load_initial_weights(
 
 def differences(saved: DataDescription, current: DataDescription) -> str:
     """Return what else differs from the checkpoint's run, for the end of the summary, or ""."""
-    keys = {
-        key: saved_value for key, (saved_value, _) in differing_model_keys(saved, current).items()
-    }
+    keys = differing_model_keys(saved, current)
     keys |= {
-        key: saved[key]
-        for key in ("data.step", "model.residual")
-        if saved.get(key, current[key]) != current[key]
+        key: saved[key] for key in ("data.step", "model.residual") if saved[key] != current[key]
     }
     texts = [f"{key}={format_value(value)}" for key, value in keys.items()]
     fields, own = saved["fields"], current["fields"]
@@ -215,14 +211,14 @@ def channel_names(data: DataDescription) -> ChannelNames:
     """
     fields = data["fields"]
     outputs = [Channel(variable, level) for variable, level in fields["channels"]]
-    states = outputs[: len(outputs) - fields.get("diagnostic", 0)]
+    states = outputs[: len(outputs) - fields["diagnostic"]]
     diagnostic = [channel.name for channel in outputs[len(states) :]]
     others = [*data["data.forcing"], *data["data.static"]]
     upper = list(dict.fromkeys(c.variable for c in states if c.level is not None))
     surface = [channel.name for channel in states if channel.level is None]
-    frames = data.get("model.frames", 1)
+    frames = data["model.frames"]
     # A deterministic model's other inputs start a diffusion model.
-    is_diffusion = data.get("model", {}).get("kind") == DiffusionConfig.name
+    is_diffusion = data["model"]["kind"] == DiffusionConfig.name
     noisy = [f"noisy {channel.name}" for channel in outputs] if is_diffusion else []
     return {
         "input": [*names_of_frames([c.name for c in states], frames), *others, *noisy],

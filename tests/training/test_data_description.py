@@ -99,14 +99,6 @@ def test_a_diffusion_model_resumes_with_its_own_scale(config):
         check_data(describe_data(data, config.model), own)
 
 
-def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(config):
-    own = describe_data(prepare_training_data(config.data), config.model)
-    before = {name: value for name, value in own.items() if not name.startswith("model.")}
-    check_data(before, own)
-    with pytest.raises(UserError, match=r"model\.frames=1"):
-        check_data(before, {**own, "model.frames": 2})
-
-
 @pytest.mark.slow
 def test_another_grid_is_refused(config, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
@@ -219,7 +211,6 @@ def test_values_on_other_points_are_refused(tmp_path):
     own = describe_data(prepare_training_data(config.data), config.model)
     assert set(own["masks"]) == {SEA, SOIL}
     check_data(own, own)
-    check_data({name: value for name, value in own.items() if name != "masks"}, own)
     zarr.open_group(config.data.store, mode="r+")[SEA][1, -1] = np.nan
     again = replace(config.data, cache=str(tmp_path / "another"))
     other = describe_data(prepare_training_data(again), config.model)

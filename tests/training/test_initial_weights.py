@@ -234,6 +234,15 @@ def test_other_statistics_are_reported(config, tmp_path):
     assert summary.endswith(words)
 
 
+def test_keys_of_the_model_that_differ_are_named(config, tmp_path):
+    save(replace(config, model=tiny_unet(upsample="transpose", dropout=0.5)), tmp_path)
+    for upsample, words in (("transpose", ""), ("bilinear", "model.upsample=transpose")):
+        training = built(replace(config, model=tiny_unet(upsample=upsample)), alone())
+        summary = load(training, replace(config, model=tiny_unet(upsample=upsample)), tmp_path)
+        assert summary.partition("; the checkpoint has ")[2] == words
+        assert ("2 newly initialised (up.0.0.bias, up.0.0.weight)" in summary) == bool(words)
+
+
 def test_what_does_not_fit_is_refused(config, tmp_path):
     save(replace(config, model=tiny_crossformer()), tmp_path)
     training = built(config, alone())

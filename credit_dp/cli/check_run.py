@@ -437,25 +437,20 @@ def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
     from credit_dp.costs.budget import model_and_shape
     from credit_dp.data.sampling import SampleSequence, sample_times
     from credit_dp.training.checkpoint import check_model_shapes, model_shapes
-    from credit_dp.training.checkpoint_files import check_shards, read_metadata
-    from credit_dp.training.checkpoint_shards import translate_read_errors
+    from credit_dp.training.checkpoint_shards import Checkpoint
     from credit_dp.training.state import model_tensors
 
-    metadata = read_metadata("resume", path)
-    check_shards("resume", path, metadata)
-    with translate_read_errors("resume", path):
-        if data.store is not None:
-            check_description(metadata, config, data.store)
-        saved = model_shapes({name: tuple(shape) for name, shape in metadata["tensors"].items()})
-        model, _ = model_and_shape(config, 1)
-        local_shapes = {
-            name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()
-        }
-        check_model_shapes(f"resume: {path}", saved, model_shapes(local_shapes))
-        lengths = (config.model.frames, config.trainer.longest_rollout)
-        count = len(sample_times(data.times, "train", *lengths))
-        sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
-        sequence.load_state_dict(metadata["sampler"])
+    checkpoint = Checkpoint.open("resume", path)
+    metadata = checkpoint.metadata
+    if data.store is not None:
+        check_description(metadata, config, data.store)
+    model, _ = model_and_shape(config, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
+    check_model_shapes(f"resume: {path}", model_shapes(checkpoint.shapes), model_shapes(shapes))
+    lengths = (config.model.frames, config.trainer.longest_rollout)
+    count = len(sample_times(data.times, "train", *lengths))
+    sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
+    sequence.load_state_dict(metadata["sampler"])
     return f"resume  after step {metadata['step']} from {path}"
 
 

@@ -186,12 +186,11 @@ def find_checkpoint_and_run(value: str) -> tuple[Path, Path]:
     return path, run_folder_of(path)
 
 
-def checkpoint_grid(path: Path) -> str | None:
-    """Return the `ROWSxCOLUMNS` that a checkpoint was trained on; None if it does not say."""
+def checkpoint_grid(path: Path) -> str:
+    """Return the `ROWSxCOLUMNS` that a checkpoint was trained on."""
     from credit_dp.training.checkpoint_files import read_metadata
 
-    grid = read_metadata("checkpoint", path)["data"].get("data.grid")
-    return grid if isinstance(grid, str) else None
+    return str(read_metadata("checkpoint", path)["data"]["data.grid"])
 
 
 def without_training_settings(config: Config) -> Config:

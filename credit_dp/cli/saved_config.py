@@ -175,15 +175,8 @@ def read_checkpoint_config(path: Path) -> dict[str, Any]:
     """
     from credit_dp.training.checkpoint_files import read_metadata
 
-    try:
-        saved = OmegaConf.to_container(
-            OmegaConf.create(str(read_metadata(CHECKPOINT_KEY, path)["config"]))
-        )
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{CHECKPOINT_KEY}: the config in {path} can't be read ({reason})."
-        ) from error
+    text = read_metadata(CHECKPOINT_KEY, path)["config"]
+    saved = OmegaConf.to_container(OmegaConf.create(str(text)))
     if not isinstance(saved, dict) or not saved.keys() >= {*NAMED_GROUPS, "trainer"}:
         raise UserError(
             f"{CHECKPOINT_KEY}: {path} does not hold the config of a run, which a forecast needs."

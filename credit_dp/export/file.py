@@ -31,18 +31,11 @@ from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
 from credit_dp.files import write_bytes_atomic
 from credit_dp.plugins import PLUGINS_VARIABLE
-from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
-from credit_dp.training.checkpoint_shards import (
-    CHECKSUMS_KEY,
-    Shards,
-    as_pairs,
-    checksums,
-    pair_names,
-)
+from credit_dp.training.checkpoint_files import locate_checkpoint
+from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Checkpoint, checksums, real_view
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
-FORMAT = "credit_dp model 1"
-OPTIONAL_FIELDS = ("diagnostic", "variables", "hybrid")  # missing in older files of this format
+FORMAT = "credit_dp model 2"
 MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
 # The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
@@ -212,15 +205,12 @@ class ModelMetadata:
         Raises:
             UserError: an entry is missing or invalid.
         """
-        if texts.get("format") != FORMAT:
-            raise UserError(f"{where}: is not a model that this program exported ({FORMAT}).")
         try:
             entries: dict[str, Any] = {
                 entry.name: (
                     texts[entry.name] if entry.type is str else json.loads(texts[entry.name])
                 )
                 for entry in fields(cls)
-                if entry.name in texts or entry.name not in OPTIONAL_FIELDS
             }
             return cls(**entries)
         except METADATA_ERRORS as error:
@@ -261,6 +251,7 @@ KEY = "checkpoint"  # prefix of error messages
 # No module or parameter has names like these.
 STATIC_TENSOR = "credit_dp.static"
 VALID_TENSOR = "credit_dp.valid"
+PAIRS_ENTRY = "complex_pairs"  # names of complex tensors, which are saved as pairs of real numbers
 METADATA_ENTRY = "its metadata"  # among the checksums; in a sentence of an error
 
 
@@ -313,17 +304,15 @@ def read_checkpoint(path: Path) -> TrainedModel:
     Raises:
         UserError: it can't be read, is damaged, or lacks metadata.
     """
-    state = read_metadata(KEY, path)
-    metadata = ModelMetadata.from_checkpoint(str(path), state)
-    shapes = {name: tuple(shape) for name, shape in state["tensors"].items()}
-    shards = Shards.open(KEY, path, state)
+    checkpoint = Checkpoint.open(KEY, path)
+    metadata = ModelMetadata.from_checkpoint(str(path), checkpoint.metadata)
     # Only what a forecast needs: the state of the optimiser is left in the files.
     tensors = {
-        name: torch.empty(shape, dtype=shards.dtypes[name])
-        for name, shape in shapes.items()
+        name: torch.empty(shape, dtype=checkpoint.dtype(name))
+        for name, shape in checkpoint.shapes.items()
         if name.startswith((MODEL_PREFIX, AVERAGE_PREFIX)) or name in (STATIC_KEY, VALID_KEY)
     }
-    shards.read(tensors)
+    checkpoint.read(tensors)
     if metadata.static and STATIC_KEY not in tensors:
         raise UserError(f"{path}: has no static fields, which the model needs.")
     static = tensors.pop(STATIC_KEY, torch.empty(0, *metadata.grid))
@@ -344,7 +333,7 @@ def read_checkpoint(path: Path) -> TrainedModel:
 
 
 def read_safetensors(path: Path) -> TrainedModel:
-    """Read a file of `write_safetensors`; files of earlier versions have no checksums.
+    """Read a file of `write_safetensors`; one without checksums is taken as it is.
 
     Raises:
         UserError: it can't be read, is damaged, or was not exported by this program.
@@ -356,16 +345,19 @@ def read_safetensors(path: Path) -> TrainedModel:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
-    try:
-        tensors |= {name: torch.view_as_complex(tensors[name]) for name in pair_names(texts)}
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
+    if texts.get("format") != FORMAT:
+        raise UserError(f"{path}: is not a model that this program exported ({FORMAT}).")
     damaged = first_damaged(texts, tensors)
     if damaged is not None:
         raise UserError(
             f"{path}: is damaged: {damaged} is not as it was written (checksum). Export the model "
             "again, or copy the file again from where it is whole."
         )
+    try:
+        pairs = json.loads(texts[PAIRS_ENTRY])
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in pairs}
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
     metadata = ModelMetadata.from_texts(str(path), texts)
     static = tensors.pop(STATIC_TENSOR, torch.empty(0, *metadata.grid))
     valid = tensors.pop(VALID_TENSOR, None)
@@ -402,9 +394,10 @@ def write_safetensors(trained: TrainedModel, path: Path) -> None:
     tensors = {**trained.weights, STATIC_TENSOR: trained.static}
     if trained.valid is not None:
         tensors[VALID_TENSOR] = trained.valid
-    stored, pairs = as_pairs(tensors)
-    texts = {**trained.metadata.to_texts(), **pairs}
-    content = save(stored, {**texts, CHECKSUMS_KEY: json.dumps(file_checksums(texts, tensors))})
+    pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]
+    tensors = {name: real_view(tensor) for name, tensor in tensors.items()}
+    texts = {**trained.metadata.to_texts(), PAIRS_ENTRY: json.dumps(pairs)}
+    content = save(tensors, {**texts, CHECKSUMS_KEY: json.dumps(file_checksums(texts, tensors))})
     write_bytes(path, content)
 
 
@@ -412,9 +405,9 @@ def file_checksums(
     texts: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> dict[str, int | list[int]]:
     """Return checksums of the metadata and, by name, of the tensors of an exported file."""
-    content = json.dumps(sorted(texts.items())).encode()
-    of_tensors = {n: checksums(n, (0,) * tensor.ndim, tensor) for n, tensor in tensors.items()}
-    return {METADATA_ENTRY: zlib.crc32(content), **of_tensors}
+    described = [(name, str(tensor.dtype), *tensor.shape) for name, tensor in tensors.items()]
+    content = json.dumps([sorted(texts.items()), sorted(described)]).encode()
+    return {METADATA_ENTRY: zlib.crc32(content), **{n: checksums(t) for n, t in tensors.items()}}
 
 
 def first_damaged(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str | None:

@@ -63,8 +63,8 @@ from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
-from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
-from credit_dp.training.checkpoint_shards import translate_read_errors
+from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata
+from credit_dp.training.checkpoint_shards import Checkpoint
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
 from credit_dp.training.forecast_step import EnsembleForecast, build_forecast_step
@@ -140,8 +140,7 @@ class ForecastSetup:
 
     Attributes:
         prepared: the store with the checkpoint's statistics.
-        path: the checkpoint's folder.
-        metadata: the checkpoint's metadata.
+        checkpoint: of the trained model.
         like: gives device and dtype of the model's output.
         first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
         states: reads the initial states from `init_file`; None: they are in the store.
@@ -150,8 +149,7 @@ class ForecastSetup:
     config: ForecastConfig
     manager: DomainParallelManager
     prepared: TrainingData
-    path: Path
-    metadata: Metadata
+    checkpoint: Checkpoint
     writer: ForecastWriter
     like: torch.Tensor
     first_gpu: int
@@ -172,20 +170,19 @@ class ForecastSetup:
         """
         request = config.request
         path = Path(request.checkpoint)
-        metadata = run_on_rank_0(lambda: read_metadata(KEY, path))
+        checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, path))
+        metadata = checkpoint.metadata
         with screen.report() as report:
             store = run_on_all_ranks(lambda: open_store(config, metadata, report))
-        with translate_read_errors(KEY, path):
-            check_fields(path, metadata["data"], store, config.model)
-            statistics = statistics_of(metadata)
-        valid = load_valid_mask(KEY, path, metadata)
+        check_fields(path, metadata["data"], store, config.model)
+        valid = load_valid_mask(checkpoint)
         if valid is not None:
             # The model knows no others: fill values at other points would be forecast as weather.
             channels = store.channels.output_channels
             masks = dict(zip(channels, valid.numpy(), strict=True))
             store = store.with_masks({c: masks[c] for c in store.filled_channels if c in masks})
         # Forecasts need no climatology.
-        prepared = TrainingData(store, statistics, Climatology([], []))
+        prepared = TrainingData(store, statistics_of(metadata), Climatology([], []))
         files = run_on_all_ranks(lambda: open_initial_files(request))
         states = run_on_all_ranks(lambda: _state_reader(files, store, config))
         run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
@@ -210,8 +207,7 @@ class ForecastSetup:
             config=config,
             manager=manager,
             prepared=prepared,
-            path=path,
-            metadata=metadata,
+            checkpoint=checkpoint,
             writer=writer,
             like=like,
             first_gpu=first_gpu,
@@ -229,7 +225,7 @@ class ForecastSetup:
         data = replace(self.config.data, batch_size=forecast_batch_size(self.config, manager))
         config = replace(self.config, data=data)
         parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
-        load_weights(KEY, self.path, self.metadata, parts.parts)
+        load_weights(self.checkpoint, parts.parts)
         for part in parts.parts:
             part.eval()  # no dropout or stochastic depth
         rows = manager.rows(store.grid[0])
@@ -390,7 +386,7 @@ def split_by_variable(form: ForecastFormat, values: Fields) -> list[Fields]:
 def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallback) -> Store:
     """Open the store of initial states, which need not contain the training dates.
 
-    Values are checked against the limits of training, if the checkpoint's metadata have them.
+    Values are checked against the limits of training.
 
     Raises:
         UserError: the store can't be opened, or lacks a variable.
@@ -400,9 +396,7 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
         # The dates of training need not be in this store.
         span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
         data = replace(data, dates=DatesConfig(span, span, span))
-    ranges = {
-        name: ValueRange(*limits) for name, limits in metadata["data"].get("ranges", {}).items()
-    }
+    ranges = {name: ValueRange(*limits) for name, limits in metadata["data"]["ranges"].items()}
     store = Store(open_source(data), data, ranges)
     check_units(store.source, data)
     store.resolve_dates()

@@ -1,8 +1,8 @@
 """Saves and loads checkpoints: written by the ranks of one mesh, readable on any other.
 
-A save takes a `Snapshot` synchronously; the snapshot is then written by `write_checkpoint`, at once
-or in a background thread (see `CheckpointSaver`). A checkpoint is complete or absent: files and
-their order are in `checkpoint_files`.
+A save finds out which of its tensors this rank writes (`TensorTable`), copies them if it writes in
+the background, and calls `write_checkpoint`, at once or in a thread. A checkpoint is complete or
+absent: files and their order are in `checkpoint_files`, what they hold is in `state`.
 
 Nearly every function here is collective. Steps that may fail on one rank alone run inside
 `run_on_all_ranks`, which raises the error of one rank on all of them: otherwise the others would
@@ -10,7 +10,8 @@ wait for it in the next collective.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ from torch import Tensor
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.distributed.collectives import (
-    all_gather_object,
     broadcast_object,
     gather_from_all_ranks,
     gather_on_rank_0,
@@ -42,22 +42,25 @@ from credit_dp.distributed.collectives import (
 from credit_dp.distributed.process_groups import join_background_group
 from credit_dp.errors import UserError
 from credit_dp.files import temporary_path
-from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint_files import (
     METADATA_FILE,
     VALIDATION_KEY,
+    Metadata,
     RetentionPolicy,
     apply_retention,
+    commit_checkpoint,
+    create_temporary_folder,
     finite_or_none,
+    list_checkpoints,
+    locate_checkpoint,
     step_folder,
 )
 from credit_dp.training.checkpoint_shards import (
+    Checkpoint,
     Shape,
-    Shards,
     TensorPart,
     local_parts,
     shard_name,
-    translate_read_errors,
     write_shard,
 )
 from credit_dp.training.data_description import check_data
@@ -70,47 +73,53 @@ __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint"]
 
 @final
 @dataclass(frozen=True)
-class WrittenTensors:
-    """Which tensors a checkpoint has, and which of them this rank writes.
-
-    A tensor that several ranks hold is written by the lowest of them, so that what is saved does
-    not depend on the mesh. Of a `DTensor` every rank writes its shard, if no lower rank has the
-    same. Ranks that write nothing copy nothing to the host's memory.
+class TensorTable:
+    """Which tensors a checkpoint has, and which ranks hold them.
 
     Attributes:
-        digests: of the names and shapes of every rank's tensors. The other attributes follow from
-            them.
         shapes: unsharded shapes of the tensors of all ranks.
-        lowest_ranks: the lowest rank that holds each tensor of this rank.
+        lowest_ranks: the lowest rank that holds each of them.
     """
 
-    digests: list[str]
     shapes: dict[str, Shape]
     lowest_ranks: dict[str, int]
 
     @classmethod
-    def agree(cls, shapes: dict[str, Shape], digests: list[str]) -> Self:
+    def gather(cls, tensors: Callable[[], dict[str, Tensor]]) -> Self:
         """Find out which ranks hold which tensors; collective.
 
         Ranks with equal digests have equal tables of shapes, so that only one of them sends its
         table, and none does if all are equal. Without a pipeline they are.
 
         Args:
-            shapes: unsharded shapes of this rank's tensors.
-            digests: of the shapes of all ranks, see `digest_of`.
+            tensors: returns this rank's tensors.
+
+        Raises:
+            UserError: on all ranks, if `tensors` raises one.
         """
+        found = run_catching(lambda: shapes_of(tensors()))
+        digests = gather_from_all_ranks(lambda: digest_of(result_or_raise(found)))
+        return cls.agree(result_or_raise(found), digests)
+
+    @classmethod
+    def agree(cls, shapes: dict[str, Shape], digests: list[str]) -> Self:
+        """Return the table of all ranks, given this rank's shapes and all ranks' digests."""
         first_ranks = [digests.index(digest) for digest in dict.fromkeys(digests)]
         all_shapes: dict[str, Shape] = {}
         lowest: dict[str, int] = {}
         for rank in first_ranks:
             table = broadcast_object(shapes, rank) if len(first_ranks) > 1 else shapes
-            for name, shape in table.items():
-                all_shapes.setdefault(name, shape)
-                lowest.setdefault(name, rank)
-        return cls(digests, all_shapes, {name: lowest[name] for name in shapes})
+            all_shapes = table | all_shapes
+            lowest = dict.fromkeys(table, rank) | lowest
+        return cls(all_shapes, lowest)
 
     def is_written_by(self, rank: int, name: str, tensor: Tensor) -> bool:
-        """Whether a rank writes what it holds of a tensor."""
+        """Whether a rank writes what it holds of a tensor.
+
+        A tensor that several ranks hold is written by the lowest of them, so that what is saved
+        does not depend on the mesh. Of a `DTensor` every rank writes its shard, if no lower rank
+        has the same.
+        """
         lowest = self.lowest_ranks[name]
         if not is_dtensor(tensor):
             return rank == lowest
@@ -131,30 +140,6 @@ def digest_of(shapes: dict[str, Shape]) -> str:
 def shapes_of(tensors: dict[str, Tensor]) -> dict[str, Shape]:
     """Return the unsharded shapes of tensors."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def gather_shapes(tensors: dict[str, Tensor]) -> dict[str, Shape]:
-    """Return the unsharded shapes of the tensors of all ranks; collective."""
-    shapes = shapes_of(tensors)
-    return WrittenTensors.agree(shapes, all_gather_object(digest_of(shapes))).shapes
-
-
-@final
-@dataclass(frozen=True)
-class Snapshot:
-    """What one rank contributes to a checkpoint: the parts of tensors that it writes, and metadata.
-
-    Attributes:
-        parts: of tensors; not copied, unless by `cpu_copy`.
-        metadata: the content of `state.json`; complete on rank 0, which writes it.
-    """
-
-    parts: list[TensorPart]
-    metadata: dict[str, Any]
-
-    def cpu_copy(self) -> "Snapshot":
-        """Return a snapshot with copies of the parts in the host's memory."""
-        return Snapshot([part.cpu_copy() for part in self.parts], self.metadata)
 
 
 INTERRUPT_TIMEOUT = 10.0  # seconds that an interrupted run waits for a checkpoint being written
@@ -182,8 +167,6 @@ class CheckpointSaver:
         self._retention = RetentionPolicy(config.keep_checkpoints, config.keep_best)
         self._saved_step = step
         self._constant_fields: dict[str, Tensor] | None = None
-        self._written: WrittenTensors | None = None
-        self._folder_is_shared = False
         self._group: dist.ProcessGroup | None = None
         self._pending_write: Future[None] | None = None
 
@@ -211,17 +194,21 @@ class CheckpointSaver:
             return
         if self._constant_fields is None:  # read once, for all checkpoints
             self._constant_fields = read_constant_fields(state)
-        snapshot = self._snapshot(state, config, error)
+        # In the group of training, whose time-out is that of a step: a rank that hangs is noticed.
+        table, rank = TensorTable.gather(state.tensors), global_rank()
+        tensors = {n: t for n, t in state.tensors().items() if table.is_written_by(rank, n, t)}
+        parts = local_parts(tensors | self._constant_fields)
         if self._in_background:
-            snapshot = snapshot.cpu_copy()
-        check_folder, self._folder_is_shared = not self._folder_is_shared, True
+            parts = [part.cpu_copy() for part in parts]
+        metadata = {
+            **state.metadata(),
+            "config": config,
+            VALIDATION_KEY: finite_or_none(error),
+            "tensors": table.shapes | shapes_of(self._constant_fields),
+        }
+        path = step_folder(self.folder, state.step)
         write = partial(
-            write_checkpoint,
-            step_folder(self.folder, state.step),
-            snapshot,
-            self._retention,
-            self._group,
-            check_folder=check_folder,
+            write_checkpoint, path, parts, deepcopy(metadata), self._retention, self._group
         )
         self._saved_step = state.step
         if self._in_background:
@@ -244,30 +231,6 @@ class CheckpointSaver:
         if self._pending_write is not None:
             wait_for([self._pending_write])  # an error of it is raised by `wait`
         return newest_checkpoint(self.folder)
-
-    def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
-        """Return what this rank writes of the present state, not copied; collective."""
-        found = run_catching(state.tensors)
-        # In the group of training, whose time-out is that of a step: a rank that hangs is noticed.
-        digests = gather_from_all_ranks(lambda: digest_of(shapes_of(result_or_raise(found))))
-        tensors = result_or_raise(found)
-        # All ranks compare the same digests, and so all or none of them agree anew. They do if the
-        # optimizer has allocated its tensors since the last save.
-        if self._written is None or self._written.digests != digests:
-            self._written = WrittenTensors.agree(shapes_of(tensors), digests)
-        written, rank = self._written, global_rank()
-        parts = local_parts(
-            {n: t for n, t in tensors.items() if written.is_written_by(rank, n, t)}
-            | (self._constant_fields or {})
-        )
-        constant_shapes = shapes_of(self._constant_fields or {})  # on rank 0, which writes metadata
-        metadata = {
-            **state.metadata(),
-            "config": config,
-            VALIDATION_KEY: finite_or_none(error),
-            "tensors": {**written.shapes, **constant_shapes},
-        }
-        return Snapshot(parts, deepcopy(metadata))
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
@@ -323,7 +286,7 @@ def find_checkpoint(resume: str | None, folder: Path) -> Path | None:
     if resume == "auto":
         path = run_on_rank_0(lambda: newest_checkpoint(folder))
     else:
-        path = run_on_rank_0(lambda: checkpoint_files.locate_checkpoint("resume", resume))
+        path = run_on_rank_0(lambda: locate_checkpoint("resume", resume))
 
     def check_seen() -> None:
         # Others than rank 0 look into the folder only where rank 0 found nothing: then, as a rule,
@@ -341,15 +304,8 @@ def find_checkpoint(resume: str | None, folder: Path) -> Path | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder, or None if there is none.
-
-    Raises:
-        UserError: beside the folder there is only a checkpoint of an earlier version, a file.
-    """
-    checkpoints = checkpoint_files.list_checkpoints(folder)
-    old_file = folder.parent / "checkpoint.pt"
-    if not checkpoints and old_file.exists():
-        return checkpoint_files.locate_checkpoint("resume", str(old_file))
+    """Return the newest checkpoint in a folder, or None if there is none."""
+    checkpoints = list_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
 
 
@@ -362,42 +318,28 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
         UserError: on all ranks, if one can't read it, or it is of another model, of other data or
             of another optimizer.
     """
-    path, metadata, shards = run_on_rank_0(lambda: open_checkpoint("resume", path))
-    current = gather_shapes(state.tensors())
-    saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
+    checkpoint = run_on_rank_0(lambda: Checkpoint.open("resume", path))
+    metadata = checkpoint.metadata
+    table = TensorTable.gather(state.tensors)
     # Everything is checked before the first tensor is read: a refused checkpoint leaves the state
     # as it is. Only damaged entries are found later, by the ranks that read them.
-    run_on_all_ranks(lambda: check_data_and_optimizer(path, metadata, state))
+    run_on_all_ranks(lambda: check_data_and_optimizer(metadata, state))
     # Shapes were gathered, so all ranks compare the same and need not agree on the outcome.
-    check_model_shapes(f"resume: {path}", model_shapes(saved), model_shapes(current))
-    tensors = run_on_all_ranks(lambda: state.allocate_tensors(saved))
-    run_on_all_ranks(lambda: shards.read(tensors))
-    with translate_read_errors("resume", path):
-        state.load_metadata(metadata, tensors[GENERATOR_KEY])
+    where = f"resume: {checkpoint.folder}"
+    check_model_shapes(where, model_shapes(checkpoint.shapes), model_shapes(table.shapes))
+    tensors = run_on_all_ranks(lambda: state.allocate_tensors(checkpoint.shapes))
+    run_on_all_ranks(lambda: checkpoint.read(tensors))
+    state.load_metadata(metadata, tensors[GENERATOR_KEY])
 
 
-def open_checkpoint(key: str, path: Path) -> tuple[Path, checkpoint_files.Metadata, Shards]:
-    """Return the path, the metadata and the shards of a checkpoint, given any path around it.
-
-    Raises:
-        UserError: there is no checkpoint, or it can't be read.
-    """
-    path = checkpoint_files.locate_checkpoint(key, str(path))
-    metadata = checkpoint_files.read_metadata(key, path)
-    return path, metadata, Shards.open(key, path, metadata)
-
-
-def check_data_and_optimizer(
-    path: Path, metadata: checkpoint_files.Metadata, state: TrainingState
-) -> None:
+def check_data_and_optimizer(metadata: Metadata, state: TrainingState) -> None:
     """Check that a checkpoint was trained on the same data with the same optimizer.
 
     Raises:
-        UserError: it was not, or its metadata are damaged.
+        UserError: it was not.
     """
-    with translate_read_errors("resume", path):
-        check_data(metadata["data"], state.data)
-    optimizer = metadata.get(OPTIMIZER_KEY, "adamw")
+    check_data(metadata["data"], state.data)
+    optimizer = metadata[OPTIMIZER_KEY]
     if optimizer != state.optimizer_name:
         raise UserError(
             f"resume: the checkpoint was trained with optimizer={optimizer}, the config has "
@@ -442,10 +384,10 @@ def read_constant_fields(state: TrainingState) -> dict[str, Tensor]:
 
 def write_checkpoint(
     path: Path,
-    snapshot: Snapshot,
+    parts: Sequence[TensorPart],
+    metadata: Metadata,
     retention: RetentionPolicy,
     group: dist.ProcessGroup | None = None,
-    check_folder: bool = True,
 ) -> None:
     """Write the checkpoint `path`, then remove checkpoints that need not be kept; collective.
 
@@ -455,82 +397,57 @@ def write_checkpoint(
 
     Args:
         path: of the checkpoint.
-        snapshot: of this rank.
+        parts: of tensors, which this rank writes.
+        metadata: the content of `state.json`; complete on rank 0, which writes it.
         retention: which checkpoints stay.
         group: what `join_background_group` returns, if a thread calls this; None: the default
             group.
-        check_folder: whether ranks that write nothing look for the folder, too.
 
     Raises:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
     temporary = temporary_path(path)
-    step = snapshot.metadata["step"]
+    write_errors = partial(translate_write_errors, temporary, metadata["step"])
+
+    def begin() -> None:
+        with write_errors():
+            create_temporary_folder(temporary)
 
     def write_part() -> dict[str, Any]:
-        if snapshot.parts or check_folder:
-            check_shared_folder(temporary)
-        if not snapshot.parts:
-            return {}
+        if not temporary.is_dir():
+            raise UserError(
+                f"{temporary.parent}: has to be on a disk that all machines share, but rank "
+                f"{global_rank()} does not see what rank 0 wrote there. Change run.dir."
+            )
         name = shard_name(global_rank())
-        with translate_checkpoint_write_errors(temporary, step):
-            return {name: write_shard(temporary / name, snapshot.parts)}
+        with write_errors():
+            return {name: write_shard(temporary / name, parts)} if parts else {}
+
+    def commit() -> None:
+        of_ranks = [result_or_raise(outcome) for outcome in outcomes]
+        shards = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
+        content = {
+            **metadata,
+            "shards": dict(sorted(shards.items())),
+            "statistics_fingerprint": fingerprint(metadata["data"].get("statistics")),
+            "versions": provenance(),
+        }
+        with write_errors():
+            commit_checkpoint(temporary, path, content)
+            apply_retention(path, retention)
 
     try:
-        run_on_rank_0(lambda: begin_checkpoint(temporary, step), group)
+        run_on_rank_0(begin, group)
         outcomes = gather_on_rank_0(write_part, group)
-
-        def commit() -> None:
-            shards = {
-                name: record
-                for outcome in outcomes
-                for name, record in result_or_raise(outcome).items()
-            }
-            statistics = snapshot.metadata["data"].get("statistics")
-            metadata = {
-                **snapshot.metadata,
-                "shards": dict(sorted(shards.items())),
-                "statistics_fingerprint": fingerprint(statistics),
-            }
-            commit_checkpoint(temporary, path, metadata, retention)
-
         run_on_rank_0(commit, group)
     except UserError:
         if global_rank() == 0:
-            checkpoint_files.remove_temporary_folder(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def begin_checkpoint(temporary: Path, step: int) -> None:
-    """Create the temporary folder of a checkpoint."""
-    with translate_checkpoint_write_errors(temporary, step):
-        checkpoint_files.create_temporary_folder(temporary)
-
-
-def check_shared_folder(temporary: Path) -> None:
-    """Check that this rank sees the folder that rank 0 has created.
-
-    Raises:
-        UserError: it does not.
-    """
-    if not temporary.is_dir():
-        raise UserError(
-            f"{temporary.parent}: has to be on a disk that all machines share, but rank "
-            f"{global_rank()} does not see what rank 0 wrote there. Change run.dir."
-        )
-
-
-def commit_checkpoint(
-    temporary: Path, path: Path, metadata: dict[str, Any], retention: RetentionPolicy
-) -> None:
-    """Write the metadata with the code's versions, name the checkpoint, and remove old ones."""
-    with translate_checkpoint_write_errors(temporary, metadata["step"]):
-        checkpoint_files.commit_checkpoint(temporary, path, {**metadata, "versions": provenance()})
-        apply_retention(path, retention)
-
-
 @contextmanager
-def translate_checkpoint_write_errors(temporary: Path, step: int) -> Iterator[None]:
+def translate_write_errors(temporary: Path, step: int) -> Iterator[None]:
     """Turn an error of the disk, or of full memory, into a `UserError` of one line."""
     try:
         yield

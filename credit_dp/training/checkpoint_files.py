@@ -26,7 +26,6 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -35,30 +34,16 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, fsync_path, rename_durably, temporary_path
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 CHECKPOINTS_FOLDER = "checkpoint"  # inside the folder of a run
 METADATA_FILE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 STEP_PATTERN = re.compile(r"step-\d{8,}")
-LEFTOVERS = ".step-*.part*"  # incomplete checkpoints; `.part` is the suffix of earlier versions
+LEFTOVERS = ".step-*.partial"  # incomplete checkpoints
 
 CHECKSUM_KEY = "checksum"  # in `state.json`, of all other entries
 
 Metadata = dict[str, Any]
-
-MAX_INT64 = 2**63 - 1  # the largest integer that a tensor can hold
-
-# Keys that `state.json` must have, and their types.
-METADATA_TYPES = {
-    "step": int,
-    "seed": int,
-    "schedule": dict,
-    "sampler": dict,
-    "data": dict,
-    "config": str,
-    "tensors": dict,
-    "shards": dict,
-}
 
 LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
 MAX_HEADER_BYTES = 100_000_000  # safetensors reads no longer header
@@ -94,10 +79,9 @@ def locate_checkpoint(key: str, value: str) -> Path:
     """
     path = checks.checkpoint_path(key, value)
     if path.is_file():
-        is_exported = path.suffix == ".safetensors"
-        kind = "exported models for credit_dp.load are" if is_exported else "old checkpoints were"
         raise UserError(
-            f"{key}: needs the folder of a checkpoint or of a run, but {path} is a file, as {kind}."
+            f"{key}: needs the folder of a checkpoint or of a run, but {path} is a file, as "
+            "exported models for credit_dp.load are."
         )
     if (path / METADATA_FILE).is_file():
         return path
@@ -139,16 +123,6 @@ def commit_checkpoint(temporary: Path, path: Path, metadata: Metadata) -> None:
     rename_durably(temporary, path)
 
 
-def remove_temporary_folder(temporary: Path) -> None:
-    """Remove a checkpoint that won't be completed."""
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def shard_names(path: Path) -> list[str]:
-    """Return the names of the safetensors files in a folder, sorted."""
-    return sorted(file.name for file in path.iterdir() if file.name.endswith(SHARD_SUFFIX))
-
-
 def metadata_checksum(content: Metadata) -> int:
     """Return the checksum (CRC-32) of the content of `state.json`, which reading does not change.
 
@@ -183,12 +157,31 @@ def read_shard_record(path: Path) -> dict[str, Any]:
     return shard_record(length + header, path.stat().st_size)
 
 
-class _DamageError(Exception):
+class _UnusableError(Exception):
     """A checkpoint can't be used; the text continues a sentence that begins with its path."""
 
+    def __init__(self, text: str, advice: str = "") -> None:
+        super().__init__(text)
+        self.advice = advice  # empty: to take an older checkpoint
 
-class _OtherVersionError(_DamageError):
-    """A checkpoint is whole, but of another format; the text is as of `_DamageError`."""
+
+def read_metadata(key: str, path: Path, shards: bool = False) -> Metadata:
+    """Read `state.json` of a checkpoint, and check that it is as it was written.
+
+    Args:
+        key: config key that error messages begin with.
+        path: of the checkpoint.
+        shards: whether to check the headers of all shards, too; one rank does it for all.
+
+    Raises:
+        UserError: the file can't be read, is damaged, or has another format; a shard is missing,
+            or with `shards` cut, damaged, or from another step, rank or run.
+    """
+    try:
+        return _read_metadata(path, shards)
+    except _UnusableError as error:
+        advice = error.advice or older_checkpoint_advice(path)
+        raise UserError(f"{key}: {path} {error}. {advice}") from error.__cause__
 
 
 def older_checkpoint_advice(path: Path) -> str:
@@ -198,118 +191,56 @@ def older_checkpoint_advice(path: Path) -> str:
     if STEP_PATTERN.fullmatch(path.name):
         older = [p for p in list_checkpoints(path.parent) if step_of(p) < step_of(path)]
     for candidate in reversed(older):
-        with contextlib.suppress(_DamageError):
-            _check_shards(candidate, _read_metadata(candidate))
+        with contextlib.suppress(_UnusableError):
+            _read_metadata(candidate, shards=True)
             return f"Use {candidate}, the checkpoint before it."
     return "There is no older one beside it: restore it from a copy, or use another."
 
 
-def read_metadata(key: str, path: Path) -> Metadata:
-    """Read `state.json` of a checkpoint, and check that all of its shards are present.
-
-    Raises:
-        UserError: the file can't be read, is damaged, has another format, or shards are missing.
-    """
-    try:
-        return _read_metadata(path)
-    except _OtherVersionError as other:
-        raise UserError(
-            f"{key}: {path} {other}. Use that version, which `code.diff` in the run's folder "
-            "names, or start a new run."
-        ) from None
-    except _DamageError as damage:
-        raise UserError(
-            f"{key}: {path} {damage}. {older_checkpoint_advice(path)}"
-        ) from damage.__cause__
-
-
-def check_shards(key: str, path: Path, metadata: Mapping[str, Any]) -> None:
-    """Check that the shards of a checkpoint are those that were written with its `state.json`.
-
-    Opens each shard: one rank does it for all.
-
-    Raises:
-        UserError: one is cut, damaged, or comes from another step, rank or run.
-    """
-    try:
-        _check_shards(path, metadata)
-    except _DamageError as damage:
-        raise UserError(
-            f"{key}: {path} {damage}. {older_checkpoint_advice(path)}"
-        ) from damage.__cause__
-
-
-def _read_metadata(path: Path) -> Metadata:
+def _read_metadata(path: Path, shards: bool) -> Metadata:
     try:
         metadata = json.loads((path / METADATA_FILE).read_text())
-        shards = shard_names(path)
+        names = {file.name for file in path.iterdir() if file.name.endswith(SHARD_SUFFIX)}
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise _DamageError(f"is not a readable checkpoint ({reason})") from error
+        raise _UnusableError(f"is not a readable checkpoint ({reason})") from error
     version = metadata.get("format") if isinstance(metadata, dict) else None
-    if type(version) is int and version != FORMAT_VERSION:
-        raise _OtherVersionError(
+    if type(version) is not int:
+        raise _UnusableError(f"is not a checkpoint of this version (format {FORMAT_VERSION})")
+    if version != FORMAT_VERSION:
+        raise _UnusableError(
             f"was written by another version of this package (format {version}, this one has "
-            f"format {FORMAT_VERSION})"
+            f"format {FORMAT_VERSION})",
+            "Use that version, which `code.diff` in the run's folder names, or start a new run.",
         )
-    if not is_valid_metadata(metadata):
-        raise _DamageError(f"is not a checkpoint of this version (format {FORMAT_VERSION})")
-    checksum = metadata.pop(CHECKSUM_KEY, None)
-    if checksum is not None and checksum != metadata_checksum(metadata):
-        raise _DamageError(f"is damaged: {METADATA_FILE} is not as it was written (checksum)")
-    unexpected = sorted({*shards} ^ {*metadata["shards"]})
+    if metadata.pop(CHECKSUM_KEY, None) != metadata_checksum(metadata):
+        raise _UnusableError(f"is damaged: {METADATA_FILE} is not as it was written (checksum)")
+    unexpected = sorted(names ^ {*metadata["shards"]})
     if unexpected:
-        raise _DamageError(
+        raise _UnusableError(
             f"is not a readable checkpoint ({unexpected[0]} is missing or does not belong to it)"
         )
+    for name, written in metadata["shards"].items() if shards else ():
+        _check_shard(path / name, written)
     return dict(metadata)
 
 
-def _check_shards(path: Path, metadata: Mapping[str, Any]) -> None:
-    for name, written in metadata["shards"].items():
-        try:
-            found = read_shard_record(path / name)
-        except OSError as error:
-            raise _DamageError(
-                f"is not a readable checkpoint ({name}: {error.strerror})"
-            ) from error
-        if found["bytes"] != written["bytes"]:
-            raise _DamageError(
-                f"is damaged: {name} has {found['bytes']} bytes, not the {written['bytes']} that "
-                f"were written with its {METADATA_FILE}; it was cut, or is of another step, rank "
-                "or run"
-            )
-        if found != written:
-            raise _DamageError(
-                f"is damaged: {name} is not the file that was written with its {METADATA_FILE}, "
-                "but one of another step, rank or run, or changed"
-            )
-
-
-def is_valid_metadata(metadata: Any) -> bool:
-    """Whether the content of `state.json` has this format and all `METADATA_TYPES`."""
-    return (
-        isinstance(metadata, dict)
-        and metadata.get("format") == FORMAT_VERSION
-        and all(type(metadata.get(name)) is kind for name, kind in METADATA_TYPES.items())
-        and all(0 <= metadata[name] <= MAX_INT64 for name in ("step", "seed"))
-        and all(map(is_shard_record, metadata["shards"].values()))
-        and all(map(is_shape, metadata["tensors"].values()))
-    )
-
-
-def is_shape(value: object) -> bool:
-    """Whether a value is a list of sizes."""
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def is_shard_record(value: object) -> bool:
-    """Whether a value has the form of `shard_record`."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("bytes")) is int
-        and type(value.get("header")) is str
-    )
+def _check_shard(path: Path, written: dict[str, Any]) -> None:
+    try:
+        found = read_shard_record(path)
+    except OSError as error:
+        reason = f"{path.name}: {error.strerror}"
+        raise _UnusableError(f"is not a readable checkpoint ({reason})") from error
+    if found["bytes"] != written["bytes"]:
+        raise _UnusableError(
+            f"is damaged: {path.name} has {found['bytes']} bytes, not the {written['bytes']} that "
+            f"were written with its {METADATA_FILE}; it was cut, or is of another step, rank or run"
+        )
+    if found != written:
+        raise _UnusableError(
+            f"is damaged: {path.name} is not the file that was written with its {METADATA_FILE}, "
+            "but one of another step, rank or run, or changed"
+        )
 
 
 def run_folder_of(path: Path) -> Path:
@@ -359,15 +290,9 @@ def best_checkpoint(paths: list[Path]) -> Path | None:
 def validation_error_of(path: Path) -> float | None:
     """Read the validation error of a checkpoint; None if it has none, or is not readable."""
     try:
-        metadata = json.loads((path / METADATA_FILE).read_text())
-    except (OSError, ValueError, RecursionError):
+        return finite_or_none(_read_metadata(path, shards=False)[VALIDATION_KEY])
+    except _UnusableError:
         return None
-    if not isinstance(metadata, dict):
-        return None
-    checksum = metadata.pop(CHECKSUM_KEY, None)
-    if checksum is not None and checksum != metadata_checksum(metadata):
-        return None
-    return finite_or_none(metadata.get(VALIDATION_KEY))
 
 
 def finite_or_none(value: Any) -> float | None:

@@ -42,7 +42,6 @@ from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build_training import Training, build_training, check_plugins
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
-from credit_dp.training.checkpoint_shards import translate_read_errors
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.loggers import Tracker, open_tracker
 from credit_dp.training.monitoring import TrainingMonitor, Validation
@@ -190,9 +189,8 @@ def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
             given with a limit.
     """
     numbers = read_metadata("resume", path)
-    with translate_read_errors("resume", path):
-        saved: Any = OmegaConf.to_container(OmegaConf.create(numbers["config"]))
-        dates = {split: list(saved["data"]["dates"][split]) for split in SPLITS}
+    saved: Any = OmegaConf.to_container(OmegaConf.create(numbers["config"]))
+    dates = {split: list(saved["data"]["dates"][split]) for split in SPLITS}
     fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
     for split in fixed:
         if given.limit is None:

@@ -38,7 +38,7 @@ VALID_KEY = "valid"
 # Keys of the metadata.
 AVERAGE_UPDATES_KEY = "averaged"  # number of updates of the averages
 HISTORY_KEY = "gradients"
-OPTIMIZER_KEY = "optimizer"  # its name; checkpoints without this key are of adamw
+OPTIMIZER_KEY = "optimizer"  # its name
 
 NORM_WINDOW = 100  # number of accepted gradient norms that a new one is compared with
 
@@ -241,8 +241,7 @@ class TrainingState:
         torch.set_rng_state(generator)
         self.seed = metadata["seed"]
         self.step = metadata["step"]
-        if HISTORY_KEY in metadata:  # absent from checkpoints of earlier versions
-            self.history.load_state_dict(metadata[HISTORY_KEY])
+        self.history.load_state_dict(metadata[HISTORY_KEY])
         if self.average is not None:
             saved = metadata["tensors"]
             new = [n for n in self.average.averages if AVERAGE_PREFIX + n not in saved]

@@ -31,15 +31,9 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.initial_weights import build_on_meta
-from credit_dp.training import checkpoint_files
-from credit_dp.training.checkpoint import (
-    check_model_shapes,
-    gather_shapes,
-    model_shapes,
-    open_checkpoint,
-)
-from credit_dp.training.checkpoint_files import Metadata
-from credit_dp.training.checkpoint_shards import Shape, Shards, translate_read_errors
+from credit_dp.training.checkpoint import TensorTable, check_model_shapes, model_shapes
+from credit_dp.training.checkpoint_files import locate_checkpoint
+from credit_dp.training.checkpoint_shards import Checkpoint, Shape
 from credit_dp.training.data_description import (
     DataDescription,
     differently_normalised_channels,
@@ -122,12 +116,11 @@ def load_initial_weights(
     Raises:
         UserError: on all ranks, if the checkpoint can't be read or has no weight of this model.
     """
-    folder, metadata, shards = run_on_rank_0(lambda: open_checkpoint(KEY, resolve_checkpoint(path)))
-    saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
-    with translate_read_errors(KEY, folder):
-        source_names = channel_names(metadata["data"])
-        rescaled = differently_normalised_channels(metadata["data"], state.data)
-        differing = differences(metadata["data"], state.data)
+    checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, resolve_checkpoint(path)))
+    saved, data = checkpoint.shapes, checkpoint.metadata["data"]
+    source_names = channel_names(data)
+    rescaled = differently_normalised_channels(data, state.data)
+    differing = differences(data, state.data)
     names = channel_names(state.data)
     dims = run_on_all_ranks(lambda: changed_dims(names, source_names, model, prepared))
     tensors = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
@@ -142,11 +135,11 @@ def load_initial_weights(
     all_matches = {
         name: match for of_rank in all_gather_object(matches) for name, match in of_rank.items()
     }
-    check_any_match(folder, all_matches)
-    copy_matches(shards, tensors, matches, saved)
+    check_any_match(checkpoint.folder, all_matches)
+    copy_matches(checkpoint, tensors, matches)
     if state.average is not None:
         state.average.reset_to_parameters(state.average.averages)
-    return f"{KEY}: {match_summary(folder, all_matches, saved, rescaled)}{differing}"
+    return f"{KEY}: {match_summary(checkpoint.folder, all_matches, saved, rescaled)}{differing}"
 
 
 def differences(saved: DataDescription, current: DataDescription) -> str:
@@ -174,7 +167,7 @@ def resolve_checkpoint(path: str) -> Path:
             f"{KEY}: needs the path of a checkpoint or of a run, but {path} does not exist. "
             f"Change {KEY}."
         )
-    return checkpoint_files.locate_checkpoint(KEY, path)
+    return locate_checkpoint(KEY, path)
 
 
 def changed_dims(
@@ -387,13 +380,11 @@ def count_and_names(names: list[str], label: str) -> str:
 
 
 def copy_matches(
-    shards: Shards,
-    tensors: dict[str, Tensor],
-    matches: dict[str, TensorMatch],
-    saved: dict[str, Shape],
+    checkpoint: Checkpoint, tensors: dict[str, Tensor], matches: dict[str, TensorMatch]
 ) -> None:
     """Fill tensors with the entries that a checkpoint has; collective."""
     matches = {name: match for name, match in matches.items() if match.source}
+    saved = checkpoint.shapes
     # A tensor that matches partly is read unsharded on every rank: the shard that this rank would
     # read may have the entries of other channels.
     buffers = {
@@ -402,7 +393,7 @@ def copy_matches(
         else tensors[name]
         for name, match in matches.items()
     }
-    run_on_all_ranks(lambda: shards.read(buffers))
+    run_on_all_ranks(lambda: checkpoint.read(buffers))
     for name, match in matches.items():
         if match.note:
             copy_entries(tensors[name], buffers[match.source], match)
@@ -447,44 +438,39 @@ def local_part_of(target: Tensor, unsharded: Tensor) -> Tensor:
 ADVICE = "Leave the model group out, which comes with the checkpoint, or change checkpoint."
 
 
-def load_valid_mask(key: str, path: Path, metadata: Metadata) -> Tensor | None:
+def load_valid_mask(checkpoint: Checkpoint) -> Tensor | None:
     """Load where the output fields had values in training; None if everywhere.
 
-    Collective: all ranks of the run call it. Arguments and errors are those of `load_weights`.
+    Collective: all ranks of the run call it.
 
     Shapes:
         `(outputs, H, W)`, of the globe.
     """
-    if VALID_KEY not in metadata["tensors"]:
+    if VALID_KEY not in checkpoint.shapes:
         return None
-    valid = torch.zeros(tuple(metadata["tensors"][VALID_KEY]), dtype=torch.uint8)
-    shards = run_on_rank_0(lambda: Shards.open(key, path, metadata))
-    run_on_all_ranks(lambda: shards.read({VALID_KEY: valid}))
+    valid = torch.zeros(checkpoint.shapes[VALID_KEY], dtype=torch.uint8)
+    run_on_all_ranks(lambda: checkpoint.read({VALID_KEY: valid}))
     return valid.bool()
 
 
-def load_weights(key: str, path: Path, metadata: Metadata, parts: tuple[nn.Module, ...]) -> None:
+def load_weights(checkpoint: Checkpoint, parts: tuple[nn.Module, ...]) -> None:
     """Load the weights of a checkpoint into this rank's parts of a model; averages, if there are.
 
     Collective: all ranks of the run call it.
 
     Args:
-        key: config key that error messages begin with.
-        path: of the checkpoint.
-        metadata: the content of its `state.json`.
+        checkpoint: opened on rank 0.
         parts: see `TrainingState`.
 
     Raises:
         UserError: on all ranks, if the weights are of another model, or can't be read.
     """
-    saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
     model = model_tensors(parts)
-    check_model_shapes(
-        f"{key}: {path}", model_shapes(saved), model_shapes(gather_shapes(model)), ADVICE
-    )
-    shards = run_on_rank_0(lambda: Shards.open(key, path, metadata))
+    shapes = TensorTable.gather(lambda: model).shapes
+    where = f"{checkpoint.key}: {checkpoint.folder}"
+    check_model_shapes(where, model_shapes(checkpoint.shapes), model_shapes(shapes), ADVICE)
     tensors = {}
     for name, tensor in model.items():
         average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
-        tensors[average if average in saved else name] = tensor
-    run_on_all_ranks(lambda: shards.read(tensors))
+        tensors[average if average in checkpoint.shapes else name] = tensor
+    run_on_all_ranks(lambda: checkpoint.read(tensors))

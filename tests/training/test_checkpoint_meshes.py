@@ -19,7 +19,7 @@ from credit_dp.errors import UserError
 from credit_dp.training import checkpoint
 from credit_dp.training.checkpoint import (
     CheckpointSaver,
-    WrittenTensors,
+    TensorTable,
     digest_of,
     find_checkpoint,
     load_checkpoint,
@@ -156,7 +156,7 @@ def test_a_thousand_ranks_agree_on_digests_and_one_table_for_each_stage(monkeypa
         return tables[rank]
 
     monkeypatch.setattr("credit_dp.training.checkpoint.broadcast_object", broadcast)
-    of_rank = {rank: WrittenTensors.agree(tables[rank], digests) for rank in (0, 1, 512, 1023)}
+    of_rank = {rank: TensorTable.agree(tables[rank], digests) for rank in (0, 1, 512, 1023)}
     assert sent == [0, 512] * 4
     assert all(w.shapes == stages[0] | stages[1] | {"shared": (2,)} for w in of_rank.values())
     tensor = torch.zeros(2)
@@ -165,7 +165,7 @@ def test_a_thousand_ranks_agree_on_digests_and_one_table_for_each_stage(monkeypa
         assert written.is_written_by(rank, f"stage{stage}.7", tensor) == (rank in (0, 512))
         assert written.is_written_by(rank, "shared", tensor) == (rank == 0)
     sent.clear()
-    WrittenTensors.agree(stages[0], [digests[0]] * 1024)  # without a pipeline
+    TensorTable.agree(stages[0], [digests[0]] * 1024)  # without a pipeline
     assert sent == []
 
 

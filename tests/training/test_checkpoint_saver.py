@@ -157,22 +157,6 @@ def test_without_links_the_best_stays_all_the_same(tmp_path, monkeypatch):
     assert kept_steps(tmp_path) == [1, 3]
 
 
-def test_a_checkpoint_without_validation_resumes(tmp_path):
-    with CheckpointSaver(tmp_path, trainer()) as checkpoints:
-        checkpoints.save(state_at(1), "")
-    file = tmp_path / "step-00000001" / "state.json"
-    numbers = json.loads(file.read_text())
-    for name in ("validation", "statistics_fingerprint", "checksum"):
-        del numbers[name]
-    file.write_text(json.dumps(numbers))
-    loaded = small_state()
-    load_checkpoint(tmp_path, loaded)
-    config = trainer(keep_best=True, validate_every=1)
-    with CheckpointSaver(tmp_path, config, 1) as checkpoints:
-        checkpoints.save(state_at(2), "", 0.5)
-    assert kept_steps(tmp_path) == [2]
-
-
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_full_disk_ends_the_run_with_the_previous_checkpoint(tmp_path, at_the_end):
     state = small_state()

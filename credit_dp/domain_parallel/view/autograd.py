@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar, final
@@ -28,7 +27,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._functorch import apis, eager_transforms
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
@@ -45,23 +44,20 @@ from credit_dp.domain_parallel.view.memory import note_hook
 from credit_dp.domain_parallel.view.running import (
     FunctionBackward,
     RunningMode,
-    backwards_in_transform,
     keep_gradient_mode,
     run_in,
     running_backward,
     running_view,
 )
 from credit_dp.domain_parallel.view.tensor import (
+    TRANSFORM_CURE,
     GlobalTensor,
     GlobalView,
-    GradientFactor,
     Layout,
     call_whole,
     global_tensors,
     is_band,
     local_of,
-    scale_gradient,
-    sum_gradient,
     whole,
     with_layout,
     with_whole_gradients,
@@ -493,101 +489,19 @@ def _run_as_it_is(function: F) -> F:
     return function
 
 
-def _whole_transform(original: Callable[..., Any], name: str, options: int) -> Callable[..., Any]:
-    """Return the implementation of a transform of `torch.func`, which runs whole on fields.
-
-    Args:
-        original: the implementation.
-        name: of the transform.
-        options: the number of arguments before those of the transformed function.
-    """
-
-    @wraps(original)
-    def transform(*args: Any, **kwargs: Any) -> Any:
-        view = None if torch.compiler.is_compiling() else running_view()
-        inputs = args[options:]
-        if view is None or not global_tensors((inputs, kwargs)):
-            return original(*args, **kwargs)
-        call = partial(_call_transform, original, view, args[:options])
-        call.__name__ = name  # type: ignore[attr-defined]
-        with _without_recording(view):
-            return call_whole(call, inputs, kwargs)
-
-    return transform
-
-
-def _call_transform(
-    original: Callable[..., Any], view: GlobalView, options: Args, *inputs: Any, **kwargs: Any
-) -> Any:
-    """Call a transform's implementation with whole tensors.
-
-    Each rank has a share of the gradients of its results, as of anything that runs whole: so those
-    of parameters that the function uses without being passed them are shares, too. Only a user's
-    function or operator inside of it has to see whole gradients.
-
-    Raises:
-        UserError: it has such a function, and uses parameters that it is not passed.
-    """
-    share = GradientFactor()
-    inputs, kwargs = tree_map(lambda x: scale_gradient(x, share), (inputs, kwargs))
-    own_backwards: list[str] = []
-    token = backwards_in_transform.set(own_backwards)
-    try:
-        results = original(*options, *inputs, **kwargs)
-    finally:
-        backwards_in_transform.reset(token)
-    if not own_backwards:
-        return results
-    if _uses_captured_tensors(results, share):
-        raise UserError(
-            f"torch.func: a transformed function applies {own_backwards[0]}, and uses "
-            "parameters that are not its arguments. Pass them to it."
-        )
-    share.value = view.loss_factor / view.ranks
-    return tree_map(lambda x: sum_gradient(x, view), results)
-
-
-def _uses_captured_tensors(results: Any, share: GradientFactor) -> bool:
-    """Return whether gradients of results reach leaves past the inputs, whose `share` this is."""
-    nodes = [x.grad_fn for x in tree_leaves(results) if isinstance(x, Tensor)]
-    seen = set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or getattr(node, "factor", None) is share:
-            continue
-        seen.add(node)
-        if not node.next_functions:
-            return True
-        nodes += [following for following, _ in node.next_functions]
-    return False
-
-
-@contextmanager
-def _without_recording(view: GlobalView) -> Iterator[None]:
-    """Take away the hooks by which a trial run counts saved tensors, which transforms refuse."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if view.recorder is None or hooks is None:
-        yield
-        return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-
-
 def _refuse_transform(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the implementation of a transform that fields can't go through."""
+    """Return the implementation of a transform of `torch.func`, which models in a view can't use.
+
+    Of fields it would see one rank's band without its neighbours' rows.
+    """
 
     @wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or running_view() is None:
             return original(*args, **kwargs)
-        if running_view() is not None and global_tensors((args, kwargs)):
-            raise UserError(
-                f"torch.func: {name} of sharded fields is not known. Use torch.func.grad or "
-                "torch.autograd.grad."
-            )
+        # vmap of other tensors makes masks of attention; the function it gets must use no field.
+        if name != "vmap" or global_tensors((args, kwargs)):
+            raise UserError(f"torch.func.{name}: {TRANSFORM_CURE}")
         return original(*args, **kwargs)
 
     return transform
@@ -626,12 +540,9 @@ def _applied_in_view(original: Any) -> Callable[..., Any]:
     @_run_as_it_is
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         view = running_view()
-        # Ours get local tensors. In a transform everything is whole.
+        # Ours get local tensors. In a transform there are no fields.
         is_ours = cls.__module__.startswith("credit_dp.")
         if is_ours or view is None or torch._C._are_functorch_transforms_active():
-            own_backwards = backwards_in_transform.get()
-            if own_backwards is not None and not is_of_library(cls):
-                own_backwards.append(f"{cls.__name__}, an autograd.Function")
             return apply_to_plain(cls, *args, **kwargs)
         with keep_gradient_mode(view):
             if running_backward.get() is not None:
@@ -697,18 +608,14 @@ def _replace_functions() -> None:
         name = f"{name}_impl"
     setattr(checkpointing, name, _recompute_in_view(getattr(checkpointing, name)))
     nn.modules.module.BackwardHook = ViewBackwardHook  # type: ignore[attr-defined]
-    # Their arguments: function, in_dims, out_dims, randomness, chunk_size; function, argnums, aux.
-    transforms: list[tuple[Any, str, str, int]] = [
-        (apis, "vmap_impl", "vmap", 5),
-        (eager_transforms, "grad_impl", "grad", 3),
-        (eager_transforms, "grad_and_value_impl", "grad_and_value", 3),
-    ]
-    for module, attribute, name, options in transforms:
-        transform = getattr(module, attribute)
-        setattr(module, attribute, _whole_transform(transform, name, options))
-    for name in ("vjp", "jvp"):  # which the transforms of Jacobians call
-        attribute = f"_{name}_with_argnums"
-        transform = getattr(eager_transforms, attribute)
-        setattr(eager_transforms, attribute, _refuse_transform(transform, name))
+    # vjp and jvp are what the transforms of Jacobians call.
+    for module, attribute, name in (
+        (apis, "vmap_impl", "vmap"),
+        (eager_transforms, "grad_impl", "grad"),
+        (eager_transforms, "grad_and_value_impl", "grad_and_value"),
+        (eager_transforms, "_vjp_with_argnums", "vjp"),
+        (eager_transforms, "_jvp_with_argnums", "jvp"),
+    ):
+        setattr(module, attribute, _refuse_transform(getattr(module, attribute), name))
     script = torch._C.ScriptFunction
     script.__call__ = _whole_script(script.__call__)  # type: ignore[method-assign]

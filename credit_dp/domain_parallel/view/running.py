@@ -58,10 +58,6 @@ SAME_BITS = ("cpu", "meta")
 VIEW_ATTRIBUTE = "_global_view"  # of a model, holds its view
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-# What the running transform of `torch.func` has applied that has a backward of its own, in words;
-# None if no transform of fields runs.
-backwards_in_transform: ContextVar[list[str] | None] = ContextVar("in a transform", default=None)
-
 
 @final
 class FunctionBackward:
@@ -149,10 +145,6 @@ class RunningMode(TorchFunctionMode):
             with same_random_numbers(self.view, device, kwargs.get("generator")):
                 return func(*args, **kwargs)
         if is_custom_operator(func) and running_backward.get() is None:
-            own_backwards = backwards_in_transform.get()
-            if own_backwards is not None:
-                own_backwards.append(f"{func}, a custom operator")
-                return func(*args, **kwargs)
             return with_whole_gradients(func, self.view)(*args, **kwargs)
         if RULES.get(func) is read_values and args and _may_differ(args[0]):
             # As for fields: all ranks read the values of the first.

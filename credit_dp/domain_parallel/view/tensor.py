@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -37,6 +36,12 @@ from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, RowPartition
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.moves import move_bands
 from credit_dp.errors import UserError
+
+TRANSFORM_CURE = (
+    "a model can't transform a function of sharded fields. Instead of vmap, write the batch as a "
+    "dimension; instead of grad, vjp, jvp, jacrev or hessian, use torch.autograd.grad with "
+    "create_graph=True."
+)
 
 
 @final
@@ -424,16 +429,13 @@ def untracked(local: Tensor, layout: Layout | None, view: GlobalView) -> GlobalT
 
 
 def check_no_transform() -> None:
-    """Refuse a field inside of a transform that runs whole, whose tensors have other dimensions.
+    """Refuse a field inside of a transform, such as one that its function uses without an argument.
 
     Raises:
         UserError: a transform is active.
     """
     if torch._C._are_functorch_transforms_active():
-        raise UserError(
-            "torch.func: a transformed function uses a sharded field that is not its argument. "
-            "Pass the field to it."
-        )
+        raise UserError(f"torch.func: {TRANSFORM_CURE}")
 
 
 def check_model_runs(func: Any, args: Any, kwargs: Any) -> None:
@@ -824,23 +826,11 @@ def same_random_numbers(
 # ---------------------------------------------------------------- whole gradients
 
 
-@final
-@dataclass(eq=False)
-class GradientFactor:
-    """By what gradients are multiplied; it may be set until backward."""
-
-    value: float = 1.0
-
-
-def scale_gradient(x: Any, factor: GradientFactor) -> Any:
-    """Return a tensor whose gradient is multiplied by a factor on its way back."""
-    is_differentiable = isinstance(x, Tensor) and x.requires_grad
-    return _ScaleGradient.apply(x, factor) if is_differentiable else x  # type: ignore[no-untyped-call]
-
-
 def share_gradient(x: Any, view: GlobalView) -> Any:
     """Return a tensor whose gradient is a whole one, of which each rank returns a share."""
-    return scale_gradient(x, GradientFactor(view.loss_factor / view.ranks))
+    is_differentiable = isinstance(x, Tensor) and x.requires_grad
+    factor = view.loss_factor / view.ranks
+    return _ScaleGradient.apply(x, factor) if is_differentiable else x  # type: ignore[no-untyped-call]
 
 
 def sum_gradient(x: Any, view: GlobalView) -> Any:
@@ -852,13 +842,13 @@ def sum_gradient(x: Any, view: GlobalView) -> Any:
 @final
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: GradientFactor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor.value, None
+        return grad * ctx.factor, None
 
 
 @final

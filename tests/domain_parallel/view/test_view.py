@@ -6,7 +6,6 @@ import copy
 import importlib
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -164,7 +163,6 @@ def _clip(x: torch.Tensor) -> torch.Tensor:
 
 _clip.register_fake(torch.empty_like)
 _clip.register_autograd(lambda ctx, grad: grad / (1 + grad.norm()))
-_clip.register_vmap(lambda info, in_dims, x: (_clip(x), in_dims[0]))
 
 
 def _flip(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -252,44 +250,12 @@ def _prelu_of_rows(model, x):
     return F.prelu(x.transpose(1, 2), slopes).transpose(1, 2)
 
 
-def _members(model, x):
-    """Call a layer with several sets of parameters, as an ensemble does."""
-    layer = model.head
-    stacked = {name: torch.stack([p, p.sin()]) for name, p in layer.named_parameters()}
-    call = torch.vmap(partial(torch.func.functional_call, layer), (0, None))
-    return x + call(stacked, x).mean((0, 2))[:, None]
-
-
-class _ClipInVmap(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x * 1
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.clamp(-0.5, 0.5)
-
-
 FUNCTIONS = {
     "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
     "clipped gradients": lambda m, x: Clip.apply(x) * Clip.apply(m.linear.bias)[:, None, None],
     "custom operator": lambda m, x: _clip(x) * _clip(m.linear.bias)[:, None, None],
     "scripted function": lambda m, x: _scripted(x, factor=3) + x,
-    "vmap": lambda m, x: torch.vmap(lambda y: y.mean(1, keepdim=True) * y)(x),
-    "grad": lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
-    "vmap of layers": lambda m, x: torch.vmap(lambda y: m.linear(y.mT).mT * y.mean(), 2, 2)(x),
-    "vmap over stacked parameters": _members,
-    "vmap of clipped gradients": lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y.flip(1)))(x),
-    "vmap of a custom operator": lambda m, x: torch.vmap(lambda y: _clip(y.flip(1)))(x),
-    "grad of layers": lambda m, x: torch.func.grad(
-        lambda y: (F.conv2d(y, m.stem.weight.transpose(0, 1), padding=1) ** 3).sum()
-    )(x),
+    "vmap of parameters": lambda m, x: x * torch.vmap(lambda y: y * 2)(m.linear.bias).sum(),
     "autograd.grad": _penalty,
     "autograd.grad of layers": _penalty_of_layers,
     "autograd.grad of a parameter": _gradient_of_a_parameter,
@@ -480,21 +446,35 @@ def _hook_old(model, x):
         (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
         (_backward, "backward"),
         (_hook_old, r"linear \(Linear\), .*: Linear: register_backward_hook"),
-        (lambda m, x: torch.vmap(lambda y: y * x.mean())(x), "not its argument"),
-        (
-            lambda m, x: torch.vmap(lambda y: _ClipInVmap.apply(y) * m.linear.bias[0])(x),
-            "_ClipInVmap, an autograd.Function, and uses parameters",
-        ),
-        (
-            lambda m, x: torch.vmap(lambda y: _clip(y) * m.linear.bias[0])(x),
-            "clip.default, a custom operator, and uses parameters",
-        ),
-        (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], "vjp of sharded fields"),
         (_batch_of_gradients, "batches"),
     ],
 )
 def test_refuses_what_is_not_known_of_gradients(function, message):
     with pytest.raises(UserError, match=message):
+        _convert(_Model(function))
+
+
+def _scale_by_gradient(model, x):
+    gradient = torch.func.grad(lambda weight: (weight * x.mean()).sum())
+    return x * gradient(model.linear.bias).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.vmap(lambda y: y.sin() * 2)(x),
+        lambda m, x: x + torch.vmap(lambda weight: weight * x.mean())(m.linear.bias).sum(),
+        lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
+        _scale_by_gradient,
+        lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0],
+        lambda m, x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        lambda m, x: x + torch.func.jacrev(torch.mean)(x),
+        lambda m, x: x + torch.func.jacfwd(torch.mean)(x),
+        lambda m, x: x + torch.func.hessian(torch.mean)(x).mean(),
+    ],
+)
+def test_refuses_transforms_and_names_what_does_the_same(function):
+    with pytest.raises(UserError, match=r"torch\.func.*write the batch.*use torch\.autograd\.grad"):
         _convert(_Model(function))
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,12 +34,9 @@ def read_folder_and_keys(
     Raises:
         UserError: there is not exactly one folder, or a key does not exist.
     """
-    folders = [
-        text for text in arguments if not text.startswith("-") and not is_key(text, defaults)
-    ]
-    keys = read_keys(
-        [text for text in arguments if text not in folders], program, help_text, defaults
-    )
+    folders = [text for text in arguments if not text.startswith("-") and "=" not in text]
+    others = [text for text in arguments if text not in folders]
+    keys = read_keys(others, program, help_text, defaults)
     if keys is None:
         return None
     if len(folders) != 1:
@@ -47,25 +45,6 @@ def read_folder_and_keys(
             f"{' '.join(folders) or 'none'}."
         )
     return Path(folders[0]), keys
-
-
-def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
-    """Whether a word is `KEY=VALUE`, with a right or wrong key, and not the path of a folder."""
-    key, equals, _ = text.partition("=")
-    return bool(equals) and (key in defaults or not Path(text).exists())
-
-
-def draw_png(draw: Callable[[], "Figure | None"]) -> bytes | None:
-    """Return a figure as the content of a PNG file; None if there is nothing to draw."""
-    from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
-
-    figure = draw()
-    if figure is None:
-        return None
-    buffer = io.BytesIO()
-    with figure_style():
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def write_files(
@@ -105,6 +84,19 @@ def write_files(
                 "space."
             ) from error
         sys.stdout.write(f"{path}\n")
+
+
+def draw_png(draw: Callable[[], "Figure | None"]) -> bytes | None:
+    """Return a figure as the content of a PNG file; None if there is nothing to draw."""
+    from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
+
+    figure = draw()
+    if figure is None:
+        return None
+    buffer = io.BytesIO()
+    with figure_style():
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 SHOW_HELP = """\
@@ -178,18 +170,17 @@ def table_lines(table: SweepTable) -> list[str]:
     headings = (*names, table.metric, "steps", *(SHOW_HEADINGS[name] for name in timings))
     states = Counter(row["state"] for row in table.rows)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    causes = [f"{row['job']}: {shorten(row['cause'])}" for row in table.rows if row["cause"]]
+    causes = [
+        f"{row['job']}: {textwrap.shorten(row['cause'], MAX_CAUSE_LENGTH, placeholder=' ...')}"
+        for row in table.rows
+        if row["cause"]
+    ]
     return [
         *format_table(headings, rows, left=len(names)),
         "",
         f"{counted(len(rows), 'run')}: {counts}",
         *causes,
     ]
-
-
-def shorten(cause: str) -> str:
-    """Return the beginning of a cause; the files have all of it."""
-    return cause if len(cause) <= MAX_CAUSE_LENGTH else f"{cause[: MAX_CAUSE_LENGTH - 4]} ..."
 
 
 def format_number(value: float | None) -> str:
@@ -223,10 +214,7 @@ LEGEND = (
     "s/step: median after the warm-up; waiting: for data; memory: peak of the rank with the most",
     "sent/step: rows between bands, members between ranks that share them, by all ranks together",
 )
-MARKED = {
-    True: "*: more ranks than cores, so that ranks shared cores",
-    None: "?: ran on another machine; it is not known whether each rank had its own core",
-}
+MARK = "*: more ranks than this machine has cores; if they ran here, they shared them"
 
 
 def scaling(arguments: Sequence[str], program: str) -> int:
@@ -276,19 +264,22 @@ def scaling_lines(series: Sequence[Sequence[Row]]) -> list[str]:
         first = rows[0]
         lines += [f"{first['kind']} scaling over {first['axis']} ranks: {first['series']}"]
         lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in rows]), ""]
-    marks = {row["more_ranks_than_cores"] for rows in series for row in rows}
-    notes = [note for mark, note in MARKED.items() if mark in marks]
-    return [*lines, *LEGEND, *notes]
+    is_marked = any(row["more_ranks_than_cores"] for rows in series for row in rows)
+    return [*lines, *LEGEND, *([MARK] if is_marked else [])]
 
 
 def scaling_cells(row: Row) -> tuple[str, ...]:
     """Return the cells of a row, with a mark on its mesh if ranks may have shared cores."""
-    mark = MARKED.get(row["more_ranks_than_cores"], "")[:1]
     sizes = (row["peak_memory_bytes"], row["sent_bytes"])
     return (
-        *(row["job"], f"{row['mesh']} {mark}".rstrip(), row["grid"] or ABSENT, str(row["batch"])),
-        *(f"{row['seconds']:.4g}", f"{row['waited'] / row['seconds']:.0%}"),
-        *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}"),
+        row["job"],
+        f"{row['mesh']} *" if row["more_ranks_than_cores"] else row["mesh"],
+        row["grid"] or ABSENT,
+        str(row["batch"]),
+        f"{row['seconds']:.4g}",
+        f"{row['waited'] / row['seconds']:.0%}",
+        f"{row['samples_per_second']:.4g}",
+        f"{row['speed_up']:.2f}",
         f"{row['efficiency']:.0%}",
         *(ABSENT if size is None else format_bytes(size) for size in sizes),
     )

@@ -5,7 +5,6 @@ and starts `run_job` in each job. That starts the ranks with srun, and queues th
 were stopped.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -19,13 +18,14 @@ from typing import Any
 from credit_dp import checks
 from credit_dp.cli.check_run import check_prepared
 from credit_dp.cli.output import print_line
-from credit_dp.cli.sweep_jobs import SUBMISSION_FILE, Job, JobProcess, write_submission
+from credit_dp.cli.sweep_jobs import Job, JobProcess, write_submission
 from credit_dp.config import by_dotted_key
 from credit_dp.config.launchers import SlurmLauncherConfig
 from credit_dp.distributed.placement import Placement, PlacementRequest, place_ranks, slurm_nodes
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
 from credit_dp.errors import UserError, counted
+from credit_dp.sweeps.read import SUBMISSION_FILE, read_table
 
 PLACEMENT_KEYS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node")
 # Parameters that submitit has for all executors; it expects a prefix `slurm_` before all others.
@@ -58,10 +58,8 @@ def drop_queued(jobs: Sequence[Job], settings: SlurmLauncherConfig, folder: Path
 
 def submitted_job_id(job: Job) -> str | None:
     """Return the number under which a job was submitted; None if it was not."""
-    try:
-        return str(json.loads((job.folder / SUBMISSION_FILE).read_text())["slurm_job"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    number = read_table(job.folder / SUBMISSION_FILE).get("slurm_job")
+    return None if number is None else str(number)
 
 
 def queued_job_ids() -> set[str]:
@@ -94,9 +92,11 @@ def submit(
     """
     placements = place_jobs(jobs, settings)
     tasks = [
-        (str(job.folder.absolute()), job.overrides, srun_command(job, placement, options))
+        (str(job.folder.absolute()), srun_command(job, placement, options))
         for job, placement in zip(jobs, placements, strict=True)
     ]
+    for job in jobs:
+        write_submission(job)
     job_ids = submit_array(tasks, placements, settings, folder)
     for job, job_id in zip(jobs, job_ids, strict=True):
         write_submission(job, job_id)  # so that it is not submitted twice
@@ -203,12 +203,11 @@ def submit_array(
     return [str(job.job_id) for job in jobs]
 
 
-def run_job(folder: str, overrides: Sequence[str], command: Sequence[str], requeues: int) -> None:
+def run_job(folder: str, command: Sequence[str], requeues: int) -> None:
     """Run one job of the array; submitit calls this in the job.
 
     Args:
         folder: of the job.
-        overrides: of the job.
         command: that starts its ranks.
         requeues: how often the job may be requeued.
 
@@ -216,7 +215,7 @@ def run_job(folder: str, overrides: Sequence[str], command: Sequence[str], reque
         SystemExit: with the exit code of the ranks, so that SLURM records it.
         UserError: the job could not be requeued.
     """
-    job = JobProcess(Path(folder), overrides, command, os.environ)
+    job = JobProcess(Path(folder), command, os.environ)
     with handle_stop(job.send):  # SIGUSR1; submitit handles SIGTERM, which srun gets as well
         code = job.wait()
     job_id = slurm_job_id(os.environ)

@@ -35,11 +35,11 @@ from credit_dp.cli.start_run import report_errors, run_once
 from credit_dp.cli.sweep_jobs import (
     Job,
     JobProcess,
-    JobRecord,
     check_resume,
     failure_cause,
     override_choices,
     plan_jobs,
+    write_record,
     write_submission,
 )
 from credit_dp.config import Config
@@ -240,7 +240,7 @@ def run_recorded(job: Job, composer: Composer) -> int:
     has_own = bool(list_checkpoints(RunFolder(job.folder).checkpoints))
     resume = "auto" if has_own else config.resume or "auto"
     config = replace(config, run=run, resume=resume)
-    record = JobRecord(job.folder, job.overrides)
+    write_record(job.folder)
     code, cause = 1, None
     try:
         with capture_reports() as reported:
@@ -253,7 +253,7 @@ def run_recorded(job: Job, composer: Composer) -> int:
         code, cause = stop.code, "terminated"
         raise
     finally:
-        record.end(code, cause)
+        write_record(job.folder, code, cause)
     return code
 
 
@@ -324,7 +324,7 @@ class LocalSweep:
             if self.stopping:
                 return
             command = [*job.command, *self.options]
-            process = JobProcess(job.folder, job.overrides, command, environment)
+            process = JobProcess(job.folder, command, environment)
             self.running.append(RunningJob(job, process, cores, gpus))
             self.waiting.remove((job, placement))
         self.cores, self.gpus = self.cores - cores, self.gpus[count:]

@@ -1,7 +1,7 @@
 """The jobs of a sweep: their overrides, their folders, their records, and their processes.
 
-Each job has a numbered folder with a note of its overrides (`submitted.json`), a record of its
-state (`job.json`), and, if it has a process of its own, its output (`job.log`). A sweep that is
+Each job has a numbered folder with its overrides (`submitted.json`), a record of its state
+(`job.json`), and, if it has a process of its own, its output (`job.log`). A sweep that is
 started again recognises its jobs by their overrides: finished ones are left alone, others resume.
 """
 
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -28,16 +27,13 @@ from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
-from credit_dp.distributed.slurm import slurm_job_id
 from credit_dp.errors import UserError, quote, traceback_message
+from credit_dp.sweeps.read import LAUNCH_KEYS, RECORD_FILE, SUBMISSION_FILE, read_overrides
 from credit_dp.training.run_folder import RunFolder, write_run_file
 
-RECORD_FILE = "job.json"
-SUBMISSION_FILE = "submitted.json"
 LOG_FILE = "job.log"
 SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # of lines that SLURM adds after a failure
-# Keys that do not change what a job computes.
-SWEEP_KEY_PREFIXES = ("run.", "hydra.", "hydra/", "resume")
+RECORDED_STATES = {0: "done", EXIT_PREEMPTED: "preempted"}  # by exit code
 # Keys and values that a run resolves for the machine it runs on, so that its config file differs.
 UNRESOLVED_VALUES = (("device", "auto"), ("parallel.data", None))
 
@@ -81,20 +77,16 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
     Raises:
         UserError: a config is not valid, or is not that of an earlier start of the same job.
     """
+    folders = [path for path in sweep.glob("*") if path.name.isdecimal() and path.is_dir()]
     known_folders = {
-        job_identity(earlier): folder
-        for folder in job_folders(sweep)
-        for name in (SUBMISSION_FILE, RECORD_FILE)
-        if (earlier := read_overrides(folder / name)) is not None
+        job_identity(earlier): folder for folder in folders if (earlier := read_overrides(folder))
     }
-    next_number = max((int(folder.name) for folder in job_folders(sweep)), default=-1) + 1
+    next_number = max((int(folder.name) for folder in folders), default=-1) + 1
     jobs = []
     for texts in product(*choices):
         config = composer.compose_config(texts)
         check_run_config(config)
-        overrides = tuple(
-            text for text in texts if not text.lstrip("+").startswith(SWEEP_KEY_PREFIXES)
-        )
+        overrides = tuple(text for text in texts if not text.lstrip("+").startswith(LAUNCH_KEYS))
         folder = known_folders.get(job_identity(overrides))
         if folder is None:
             folder, next_number = sweep / str(next_number), next_number + 1
@@ -109,24 +101,10 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
     return jobs
 
 
-def job_folders(sweep: Path) -> list[Path]:
-    """Return the numbered folders in a sweep."""
-    return [folder for folder in sweep.glob("*") if folder.name.isdecimal() and folder.is_dir()]
-
-
-def read_overrides(path: Path) -> list[str] | None:
-    """Return the overrides in a record or submission; None if there is no valid file."""
-    try:
-        overrides = json.loads(path.read_text(encoding="utf-8"))["overrides"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return [str(text) for text in overrides] if isinstance(overrides, list) else None
-
-
 def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return a key that is equal for jobs that compute the same."""
     texts = (text.lstrip("+") for text in overrides)
-    return tuple(sorted(text for text in texts if not text.startswith(SWEEP_KEY_PREFIXES)))
+    return tuple(sorted(text for text in texts if not text.startswith(LAUNCH_KEYS)))
 
 
 def first_difference(path: Path, config: Config) -> str | None:
@@ -140,7 +118,7 @@ def first_difference(path: Path, config: Config) -> str | None:
         return f"{path.name} can't be read"
     saved_values = values_by_key(saved if isinstance(saved, dict) else {})
     for key, value in values_by_key(as_dict(config)).items():
-        if key.startswith(SWEEP_KEY_PREFIXES) or (key, value) in UNRESOLVED_VALUES:
+        if key.startswith(LAUNCH_KEYS) or (key, value) in UNRESOLVED_VALUES:
             continue
         if config.data.dates.undetermined and key.startswith("data.dates."):
             continue
@@ -189,41 +167,21 @@ def write_submission(job: Job, slurm_job: str | None = None) -> None:
     write_run_file(job.folder / SUBMISSION_FILE, json.dumps(content, indent=2) + "\n")
 
 
-@final
-class JobRecord:
-    """The record of a job: that it runs, and then how it ended. Times are ISO 8601 in UTC.
+def write_record(folder: Path, code: int | None = None, cause: str | None = None) -> None:
+    """Record in the folder of a job that it runs, or how it ended.
+
+    Args:
+        folder: of the job.
+        code: its exit code; None while it runs.
+        cause: of a failure, in one line.
 
     Raises:
         UserError: the folder can't be written to.
     """
-
-    def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
-        self.path = folder / RECORD_FILE
-        self.content: dict[str, Any] = {
-            "overrides": list(overrides),
-            "state": "running",
-            "started": utc_now(),
-            "exit_code": None,
-            "cause": None,
-            "ended": None,
-            "slurm_job": slurm_job_id(os.environ),
-        }
-        self._write()
-
-    def end(self, code: int, cause: str | None) -> None:
-        """Write how the job ended; only a failure has a cause, in one line."""
-        state = {0: "done", EXIT_PREEMPTED: "preempted"}.get(code, "failed")
-        cause = (cause or f"exit code {code}") if state == "failed" else None
-        self.content |= {"state": state, "exit_code": code, "cause": cause, "ended": utc_now()}
-        self._write()
-
-    def _write(self) -> None:
-        write_run_file(self.path, json.dumps(self.content, indent=2) + "\n")
-
-
-def utc_now() -> str:
-    """Return the current time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    state = "running" if code is None else RECORDED_STATES.get(code, "failed")
+    cause = (cause or f"exit code {code}") if state == "failed" else None
+    record = {"state": state, "exit_code": code, "cause": cause}
+    write_run_file(folder / RECORD_FILE, json.dumps(record, indent=2) + "\n")
 
 
 def failure_cause(output: str) -> str | None:
@@ -252,14 +210,11 @@ class JobProcess:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        overrides: Sequence[str],
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        self, folder: Path, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self.sent_signals: set[int] = set()
-        self.record = JobRecord(folder, overrides)
+        self.folder = folder
+        write_record(folder)
         self.log = folder / LOG_FILE
         self.log_offset = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
@@ -288,7 +243,7 @@ class JobProcess:
         code = code if code >= 0 else 128 - code
         if code - 128 in (*self.sent_signals, signal.SIGUSR1):
             code = EXIT_PREEMPTED
-        self.record.end(code, self.cause())
+        write_record(self.folder, code, self.cause())
         return code
 
     def cause(self) -> str | None:

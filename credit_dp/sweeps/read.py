@@ -1,66 +1,41 @@
-"""Read the folders of a sweep.
+"""Read the folders of a sweep: overrides, state, log and scores of each run.
 
-In this order: `Job` with everything about one run and `Sweep`, how to read them, the metrics to
-compare runs, the status of a run from its record or its logs, its CSV log, and small files. A
-missing or damaged file is never an error, because runs may be writing.
+A missing or damaged file is never an error, because runs may be writing.
 """
 
-import contextlib
 import json
 import math
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, final
 
 import yaml  # type: ignore[import-untyped]
 
-from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError, traceback_message
 from credit_dp.training.loggers import read_csv_log
 from credit_dp.training.run_folder import RunFolder
 
+SUBMISSION_FILE = "submitted.json"  # of a job: its overrides, and its number in a queue
+RECORD_FILE = "job.json"  # of a job: its state, and how it ended
+HYDRA_FILE = ".hydra/overrides.yaml"  # of a run that is no job of a sweep
+LAUNCH_KEYS = ("run.", "hydra.", "hydra/", "resume")  # they do not change what a run computes
 LONGEST_WARM_UP = 10  # steps
 STEP_COLUMNS = ("seconds", "samples_per_second", "wait_seconds", "sent_bytes", "sent_messages")
 AXES = ("pipeline", "data", "ensemble", "domain")
-ENDED = ("done", "failed", "preempted")
-STALLED_AFTER_SECONDS = 1800.0  # building, reading and scoring write nothing for minutes
-LOG_TAIL_LENGTH = 20_000  # characters read from the end of a rank's log
-
-# A line of the run folder's logger.
-LIFECYCLE_LINE = re.compile(r"^(\S+ \S+) \[rank \d+\] (\w+) credit_dp\.training\.run_folder: (.*)$")
-LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[rank ")
-HOST_LINE = re.compile(r"started as process \d+ on (\S+)")
-RUN_MARKERS = (".hydra/overrides.yaml", "job.json", "submitted.json")  # any marks a run's folder
-LAUNCH_KEYS = ("run.", "hydra.", "hydra/")  # where and how a run is started, not what it computes
 RELATIVE_RMSE = "relative_rmse"
-
-# The default is the first of these that any run has.
-DEFAULT_METRICS = (RELATIVE_RMSE, "validation_rmse", "loss")
-LARGER_IS_BETTER = ("samples_per_second",)
+LOG_TAIL_LENGTH = 20_000  # characters read from the end of a rank's log
+# A line that a run writes to the log of each rank as it starts and ends.
+LIFE_LINE = re.compile(
+    r"^(\S+ \S+) \[rank \d+\] (\w+) credit_dp\.training\.run_folder: (started|ended).*$", re.M
+)
 
 # The C loader reads a thousand configs in seconds instead of a minute; not every build has it.
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Row = Mapping[str, float]
-
-
-@final
-@dataclass(frozen=True)
-class RunStatus:
-    """The status of a run.
-
-    Attributes:
-        state: done, running, failed, preempted, stalled or not started.
-        cause: of a failure, in one line.
-    """
-
-    state: str
-    cause: str = ""
 
 
 @final
@@ -70,6 +45,8 @@ class Job:
 
     Attributes:
         overrides: value by key, as given on the command line.
+        state: done, running, failed, preempted or not started.
+        cause: of a failure, in one line.
         config: resolved; empty before the run has started.
         numbers: one for each column of its log, see `summarise`.
         scores: its `metrics.json`; empty before its end.
@@ -77,7 +54,8 @@ class Job:
 
     folder: Path
     overrides: Mapping[str, str]
-    status: RunStatus
+    state: str
+    cause: str
     config: Mapping[str, Any]
     numbers: Mapping[str, float]
     scores: Mapping[str, Any]
@@ -95,14 +73,25 @@ class Job:
     @property
     def all_steps(self) -> int | None:
         """Return the number of optimiser steps of the complete run; None if not known yet."""
-        return get_nested_int(self.config, "trainer.steps")
+        steps: int | None = get_nested(self.config, "trainer.steps")
+        return steps
 
     @property
     def mesh(self) -> dict[str, int] | None:
         """Return the number of ranks of each axis; None if not known yet."""
         if not self.config:
             return None
-        return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in AXES}
+        return {axis: get_nested(self.config, f"parallel.{axis}") or 1 for axis in AXES}
+
+    @property
+    def mesh_text(self) -> str | None:
+        """Return pipeline x data x domain ranks, such as 1x2x4; None if not known yet.
+
+        Ranks that share members come before those of the domain, if there are several: 1x2x2x4.
+        """
+        if self.mesh is None:
+            return None
+        return "x".join(str(n) for axis, n in self.mesh.items() if axis != "ensemble" or n > 1)
 
     def value(self, key: str) -> str:
         """Return the override of a key; for an interpolation, its value in the config."""
@@ -117,10 +106,10 @@ class Job:
         They are `relative_rmse`, the columns of its log, and `rmse/CHANNEL/LEAD` of its scores.
         """
         rmse = {
-            f"rmse/{channel}/{lead}": value
-            for channel, leads in as_mapping(self.scores.get("rmse")).items()
-            for lead, scores in as_mapping(leads).items()
-            if (value := as_nonnegative(as_mapping(scores).get("model"))) is not None
+            f"rmse/{channel}/{lead}": float(scores["model"])
+            for channel, leads in self.scores.get("rmse", {}).items()
+            for lead, scores in leads.items()
+            if is_finite(scores.get("model"))
         }
         relative = relative_rmse(self.scores)
         first = {} if relative is None else {RELATIVE_RMSE: relative}
@@ -129,12 +118,6 @@ class Job:
     def rows(self) -> list[Row]:
         """Read the rows of its log, without a cache."""
         return read_log(RunFolder(self.folder).log)
-
-    @cached_property
-    def hosts(self) -> frozenset[str]:
-        """Return the names of the machines that its ranks ran on."""
-        texts = (read_text(log) for log in self.folder.glob("logs/rank-*.log"))
-        return frozenset(name for text in texts for name in HOST_LINE.findall(text))
 
 
 @final
@@ -165,21 +148,26 @@ def read_sweep(folder: Path | str) -> Sweep:
     if not folder.is_dir():
         raise UserError(f"{folder}: is not a folder. Give the folder of a sweep.")
     try:
-        names = [path.name for path in folder.iterdir() if is_run_folder(path)]
+        folders = [
+            path
+            for path in folder.iterdir()
+            if (path / SUBMISSION_FILE).exists() or (path / HYDRA_FILE).exists()
+        ]
     except OSError as error:
         raise UserError(f"{folder}: can't be read ({error.strerror}).") from error
-    if not names:
+    if not folders:
         raise UserError(
             f"{folder}: is not a sweep: it has no folder of a run. Give the folder that --multirun "
             "created."
         )
-    jobs = tuple(read_job(folder / name) for name in sorted(names, key=job_order))
-    return Sweep(folder, jobs, swept_keys(jobs))
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder holds a run."""
-    return any((folder / marker).exists() for marker in RUN_MARKERS)
+    jobs = tuple(read_job(path) for path in sorted(folders, key=lambda path: job_order(path.name)))
+    given = dict.fromkeys(key for job in jobs for key in job.overrides)
+    swept = (
+        key
+        for key in given
+        if not key.startswith(LAUNCH_KEYS) and len({job.overrides.get(key) for job in jobs}) > 1
+    )
+    return Sweep(folder, jobs, tuple(swept))
 
 
 def job_order(name: str) -> tuple[bool, int, str]:
@@ -187,32 +175,51 @@ def job_order(name: str) -> tuple[bool, int, str]:
     return (False, int(name), name) if name.isdecimal() else (True, 0, name)
 
 
-def swept_keys(jobs: tuple[Job, ...]) -> tuple[str, ...]:
-    """Return the keys whose values differ between runs, in the order of the command line."""
-    keys = dict.fromkeys(
-        key for job in jobs for key in job.overrides if not key.startswith(LAUNCH_KEYS)
-    )
-    return tuple(key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1)
+def read_job(folder: Path) -> Job:
+    """Read the folder of a run, which may not have started."""
+    files = RunFolder(folder)
+    config, scores = read_table(files.config), read_table(files.scores)
+    numbers = summarise(read_log(files.log))
+    # A record is written by the process that watches the job, and knows how it ended.
+    record = read_table(folder / RECORD_FILE)
+    state, cause = str(record.get("state", "")), str(record.get("cause") or "")
+    if not state and scores and numbers.get("step") == get_nested(config, "trainer.steps"):
+        state = "done"
+    elif not state:
+        state, cause = state_in_logs(folder)
+    if not state:
+        state = "running" if numbers or config else "not started"
+    # `+key=` and `++key=` are hydra's words for adding a key.
+    pairs = (text.lstrip("+").partition("=") for text in read_overrides(folder))
+    overrides = {key: value for key, _, value in pairs}
+    return Job(folder, overrides, state, " ".join(cause.split()), config, numbers, scores)
 
 
-def choose_metric(jobs: Sequence[Job], requested: str) -> str:
-    """Return the requested metric, or by default the first of `DEFAULT_METRICS` that exists.
+def read_overrides(folder: Path) -> list[str]:
+    """Return the overrides of a run, those of a job without keys that only launch it."""
+    overrides = read_table(folder / SUBMISSION_FILE).get("overrides")
+    if not isinstance(overrides, list):
+        overrides = read_file(folder / HYDRA_FILE)
+    return [str(text) for text in overrides] if isinstance(overrides, list) else []
 
-    Raises:
-        UserError: no run has the requested metric.
+
+def state_in_logs(folder: Path) -> tuple[str, str]:
+    """Return the state of a run by the logs of its ranks, and the cause of its failure.
+
+    The state is empty if there are no logs.
     """
-    names = list(dict.fromkeys(name for job in jobs for name in job.metrics))
-    if not requested:
-        return next((name for name in DEFAULT_METRICS if name in names), RELATIVE_RMSE)
-    if requested not in names:
-        available = [name for name in names if not name.startswith(("rmse/", "loss/"))]
-        if any(name.startswith("rmse/") for name in names):
-            available.append("rmse/VARIABLE/HOURSh")
-        raise UserError(
-            f"metric: no run of this sweep has {requested!r} yet, but "
-            f"{', '.join(available) or 'nothing'}.{did_you_mean(requested, names)}"
-        )
-    return requested
+    logs = [read_text(log)[-LOG_TAIL_LENGTH:] for log in folder.glob("logs/rank-*.log")]
+    ends = []
+    for text in logs:
+        *_, last = (None, *LIFE_LINE.finditer(text))
+        if last is not None and last[3] == "ended":
+            ends.append((last[1], last[2], text[last.end() :]))  # time, level and traceback
+    failures = sorted(end for end in ends if end[1] == "ERROR")
+    if failures:  # the earliest: other ranks may have failed because of it
+        message = traceback_message(failures[0][2].splitlines()) or ""
+        return "failed", message.removeprefix("credit_dp.errors.UserError: ")
+    # Without an error, but before the last step.
+    return ("preempted" if ends else "running" if logs else ""), ""
 
 
 def relative_rmse(scores: Mapping[str, Any]) -> float | None:
@@ -221,139 +228,16 @@ def relative_rmse(scores: Mapping[str, Any]) -> float | None:
     Ratios of different variables have no units, so that their mean is meaningful.
     """
     ratios = []
-    for leads in as_mapping(scores.get("rmse")).values():
-        by_lead = as_mapping(leads)
-        hours = [lead for lead in by_lead if lead.removesuffix("h").isdecimal()]
-        if not hours:
-            continue
-        last = as_mapping(by_lead[max(hours, key=lambda lead: int(lead.removesuffix("h")))])
-        model = as_nonnegative(last.get("model"))
-        persistence = as_nonnegative(last.get("persistence"))
-        if model is not None and persistence:
-            ratios.append(model / persistence)
-    return sum(ratios) / len(ratios) if ratios else None
+    for leads in scores.get("rmse", {}).values():
+        last = leads[max(leads, key=lambda lead: int(lead.removesuffix("h")))]
+        if is_finite(last.get("model")) and last.get("persistence"):
+            ratios.append(last["model"] / last["persistence"])
+    return mean(ratios) if ratios else None
 
 
-def as_nonnegative(value: object) -> float | None:
-    """Return a finite number of at least 0 as float; None for anything else."""
-    valid = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-    return float(value) if valid else None  # type: ignore[arg-type]
-
-
-def read_job(folder: Path) -> Job:
-    """Read the folder of a run, which may not have started."""
-    files = RunFolder(folder)
-    config = as_mapping(read_yaml(files.config))
-    numbers = summarise(read_log(files.log))
-    record = as_mapping(read_json(folder / "job.json"))
-    return Job(
-        folder=folder,
-        overrides=overrides_by_key(read_overrides(folder, record)),
-        status=run_status(folder, record, config, numbers),
-        config=config,
-        numbers=numbers,
-        scores=as_mapping(read_json(files.scores)),
-    )
-
-
-def read_overrides(folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """Return the overrides of a run: from its record, its submission, or hydra's own file.
-
-    The record has only the overrides that change what the run computes.
-    """
-    submission = as_mapping(read_json(folder / "submitted.json"))
-    recorded = as_list(record.get("overrides")) or as_list(submission.get("overrides"))
-    return recorded or as_list(read_yaml(folder / ".hydra" / "overrides.yaml"))
-
-
-def overrides_by_key(overrides: list[str]) -> dict[str, str]:
-    """Return values by key; the last value of a key counts."""
-    # `+key=` and `++key=` are hydra's words for adding a key.
-    pairs = (text.lstrip("+").partition("=") for text in overrides)
-    return {key: value for key, _, value in pairs}
-
-
-def run_status(
-    folder: Path, record: Mapping[str, Any], config: Mapping[str, Any], numbers: Mapping[str, float]
-) -> RunStatus:
-    """Return the status of a run: the first that its record, its scores or its logs give.
-
-    Args:
-        folder: of the run.
-        record: its `job.json`; {} if there is none.
-        config: its `config.yaml`; {} if there is none.
-        numbers: the summary of its log.
-    """
-    # A job record is written by the launcher, which knows how the process ended.
-    if record.get("state") in ENDED:
-        cause = str(record.get("cause") or "")
-        return RunStatus(str(record["state"]), " ".join(cause.split()))
-    # Runs without a record: finished if all steps are logged and the final scores written.
-    complete = "step" in numbers and numbers["step"] == get_nested(config, "trainer.steps")
-    if complete and (folder / "metrics.json").exists():
-        return RunStatus("done")
-    logs = sorted(folder.glob("logs/rank-*.log"))
-    since = start_time(record)
-    exits = [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
-    ends = [end for end in exits if end is not None and end[0] >= since]
-    failures = sorted(end for end in ends if end[1] == "ERROR")
-    if failures:
-        # The earliest: other ranks may have failed because of it.
-        return RunStatus("failed", failures[0][2])
-    if ends:
-        # Ended without an error, but before the last step.
-        return RunStatus("preempted")
-    if not (logs or numbers or record or config):
-        return RunStatus("not started")
-    return RunStatus("running" if is_recently_written(folder, config, numbers) else "stalled")
-
-
-def start_time(record: Mapping[str, Any]) -> str:
-    """Return when a recorded run started, as its logs write times; empty if that is unknown.
-
-    Until its ranks write, their logs end with an earlier start.
-    """
-    try:
-        started = datetime.fromisoformat(str(record.get("started")))
-    except ValueError:
-        return ""
-    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # in local time
-
-
-def last_exit(text: str) -> tuple[str, str, str] | None:
-    """Return time, level (`INFO` or `ERROR`) and cause of a rank's last exit; None while it runs.
-
-    Args:
-        text: the end of the rank's log.
-    """
-    lines = text.splitlines()
-    events = [
-        (index, match) for index, line in enumerate(lines) if (match := LIFECYCLE_LINE.match(line))
-    ]
-    if not events or not events[-1][1][3].startswith("ended"):
-        return None
-    index, match = events[-1]
-    # A traceback follows the line, without the prefix of log lines.
-    trace = []
-    for line in lines[index + 1 :]:
-        if LOG_LINE.match(line):
-            break
-        trace.append(line)
-    message = traceback_message(trace) or ""
-    return match[1], match[2], message.removeprefix("credit_dp.errors.UserError: ").strip()
-
-
-def is_recently_written(
-    folder: Path, config: Mapping[str, Any], numbers: Mapping[str, float]
-) -> bool:
-    """Whether a file was written in the last half hour, or in the time of five rows of the log."""
-    row_seconds = numbers.get("seconds", 0.0) * (get_nested_int(config, "trainer.log_every") or 1)
-    written = 0.0
-    for path in (folder, folder / "metrics.csv", folder / "job.json", *folder.glob("logs/*")):
-        with contextlib.suppress(OSError):
-            written = max(written, path.stat().st_mtime)
-    # A folder's own time changes when a file is created in it.
-    return time.time() - written < max(STALLED_AFTER_SECONDS, 5 * row_seconds)
+def is_finite(value: object) -> bool:
+    """Whether a value is a number, neither infinite nor NaN."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_log(path: Path) -> list[Row]:
@@ -415,30 +299,19 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file as plain values; None if it can't be parsed."""
+def read_file(path: Path) -> Any:
+    """Return the content of a JSON or YAML file as plain values; None if it can't be parsed."""
     try:
-        return yaml.load(read_text(path), YAML_LOADER)  # both are safe loaders
-    except (yaml.YAMLError, ValueError):
+        text = read_text(path)
+        return json.loads(text) if path.suffix == ".json" else yaml.load(text, YAML_LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return None
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it can't be parsed."""
-    try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        return None
-
-
-def as_mapping(value: Any) -> dict[str, Any]:
-    """Return a dict with its keys as text; {} for anything else."""
-    return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else {}
-
-
-def as_list(value: Any) -> list[str]:
-    """Return the entries of a list as text; [] for anything else."""
-    return [str(entry) for entry in value] if isinstance(value, list) else []
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the table in a JSON or YAML file; {} if there is none."""
+    content = read_file(path)
+    return content if isinstance(content, dict) else {}
 
 
 def get_nested(mapping: Any, key: str) -> Any:
@@ -446,9 +319,3 @@ def get_nested(mapping: Any, key: str) -> Any:
     for name in key.split("."):
         mapping = mapping.get(name) if isinstance(mapping, dict) else None
     return mapping
-
-
-def get_nested_int(mapping: Any, key: str) -> int | None:
-    """Return the integer of a key with dots in nested dicts; None if it is not one."""
-    value = get_nested(mapping, key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -6,25 +6,15 @@ on the fewest ranks. A run in its series is a row: a line of the table, and a po
 
 import json
 import math
-import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from credit_dp.config import by_dotted_key
 from credit_dp.errors import UserError
 from credit_dp.process import usable_cores
-from credit_dp.sweeps.read import (
-    AXES,
-    Job,
-    Sweep,
-    after_warm_up,
-    as_mapping,
-    column,
-    get_nested,
-    get_nested_int,
-)
-from credit_dp.sweeps.tables import Row, mesh_text
+from credit_dp.sweeps.read import AXES, Job, Sweep, after_warm_up, column, get_nested
+from credit_dp.sweeps.tables import Row
 
 # No weak scaling of pipelines: more stages would need a larger model for the same work per rank.
 SERIES_KINDS = (
@@ -36,8 +26,7 @@ MIN_TIMED_STEPS = 3  # logged steps after the warm-up, to take a median of
 VARYING_KEYS = (
     *(f"parallel.{axis}" for axis in AXES),
     *("parallel.threads", "data.grid", "data.batch_size", "data.cache", "data.statistics"),
-    *("trainer.steps", "trainer.log_every"),
-    *("run", "seed", "logger", "resume", "init_from"),
+    *("trainer.steps", "trainer.log_every", "seed", "resume", "init_from"),
 )
 
 
@@ -56,7 +45,8 @@ def find_series(sweep: Sweep) -> list[list[Row]]:
     for kind, axis in SERIES_KINDS:
         groups: dict[str, dict[int, list[tuple[Job, Row]]]] = defaultdict(lambda: defaultdict(list))
         for job, timing in timed:
-            groups[series_key(job, timing, kind, axis)][timing["ranks"]].append((job, timing))
+            key = json.dumps(shared_work(job, timing, kind, axis), sort_keys=True, default=str)
+            groups[key][timing["ranks"]].append((job, timing))
         for group in groups.values():
             if len(group) > 1:
                 # The run and not the median of times: its other numbers have to belong to it.
@@ -64,9 +54,14 @@ def find_series(sweep: Sweep) -> list[list[Row]]:
                     sorted(repeats, key=lambda run: float(run[1]["seconds"]))[len(repeats) // 2]
                     for _, repeats in sorted(group.items())
                 ]
-                title = series_title(*runs[0], kind, axis, sweep.keys)
-                shared = {"kind": kind, "axis": axis, "series": title}
-                first = runs[0][1]
+                job, first = runs[0]
+                grid, batch, *_ = shared_work(job, first, kind, axis)
+                others = [f"{k}={job.value(k)}" for k in sweep.keys if not is_varying(k)]
+                shared = {
+                    "kind": kind,
+                    "axis": axis,
+                    "series": ", ".join([grid or "the store's grid", batch, *others]),
+                }
                 series.append([shared | compare(timing, first, kind) for _, timing in runs])
     if not series:
         raise UserError(
@@ -93,17 +88,17 @@ def timing_of(job: Job) -> dict[str, Any] | None:
     rank with the most, and what is not known is None.
     """
     rows = after_warm_up(job.rows())
-    mesh = job.mesh
-    batch = get_nested_int(job.config, "data.batch_size")
     seconds = column(rows, "seconds")
     # Medians need several steps: single ones may wait for the disk or for other jobs.
-    if mesh is None or not batch or len(seconds) < MIN_TIMED_STEPS or min(seconds) <= 0:
+    if job.mesh is None or len(seconds) < MIN_TIMED_STEPS or min(seconds) <= 0:
         return None
-    ranks = math.prod(mesh.values())
+    ranks = math.prod(job.mesh.values())
+    batch = get_nested(job.config, "data.batch_size")
     sent = column(rows, "sent_bytes")
+    on_cpus = job.config.get("device") == "cpu"
     return {
         "job": job.name,
-        "mesh": mesh_text(job),
+        "mesh": job.mesh_text,
         "ranks": ranks,
         "grid": get_nested(job.config, "data.grid"),
         "batch": batch,
@@ -113,65 +108,28 @@ def timing_of(job: Job) -> dict[str, Any] | None:
         "samples_per_second": batch / median(seconds),
         "peak_memory_bytes": job.numbers.get("peak_memory_bytes"),
         "sent_bytes": median(sent) if sent else None,
-        "more_ranks_than_cores": is_oversubscribed(job, ranks),
+        "more_ranks_than_cores": on_cpus and 1 < ranks > usable_cores(),
     }
 
 
-def is_oversubscribed(job: Job, ranks: int) -> bool | None:
-    """Whether there were more ranks than cores; None if the run was on another machine."""
-    if job.config.get("device") != "cpu" or ranks == 1:
-        return False
-    if job.hosts != {socket.gethostname()}:
-        return None  # this machine's cores say nothing about those
-    return ranks > usable_cores()
+def shared_work(job: Job, timing: Row, kind: str, axis: str) -> tuple[str | None, str, Any, Any]:
+    """Return what all runs of a series share: grid, batch, the other axes and the other keys.
 
-
-def series_key(job: Job, timing: Row, kind: str, axis: str) -> str:
-    """Return a text that is the same for all runs of a series."""
+    Weak scaling compares what each rank has, strong scaling what all have together.
+    """
     mesh = dict(job.mesh or {})
     size = mesh.pop(axis)
-    grid, batch = timing["grid"], timing["batch"]
-    # Weak scaling compares what each rank has, strong scaling what all have together.
+    grid, batch = timing["grid"], f"batch {timing['batch']}"
     if kind == "weak" and axis == "domain":
-        grid = f"not known, of {size}" if grid is None else rows_per_rank(grid, size)
-    if kind == "weak" and axis == "data":
-        batch = batch / size
-    return json.dumps([mesh, grid, batch, fixed_config(job.config)], sort_keys=True, default=str)
-
-
-def rows_per_rank(grid: str, ranks: int) -> tuple[str, str]:
-    """Return rows per rank, possibly a fraction, and columns."""
-    rows, _, columns = grid.partition("x")
-    return str(int(rows) / ranks) if rows.isdecimal() else rows, columns
-
-
-def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the keys in which the runs of a series may differ."""
-    fixed: dict[str, Any] = {}
-    for group, values in config.items():
-        if group not in VARYING_KEYS:
-            entries = as_mapping(values)
-            kept = {k: v for k, v in entries.items() if f"{group}.{k}" not in VARYING_KEYS}
-            fixed[group] = kept if entries else values
-    return fixed
-
-
-def series_title(job: Job, timing: Row, kind: str, axis: str, keys: Sequence[str]) -> str:
-    """Return a title that tells a series from others of the same sweep.
-
-    Args:
-        job: the run on the fewest ranks.
-        timing: its columns.
-        kind: of scaling.
-        axis: whose ranks differ.
-        keys: the swept keys.
-    """
-    size = (job.mesh or {})[axis]
-    grid, batch = timing["grid"] or "the store's grid", f"batch {timing['batch']}"
-    if kind == "weak" and axis == "domain":
-        rows, columns = rows_per_rank(grid, size)
-        grid = f"{float(rows):g}x{columns} of each rank"
+        # A grid that the config does not have is the store's: the same in all runs.
+        rows, _, columns = (grid or "").partition("x")
+        grid = f"{int(rows) / size:g}x{columns} of each rank" if grid else f"a {size}th of the rows"
     elif kind == "weak":
         batch = f"batch {timing['batch'] / size:g} of each rank"
-    others = [f"{key}={job.value(key)}" for key in keys if not key.startswith(VARYING_KEYS)]
-    return ", ".join([grid, batch, *others])
+    fixed = {k: v for k, v in by_dotted_key(job.config).items() if not is_varying(k)}
+    return grid, batch, mesh, fixed
+
+
+def is_varying(key: str) -> bool:
+    """Whether the runs of a series may differ in a key."""
+    return key in VARYING_KEYS or key.startswith(("run.", "logger."))

@@ -2,15 +2,17 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
-from credit_dp.sweeps.read import LARGER_IS_BETTER, Job, Sweep, choose_metric, parse_number
+from credit_dp.sweeps.read import RELATIVE_RMSE, Job, Sweep, parse_number
 
+DEFAULT_METRICS = (RELATIVE_RMSE, "validation_rmse", "loss")  # the first of these that any run has
+LARGER_IS_BETTER = ("samples_per_second",)
 TIMING_COLUMNS = ("seconds", "samples_per_second")
 SORT_COLUMNS = ("job", "state", "steps", "metric", *TIMING_COLUMNS)
 Row = Mapping[str, Any]
@@ -56,7 +58,20 @@ def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTa
         )
     descending = sort.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
     column = metric if name == "metric" else name
-    rows = [table_row(job, sweep.keys, metric) for job in sweep.jobs]
+    rows = [
+        {
+            "job": job.name,
+            **{key: job.value(key) for key in sweep.keys},
+            "state": job.state,
+            "mesh": job.mesh_text,
+            metric: job.metrics.get(metric),
+            "steps": job.steps,
+            "all_steps": job.all_steps,
+            **{name: job.numbers.get(name) for name in TIMING_COLUMNS},
+            "cause": job.cause or None,
+        }
+        for job in sweep.jobs
+    ]
     present = [row for row in rows if row[column] is not None]
     # `reverse` keeps the order among equals.
     present.sort(key=lambda row: value_order(str(row[column])), reverse=descending)
@@ -64,30 +79,24 @@ def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTa
     return SweepTable(sweep.folder, sweep.keys, metric, (*present, *missing))
 
 
-def table_row(job: Job, keys: Sequence[str], metric: str) -> dict[str, Any]:
-    """Return the values of a run by column."""
-    return {
-        "job": job.name,
-        **{key: job.value(key) for key in keys},
-        "state": job.status.state,
-        "mesh": mesh_text(job),
-        metric: job.metrics.get(metric),
-        "steps": job.steps,
-        "all_steps": job.all_steps,
-        **{name: job.numbers.get(name) for name in TIMING_COLUMNS},
-        "cause": job.status.cause or None,
-    }
+def choose_metric(jobs: Sequence[Job], requested: str) -> str:
+    """Return the requested metric, or by default the first of `DEFAULT_METRICS` that exists.
 
-
-def mesh_text(job: Job) -> str | None:
-    """Return pipeline x data x domain ranks, such as 1x2x4; None if not known yet.
-
-    Ranks that share members come before those of the domain, if there are several: 1x2x2x4.
+    Raises:
+        UserError: no run has the requested metric.
     """
-    mesh = job.mesh
-    if mesh is None:
-        return None
-    return "x".join(str(n) for axis, n in mesh.items() if axis != "ensemble" or n > 1)
+    names = list(dict.fromkeys(name for job in jobs for name in job.metrics))
+    if not requested:
+        return next((name for name in DEFAULT_METRICS if name in names), RELATIVE_RMSE)
+    if requested not in names:
+        available = [name for name in names if not name.startswith(("rmse/", "loss/"))]
+        if any(name.startswith("rmse/") for name in names):
+            available.append("rmse/VARIABLE/HOURSh")
+        raise UserError(
+            f"metric: no run of this sweep has {requested!r} yet, but "
+            f"{', '.join(available) or 'nothing'}.{did_you_mean(requested, names)}"
+        )
+    return requested
 
 
 def value_order(text: str) -> tuple[bool, float, str]:
@@ -96,11 +105,10 @@ def value_order(text: str) -> tuple[bool, float, str]:
     return (True, 0.0, text) if number is None else (False, number, "")
 
 
-def rows_to_csv(rows: Iterable[Row]) -> str:
+def rows_to_csv(rows: Sequence[Row]) -> str:
     """Return CSV with a line for each of the rows, which have the same columns."""
     buffer = io.StringIO()
-    first, *others = rows
-    writer = csv.DictWriter(buffer, list(first), lineterminator="\n")
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows([first, *others])
+    writer.writerows(rows)
     return buffer.getvalue()

@@ -81,7 +81,7 @@ def test_a_job_that_was_stopped_is_queued_again_alone(
     for key, value in {**array, **more, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as ended:
-        run_job(str(tmp_path / "0"), ["seed=1"], ["srun"], requeues=2)
+        run_job(str(tmp_path), ["srun"], requeues=2)
     assert ended.value.code == code
     commands = record.read_text().splitlines()
     assert ("requeue 5_2" in commands) == again

@@ -96,7 +96,7 @@ def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
 def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
     code, _, _ = run("seed=9,1,2")
     assert code == 75
-    jobs = [(job.value("seed"), job.status.state) for job in read_sweep(sweep).jobs]
+    jobs = [(job.value("seed"), job.state) for job in read_sweep(sweep).jobs]
     assert (jobs[0], jobs[2]) == (("9", "preempted"), ("2", "not started"))
     assert not (sweep / "2/began").exists()
 

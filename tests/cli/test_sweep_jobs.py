@@ -15,11 +15,11 @@ from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import (
     Job,
     JobProcess,
-    JobRecord,
     failure_cause,
     override_choices,
     plan_jobs,
-    read_overrides,
+    write_record,
+    write_submission,
 )
 from credit_dp.config import Config, DatesConfig, ParallelConfig
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
@@ -42,7 +42,7 @@ def finish(job: Job, scores: bool = True) -> None:
     job.folder.mkdir(parents=True)
     definite = replace(job.config, device="cpu", parallel=ParallelConfig(data=1))
     (job.folder / "config.yaml").write_text(f"# again\n{resolved_yaml(definite)}")
-    (job.folder / "job.json").write_text(json.dumps({"overrides": job.overrides}))
+    write_submission(job)
     if scores:
         (job.folder / "metrics.json").write_text("{}")
 
@@ -138,9 +138,6 @@ def test_a_sweep_in_the_folder_of_a_run_is_refused(
     assert configs == []
 
 
-KEYS = ["overrides", "state", "started", "exit_code", "cause", "ended", "slurm_job"]
-
-
 def read(folder: Path) -> dict[str, object]:
     return dict(json.loads((folder / "job.json").read_text()))
 
@@ -150,14 +147,10 @@ def read(folder: Path) -> dict[str, object]:
     [(0, "done", None), (EXIT_PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
 )
 def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | None) -> None:
-    record = JobRecord(tmp_path, ["seed=1"])
-    begun = read(tmp_path)
-    record.end(code, "data.store: none")
-    ended = read(tmp_path)
-    assert list(begun) == list(ended) == KEYS
-    assert (begun["state"], begun["exit_code"], begun["ended"]) == ("running", None, None)
-    assert (ended["state"], ended["exit_code"], ended["cause"]) == (state, code, cause)
-    assert ended["overrides"] == read_overrides(tmp_path / "job.json") == ["seed=1"]
+    write_record(tmp_path)
+    assert read(tmp_path) == {"state": "running", "exit_code": None, "cause": None}
+    write_record(tmp_path, code, "data.store: none")
+    assert read(tmp_path) == {"state": state, "exit_code": code, "cause": cause}
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
 
@@ -213,6 +206,6 @@ def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> No
 )
 def test_a_killed_job_names_the_signal(tmp_path: Path, printed: str, sent: int, cause: str) -> None:
     code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), {sent:d})"
-    job = JobProcess(tmp_path, [], [sys.executable, "-I", "-S", "-c", code], {})
+    job = JobProcess(tmp_path, [sys.executable, "-I", "-S", "-c", code], {})
     assert job.wait() == 128 + sent
     assert (read(tmp_path)["state"], read(tmp_path)["cause"]) == ("failed", cause)

@@ -200,12 +200,11 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
     until(ended(first, 4), "the sweep")
     records = [record(first / str(n)) for n in range(4)]
     assert [record["state"] for record in records] == ["done", "done", "failed", "done"], records
-    assert [record["slurm_job"] for record in records] == numbers
     assert "metrics.json: could not be written" in str(records[2]["cause"])
     assert cluster.job(numbers[2])["ExitCode"] == f"{records[2]['exit_code']}:0"
     sweep = read_sweep(first)
     assert sweep.keys == ("parallel.domain", "seed")
-    states = [(job.status.state, job.status.cause) for job in sweep.jobs]
+    states = [(job.state, job.cause) for job in sweep.jobs]
     assert states == [(each["state"], each["cause"] or "") for each in records]
 
 
@@ -324,13 +323,13 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     assert ": stopped after step " in log.read_text().partition("resumed after step ")[0]
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     # On a slow machine this start may have ended by now; the next one has enough time.
-    until(lambda: read_sweep(overrunning.parent).job("0").status.state == "running", "a run")
+    until(lambda: read_sweep(overrunning.parent).job("0").state == "running", "a run")
     before = steps(overrunning)
     until(lambda: steps(overrunning) > before + 2, "steps of a life with enough time")
     cluster.ask("scancel", number)
     until(lambda: cluster.job(number)["JobState"] == "CANCELLED", "the end")
     until(lambda: record(overrunning)["state"] != "running", "the record")
-    assert read_sweep(overrunning.parent).job("0").status.state == "preempted"
+    assert read_sweep(overrunning.parent).job("0").state == "preempted"
     assert "SIGTERM: stopped after step " in log.read_text().rpartition("resumed after step ")[2]
     assert number not in cluster.ask("squeue", "--noheader", "--format", "%i").split()
 

@@ -10,7 +10,8 @@ import yaml
 
 COLUMNS = "step,loss,lr,grad_norm,seconds,samples_per_second,sent_bytes,peak_memory_bytes"
 STARTED = (
-    "2026-11-22 03:07:45,554 [rank 0] INFO credit_dp.training.run_folder: started as process 5 on"
+    "2026-11-22 03:07:45,554 [rank 0] INFO credit_dp.training.run_folder: started as process 5 on "
+    "somewhere\n"
 )
 ENDED = "2026-11-22 03:07:51,639 [rank 0] INFO credit_dp.training.run_folder: ended\n"
 CRASHED = (
@@ -83,10 +84,10 @@ def write_scores(run: Path, model: float) -> None:
     (run / "metrics.json").write_text(json.dumps(scores))
 
 
-def write_rank_log(run: Path, *lines: str, host: str = "somewhere") -> None:
+def write_rank_log(run: Path, *lines: str) -> None:
     """Write `logs/rank-0.log`."""
     (run / "logs").mkdir()
-    (run / "logs" / "rank-0.log").write_text("".join((f"{STARTED} {host}\n", *lines)))
+    (run / "logs" / "rank-0.log").write_text("".join((STARTED, *lines)))
 
 
 def write_done(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ def run(folder: Path, name: str, seconds: float, rows: int = 48, **axes: int) ->
     batch = axes.pop("batch", 4)
     write_config(path, data={"grid": f"{rows}x48", "batch_size": batch}, parallel=axes)
     write_log(path, [20.0] * 10 + [seconds] * 7 + [7.0] * 6 + [seconds] * 7, wait_seconds=0.1)
-    write_rank_log(path, ENDED, host=socket.gethostname())
+    write_rank_log(path, ENDED)
 
 
 @pytest.fixture
@@ -123,9 +122,6 @@ def test_more_ranks_than_cores_are_marked(sweep: Path) -> None:
     with cores(2):
         strong = series_by_kind(sweep)["strong", "domain"]
         assert [row["more_ranks_than_cores"] for row in strong] == [False, False, True]
-    elsewhere = sweep / "2" / "logs" / "rank-0.log"
-    elsewhere.write_text(elsewhere.read_text().replace(f"on {socket.gethostname()}", "on far"))
-    assert series_by_kind(sweep)["strong", "domain"][1]["more_ranks_than_cores"] is None
 
 
 def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> None:
@@ -150,7 +146,7 @@ def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> Non
         "1.0",
         "MB",
     ]
-    assert "*: more ranks than cores" in text
+    assert "*: more ranks than this machine has cores" in text
     rows = json.loads((out / "scaling.json").read_text())["runs"]
     assert [row["efficiency"] for row in rows] == [1.0, 0.8, 0.5] * 2
     assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -30,7 +30,7 @@ from credit_dp.cli.arguments import (
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, try_parse
-from credit_dp.config import DataConfig
+from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
 from credit_dp.distributed.signals import raise_on_stop
 from credit_dp.errors import UserError, counted, shell_argument
@@ -46,11 +46,16 @@ if TYPE_CHECKING:
 
 
 class DataArguments(NamedTuple):
-    """A checked data config, the values of the command's keys, and whether to print JSON."""
+    """The config of a run, the values of the command's keys, and whether to print JSON."""
 
-    config: DataConfig
+    run: Config
     command_keys: Mapping[str, Any]
     json: bool
+
+    @property
+    def config(self) -> DataConfig:
+        """The config of the data."""
+        return self.run.data
 
 
 GROUPS = ("data", "experiment")  # of the config, which choose stores and variables
@@ -97,7 +102,7 @@ def read_data_arguments(
     overrides = parse_overrides([*_default_overrides(data_overrides), *data_overrides])
     check_overrides(overrides, composer.groups)
     texts = [str(override.input_line) for override in overrides]
-    return DataArguments(composer.compose_config(texts).data, values, args.json)
+    return DataArguments(composer.compose_config(texts), values, args.json)
 
 
 def _quote_store(store: str) -> str:
@@ -537,7 +542,7 @@ def stats(arguments: Sequence[str], program: str) -> int:
 
     screen = Screen(Console(file=sys.stdout))
     with collect_data_notes() as notes:
-        store = _open_store(parsed.config)
+        store = _open_store(parsed.run)
     for note in notes:
         screen.show(f"note: {note}")
     folder = cache_folder(store.config.cache)
@@ -565,29 +570,38 @@ def _prepare_cache(parsed: DataArguments) -> int:
             )
     from rich.console import Console
 
-    from credit_dp.data.setup import prepare_training_data
+    from credit_dp.data.dates import times_needed
+    from credit_dp.data.setup import prepare_training_data, with_quickstart_store
+    from credit_dp.data.store import Store
     from credit_dp.training.console import Screen
 
     screen = Screen(Console(file=sys.stdout))
     with screen.report() as report:
-        prepare_training_data(parsed.config, report)
+        config = parsed.config
+        if config.dates.undetermined:
+            store = Store.open(with_quickstart_store(config, report), times_needed(parsed.run))
+            config = replace(config, dates=store.config.dates)
+            screen.show(f"data.dates: {store.dates_note}")
+        prepare_training_data(config, report)
     screen.show(f"{parsed.config.cache}: training with the same data and data.cache finds all here")
     return 0
 
 
-def _open_store(config: DataConfig) -> "Store":
-    """Open the store; of the splits, only the training dates have to be in it."""
+def _open_store(run: Config) -> "Store":
+    """Open the store of a run; of the splits, only the training dates have to be in it."""
+    from credit_dp.data.dates import times_needed
     from credit_dp.data.sources.opening import open_source
     from credit_dp.data.store import Store
     from credit_dp.data.units import check_units
 
+    config = run.data
     train = config.dates.train
     if train != AUTO and "train" not in config.dates.preset:
         # With the training dates for all splits, no other dates have to be in the store.
         config = replace(config, dates=DatesConfig(train, train, train, config.dates.limit))
     store = Store(open_source(config), config)
     check_units(store.source, store.config)
-    store.resolve_dates()
+    store.resolve_dates(times_needed(run))
     return store
 
 

@@ -112,8 +112,9 @@ def test_a_filled_cache_is_for_training(keys, key):
 def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
     without = [key for key in keys if not key.startswith("data.dates")]
     summed = ["data.variables.solar.accumulated=true", "data.step=12h"]
+    summed += ["trainer.evaluate_hours=[12]", "data.batch_size=1"]
     assert stats(*without, *summed, f"out={tmp_path / 'all.json'}") == 0
-    assert "3 dates, 2000-01-01T12:00 to 2000-01-02T12:00" in capsys.readouterr().out
+    assert "2 dates, 2000-01-01T12:00 to 2000-01-02T00:00" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -130,14 +131,29 @@ def test_variables_can_be_set(keys, tmp_path, said):
 @pytest.mark.slow
 def test_without_dates_it_takes_those_that_training_would(keys, tmp_path, capsys):
     del keys[3]
-    assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0
+    short = ("trainer.evaluate_hours=[6]", "data.batch_size=1")
+    assert stats(*keys, *short, f"out={tmp_path / 'stats.json'}", "every=2") == 0
     text = capsys.readouterr().out
     assert "5 dates, 2000-01-01T00:00 to 2000-01-03T00:00, every=2" in text
-    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T06 (10 times), valid" in text
+    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T00 (9 times), valid" in text
     assert "every=3 is better" in text
     every = "data.dates.train=[2000-01-01,2000-01-03]"
     assert stats(*keys, every, f"out={tmp_path / 'every.json'}") == 0
     assert "12 dates, 2000-01-01T00:00 to 2000-01-03T18:00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command_key", ["every=1", "climatology=true"])
+def test_automatic_dates_leave_what_the_run_needs(keys, tmp_path, capsys, command_key):
+    """A tenth of 40 times are 4; a forecast of 36 hours needs 7, and one of 12 hours needs 3."""
+    stores.write(stores.dataset(steps=40), tmp_path / "long.zarr")
+    keys[0] = f"store={tmp_path / 'long.zarr'}"
+    del keys[3]
+    assert stats(*keys, "trainer.evaluate_hours=[12,36]", "data.batch_size=1", command_key) == 0
+    text = capsys.readouterr().out
+    assert "auto: train 2000-01-01T00 to 2000-01-08T00 (29 times), valid 2000-01-08T06 to " in text
+    assert "(4 times), test 2000-01-09T06 to 2000-01-10T18 (7 times)" in text
+    line = refused(*keys, "trainer.evaluate_hours=[240]", "data.batch_size=1", command_key)
+    assert "for test. Give it more times, or lower data.batch_size" in line
 
 
 @pytest.mark.slow

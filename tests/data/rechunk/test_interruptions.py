@@ -18,6 +18,7 @@ import zarr
 from credit_dp import files
 from credit_dp.data.rechunk import copy_fields, target
 from credit_dp.data.rechunk.copy_fields import RechunkJob, WorkerConfig
+from credit_dp.data.sources.opening import open_source
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.rechunk.requests import (
@@ -26,6 +27,7 @@ from tests.data.rechunk.requests import (
     StoppedError,
     after,
     before_the_end,
+    config,
     prepared,
     request,
     run,
@@ -103,6 +105,25 @@ def test_stopped_and_started_again_equals_undisturbed(
     assert tree(out) == wanted
     assert again.resumed is (name != "between_metadata")
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
+
+
+@pytest.mark.filterwarnings("ignore:Object at .lock is not recognized")  # zarr's, of a listing
+def test_a_lock_file_that_a_kill_left_in_a_complete_store_disturbs_nobody(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody locks it there: processes that write lock the folders of partial names."""
+    wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "remove_lock", lambda out: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepared(small, out)
+    assert tree(out) == wanted | {".lock": b""}
+    source = open_source(config(out, name="prepared"))
+    assert len(source.times) == len(open_source(config(small)).times)
+    with pytest.raises(UserError, match=r"exists already.*overwrite=true"):
+        RechunkJob(request(small, out))
+    assert tree(prepared(small, out, overwrite=True)) == wanted
 
 
 def test_a_full_disk_is_one_line(

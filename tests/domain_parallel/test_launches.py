@@ -58,6 +58,34 @@ class Launches(TorchDispatchMode):
         return result
 
 
+@torch.library.custom_op("credit_dp_tests::smooth", mutates_args=())
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return x * 1
+
+
+ATEN = torch.ops.aten
+KERNELS = {
+    ATEN.add.Tensor: True,
+    ATEN.relu_.default: True,
+    ATEN.copy_.default: True,
+    torch.ops.credit_dp_tests.smooth.default: True,
+    ATEN.view.default: False,
+    ATEN._unsafe_view.default: False,
+    ATEN.empty_like.default: False,
+    ATEN.squeeze_.dim: False,
+    ATEN.unsqueeze_.default: False,
+    ATEN.transpose_.default: False,
+    ATEN.detach_.default: False,
+    torch.ops.prim.device.default: False,
+}
+
+
+@pytest.mark.parametrize("operation", KERNELS, ids=str)
+def test_what_starts_a_kernel(operation):
+    """Views in place start none, operators of other packages do."""
+    assert launches_kernel(operation) == KERNELS[operation]
+
+
 def launches_of_a_step(model, shape, ranks, rank, needs_grad=False, recomputed=()):
     """Return what a rank launches in forward and backward; `needs_grad`: also of the input."""
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))

@@ -124,12 +124,18 @@ ALLOCATIONS = {
 }
 # Views that their schema does not declare as such.
 UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view}
+HOST_NAMESPACES = ("prim", "profiler")  # of questions to torch, such as for a tensor's device
 
 
 @cache
 def launches_kernel(func: Any) -> bool:
-    """Return whether an operation starts a kernel: it is neither a view nor an allocation."""
-    if func.namespace != "aten" or func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
+    """Return whether an operation starts a kernel: it is neither a view nor an allocation.
+
+    One of another package counts as one kernel, however many it starts.
+    """
+    if func.namespace in HOST_NAMESPACES or torch.Tag.inplace_view in func.tags:
+        return False
+    if func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
         return False
     aliases = [result.alias_info for result in func._schema.returns]
     return all(alias is None or alias.is_write for alias in aliases)

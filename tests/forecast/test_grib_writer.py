@@ -277,7 +277,7 @@ def test_a_damaged_grid_section_is_no_other_grid(tmp_path, number):
         damaged = bytearray(content)
         damaged[position] ^= 4
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"damaged after {number} message.*checksum is wrong"):
+        with pytest.raises(UserError, match=rf"read after {number} message.*checksum is wrong"):
             GribFile.open(path, "path")
 
 
@@ -287,7 +287,7 @@ def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
     section_2 = GribFile.open(path, "path").messages("instant")[1].offset + 16 + 21
     content[section_2 + 3] ^= 4  # its length
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"after 1 message \(more messages follow, which can't"):
+    with pytest.raises(UserError, match=r"after 1 message: more messages follow, which can't"):
         GribFile.open(path, "path")
     assert not check_forecast(str(path)).complete
 

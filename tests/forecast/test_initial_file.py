@@ -10,7 +10,7 @@ import xarray as xr
 
 from credit_dp.data.grid import row_edges, row_weights
 from credit_dp.data.rechunk.field_selection import Regridder, regular_grid
-from credit_dp.data.sources.grib_file import load_eccodes
+from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
@@ -360,9 +360,9 @@ def corrupt(path, data, how):
 FAULTS = {
     "absent": r"no such file. Change init_file",
     "empty": r"is neither GRIB nor netCDF. Change init_file",
-    "date": r"is cut off or damaged after 0 messages .*Fetch it again, or change init_file",
+    "date": r"can't be read after 0 messages: month must be in 1.*Fetch it again if",
     "timeless": r"has no time of the standard calendar. Give it the coordinate time",
-    "cut": r"is cut off or damaged after 6 messages .*Fetch it again, or change init_file",
+    "cut": r"can't be read after 6 messages: .*Fetch it again if it is cut off .*change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
     "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",
     "region": r"latitude must cover the globe .*Change init_file",
@@ -404,6 +404,7 @@ def test_the_time_is_that_of_the_file_if_it_is_clear(data, tmp_path):
 def test_the_time_of_a_step_in_minutes_is_exact(data, tmp_path):
     path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), stepUnits="m", step=90)
     assert GribStates(path).times == np.datetime64("2000-01-04T01:30")
+    assert {x.hours for x in GribFile.open(path, "init_file").messages("instant")} == {1.5}
 
 
 @pytest.mark.parametrize("text", ["gs://b/a.grib", "[]", "[a.grib,a.grib]"])

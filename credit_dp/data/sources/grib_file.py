@@ -192,7 +192,7 @@ class Message(NamedTuple):
         level: in hPa or the number of a model level; 0 on other levels.
         member: of an ensemble; 0 without.
         initial: when the forecast started; the time of an analysis.
-        hours: lead time.
+        hours: lead time; half an hour is 0.5.
         valid: the time of the field.
         unit: of the values.
         offset: in the file; of fields that share a message with their number.
@@ -203,7 +203,7 @@ class Message(NamedTuple):
     level: int
     member: int
     initial: np.datetime64
-    hours: int
+    hours: float
     valid: np.datetime64
     unit: str
     offset: Any
@@ -282,8 +282,9 @@ class GribFile(Mapping[Any, Any]):
         }
         if problem and not (cut_off and headers):
             raise UserError(
-                f"{key}: {path} is cut off or damaged after {counted(len(headers), 'message')} "
-                f"({problem}). Fetch it again, or change {key}."
+                f"{key}: {path} can't be read after {counted(len(headers), 'message')}: "
+                f"{problem.rstrip('.')}. Fetch it again if it is cut off or damaged, or change "
+                f"{key}."
             )
         return cls(path, key, headers, complete=not problem)
 
@@ -399,14 +400,14 @@ def _message(offset: Any, header: Header) -> Message | None:
             return None
     elif level != int(level):  # of the stratosphere, between whole hPa; no config has these
         return None
-    member, hours = (0 if x == UNKNOWN else int(x) for x in (header["number"], header["endStep"]))
+    member, hours = (0 if x == UNKNOWN else x for x in (header["number"], header["endStep"]))
     return Message(
         kind=kind,
         name=message_name(header["shortName"], kind, level_type, int(level)),
         level=0 if kind == SINGLE else int(level),
-        member=member,
+        member=int(member),
         initial=np.datetime64(header["time"], "s").astype("M8[ns]"),
-        hours=hours,
+        hours=float(hours),
         valid=np.datetime64(header["valid_time"], "s").astype("M8[ns]"),
         unit=header["units"],
         offset=offset,

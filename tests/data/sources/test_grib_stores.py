@@ -98,7 +98,7 @@ def test_two_forecasts_for_one_time_are_refused(tmp_path):
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     path = write_grib(tmp_path / "cut.grib", stores.dataset().isel(time=0))
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(UserError, match=r"damaged after 6 messages .*change data.store"):
+    with pytest.raises(UserError, match=r"read after 6 messages: .*change data.store"):
         open_source(config(path, tmp_path / "cache"))
 
 

@@ -7,6 +7,7 @@ folder docstrings say so where the error arises, or where it matters what has ha
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
 
@@ -104,6 +106,24 @@ def read_keys(
             f"{text!r}.{did_you_mean(text.partition('=')[0], defaults)}"
         )
     return values
+
+
+def read_folders_and_keys(
+    arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any], name: str
+) -> tuple[list[Path], Mapping[str, Any]] | None:
+    """Return the folders and the value of each key; None after printing the help, if requested.
+
+    Args:
+        arguments, program, help_text, defaults: as of `read_keys`.
+        name: of a folder in the help, for messages.
+
+    Raises:
+        UserError: a key does not exist, or a folder's home does not.
+    """
+    folders = [text for text in arguments if not text.startswith("-") and "=" not in text]
+    others = [text for text in arguments if text not in folders]
+    keys = read_keys(others, program, help_text, defaults)
+    return None if keys is None else ([checks.expand_home(name, text) for text in folders], keys)
 
 
 def split_keys(

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
-from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import (
-    common_parser,
-    parse_arguments,
     parse_list,
+    read_folders_and_keys,
     read_keys,
     to_texts,
     to_whole_numbers,
@@ -239,52 +237,30 @@ Exit code: 0 if the runs are compared, 2 if one can't be.
 
 
 def compare_runs(arguments: Sequence[str], program: str) -> int:
-    """Compare runs or scorecards; return the exit code."""
-    args = parse_arguments(common_parser(), arguments)
-    if args.help:
-        sys.stdout.write(COMPARE_HELP.format(program=program))
+    """Compare runs or scorecards; return the exit code.
+
+    Raises:
+        UserError: there are less than two folders, one is given twice, or one has no scores.
+    """
+    parsed = read_folders_and_keys(arguments, program, COMPARE_HELP, {"out": ""}, "RUN")
+    if parsed is None:
         return 0
-    folders, out = split_arguments(args.overrides, program)
+    folders, keys = parsed
+    if len(folders) < 2:
+        raise UserError(f"{program}: needs the folders of at least two runs, got {len(folders)}.")
+    absolute = [folder.absolute() for folder in folders]
+    for index, folder in enumerate(folders):
+        if absolute[index] in absolute[:index]:
+            raise UserError(f"{program}: {folder} is given twice. Give each run once.")
     from credit_dp.evaluation.comparison import compare, read_result
 
     names = distinct_names(folders)
     comparison = compare([read_result(*pair) for pair in zip(folders, names, strict=True)])
     lines = comparison_lines(comparison)
-    if out:
-        lines += ["", str(write_comparison(comparison, out))]
+    if keys["out"]:
+        lines += ["", str(write_comparison(comparison, keys["out"]))]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
-
-
-def split_arguments(arguments: Sequence[str], program: str) -> tuple[list[Path], str]:
-    """Return the folders of runs, and the folder to write to.
-
-    Raises:
-        UserError: there are less than two folders, one is given twice, or a key does not exist.
-    """
-    folders: list[Path] = []
-    out = ""
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if not equals:
-            folders.append(checks.expand_home("RUN", text))
-        elif key == "out" and value:
-            out = value
-        else:
-            raise UserError(
-                f"{program}: needs the folders of runs, and optionally out=FOLDER, got {text!r}."
-                f"{did_you_mean(key, ['out'])}"
-            )
-    if len(folders) < 2:
-        raise UserError(f"{program}: needs the folders of at least two runs, got {len(folders)}.")
-    absolute = [folder.absolute() for folder in folders]
-    repeated = next(
-        (folder for index, folder in enumerate(folders) if absolute[index] in absolute[:index]),
-        None,
-    )
-    if repeated is not None:
-        raise UserError(f"{program}: {repeated} is given twice. Give each run once.")
-    return folders, out
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from credit_dp.cli.arguments import Command, read_keys, run_subcommand
+from credit_dp.cli.arguments import Command, read_folders_and_keys, run_subcommand
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.distributed.report import report_error
 from credit_dp.errors import UserError, counted
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def read_folder_and_keys(
+def read_arguments(
     arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
 ) -> tuple[Path, Mapping[str, Any]] | None:
     """Return the folder and the keys; None after printing the help, if requested.
@@ -34,17 +34,16 @@ def read_folder_and_keys(
     Raises:
         UserError: there is not exactly one folder, or a key does not exist.
     """
-    folders = [text for text in arguments if not text.startswith("-") and "=" not in text]
-    others = [text for text in arguments if text not in folders]
-    keys = read_keys(others, program, help_text, defaults)
-    if keys is None:
+    parsed = read_folders_and_keys(arguments, program, help_text, defaults, "DIR")
+    if parsed is None:
         return None
+    folders, keys = parsed
     if len(folders) != 1:
         raise UserError(
             f"{program}: needs the folder of one sweep, like multirun/NAME, got "
-            f"{' '.join(folders) or 'none'}."
+            f"{' '.join(map(str, folders)) or 'none'}."
         )
-    return Path(folders[0]), keys
+    return folders[0], keys
 
 
 def write_files(
@@ -133,7 +132,7 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is no sweep, no such metric or column, or nothing can be written.
     """
-    parsed = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
+    parsed = read_arguments(arguments, program, SHOW_HELP, SHOW_KEYS)
     if parsed is None:
         return 0
     folder, keys = parsed
@@ -223,7 +222,7 @@ def scaling(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is no sweep or no series in it, or nothing can be written.
     """
-    parsed = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
+    parsed = read_arguments(arguments, program, SCALING_HELP, SCALING_KEYS)
     if parsed is None:
         return 0
     folder, keys = parsed

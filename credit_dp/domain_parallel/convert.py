@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, final
 
@@ -262,13 +263,15 @@ def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
 
 def _plan_for_shape(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
     conversion: Conversion = model.__dict__[CONVERSION_ATTRIBUTE]
-    planner = plan_model(model, conversion.manager, input_shape, conversion.trusted)
+    with conversion.all_layers():
+        planner = plan_model(model, conversion.manager, input_shape, conversion.trusted)
     _log_summary(conversion, planner)
 
 
 def _plan_for_call(model: nn.Module, shapes: list[Shape], inputs: InputFactory) -> None:
     conversion: Conversion = model.__dict__[CONVERSION_ATTRIBUTE]
-    planner = plan_calls(model, conversion.manager, shapes, inputs, conversion.trusted)
+    with conversion.all_layers():
+        planner = plan_calls(model, conversion.manager, shapes, inputs, conversion.trusted)
     _log_summary(conversion, planner)
 
 
@@ -344,6 +347,7 @@ class Conversion:
         self.user_leaf_counts: Counter[str] = Counter()
         self._replacements: dict[nn.Module, nn.Module] = {}
         self._replaced_children: list[tuple[nn.Module, str, nn.Module]] = []
+        self._left_alone: list[tuple[nn.Module, str, RowLayer]] = []
         self._original: nn.Module | None = None
         self._previous: Conversion | None = None
 
@@ -362,7 +366,33 @@ class Conversion:
         # not be picklable, must not stay in it.
         self._replacements = {}
         self.custom_converters = {}
+        self._leave_alone()
         return converted
+
+    @contextmanager
+    def all_layers(self) -> Iterator[None]:
+        """Plan in this context: the model has all its domain-parallel layers.
+
+        Afterwards it has the original layer again wherever that acts alone with the planned bands.
+        """
+        for parent, name, layer in self._left_alone:
+            layer.train(parent._modules[name].training)  # type: ignore[union-attr]
+            parent._modules[name] = layer
+        self.converted_counts += _type_counts(self._left_alone)
+        self._left_alone = []
+        try:
+            yield
+        finally:
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        """Put those original layers back that act alone."""
+        for parent, name, original in self._replaced_children:
+            layer = parent._modules[name]
+            if isinstance(layer, RowLayer) and layer.acts_alone:
+                self._left_alone.append((parent, name, layer))
+                parent._modules[name] = original
+        self.converted_counts -= _type_counts(self._left_alone)
 
     def convert(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module; a module that is used several times has one."""
@@ -439,6 +469,11 @@ class Conversion:
                 layer.adopt_manager(self.manager)
                 self.converted_counts[type(layer).__name__] += 1
         return replacement
+
+
+def _type_counts(children: list[tuple[nn.Module, str, RowLayer]]) -> Counter[str]:
+    """Return the number of layers of each type; a layer that is used several times is one."""
+    return Counter(type(layer).__name__ for layer in {layer for _, _, layer in children})
 
 
 def _effective_type(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:

@@ -80,7 +80,8 @@ def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
 
     Only pointwise convolutions stay. One whose kernel is as large as its stride is wrapped as well:
-    its windows don't overlap, but the edge of a band may cut one.
+    its windows don't overlap, but the edge of a band may cut one. Where bands line up, a transposed
+    one is put back (`RowLayer.acts_alone`).
     """
 
     def rule(conv: _ConvNd) -> nn.Module:

@@ -251,6 +251,14 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         """Whether a plan has called this layer."""
         return bool(self._planned_heights) or self._is_rowwise
 
+    @property
+    def acts_alone(self) -> bool:
+        """Whether the wrapped layer, called with a band, returns the rows that this layer does.
+
+        Of heights that the plan has; of any until there is one.
+        """
+        return False
+
     def forget_exchanges(self) -> None:
         """Drop cached exchanges after the manager was re-assigned to another rank (dry runs)."""
         self._exchanges = {}

@@ -55,6 +55,16 @@ class _RowConvTranspose(ConvLayer):
         y: Tensor = super().forward(x)
         return y
 
+    @property
+    def acts_alone(self) -> bool:
+        """Whether every row makes rows of its own, and the bands of input and output line up."""
+        sides = (self.north, self.south, self.conv.output_padding[self.row_dim])
+        return (
+            self._kernel_extent == self._stride
+            and not any(sides)
+            and all(self.exchange(self.planned_bands(h)).is_identity for h in self.planned_heights)
+        )
+
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the global output height.
 

@@ -14,17 +14,21 @@ from credit_dp.domain_parallel import (
     DomainParallelConvTranspose1d,
     DomainParallelConvTranspose2d,
     DomainParallelConvTranspose3d,
+    convert_from_domain_parallel,
     convert_to_domain_parallel,
+    gather_tensor,
     shard_tensor,
 )
 from credit_dp.domain_parallel.convert import (
     _needs_halo_conv_transpose2d,
     _needs_halo_conv_transpose3d,
+    replan,
 )
+from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
-from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
+from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Settings along the other dimensions: columns last, times or levels first.
@@ -183,6 +187,79 @@ def _sent(manager, conv, shape):
 def test_what_is_sent(conv, shape, messages):
     # Of three ranks, the one in the middle: to both sides, forward and backward, or to none.
     assert on_threads(3, _sent, conv, shape)[1] == messages
+
+
+UPSAMPLING = [
+    (nn.ConvTranspose2d(2, 4, 2, 2), (1, 2, 30, 3)),
+    (nn.ConvTranspose3d(2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 30, 3)),
+]
+
+
+def _left_alone(manager, conv, shape, sizes, is_alone):
+    model = nn.Sequential(copy.deepcopy(conv).double(), nn.Identity())
+    convert_to_domain_parallel(model, manager)
+    assert type(model[0]) is type(conv)
+    x = torch.randn(shape, dtype=torch.float64, generator=seeded(0))
+    band = x.split(sizes, -2)[manager.domain_rank].clone().requires_grad_()
+    y = model(band)
+    assert (type(model[0]) is type(conv)) == is_alone
+    everyone = manager.transport.all_gather(torch.tensor(manager.transport.traffic.messages))
+    assert (int(everyone.sum()) == 0) == is_alone
+    expected = (whole := copy.deepcopy(conv).double())(x.requires_grad_())
+    torch.testing.assert_close(gather_tensor(y, manager=manager), expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(band.grad, x.grad.split(sizes, -2)[manager.domain_rank])
+    grads = manager.transport.all_gather(model[0].weight.grad)
+    torch.testing.assert_close(grads.sum(0), whole.weight.grad)
+    assert convert_from_domain_parallel(model) is model
+    assert type(model[0]) is type(conv)
+
+
+@pytest.mark.parametrize(("conv", "shape"), UPSAMPLING)
+@pytest.mark.parametrize(
+    ("sizes", "is_alone"),
+    [
+        ((10, 10, 10), True),
+        ((9, 11, 10), True),
+        ((28, 1, 1), False),  # its output has balanced bands
+    ],
+)
+def test_rows_that_do_not_overlap_are_left_to_torch(conv, shape, sizes, is_alone):
+    on_threads(3, _left_alone, conv, shape, sizes, is_alone)
+
+
+def _left_alone_for_one_shape(manager):
+    model = nn.Sequential(nn.ConvTranspose2d(2, 4, 2, 2), nn.GELU())
+    convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
+    assert type(model[0]) is nn.ConvTranspose2d
+    manager.bands.register(RowPartition((0, 14, 15, 16)))
+    model.eval()
+    replan(model, (1, 2, 16, 3))
+    assert type(model[0]) is DomainParallelConvTranspose2d
+    assert not model[0].training
+    with pytest.raises(UserError, match="2 rows can't be shared by 3 ranks"):
+        replan(model, (1, 2, 2, 3))
+    assert type(model[0]) is DomainParallelConvTranspose2d
+    replan(model, (1, 2, 9, 3))
+    assert type(model[0]) is nn.ConvTranspose2d
+
+
+def test_another_plan_may_need_the_layer():
+    on_threads(3, _left_alone_for_one_shape)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [nn.ConvTranspose2d(2, 4, 2, 2, output_padding=1), nn.ConvTranspose2d(2, 4, 4, 4, 2)],
+)
+def test_rows_beyond_an_edge_are_not_left_to_torch(conv):
+    def converted(manager):
+        model = nn.Sequential(copy.deepcopy(conv))
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
+        assert type(model[0]) is DomainParallelConvTranspose2d
+
+    on_threads(3, converted)
 
 
 def _output_size(manager):

@@ -513,20 +513,33 @@ class StencilLayer(RowLayer):
         return rows_with_poles(start, stop, height, self.pole_mode)
 
 
+def rows_on_globe(start: int, stop: int, height: int) -> tuple[RowRange, ...]:
+    """Return those of the rows `start` to `stop - 1` that are not beyond a pole, maybe none."""
+    rows = RowRange(max(start, 0), min(stop, height))
+    return (rows,) if rows.length > 0 else ()
+
+
+def fill_beyond_poles(
+    rows: Tensor, dim: int, start: int, stop: int, height: int, value: float
+) -> Tensor:
+    """Return the rows `start` to `stop - 1`, given those on the globe, with `value` in the others.
+
+    Shapes:
+        `(..., rows_on_globe, W)` -> `(..., stop - start, W)` for `dim=-2`; `dim` is negative.
+    """
+    north = max(0, min(stop, 0) - start)
+    return pad_rows(rows, dim, north, max(0, stop - max(start, height)), value)
+
+
 class ConstantFillLayer(StencilLayer):
     """A stencil that fetches only rows of the globe and fills those beyond the poles."""
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the stencil that lie on the globe, maybe none."""
-        first, stop = self.input_span(out, height)
-        rows = RowRange(max(first, 0), min(stop, height))
-        return (rows,) if rows.length > 0 else ()
+        return rows_on_globe(*self.input_span(out, height), height)
 
     def fetch_with_fill(self, x: Tensor, bands: Bands, value: float) -> Tensor:
         """Return the rows of the stencil, with `value` in those beyond the poles."""
         height = bands.input.height
-        first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
-        north = max(0, min(stop, 0) - first)
-        south = max(0, stop - max(first, height))
-        rows = self.fetch(x, bands)
-        return pad_rows(rows, self.dim, north, south, value)
+        span = self.input_span(bands.output.rows(self.manager.domain_rank), height)
+        return fill_beyond_poles(self.fetch(x, bands), self.dim, *span, height, value)

@@ -21,6 +21,7 @@ from credit_dp.domain_parallel.layers.base import (
     ConstantFillLayer,
     RowLayer,
     StencilLayer,
+    rows_on_globe,
     torch_layer_type,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -123,6 +124,33 @@ class ColumnPadding:
             return torch.autograd.grad(self.pad(x), x, grad)[0]
 
 
+def padded_rows(out: slice, height: int, north: int, south: int, mode: str) -> tuple[RowRange, ...]:
+    """Return the global rows that the rows `out` of a padded globe show; negative widths crop.
+
+    In the mode `constant` those beyond the poles are left out: `fill_beyond_poles` adds them.
+
+    Raises:
+        UserError: the padding is wider than the rows that the mode can show.
+    """
+    start, stop = out.start - north, out.stop - north
+    if mode == "constant":
+        return rows_on_globe(start, stop, height)
+    if mode != "circular":
+        return rows_with_poles(start, stop, height, mode)
+    # Negative widths crop first: circular padding repeats the rows that are left.
+    first, cropped = max(0, -north), max(0, -north) + max(0, -south)
+    ranges = rows_with_poles(start - first, stop - first, height - cropped, mode)
+    return tuple(RowRange(rows.start + first, rows.stop + first) for rows in ranges)
+
+
+def rolled_rows(out: slice, height: int, shift: int) -> tuple[RowRange, ...]:
+    """Return the global rows that are shifted to the rows `out`: two ranges if they wrap around."""
+    start = (out.start - shift) % height
+    stop = start + out.stop - out.start
+    ranges = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
+    return tuple(rows for rows in ranges if rows.length > 0)
+
+
 class _RowPad(ConstantFillLayer, ABC):
     """`F.pad`: rows by an exchange, all other dimensions by torch."""
 
@@ -165,17 +193,7 @@ class _RowPad(ConstantFillLayer, ABC):
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the globe, and the rows that the mode shows beyond the poles."""
-        if self.mode == "constant":
-            return super().required_rows(out, height)
-        first, stop = self.input_span(out, height)
-        if self.mode != "circular":
-            return rows_with_poles(first, stop, height, self.mode)
-        # Negative widths crop first: circular padding repeats the rows that are left.
-        cropping = [max(0, -side) for side in self._row_padding()]
-        ranges = rows_with_poles(
-            first - cropping[0], stop - cropping[0], height - sum(cropping), self.mode
-        )
-        return tuple(RowRange(rows.start + cropping[0], rows.stop + cropping[0]) for rows in ranges)
+        return padded_rows(out, height, *self._row_padding(), self.mode)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
@@ -423,11 +441,8 @@ class DomainParallelRoll(RowLayer):
         return height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows that are shifted to `out`: two ranges if they wrap around."""
-        start = (out.start - self._row_shift) % height
-        stop = start + out.stop - out.start
-        ranges = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
-        return tuple(rows for rows in ranges if rows.length > 0)
+        """Return the rows that are shifted to `out`."""
+        return rolled_rows(out, height, self._row_shift)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the rolled globe."""

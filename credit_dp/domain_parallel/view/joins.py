@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.layers.base import fill_beyond_poles
+from credit_dp.domain_parallel.layers.pad import MODES, padded_rows, rolled_rows
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
@@ -39,6 +41,7 @@ from credit_dp.domain_parallel.view.tensor import (
     with_layout,
     wrap,
 )
+from credit_dp.errors import UserError
 
 CAT = ("tensors", "dim")
 
@@ -156,7 +159,8 @@ def roll(func: Function, args: Args, kwargs: Kwargs) -> Any:
     others = [(shift, d) for shift, d in pairs if d != layout.dim]
     shift = sum(shift for shift, d in pairs if d == layout.dim) % layout.size
     if shift:
-        x = rearrange_rows(x, [(i - shift) % layout.size for i in range(layout.size)], layout)
+        bands = map(layout.partition.rows, range(x.view_.ranks))
+        x = exchange_entries(x, [rolled_rows(rows, layout.size, shift) for rows in bands], layout)
     local = (
         x.local.roll([shift for shift, _ in others], [d for _, d in others]) if others else x.local
     )
@@ -205,34 +209,27 @@ def pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) -> GlobalTensor:
     """Return `x` with more rows, or with fewer where a width is negative; whole if too few."""
-    layout = layout_of(x)
-    size = layout.size
-    positions = range(-north, size + south)
-    if mode == "constant":
-        indices = [i if 0 <= i < size else -1 for i in positions]
-    elif mode == "circular":
-        # Negative widths crop first: circular padding repeats the rows that are left.
-        first = max(0, -north)
-        kept = size - first - max(0, -south)
-        if kept < 1:
-            raise NoRuleError
-        indices = [first + (i - first) % kept for i in positions]
-    elif mode == "replicate":
-        indices = [min(max(i, 0), size - 1) for i in positions]
-    elif mode == "reflect":
-        indices = [abs(i) if i < size else 2 * (size - 1) - i for i in positions]
-    else:
+    layout, view = layout_of(x), x.view_
+    height, padded = layout.size, layout.size + north + south
+    if padded < 1 or mode not in MODES:
         raise NoRuleError
-    if not indices:
-        raise NoRuleError
-    result = take_rows(x, indices)
-    if mode == "constant" and value:
-        rows = slice(None) if result.rows is None else result.rows.partition.rows(x.view_.rank)
-        outside = [i < 0 for i in indices[rows]]
-        shape = [-1 if d == layout.dim else 1 for d in range(x.ndim)]
-        mask = torch.tensor(outside, device=x.device).view(shape)
-        result = wrap(result.local.masked_fill(mask, value), result.rows, x.view_)
-    return result
+    partition = view.partition(padded)
+    bands = [
+        slice(0, padded) if partition is None else partition.rows(r) for r in range(view.ranks)
+    ]
+    # Zeros are part of the exchange's result, another value is filled in afterwards.
+    pole_mode = "zeros" if mode == "constant" and not value else mode
+    try:
+        required = [padded_rows(rows, height, north, south, pole_mode) for rows in bands]
+    except UserError as error:  # torch says what is wrong
+        raise NoRuleError from error
+    result = exchange_entries(x, required, partition and layout._replace(partition=partition))
+    if pole_mode != "constant":
+        return result
+    out, dim = bands[view.rank], layout.dim - x.ndim
+    span = (out.start - north, out.stop - north)
+    filled = fill_beyond_poles(result.local, dim, *span, height, value)
+    return GlobalTensor(filled, result.rows, view)
 
 
 @rule_for("repeat", "tile")

@@ -19,6 +19,7 @@ from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import (
     Bands,
     ConstantFillLayer,
+    FunctionModule,
     RowLayer,
     StencilLayer,
     rows_on_globe,
@@ -249,7 +250,8 @@ class DomainParallelPad(_RowPad):
                 f"DomainParallelPad: mode must be one of {', '.join(MODES)}, got {mode}."
             )
         pad = tuple(pad)
-        super().__init__(_Pad(pad, mode, value), pad, mode, value or 0.0, shard_dim, manager)
+        module = FunctionModule(F.pad, pad, mode, value)
+        super().__init__(module, pad, mode, value or 0.0, shard_dim, manager)
 
 
 @final
@@ -288,25 +290,6 @@ PAD_LAYERS: dict[type[nn.Module], str] = {
     **dict.fromkeys((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), "replicate"),
     **dict.fromkeys((nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d), "circular"),
 }
-
-
-@final
-class _Pad(nn.Module):
-    """`F.pad` as a module."""
-
-    def __init__(self, pad: tuple[int, ...], mode: str, value: float | None) -> None:
-        super().__init__()
-        self.pad = pad
-        self.mode = mode
-        self.value = value
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the padded tensor."""
-        return F.pad(x, self.pad, self.mode, self.value)
-
-    def extra_repr(self) -> str:
-        """Return the widths and the mode."""
-        return f"pad={self.pad}, mode={self.mode}"
 
 
 @final
@@ -411,16 +394,15 @@ class DomainParallelRoll(RowLayer):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        roll = _Roll(
-            (shifts,) if isinstance(shifts, int) else tuple(shifts),
-            (dims,) if isinstance(dims, int) else tuple(dims),
-        )
-        if not roll.dims or len(roll.shifts) != len(roll.dims):
+        shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+        dims = (dims,) if isinstance(dims, int) else tuple(dims)
+        if not dims or len(shifts) != len(dims):
             raise UserError(
-                f"DomainParallelRoll: needs one shift for each dimension, got shifts {roll.shifts} "
-                f"and dims {roll.dims}. Give both the same length."
+                f"DomainParallelRoll: needs one shift for each dimension, got shifts {shifts} "
+                f"and dims {dims}. Give both the same length."
             )
-        super().__init__(roll, shard_dim, manager)
+        super().__init__(FunctionModule(torch.roll, shifts, dims), shard_dim, manager)
+        self.shifts, self.dims = shifts, dims
         self._row_shift = 0
 
     def _check_dim(self) -> None:
@@ -460,21 +442,3 @@ class DomainParallelRoll(RowLayer):
             return rows.roll(*zip(*other_shifts, strict=True))
         # Torch copies even what it does not move: either may be changed in place.
         return rows if row_shift % bands.input.height else rows.clone()
-
-
-@final
-class _Roll(nn.Module):
-    """`torch.roll` as a module."""
-
-    def __init__(self, shifts: tuple[int, ...], dims: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shifts = shifts
-        self.dims = dims
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the rolled tensor."""
-        return torch.roll(x, self.shifts, self.dims)
-
-    def extra_repr(self) -> str:
-        """Return the shifts and dimensions."""
-        return f"shifts={self.shifts}, dims={self.dims}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
+from math import prod
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.layers.base import Bands, FunctionModule, RowLayer
 from credit_dp.domain_parallel.layers.norm import (
     ReductionLayer,
     accumulation_dtype,
@@ -25,27 +26,6 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
-
-
-@final
-class Reduction(nn.Module):
-    """A torch reduction as a module."""
-
-    def __init__(
-        self, function: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool
-    ) -> None:
-        super().__init__()
-        self.function = function
-        self.dims = dims
-        self.keepdim = keepdim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` reduced over `dims`; over all dimensions if `dims` is empty."""
-        return self.function(x, self.dims, self.keepdim)
-
-    def extra_repr(self) -> str:
-        """Return the name of the reduction and its dimensions."""
-        return f"{self.function.__name__}, dims={self.dims or 'all'}, keepdim={self.keepdim}"
 
 
 class _DomainParallelReduction(ReductionLayer, ABC):
@@ -75,13 +55,32 @@ class _DomainParallelReduction(ReductionLayer, ABC):
         shard_dim: int = -2,
     ) -> None:
         dims_tuple = (dims,) if isinstance(dims, int) else tuple(dims or ())
-        super().__init__(Reduction(type(self).function, dims_tuple, keepdim), shard_dim, manager)
+        module = FunctionModule(type(self).function, dims_tuple, keepdim)
+        super().__init__(module, shard_dim, manager)
         self.dims = dims_tuple
         self.keepdim = keepdim
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is one of the dimensions to reduce."""
         return not self.dims or dim % ndim in {d % ndim for d in self.dims}
+
+
+def sum_of_entries(
+    x: Tensor,
+    dims: list[int] | tuple[int, ...],
+    keepdim: bool,
+    transport: Transport,
+    divisor: int = 1,
+) -> Tensor:
+    """Return the sum of all bands' entries, over all dimensions if `dims` is empty; a collective.
+
+    Divided by their number it is the mean. In at least float32, as torch does: a sum of halves
+    would overflow before it is divided.
+    """
+    wide = accumulation_dtype(x) if x.is_floating_point() else None
+    total = sum_over_bands(x.sum(dims, keepdim, dtype=wide), transport)
+    total = total if divisor == 1 else total / divisor
+    return total if wide is None else total.to(x.dtype)
 
 
 @final
@@ -96,10 +95,7 @@ class DomainParallelSum(_DomainParallelReduction):
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the sum of the bands' sums."""
         x = cast_for_autocast(x)
-        dtype = accumulation_dtype(x) if x.is_floating_point() else None
-        part = x.sum(self.dims, self.keepdim, dtype=dtype)
-        total = sum_over_bands(part, self.manager.transport)
-        return total.to(x.dtype) if x.is_floating_point() else total
+        return sum_of_entries(x, self.dims, self.keepdim, self.manager.transport)
 
 
 @final
@@ -120,11 +116,11 @@ class DomainParallelMean(_DomainParallelReduction):
     function = torch.mean
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the mean of the bands' means, weighted by their rows."""
-        rows = bands.input.sizes[self.manager.domain_rank]
-        height = bands.input.height
-        part = x.mean(self.dims, self.keepdim, dtype=accumulation_dtype(x)) * (rows / height)
-        return sum_over_bands(part, self.manager.transport).to(x.dtype)
+        """Return the sum of the bands' sums, divided by the entries of the globe."""
+        sizes = list(x.shape)
+        sizes[self.dim] = bands.input.height
+        count = prod([sizes[d] for d in self.dims] if self.dims else sizes)
+        return sum_of_entries(x, self.dims, self.keepdim, self.manager.transport, count)
 
 
 @final

@@ -21,7 +21,11 @@ from credit_dp.domain_parallel.layers.norm import (
     cast_for_autocast,
     sum_over_bands,
 )
-from credit_dp.domain_parallel.layers.reduce import max_over_bands, softmax_over_bands
+from credit_dp.domain_parallel.layers.reduce import (
+    max_over_bands,
+    softmax_over_bands,
+    sum_of_entries,
+)
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.domain_parallel.view.function_rules import (
     Args,
@@ -157,16 +161,12 @@ def _sum(name: str, x: GlobalTensor, dims: list[int], arguments: Kwargs) -> Any:
         return (x != 0).sum(dims)
     source = _in_type_or_autocast(x, dtype) if name == "sum" else _in_type(x, dtype)
     assert isinstance(source, GlobalTensor)
-    is_real = source.dtype.is_floating_point
-    if name == "mean" and not (is_real or source.dtype.is_complex):
+    if name == "mean" and not (source.dtype.is_floating_point or source.dtype.is_complex):
         raise NoRuleError
-    # In at least float32, as torch does: a sum of halves would overflow before it is divided.
-    wide = accumulation_dtype(source.local) if is_real else None
-    part = source.local.sum(dims, _keepdim(arguments), dtype=wide)
-    total = sum_over_bands(part, x.view_.manager.transport)
-    if name == "mean":
-        total = total / prod(x.shape[d] for d in dims)
-    return GlobalTensor(total.to(source.dtype) if is_real else total, None, x.view_)
+    count = prod(x.shape[d] for d in dims) if name == "mean" else 1
+    transport = x.view_.manager.transport
+    total = sum_of_entries(source.local, dims, _keepdim(arguments), transport, count)
+    return GlobalTensor(total, None, x.view_)
 
 
 def _count_numbers(x: Tensor, dims: list[int], arguments: Kwargs) -> Tensor:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import build, convert_to_domain_parallel, shard_tensor
+from credit_dp.domain_parallel.layers.base import FunctionModule
 from credit_dp.domain_parallel.layers.reduce import (
     DomainParallelMax,
     DomainParallelMean,
     DomainParallelSum,
-    Reduction,
 )
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads, seeded
@@ -29,7 +29,7 @@ REDUCTIONS = {
 @pytest.fixture(autouse=True, scope="module")
 def _rule_of_reductions():
     def sharded(plain):
-        return REDUCTIONS[plain.function](plain.dims, plain.keepdim)
+        return REDUCTIONS[plain.function](*plain.settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(build.NAMED_RULES, "reduction", sharded)
@@ -46,12 +46,12 @@ class _Rounds(nn.Module):
 class _Reduces(nn.Module):
     """A user's module that reduces, beside what keeps the rows."""
 
-    row_rules = {Reduction: "reduction"}  # noqa: RUF012
+    row_rules = {FunctionModule: "reduction"}  # noqa: RUF012
 
     def __init__(self, function, dims, keepdim, ties):
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 3)[:, None, None])
-        self.reduce = Reduction(function, dims, keepdim)
+        self.reduce = FunctionModule(function, dims, keepdim)
         self.rounds = _Rounds() if ties else nn.Identity()
 
     def forward(self, x):

@@ -82,10 +82,7 @@ class HaloExchange(nn.Module):
         """Return the band with its halos, after gathering every rank's number of rows."""
         if active_planner() is not None:  # planning needs the shape only, and must not send
             return F.pad(x.movedim(self.dim, -1), (self.halo_width,) * 2).movedim(-1, self.dim)
-        return self.fetch(x, _halo_rows(x.shape[self.dim], self.halo_width, self.manager))
-
-    def fetch(self, x: Tensor, exchange: RowExchange) -> Tensor:
-        """Return the rows that this rank needs according to `exchange`."""
+        exchange = _halo_rows(x.shape[self.dim], self.halo_width, self.manager)
         dim = self.dim if self.dim < 0 else self.dim - x.ndim
         return fetch_rows(x, exchange, self.manager.transport, dim)
 

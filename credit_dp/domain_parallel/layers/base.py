@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 
 from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
-from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.halo_exchange import HaloExchange, fetch_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planned_run import active_planner
@@ -393,8 +393,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
 
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the input rows of this rank's output rows, with padding beyond the poles."""
-        halo: HaloExchange = self.__dict__["halo_exchange"]
-        return halo.fetch(x, self.exchange(bands))
+        return fetch_rows(x, self.exchange(bands), self.manager.transport, self.dim)
 
     @abstractmethod
     def out_height(self, height: int, *others: Tensor) -> int:

@@ -127,8 +127,9 @@ def checkpoint_path(key: str, value: str) -> Path:
     """Return the path of a checkpoint or of a run's folder; refuse one that does not exist."""
     path = existing_path(value)
     if path is None:
+        auto = "`auto` or " if key == "resume" else ""
         raise UserError(
-            f"{key}: needs `auto` or the path of a checkpoint, but {value} does not exist. "
+            f"{key}: needs {auto}the path of a checkpoint or of a run, but {value} does not exist. "
             f"Change {key}."
         )
     return path

@@ -23,6 +23,7 @@ from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
 from credit_dp.errors import UnreachableError, UserError, counted
+from credit_dp.training.checkpoint_files import locate_checkpoint
 
 if TYPE_CHECKING:
     from credit_dp.costs.budget import StepPlan
@@ -417,9 +418,7 @@ def resolve_resume(config: Config) -> tuple[Config, Path | None]:
         check_run_folder(folder, config, folder_key(config.run))
     if config.resume is None:
         if config.init_from is not None:
-            from credit_dp.training.transfer import resolve_checkpoint
-
-            resolve_checkpoint(config.init_from)
+            locate_checkpoint("init_from", config.init_from)
         return config, None
     from credit_dp.training.checkpoint import find_checkpoint
     from credit_dp.training.run import dates_of_checkpoint

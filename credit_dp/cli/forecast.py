@@ -15,6 +15,7 @@ from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import config_of_checkpoint
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
     from credit_dp.forecast.request import ForecastConfig
@@ -125,7 +126,8 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     for key, needed in REQUIRED_KEYS.items():
         if not keys[key] and not (key == "init" and keys["init_file"]):
             raise UserError(f"{key}: needs {needed}, got nothing. Add it.")
-    path, run = find_checkpoint_and_run(keys["checkpoint"])
+    path = locate_checkpoint("checkpoint", keys["checkpoint"]).absolute()
+    run = run_folder_of(path)
     composer = Composer(program.rpartition(" ")[2])
     check_overrides(parse_overrides(config_overrides), composer.groups)
     config = config_of_checkpoint(path, config_overrides, composer)
@@ -169,27 +171,8 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     return ForecastConfig(**values, request=request)
 
 
-def find_checkpoint_and_run(value: str) -> tuple[Path, Path]:
-    """Return the folders of a checkpoint and of its run.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    from credit_dp.training.checkpoint_files import locate_checkpoint, run_folder_of
-
-    if checks.existing_path(value) is None:
-        raise UserError(
-            f"checkpoint: needs the folder of a run or of a checkpoint, but {value} does not "
-            "exist. Change checkpoint."
-        )
-    path = locate_checkpoint("checkpoint", value).absolute()
-    return path, run_folder_of(path)
-
-
 def checkpoint_grid(path: Path) -> str:
     """Return the `ROWSxCOLUMNS` that a checkpoint was trained on."""
-    from credit_dp.training.checkpoint_files import read_metadata
-
     return str(read_metadata("checkpoint", path)["data"]["data.grid"])
 
 

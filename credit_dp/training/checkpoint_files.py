@@ -6,7 +6,7 @@ A checkpoint `step-00000042` is a folder with one or more safetensors files (ten
 itself, is refused. It is written in this order:
 
 1. `create_temporary_folder`: `.step-00000042.partial`, which no reader takes for a checkpoint.
-2. `shards.write_shard`: every rank that has something to write writes its parts of the tensors.
+2. `checkpoint_shards.write_shard`: ranks that have something to write write their parts of tensors.
 3. `commit_checkpoint`: `state.json` is written, then the folder gets its final name.
 4. `apply_retention`: checkpoints that are no longer needed are removed.
 

@@ -166,7 +166,7 @@ class Checkpoint:
     stored: torch_metadata.Metadata
 
     @classmethod
-    def open(cls, key: str, path: Path) -> Self:
+    def open(cls, key: str, path: str | Path) -> Self:
         """Open a checkpoint, and check that its shards are its own and complete.
 
         Args:

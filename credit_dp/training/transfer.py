@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
@@ -32,7 +31,6 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.initial_weights import build_on_meta
 from credit_dp.training.checkpoint import TensorTable, check_model_shapes, model_shapes
-from credit_dp.training.checkpoint_files import locate_checkpoint
 from credit_dp.training.checkpoint_shards import Checkpoint, Shape
 from credit_dp.training.data_description import (
     DataDescription,
@@ -116,7 +114,7 @@ def load_initial_weights(
     Raises:
         UserError: on all ranks, if the checkpoint can't be read or has no weight of this model.
     """
-    checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, resolve_checkpoint(path)))
+    checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, path))
     saved, data = checkpoint.shapes, checkpoint.metadata["data"]
     source_names = channel_names(data)
     rescaled = differently_normalised_channels(data, state.data)
@@ -154,20 +152,6 @@ def differences(saved: DataDescription, current: DataDescription) -> str:
     if all(len(fields[name]) == len(own[name]) for name in ("latitude", "longitude")):
         texts += [text for text in [differing_coordinate(fields, own, "data.store")] if text]
     return f"; the checkpoint has {', '.join(texts)}" if texts else ""
-
-
-def resolve_checkpoint(path: str) -> Path:
-    """Return the checkpoint at a path, or the newest one of a run.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    if checks.existing_path(path) is None:
-        raise UserError(
-            f"{KEY}: needs the path of a checkpoint or of a run, but {path} does not exist. "
-            f"Change {KEY}."
-        )
-    return locate_checkpoint(KEY, path)
 
 
 def changed_dims(

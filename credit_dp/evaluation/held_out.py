@@ -6,7 +6,7 @@ forecasts and scores with the metrics of `metric_table`, `LastLeadAccumulator` c
 error maps of the longest lead time, `example_map` gathers one field to draw.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -30,13 +30,13 @@ from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid, coasts_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
-    METRICS,
     PERSISTENCE,
     SPECTRA_SOURCES,
     TRUTH,
     Extent,
     ScoredFields,
     ScoreSums,
+    metrics_of_run,
 )
 from credit_dp.evaluation.metrics import ZonalSpectra, latitude_band_weights
 from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
@@ -302,33 +302,40 @@ class HeldOutFields(ScoredFields):
     """The forecasts of a batch of initial times, at one lead time.
 
     Args:
-        samples: indices of the B initial times among all of `HeldOutData`.
+        times: the B initial times, some of those of `HeldOutData`.
+        lead: in steps of the data.
         members: normalised forecasts, `(B, M, C, h, W)`.
-        fields: of other sources, normalised, `(B, C, h, W)`; the truth among them.
+        fields: of the truth and of other sources, normalised, `(B, C, h, W)`. The climatology is
+            computed when a metric needs it.
+        normalised: whether scores are in standard deviations, not in the store's units.
     """
 
     def __init__(
         self,
         held_out: HeldOutData,
-        samples: Sequence[int],
+        times: Times,
+        lead: int,
         members: Tensor,
         fields: Mapping[str, Tensor],
+        normalised: bool = False,
     ) -> None:
-        self.samples = samples
+        self.samples = np.searchsorted(held_out.initial_times, times).tolist()
         self._held_out = held_out
+        self._normalised = normalised
+        self._valid_times = times + lead * held_out.step
         self._members = members
-        self._fields = fields
+        self._fields = dict(fields)
 
     @property
     def truth(self) -> Tensor:
         """Return the truth, `(B, C, h, W)`."""
-        return self._held_out.denormalise(self._fields[TRUTH])
+        return self._scored(self._field(TRUTH))
 
     def members(self, source: str) -> Tensor:
         """Return the members, `(B, M, C, h, W)`; any other source is one member."""
         if source != FORECAST:
-            return self._held_out.denormalise(self._fields[source])[:, None]
-        fields = self._held_out.denormalise(self._members.flatten(0, 1))
+            return self._scored(self._field(source))[:, None]
+        fields = self._scored(self._members.flatten(0, 1))
         return fields.view_as(self._members)
 
     def error(self, source: str) -> Tensor:
@@ -341,13 +348,24 @@ class HeldOutFields(ScoredFields):
 
     def _difference(self, source: str, other: str) -> Tensor:
         """Return a source minus another one; of the forecast the mean over its members."""
-        reference = self._fields[other]
+        subtract = torch.sub if self._normalised else self._held_out.physical_difference
+        reference = self._field(other)
         if source != FORECAST:
-            return self._held_out.physical_difference(self._fields[source], reference)
-        difference = self._held_out.physical_difference(
+            return subtract(self._field(source), reference)
+        difference = subtract(
             self._members.flatten(0, 1), reference.repeat_interleave(self._members.shape[1], 0)
         )
         return difference.view_as(self._members).mean(dim=1)
+
+    def _field(self, source: str) -> Tensor:
+        """Return the normalised fields of a source other than the forecast."""
+        if source == CLIMATOLOGY and source not in self._fields:
+            self._fields[source] = self._held_out.climatology(self._valid_times)
+        return self._fields[source]
+
+    def _scored(self, fields: Tensor) -> Tensor:
+        """Return normalised fields as they are scored."""
+        return fields if self._normalised else self._held_out.denormalise(fields)
 
 
 # (initial times, initial states, forcing of each step, static) -> members after each step,
@@ -377,11 +395,7 @@ def evaluate(
     """
     store = held_out.prepared.store
     sums = ScoreSums(
-        [
-            metric
-            for metric in METRICS.values()
-            if metric.in_runs or (metric.in_ensemble_runs and members > 1)
-        ],
+        metrics_of_run(members),
         (len(held_out.lead_steps), store.channels.num_outputs),
         Extent(held_out.area_weights, held_out.points, samples=len(held_out.initial_times)),
     )
@@ -432,20 +446,14 @@ def add_forecasts(
     last_lead: LastLeadAccumulator | None,
 ) -> None:
     """Forecast from a batch of initial times and add the scores of all sources."""
-    samples = np.searchsorted(held_out.initial_times, times).tolist()
     start = held_out.initial_states(times)
     persistence = held_out.newest_fields(times, start)
     for lead, members in enumerate(run_forecasts(rollout, held_out, times, start), start=1):
         if lead not in held_out.lead_steps:
             continue  # a step between two scored lead times
-        valid_times = times + lead * held_out.step
-        truth = held_out.fields(valid_times)
-        fields = {
-            PERSISTENCE: persistence,
-            CLIMATOLOGY: held_out.climatology(valid_times),
-            TRUTH: truth,
-        }
-        scored = HeldOutFields(held_out, samples, members, fields)
+        truth = held_out.fields(times + lead * held_out.step)
+        fields = {PERSISTENCE: persistence, TRUTH: truth}
+        scored = HeldOutFields(held_out, times, lead, members, fields)
         sums.add(held_out.lead_steps.index(lead), scored)
         if last_lead is not None and lead == held_out.lead_steps[-1]:
             last_lead.add(members, truth)

@@ -259,7 +259,7 @@ class Metric:
         ensemble: whether it needs members, so that single forecasts do not have it.
         may_be_undefined: whether NaN is a valid value.
         in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.
-        in_runs: whether it is a final score of training runs, too.
+        in_runs: whether it is a final score of training runs, too, and one of their validation.
         in_ensemble_runs: whether it is one of runs with several members only.
         drawn_with: other scores of the forecast in the same plot: legend labels -> metric names.
     """
@@ -404,6 +404,12 @@ METRICS: dict[str, Metric] = {
         ),
     )
 }
+
+
+def metrics_of_run(members: int) -> list[Metric]:
+    """Return the metrics of a training run whose forecasts have this many members."""
+    metrics = METRICS.values()
+    return [m for m in metrics if m.in_runs or (m.in_ensemble_runs and members > 1)]
 
 
 def metrics_of_comparison() -> list[Metric]:

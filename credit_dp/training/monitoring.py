@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -16,8 +17,14 @@ from credit_dp.data.loader import Batch, Loader
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
-from credit_dp.evaluation.metrics import EnsembleSpread, FairCRPS, RootMeanSquare
+from credit_dp.evaluation.held_out import (
+    EvaluationDates,
+    HeldOutData,
+    HeldOutFields,
+    last_forecast,
+    rank_batches,
+)
+from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, metrics_of_run
 from credit_dp.files import atomic_path
 from credit_dp.training.build_training import Training
 from credit_dp.training.console import EtaMessage, Screen
@@ -64,9 +71,8 @@ class Validation:
     def __call__(self) -> Mapping[str, float]:
         """Return scores in standard deviations of each field, averaged over all fields, by name.
 
-        `validation_rmse`, of an ensemble that of its mean; for ensembles also `validation_crps` and
-        `validation_spread_skill`, the ratio that is 1 if members are as far from each other as
-        from the truth.
+        Those of the final scores, as `validation_rmse`; but of ensembles `validation_spread_skill`
+        for the spread, the ratio that is 1 if members are as far from each other as from the truth.
 
         Collective; the same numbers on every rank.
 
@@ -75,23 +81,21 @@ class Validation:
         """
         dates = self.dates
         channels = dates.prepared.store.channels.num_outputs
-        extent = ((channels,), dates.area_weights, dates.points)
-        errors, crps, spread = RootMeanSquare(*extent), FairCRPS(*extent), EnsembleSpread(*extent)
-        ahead = dates.lead_steps[-1] * dates.step
+        metrics = [replace(m, sources=(FORECAST,)) for m in metrics_of_run(self.members)]
+        extent = Extent(dates.area_weights, dates.points, samples=len(dates.initial_times))
+        sums = ScoreSums(metrics, (1, channels), extent)
+        lead = dates.lead_steps[-1]
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
             for times, counts in rank_batches(dates, self.manager, self.batch_size):
                 forecast = last_forecast(self.rollout, dates, times)
                 if counts:
-                    truth = dates.fields(times + ahead)
-                    errors.add((), forecast.mean(dim=1) - truth)
-                    crps.add((), forecast, truth)
-                    spread.add((), forecast)
-        rmse = errors.result(self.manager)
-        scores = {"validation_rmse": float(rmse.mean())}
-        if self.members > 1:
-            ratio = math.sqrt(1 + 1 / self.members) * spread.result(self.manager) / rmse
-            scores["validation_crps"] = float(crps.result(self.manager).mean())
-            scores["validation_spread_skill"] = float(ratio.mean())
+                    truth = {TRUTH: dates.fields(times + lead * dates.step)}
+                    sums.add(0, HeldOutFields(dates, times, lead, forecast, truth, normalised=True))
+        found = sums.result(self.manager)
+        if "spread" in found:
+            ratio = math.sqrt(1 + 1 / self.members) * found.pop("spread") / found["rmse"]
+            found["spread_skill"] = ratio
+        scores = {f"validation_{name}": float(values.mean()) for name, values in found.items()}
         # The numbers of rank 0: they choose the best checkpoint, so that not one bit may differ.
         return all_gather_object(scores)[0]
 

@@ -10,7 +10,8 @@ from credit_dp.config import Config
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import evenly_spaced_indices
+from credit_dp.evaluation.held_out import evenly_spaced_indices, last_forecast
+from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import (
     MAX_INITIAL_TIMES,
@@ -101,6 +102,39 @@ def test_the_validation_is_the_mean_of_normalised_rmse(config):
     # The weights by area are those of the grid's cells, which are close to the cosine.
     assert validation()["validation_rmse"] == pytest.approx(float(by_field.mean()), rel=1e-2)
     training.trainer.state.train()
+
+
+@pytest.mark.parametrize("metric", ["bias", "acc"])
+def test_a_metric_of_runs_is_one_of_their_validation(config, monkeypatch, metric):
+    training = built(config, alone())
+    training.loader.close()
+    prepared = prepare_training_data(config.data)
+    validation = Validation(config, prepared, training, alone())
+    assert set(validation()) == {"validation_rmse"}
+    monkeypatch.setitem(METRICS, metric, replace(METRICS[metric], in_runs=True))
+    found = validation()
+    assert set(found) == {"validation_rmse", f"validation_{metric}"}
+    dates = validation.dates
+    training.trainer.state.train(False)
+    rows = dates.area_weights.double()[:, None]
+    rows = rows / rows.mean()
+    scores = []
+    with training.trainer.state.eval_mode(), torch.no_grad():
+        for time in dates.initial_times[:, None]:
+            forecast = last_forecast(validation.rollout, dates, time)[:, 0].double()
+            valid_time = time + np.timedelta64(6, "h")
+            truth, usual = dates.fields(valid_time), dates.climatology(valid_time)
+            if metric == "bias":
+                score = ((forecast - truth) * rows).mean(dim=(-2, -1))
+            else:
+                a, b = forecast - usual, truth - usual
+                product, *squares = (
+                    (x * rows).mean(dim=(-2, -1)) for x in (a * b, a.square(), b.square())
+                )
+                score = product / (squares[0] * squares[1]).sqrt()
+            scores.append(score.mean())
+    wanted = float(torch.stack(scores).mean())
+    assert found[f"validation_{metric}"] == pytest.approx(wanted, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.slow

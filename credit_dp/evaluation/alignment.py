@@ -169,7 +169,8 @@ def common_step_hours(
     if uneven is not None:
         raise UserError(
             f"{forecast.where}: initial and lead times must be whole hours, but one is "
-            f"{(uneven % HOUR).astype('m8[s]')} past the hour. Change forecast."
+            f"{(uneven % HOUR).astype('m8[s]')} past the hour. Select the whole hours of the "
+            "store, or give another one as forecast."
         )
     return math.gcd(HOURS_PER_DAY, *(int(span / HOUR) for span in spans))
 
@@ -190,7 +191,8 @@ def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str
     if not forecast.variables:
         raise UserError(
             f"{forecast.where}: no variable has the dims time, prediction_timedelta, latitude and "
-            "longitude, with no other dims than level and number. Change forecast."
+            "longitude, with no other dims than level and number. Rename the dims of its "
+            "variables, or give another store as forecast."
         )
     return list(request.variables or forecast.variables)
 

@@ -146,7 +146,8 @@ class ForecastStore:
                 raise UserError(
                     f"{self.where}: forecasts need the dims time (initial time), {LEAD_DIM}, "
                     "latitude and longitude, but the store has "
-                    f"{', '.join(map(str, dataset.dims))}. Change forecast."
+                    f"{', '.join(map(str, dataset.dims))}. Rename its dims and coordinates, or "
+                    "give another store as forecast."
                 )
         # Both before `standardise_dims`, which renames vertical dims and drops bounds that are
         # coordinates.
@@ -264,11 +265,18 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
         raise UserError(
             f"{where}: {LEAD_DIM} must be timedeltas or numbers with units like hours, but is "
             f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. "
-            "Change forecast."
+            "Set its attribute units in the store, or give another one as forecast."
         )
     leads: NDArray[np.timedelta64] = variable.values.astype("m8[ns]")
-    if np.any(np.diff(leads) <= np.timedelta64(0, "D")) or not len(leads):
-        raise UserError(f"{where}: {LEAD_DIM} is not strictly increasing. Change forecast.")
+    if not len(leads):
+        raise UserError(f"{where}: {LEAD_DIM} is empty. Give a store with lead times as forecast.")
+    falls = np.flatnonzero(np.diff(leads) <= np.timedelta64(0, "ns"))
+    if len(falls):
+        before, after = (lead / np.timedelta64(1, "h") for lead in leads[falls[0] : falls[0] + 2])
+        raise UserError(
+            f"{where}: {LEAD_DIM} must rise from entry to entry, but {after:g} hours follow "
+            f"{before:g}. Sort the store by {LEAD_DIM}, or give another one as forecast."
+        )
     return leads
 
 

@@ -123,6 +123,24 @@ def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> N
     assert "has no hour with coordinates" in said
 
 
+@pytest.mark.parametrize(
+    ("leads", "found"),
+    [
+        ([0, 2, 1], "6 hours follow 24. Sort the store"),
+        ([0, 0], "0 hours follow 0."),
+        ([], "empty"),
+    ],
+)
+def test_lead_times_that_do_not_rise_are_refused(
+    folder: Path, tmp_path: Path, leads: list[int], found: str
+) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    path = forecasts.write(made.isel(prediction_timedelta=leads), tmp_path / "f.zarr")
+    said = refusal(folder, path)
+    assert found in said
+    assert "as forecast" in said
+
+
 def test_coordinates_with_nan_are_another_grid() -> None:
     wanted = np.array([0.0, 90.0, 180.0, 270.0])
     found = np.array([0.0, 90.0, np.nan, 270.0])

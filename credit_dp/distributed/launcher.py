@@ -2,9 +2,9 @@
 
 Each launcher sets its own variables: the rank, the number of ranks, and in some cases where rank 0
 runs. All ranks of a job have to work out the same address and port. Launchers may be nested, as
-mpirun starts its daemons by srun: the innermost one counts. One that starts a single process does
-not, except for RANK=0 and WORLD_SIZE=1. An environment of several ranks that is not understood is
-refused, as otherwise each of them would start a run of its own.
+mpirun starts its daemons by srun: the innermost one counts. One that starts a single process is
+taken for none, but for torchrun, which is known by RANK and WORLD_SIZE. An environment of several
+ranks that is not understood is refused, as otherwise each of them would start a run of its own.
 """
 
 import errno

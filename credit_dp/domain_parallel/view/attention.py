@@ -108,7 +108,7 @@ def _call(
 
 
 def _cut_alike(query: Any, key: GlobalTensor) -> GlobalTensor:
-    """Return whole queries as bands of the samples, heads or windows in which the keys have rows.
+    """Return queries that all ranks hold, cut into bands along the dimension of the keys' bands.
 
     Raises:
         NoRuleError: they have none of these.

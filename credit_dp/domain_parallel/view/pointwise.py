@@ -223,7 +223,7 @@ def alpha_dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _keeps_all(args: Args, kwargs: Kwargs, is_training: bool) -> bool:
-    """Return whether a dropout returns its argument itself; with the default of `training`."""
+    """Whether a dropout drops nothing; `is_training` is the default of its argument `training`."""
     options = {("training" if name == "train" else name): x for name, x in kwargs.items()}
     defaults = {"p": 0.5, "training": is_training}
     arguments = defaults | bind(("input", "p", "training", "inplace"), args, options)

@@ -18,7 +18,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
-from credit_dp.domain_parallel.sharding_costs import plan_report
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 

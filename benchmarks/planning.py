@@ -63,8 +63,8 @@ def _measure_deep(name: str) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from credit_dp.costs.budget import dry_run_manager
     from credit_dp.domain_parallel import convert_to_domain_parallel
+    from credit_dp.domain_parallel.decide import counting_manager
 
     class Spectrum(nn.Module):
         """Computes along rows and columns at once, which no layer's rule knows."""
@@ -83,7 +83,7 @@ def _measure_deep(name: str) -> dict[str, Any]:
         model(x).sum().backward()
         steps.append(time.process_time() - begun)
     begun = time.process_time()
-    convert_to_domain_parallel(model, dry_run_manager(2), input_shape=SMALL_SHAPE)
+    convert_to_domain_parallel(model, counting_manager(2), input_shape=SMALL_SHAPE)
     return {"model": name, "seconds": time.process_time() - begun, "step_seconds": min(steps)}
 
 
@@ -128,12 +128,13 @@ def _planner(model: str, domain: int, data: int) -> Any:
 def _converter(config: Any, domain: int) -> Any:
     from dataclasses import replace
 
-    from credit_dp.costs.budget import dry_run_manager, model_and_shape
+    from credit_dp.costs.budget import model_and_shape
     from credit_dp.domain_parallel.build import shard_model
+    from credit_dp.domain_parallel.decide import counting_manager
 
     one = replace(config, data=replace(config.data, batch_size=1))
     model, shape = model_and_shape(one, 1)
-    return lambda: shard_model(model, dry_run_manager(domain), shape)
+    return lambda: shard_model(model, counting_manager(domain), shape)
 
 
 def rows() -> list[Row]:

@@ -12,7 +12,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
-from credit_dp.domain_parallel.sharding_costs import PlanReport, plan_report
+from credit_dp.domain_parallel.decide import Decision, plan_report
 from credit_dp.models import build_model
 
 MODELS = ("unet", "pangu", "crossformer")
@@ -31,7 +31,7 @@ def counted(manager: DomainParallelManager, config: ModelConfig) -> tuple[int, i
     return traffic.bytes - before[0], traffic.messages - before[1]
 
 
-def planned(config: ModelConfig, ranks: int) -> PlanReport:
+def planned(config: ModelConfig, ranks: int) -> Decision:
     """Return the plan of the same step."""
     with torch.device("meta"):
         model = build_model(config, FIELDS, GRID)

@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
 from credit_dp.domain_parallel.count_transport import CountingTransport
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.trace import tensor_leaves, use_fake_tensors
-from credit_dp.domain_parallel.sharding_costs import plan_report
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.function_rules import bind, function_name
 from credit_dp.domain_parallel.view.layers import CONV, INTERPOLATE, POOLS, TRANSPOSE

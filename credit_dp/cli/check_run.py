@@ -469,7 +469,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
     # These import torch, which takes seconds.
     from credit_dp.costs.budget import training_memory
-    from credit_dp.domain_parallel.view.view_plan import decision_line, whole_call_lines
+    from credit_dp.domain_parallel.decide import assumption_line, whole_call_lines
 
     report = plan.report
     parallel = config.parallel
@@ -501,7 +501,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             lines.append(f"memory  {label}: about {format_bytes(sum(held.values()))} ({items})")
             lines.append(f"sent    {label}: {format_bytes(sum(sent.values()))} in a step")
     lines += [f"whole   {line}" for line in whole_call_lines(report.whole_calls)]
-    return [*lines, *(f"branch  {line}" for line in map(decision_line, report.decisions))]
+    return [*lines, *(f"branch  {line}" for line in map(assumption_line, report.decisions))]
 
 
 def sent_bytes_by_item(config: Config, sent: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import OneLineParser
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StepPlan,
     )
     from credit_dp.domain_parallel.count_transport import RankTraffic
-    from credit_dp.domain_parallel.sharding_costs import LayerTraffic, PlanReport
+    from credit_dp.domain_parallel.decide import Decision, LayerTraffic
 
 
 BAND_HEADINGS = ("rows", "largest band", "smallest", "largest / mean")
@@ -46,7 +46,7 @@ LAYER_HEADINGS = (
 )
 
 
-def levels_table(report: "PlanReport") -> list[str]:
+def levels_table(report: "Decision") -> list[str]:
     """Return a table of the bands and the traffic at every level, a number of rows."""
     rows = []
     for level in report.levels:
@@ -67,7 +67,7 @@ def levels_table(report: "PlanReport") -> list[str]:
     ]
 
 
-def traffic_table(report: "PlanReport") -> list[str]:
+def traffic_table(report: "Decision") -> list[str]:
     """Return a table of what each layer sends in a step."""
     layers = [
         layer for layer in report.layers if any(map(sends_anything, layer.forward + layer.backward))
@@ -271,6 +271,21 @@ def _budget_cells(budget: "RankBudget") -> tuple[str, str]:
     return budget.mode, str(budget.pipeline_rank)
 
 
+# What the JSON has of a `Decision`.
+DECISION_KEYS = (
+    *("input_shapes", "ranks", "parameters", "parameter_bytes", "problems", "refusal", "unplanned"),
+    *("levels", "layers", "forward", "backward", "saved_bytes", "recomputed_bytes", "launches"),
+    *("whole_calls", "decisions", "whole_bytes", "largest_gathered"),
+)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dictionaries in place of dataclasses."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
 def plan_json(plan: "StepPlan", config: Config) -> str:
     """Return the whole report as JSON; lists are in the order of the ranks."""
     report = plan.report
@@ -278,9 +293,7 @@ def plan_json(plan: "StepPlan", config: Config) -> str:
         "model": config.model.name,
         "dtype": config.trainer.dtype,
         "rollout": config.trainer.longest_rollout,  # forecast steps; all else is of one of them
-        **asdict(report),
-        "forward": [vars(traffic) for traffic in report.forward],
-        "backward": [vars(traffic) for traffic in report.backward],
+        **{name: _plain(getattr(report, name)) for name in DECISION_KEYS},
         "budget": [asdict(budget) for budget in plan.budgets],
     }
     if plan.pipeline is not None:
@@ -398,8 +411,10 @@ def as_text(plan: "StepPlan", config: Config) -> str:
         ]
     if report.saved_bytes:
         lines += ["", memory_line(report), launches_line(report)]
-    if report.refusal:
-        lines += ["", *view_lines(report)]
+    if report.in_view or report.unplanned:
+        from credit_dp.domain_parallel.decide import decision_lines  # torch: not for --help
+
+        lines += ["", *decision_lines(report)]
     if report.problems:
         lines += [
             "",
@@ -409,7 +424,7 @@ def as_text(plan: "StepPlan", config: Config) -> str:
     return "\n".join([*lines, ""])
 
 
-def _head(report: "PlanReport", config: Config) -> list[str]:
+def _head(report: "Decision", config: Config) -> list[str]:
     parallel = config.parallel
     microbatches = microbatches_per_step(config)
     size = format_bytes(report.parameter_bytes)
@@ -437,33 +452,7 @@ def rollout_lines(config: Config) -> list[str]:
     ]
 
 
-def view_lines(report: "PlanReport") -> list[str]:
-    """Return lines about a model that computes through the global view, and what runs whole."""
-    # torch: not for --help
-    from credit_dp.domain_parallel.view.view_plan import decision_line, whole_call_lines
-
-    lines = [
-        "Computes through the global view, as its layers can't be converted:",
-        f"  {report.refusal}",
-    ]
-    if report.unplanned:
-        return [*lines, "", "Its costs are not known before training:", f"  {report.unplanned}"]
-    if report.decisions:
-        lines += ["", *map(decision_line, report.decisions)]
-    if not report.whole_calls:
-        return [*lines, "Every function has a rule for bands: none runs whole."]
-    held = format_bytes(report.whole_bytes)
-    largest = format_bytes(report.largest_gathered)
-    return [
-        *lines,
-        "",
-        "What runs whole, the largest first:",
-        *(f"  {line}" for line in whole_call_lines(report.whole_calls)),
-        f"held whole for backward: {held}; the largest gathered tensor: {largest}",
-    ]
-
-
-def memory_line(report: "PlanReport") -> str:
+def memory_line(report: "Decision") -> str:
     """Return a line about the activations that ranks save for backward."""
     largest = format_bytes(max(report.saved_bytes))
     smallest = format_bytes(min(report.saved_bytes))
@@ -472,6 +461,6 @@ def memory_line(report: "PlanReport") -> str:
     return f"saved for backward: {largest} on the fullest rank, {smallest} on the emptiest"
 
 
-def launches_line(report: "PlanReport") -> str:
+def launches_line(report: "Decision") -> str:
     """Return a line about the kernels that the host of a rank has to start."""
     return f"launched: {report.launches:,} kernels in forward and backward, by one rank"

@@ -25,10 +25,10 @@ from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
-from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.count_transport import RankTraffic
+from credit_dp.domain_parallel.decide import Decision, counting_manager, plan_report
 from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import row_shardings
-from credit_dp.domain_parallel.sharding_costs import PlanReport, plan_report
 from credit_dp.errors import UserError
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.initial_weights import build_on_meta
@@ -58,7 +58,7 @@ from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 class StepPlan(NamedTuple):
     """The costs of a training step; no budgets if the model can't be sharded on the mesh."""
 
-    report: PlanReport
+    report: Decision
     budgets: Sequence[RankBudget]
     pipeline: PipelinePlan | None
 
@@ -79,7 +79,7 @@ def plan_step(config: Config) -> StepPlan:
     return StepPlan(report, pipeline_budget(pipeline, samples, config), pipeline)
 
 
-def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
+def _report_and_model(config: Config) -> tuple[Decision, nn.Module]:
     """Return the report of one micro-batch, and the unconverted model."""
     data = config.parallel.data or 1
     check_batch(config, data)
@@ -299,7 +299,7 @@ class PipelinePlan:
     input_shape: tuple[int, ...]
 
 
-def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> PipelinePlan:
+def plan_pipeline(model: nn.Module, report: Decision, config: Config) -> PipelinePlan:
     """Cut a model into stages as training does.
 
     Args:
@@ -317,7 +317,7 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     slices = stage_slices(
         costs, parallel.pipeline * stages_per_rank, parallel.stages, virtual=stages_per_rank
     )
-    manager = dry_run_manager(report.ranks)
+    manager = counting_manager(report.ranks)
     # Bands differ in height and so in saved activations: plan for the fullest rank.
     manager.rank = report.saved_bytes.index(max(report.saved_bytes))
     converted = shard_model(
@@ -337,11 +337,6 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     ]
     bubble = theoretical_bubble(parallel.pipeline, microbatches, stages_per_rank)
     return PipelinePlan(tuple(stages), tuple(cuts), manager, bubble, tuple(shape))
-
-
-def dry_run_manager(domain: int) -> DomainParallelManager:
-    """Return the manager of rank 0 of a domain; it counts messages and sends none."""
-    return DomainParallelManager(domain, domain, transport=CountingTransport(0, domain))
 
 
 @final
@@ -375,7 +370,7 @@ class RankBudget:
         return self.total_held <= memory * 2**30
 
 
-def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[RankBudget]:
+def model_budget(model: nn.Module, report: Decision, config: Config) -> list[RankBudget]:
     """Return the budget of a rank that holds the uncut model: ddp and, if it can be sharded, fsdp2.
 
     Args:
@@ -610,12 +605,12 @@ def _can_shard(module: nn.Module, replicas: int) -> bool:
     return replicas > 1 and not any(shardings for _, shardings in row_shardings(module))
 
 
-def _converted_copy(model: nn.Module, report: PlanReport) -> nn.Module:
+def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:
     """Return a converted copy of the model; the model if none of its layers are converted."""
     if report.refusal:
         return model
     heights = {level.rows for level in report.levels}
-    manager = dry_run_manager(report.ranks)
+    manager = counting_manager(report.ranks)
     # Only planning finds parameters with rows, such as position embeddings, but it takes long. It
     # is needed only if one size of a parameter equals the height of a level.
     if any(heights & {*p.shape} for p in model.parameters()):
@@ -696,7 +691,7 @@ def domain_sizes(largest: int) -> Iterator[int]:
 
 def _report(
     model: nn.Module, shape: tuple[int, ...], domain: int, config: Config, whole_ops: str
-) -> PlanReport:
+) -> Decision:
     return plan_report(
         model,
         shape,
@@ -708,7 +703,7 @@ def _report(
     )
 
 
-def _mesh_budget(model: nn.Module, report: PlanReport, config: Config, data: int) -> MeshBudget:
+def _mesh_budget(model: nn.Module, report: Decision, config: Config, data: int) -> MeshBudget:
     parallel = replace(config.parallel, domain=report.ranks, data=data)
     trainer = replace(config.trainer, accumulate=1)
     mesh_config = replace(config, parallel=parallel, trainer=trainer)

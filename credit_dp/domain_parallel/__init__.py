@@ -3,10 +3,11 @@
 The results are those of the unsharded model. A band is this rank's shard along latitude; the ranks
 that share a globe are a domain. How it works, from the call to the messages:
 
-- `convert` replaces the layers that couple rows, `rules` says by which ones, `layers` has them.
+- `decide` finds out how a model is sharded, and `convert` carries that out: `conversion` replaces
+  the layers that couple rows, `rules` says by which ones, `layers` has them.
 - `planning` runs the model without data, chooses the bands of all levels and audits users' code.
 - `exchange` is how layers fetch rows of other bands, `transport` how messages are sent.
-- `verify` compares a sharded model with the unsharded one, `costs` reports what is sent.
+- `verify` compares a sharded model with the unsharded one, `dry_run` counts what is sent.
 """
 
 from credit_dp.domain_parallel.convert import (
@@ -14,6 +15,7 @@ from credit_dp.domain_parallel.convert import (
     convert_to_domain_parallel,
     replan,
 )
+from credit_dp.domain_parallel.decide import Decision, plan_report
 from credit_dp.domain_parallel.halo_exchange import (
     HaloExchange,
     gather_tensor,
@@ -42,10 +44,10 @@ from credit_dp.domain_parallel.manager import (
     initialize_domain_parallel,
 )
 from credit_dp.domain_parallel.partition import RowPartition, validate_sharding_constraints
-from credit_dp.domain_parallel.sharding_costs import PlanReport, plan_report
 from credit_dp.domain_parallel.verify import VerifyReport, verify_domain_parallel
 
 __all__ = [
+    "Decision",
     "DomainParallelBatchNorm",
     "DomainParallelConv1d",
     "DomainParallelConv2d",
@@ -62,7 +64,6 @@ __all__ = [
     "DomainParallelRMSNorm",
     "DomainParallelSoftmax",
     "HaloExchange",
-    "PlanReport",
     "RowPartition",
     "VerifyReport",
     "convert_from_domain_parallel",

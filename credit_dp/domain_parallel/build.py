@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
+from credit_dp.domain_parallel.conversion import Converter
+from credit_dp.domain_parallel.convert import convert_to_domain_parallel
+from credit_dp.domain_parallel.decide import DEFAULT_LIMIT
 from credit_dp.domain_parallel.layers import (
     DomainParallelLongRangeConv2d,
     DomainParallelMatchRows,
@@ -17,7 +19,6 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelStochasticDepth,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.view.view_plan import DEFAULT_LIMIT
 from credit_dp.errors import UserError
 
 # The names that a model may use in its `row_rules`, a table of module type -> name.

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
@@ -198,8 +199,9 @@ class DomainParallelManager:
         # Never torch's default device: on the meta device a number of rows has no value.
         group = self.domain_group
         device = torch.device("cpu") if group is None else message_device(group)
-        local = torch.tensor(rows, device=device)
-        return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
+        with _disable_current_modes():  # nor of a dry run, for the same reason
+            local = torch.tensor(rows, device=device)
+            return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DomainParallelManager:
         # A copy of a converted model belongs to the same rank and uses the same groups.

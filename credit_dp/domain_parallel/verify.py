@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
+from credit_dp.domain_parallel.conversion import Converter
+from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.halo_exchange import shard_tensor
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.model_plan import Shape, as_shapes, is_banded

@@ -2,39 +2,36 @@
 
 In this order: the cost of each segment (`segment_costs`), the segments of each stage
 (`stage_slices`), this rank's stages as modules (`cut_model`), and the memory and traffic of a stage
-for plans (`measure_stage`). All of it runs on the meta device: nothing is computed but shapes.
+for plans (`measure_stage`). All of it runs on tensors without data: only shapes are computed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.checks import did_you_mean
-from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.count_transport import RankTraffic
+from credit_dp.domain_parallel.dry_run import DryRun, OutputSpec, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.model_plan import Shape
-from credit_dp.domain_parallel.planning.trace import dtype_and_device
-from credit_dp.domain_parallel.recomputation import SavedTensors
-from credit_dp.domain_parallel.sharding_costs import (
-    copy_to_meta,
-    row_layers,
-    tensors_of,
-    use_meta_tensors,
+from credit_dp.domain_parallel.planning.trace import (
+    dtype_and_device,
+    preserve_model,
+    use_fake_tensors,
 )
 from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.tensor import GlobalView
-from credit_dp.domain_parallel.view.trial import OutputSpec, TrialRun, trial_run
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel, SegmentState
 
@@ -71,11 +68,13 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     Raises:
         UserError: the model has no segments, or several of one name.
     """
-    empty = copy_to_meta(as_segmented(model))
-    state: SegmentState = (torch.empty(tuple(shape), dtype=parameter_dtype(model), device="meta"),)
+    segmented = as_segmented(model)
+    dtype, device = dtype_and_device(model)
     costs: dict[str, int] = {}
-    with use_meta_tensors(), torch.no_grad():
-        for segment in as_segmented(empty).segments():
+    # torch counts the products of attention only where it computes them one by one.
+    with preserve_model(model), use_fake_tensors(model), sdpa_kernel(SDPBackend.MATH):
+        state: SegmentState = (torch.empty(tuple(shape), dtype=dtype, device=device),)
+        for segment in segmented.segments():
             if segment.name in costs:
                 raise UserError(
                     f"parallel.pipeline: {type(model).__name__} has several segments called "
@@ -265,13 +264,18 @@ def cut_model(
     segmented = as_segmented(model)
     _check_owners(segmented, cuts)
     view = attached_view(segmented)
-    view_shapes: list[tuple[Shape, ...]] | None = None
+    dtype, _ = dtype_and_device(segmented)
+    states: list[tuple[OutputSpec, ...]] = [(OutputSpec((1, *shape[1:]), dtype, False),)]
     if view is None:
-        specs = _boundary_specs(segmented, manager, cuts, shape)
-    else:
-        states = _view_boundaries(segmented, manager, cuts, shape)
-        view_shapes = [tuple(x.shape for x in state) for state in states]
-        specs = [_band_specs(state, view) for state in states]
+        band = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
+        states = [(OutputSpec((1, *shape[1:ROW_DIM], band, shape[-1]), dtype, False),)]
+    for index in range(len(cuts)):
+        module = _stage_module(segmented, cuts, index)
+        states.append(_run_stage(module, index, states[-1], manager, view is not None).outputs)
+    specs = [
+        _state_specs(state, view, f"stage {index - 1}" if index else "the input")
+        for index, state in enumerate(states)
+    ]
     local_stages = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
     stages = [
         Stage(
@@ -281,21 +285,21 @@ def cut_model(
             input_specs=specs[index],
             output_specs=specs[index + 1],
             model_output_specs=specs[-1],
-            view_shapes=None if view_shapes is None else view_shapes[index],
+            view_shapes=None if view is None else tuple(x.shape for x in states[index]),
         )
         for index in local_stages
     ]
     for stage in stages:
         if view is not None and stage.view_shapes is not None:
             view_of_stage = attach_view(stage.module, manager, stage.view_shapes, of_stage=True)
-            view_of_stage.plan = view.plan
+            view_of_stage.decision = view.decision
     return stages
 
 
 def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
     # A copy of the modules that shares all tensors: the memo of `deepcopy` maps them to themselves.
     # The copy's hooks refer to the same view, so that `detach_view` finds and removes them.
-    shared = [*tensors_of(model), attached_view(model)]
+    shared = [*_tensors_of(model), attached_view(model)]
     module = copy.deepcopy(model, {id(x): x for x in shared})
     detach_view(module)
     module.active_segments = cuts[stage]
@@ -345,108 +349,65 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
             )
 
 
-def _boundary_specs(
-    model: SegmentedModel,
-    manager: DomainParallelManager,
-    cuts: Sequence[slice],
-    shape: Sequence[int],
-) -> list[StateSpecs]:
-    """Return the specs before, between and after the stages, for one sample of this rank's band."""
-    band = [1, *shape[1:]]
-    band[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
-    state: SegmentState = (torch.empty(band, dtype=parameter_dtype(model), device="meta"),)
-    specs = [_state_specs(state, "the input")]
-    empty = as_segmented(copy_to_meta(model))
-    with use_meta_tensors(), _without_communication(manager):
-        for stage in range(len(cuts)):
-            # Between ranks the graph of autograd is cut: each stage gets leaves.
-            inputs = [x.detach().requires_grad_(x.requires_grad) for x in state]
-            output = _stage_module(empty, cuts, stage)(*inputs)
-            state = output if isinstance(output, tuple) else (output,)
-            specs.append(_state_specs(state, f"stage {stage}"))
-    return specs
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return parameters, buffers and plain tensor attributes of all modules of a model."""
+    modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for module in modules:
+        if module is not None:
+            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return tensors
 
 
-def _view_boundaries(
-    model: SegmentedModel,
-    manager: DomainParallelManager,
-    cuts: Sequence[slice],
-    shape: Sequence[int],
-) -> list[tuple[OutputSpec, ...]]:
-    """Return the global states before, between and after stages that compute through the view."""
-    dtype, _ = dtype_and_device(model)
-    states: list[tuple[OutputSpec, ...]] = [(OutputSpec((1, *shape[1:]), dtype, False),)]
-    for index in range(len(cuts)):
-        trial = _try_stage(_stage_module(model, cuts, index), index, states[-1], manager)
-        states.append(trial.outputs)
-    return states
-
-
-def _try_stage(
+def _run_stage(
     module: SegmentedModel,
     index: int,
     state: Sequence[OutputSpec],
     manager: DomainParallelManager,
+    in_view: bool,
     *,
     backward: bool = False,
-) -> TrialRun:
-    """Return a trial run of a stage without a view, which gets a global state."""
+) -> DryRun:
+    """Return a dry run of a stage; its state is that of the globe in the view, else of a band."""
     _, device = dtype_and_device(module)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
         return [
-            torch.empty(shape_of(x.shape), dtype=x.dtype, device=device).requires_grad_(
-                x.has_gradient
-            )
+            torch.empty(
+                shape_of(x.shape) if in_view else x.shape, dtype=x.dtype, device=device
+            ).requires_grad_(x.has_gradient)
             for x in state
         ], {}
 
-    return trial_run(
+    return dry_run(
         module,
         manager,
         [x.shape for x in state],
         inputs,
         rank=manager.domain_rank,
+        in_view=in_view,
         backward=backward,
         training=True if backward else None,
         stage=index,
     )
 
 
-def _band_specs(state: Sequence[OutputSpec], view: GlobalView) -> StateSpecs:
-    """Return the specs of a rank's part of a global state."""
-    parts = []
-    for x in state:
-        layout = layout_outside(x.shape, view)
-        part = list(x.shape)
-        if layout is not None:
-            part[ROW_DIM] = layout.partition.sizes[view.rank]
-        parts.append(torch.empty(part, dtype=x.dtype, device="meta", requires_grad=x.has_gradient))
-    return _state_specs(tuple(parts), "a stage")
-
-
-def _state_specs(state: SegmentState, where: str) -> StateSpecs:
-    wrong = next((x.shape for x in state if not x.ndim or x.shape[0] != 1), None)
+def _state_specs(state: Sequence[OutputSpec], view: GlobalView | None, where: str) -> StateSpecs:
+    """Return the specs of a rank's part of a state."""
+    wrong = next((x.shape for x in state if not x.shape or x.shape[0] != 1), None)
     if wrong is not None:
         raise UserError(
             f"parallel.pipeline: {where} makes a tensor of shape {tuple(wrong)} of one sample. "
             "Every tensor between segments needs the samples in its first dimension."
         )
-    return tuple(StateSpec(tuple(x.shape), x.dtype, x.requires_grad) for x in state)
-
-
-@contextmanager
-def _without_communication(manager: DomainParallelManager) -> Iterator[None]:
-    """Let this rank run a converted model on meta tensors without the other ranks."""
-    transport = manager.transport
-    size = manager.domain_parallel_size
-    manager.transport = CountingTransport(
-        manager.domain_rank, size, manager.bands.planned_partitions
-    )
-    try:
-        yield
-    finally:
-        manager.transport = transport
+    specs = []
+    for x in state:
+        part = list(x.shape)
+        layout = None if view is None else layout_outside(x.shape, view)
+        if view is not None and layout is not None:
+            part[ROW_DIM] = layout.partition.sizes[view.rank]
+        specs.append(StateSpec(tuple(part), x.dtype, x.has_gradient))
+    return tuple(specs)
 
 
 @final
@@ -466,60 +427,23 @@ class StageFootprint:
 
 
 def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> StageFootprint:
-    """Return the memory and traffic of a stage, from a forward and backward on meta tensors.
+    """Return the memory and traffic of a stage, from a dry run of a forward and a backward.
 
     Args:
         stage: its module is left unchanged.
         manager: the one that the model was converted with; its `rank` chooses the band.
         samples: of a micro-batch.
     """
-    if stage.view_shapes is not None:
-        return _measure_in_view(stage, stage.view_shapes, manager, samples)
-    transport = manager.transport
-    size = manager.domain_parallel_size
-    counting = CountingTransport(manager.domain_rank, size, manager.bands.planned_partitions)
-    manager.transport = counting
-    try:
-        with use_meta_tensors():
-            return StageFootprint(_saved_for_backward(stage, samples), counting.sent)
-    finally:
-        manager.transport = transport
-
-
-def _measure_in_view(
-    stage: Stage, shapes: Sequence[Shape], manager: DomainParallelManager, samples: int
-) -> StageFootprint:
-    """Return the memory and traffic of a stage that computes through the view."""
+    shapes = stage.view_shapes or [spec.shape for spec in stage.input_specs]
     state = [
         OutputSpec((samples, *shape[1:]), spec.dtype, spec.has_gradient)
         for shape, spec in zip(shapes, stage.input_specs, strict=True)
     ]
-    copied = as_segmented(copy_to_meta(stage.module))
-    detach_view(copied)
-    trial = _try_stage(copied, stage.index, state, manager, backward=True)
-    traffic = [*trial.forward.values(), *trial.backward.values()]
+    in_view = stage.view_shapes is not None
+    run = _run_stage(stage.module, stage.index, state, manager, in_view, backward=True)
+    traffic = [*run.forward.values(), *run.backward.values()]
     sent = tuple(sum(of_rank, RankTraffic()) for of_rank in zip(*traffic, strict=True))
-    return StageFootprint(trial.saved_bytes, sent)
-
-
-def _saved_for_backward(stage: Stage, samples: int) -> int:
-    model = copy_to_meta(stage.module)
-    model.train()
-    for layer in row_layers(model).values():
-        layer.forget_exchanges()
-    inputs = [spec.empty(samples, "meta") for spec in stage.input_specs]
-    # These do not count when autograd saves them: they exist anyway.
-    existing = [*model.parameters(), *model.buffers()]
-    saved = SavedTensors(existing if stage.is_first else [*existing, *inputs])
-    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
-        output = model(*inputs)
-    outputs = output if isinstance(output, tuple) else (output,)
-    for x in outputs:
-        saved.add(x)
-    with_gradient = [x for x in outputs if x.requires_grad]
-    # The backward is run for its messages, which the counting transport records.
-    torch.autograd.backward(with_gradient, [torch.empty_like(x) for x in with_gradient])
-    return saved.bytes
+    return StageFootprint(run.saved_bytes, sent)
 
 
 def state_bytes(specs: StateSpecs, samples: int, *, gradients: bool = False) -> int:

@@ -17,10 +17,10 @@ from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.decide import whole_call_lines
+from credit_dp.domain_parallel.dry_run import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
-from credit_dp.domain_parallel.sharding_costs import DryRun, dry_run
 from credit_dp.domain_parallel.view.attach import attached_view
-from credit_dp.domain_parallel.view.view_plan import whole_call_lines
 from credit_dp.errors import counted
 from credit_dp.training.build_training import Training
 from credit_dp.training.loss import members_sent
@@ -134,7 +134,9 @@ def dry_run_step(
         # Blocks are checkpointed within the model already, complete steps only around it.
         whole = [""] if config.trainer.checkpoint_activations == "step" else []
         with checkpointed(model, whole):
-            return dry_run(model, manager, [(samples, inputs, *store.grid)], manager.rank)
+            shape = (samples, inputs, *store.grid)
+            rank = manager.domain_rank
+            return dry_run(model, manager, [shape], rank=rank, backward=True, training=True)
     except Exception as error:  # noqa: BLE001 - a failed estimate ends no run
         logger.info("no estimate of activations: %s: %s", type(error).__name__, error)
         return None
@@ -163,8 +165,8 @@ def summary_lines(
 def whole_lines(training: Training) -> list[str]:
     """Return lines about what runs whole, if the model computes through the global view."""
     views = map(attached_view, training.trainer.state.parts)
-    plans = [view.plan for view in views if view is not None and view.plan is not None]
-    calls = [call for plan in plans if plan.trial for call in plan.trial.whole_calls]
+    decisions = [view.decision for view in views if view is not None and view.decision is not None]
+    calls = [call for decision in decisions for call in decision.whole_calls]
     return whole_call_lines(calls)
 
 

@@ -13,7 +13,7 @@ import pytest
 from credit_dp.cli.plan import group_identical_layers
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel.count_transport import RankTraffic
-from credit_dp.domain_parallel.sharding_costs import LayerTraffic
+from credit_dp.domain_parallel.decide import LayerTraffic
 from tests.cli.invocation import SMALL, hide_coarsest_rows, plan, store_overrides
 from tests.data import stores
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
-from credit_dp.domain_parallel.sharding_costs import row_layers
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
 

@@ -1,8 +1,7 @@
 """What a rank launches in a step on a GPU: few operations, and no operation that reads values.
 
 The steps run on tensors without data. Fake tensors of a GPU need a build of torch with CUDA, so
-they are a CPU's, and `is_chunked`, the one place where layers ask for the device, says that they
-are not.
+they are a CPU's, and `computes_on_cpu`, by which layers ask for the device, says that they are not.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import DomainParallelGroupNorm
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.count_transport import CountingTransport
+from credit_dp.domain_parallel.decide import plan_report
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.layers import group_norm
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_leaves
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
-from credit_dp.domain_parallel.sharding_costs import plan_report, row_layers, tensors_of
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
+from credit_dp.pipeline_parallel.stages import _tensors_of as tensors_of
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
 ERA5 = ["data.grid=721x1440", f"data.levels={LEVELS}", "device=cpu"]
@@ -96,7 +97,6 @@ def launches_of_a_step(model, shape, ranks, rank, needs_grad=False, recomputed=(
         layer.forget_exchanges()
     rows = manager.bands[shape[-2]].sizes[rank]
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
-        patch.setattr(group_norm, "is_chunked", lambda x: False)
         model = copy.deepcopy(model, {id(x): without_data(x) for x in tensors_of(model)}).train()
         checkpoint_modules(model, recomputed)
         x = torch.empty(*shape[:-2], rows, shape[-1])

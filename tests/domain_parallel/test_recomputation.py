@@ -11,8 +11,8 @@ from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
-from credit_dp.domain_parallel.sharding_costs import plan_report
 from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields

@@ -11,7 +11,7 @@ from credit_dp.config.model import MODELS
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters
-from credit_dp.domain_parallel.sharding_costs import plan_report
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import BUILDERS, build_model
 from credit_dp.training.build_training import build_training

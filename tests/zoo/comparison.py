@@ -14,7 +14,7 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     shard_tensor,
 )
-from credit_dp.domain_parallel.sharding_costs import row_layers
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import (

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
@@ -47,6 +48,11 @@ def entries_of_largest_band(x: Tensor, dim: int, bands: RowPartition) -> int:
     see `_HaloExchangeFunction`.
     """
     return x.numel() // max(1, x.shape[dim]) * max(bands.sizes)
+
+
+def computes_on_cpu(x: Tensor) -> bool:
+    """Return whether a CPU computes; not in a dry run, which counts the kernels of a GPU."""
+    return x.is_cpu and not isinstance(x, FakeTensor)
 
 
 def torch_layer_type(module_type: type) -> type[nn.Module] | None:

@@ -196,7 +196,7 @@ class _RowConv(ConvLayer):
         """Return whether to fetch rows first, with the same answer on all ranks."""
         # Where columns are padded, the band is copied in either way, and both take as long at 16
         # times as many entries.
-        copies_anyway = x.is_cpu and any(self.column_padding.padding_widths)
+        copies_anyway = base.computes_on_cpu(x) and any(self.column_padding.padding_widths)
         limit = base.SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
         return entries_of_largest_band(x, self.row_dim, bands) <= limit
 

@@ -24,7 +24,11 @@ from credit_dp.domain_parallel.halo_exchange import (
     memory_format_of,
 )
 from credit_dp.domain_parallel.layers import base
-from credit_dp.domain_parallel.layers.base import Bands, entries_of_largest_band
+from credit_dp.domain_parallel.layers.base import (
+    Bands,
+    computes_on_cpu,
+    entries_of_largest_band,
+)
 from credit_dp.domain_parallel.layers.norm import (
     GlobalReduction,
     ReductionLayer,
@@ -127,7 +131,7 @@ FULL_CHUNK = _Chunk()
 
 def is_chunked(x: Tensor) -> bool:
     """Return whether to process a field by chunks that fit in a core's cache: only on CPUs."""
-    return x.is_cpu
+    return computes_on_cpu(x)
 
 
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:

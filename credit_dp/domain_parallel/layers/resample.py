@@ -104,7 +104,7 @@ def _select_rows(x: Tensor, dim: int, indices: Tensor) -> Tensor:
 @_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
 @torch.inference_mode(False)  # the table is cached and may be used in training later
 @torch.no_grad()
-@_disable_current_modes()  # a trial run has tensors without data: the table is read off values
+@_disable_current_modes()  # a dry run has tensors without data: the table is read off values
 def interpolation_table_of(
     operator: Operator, height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:

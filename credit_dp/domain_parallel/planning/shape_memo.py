@@ -51,7 +51,7 @@ class ShapeMemo:
         if not (properties.is_pure or properties.changes_first):
             return func(*args, **kwargs)
         if self.mode is not None and type(first) is not FakeTensor and not _is_fake_mode_active():
-            return func(*args, **kwargs)  # values are computed in the middle of a trial run
+            return func(*args, **kwargs)  # values are computed in the middle of a dry run
         try:
             key = (
                 func,

@@ -15,6 +15,5 @@ model is sharded as it is.
   functions that are a few others in `composites`. `moves` moves bands to another dimension.
 - `attach` attaches a view to a model: `boundary` shows its inputs through the view and takes its
   outputs out of it, `running` knows whether it runs, and `autograd` shows gradients to its code.
-- `trial` runs a step without data, which tells what it costs; `view_plan` refuses what costs too
-  much.
+- `decide` and `dry_run` of the package above show what it costs, and refuse what costs too much.
 """

@@ -1,7 +1,7 @@
-"""Values by which a model decides what to do, in a trial run, where tensors have none.
+"""Values by which a model decides what to do, in a dry run, where tensors have none.
 
 What depends on neither inputs nor weights is known (`KnownValues`). Of anything else a value is
-assumed, and the trial run shows the costs of that branch (`Assumptions`). When the model runs, all
+assumed, and the dry run shows the costs of that branch (`Assumptions`). When the model runs, all
 ranks decide by the values of the first rank, so that they run the same branch.
 """
 
@@ -24,12 +24,12 @@ class UnplannedError(Exception):
     """A model runs, but what it costs can't be known without data."""
 
 
-class Decision(NamedTuple):
+class AssumedValue(NamedTuple):
     """A line of a model's code that decides by values of fields or weights, and what was assumed.
 
     Attributes:
         location: file and line; empty if it is not in the model's code.
-        value: the last that the trial run assumed there: a truth value, or a number.
+        value: the last that the dry run assumed there: a truth value, or a number.
     """
 
     location: str
@@ -170,7 +170,7 @@ class EndlessLoopError(UnplannedError):
 
 @final
 class Assumptions:
-    """The values that trial runs assume where a model decides by data.
+    """The values that dry runs assume where a model decides by data.
 
     A truth value is False, as it usually is where a model checks for NaN, and a number is 1. If a
     run fails, the next one assumes True at the last decision that was False: so a search through

@@ -539,7 +539,7 @@ def read_array(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 @rule_for("__format__")
 def format_value(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Return a value of the first rank as text, as in an f-string; none in a trial run."""
+    """Return a value of the first rank as text, as in an f-string; none in a dry run."""
     x, *others = args
     if isinstance(x.local, FakeTensor) and x.ndim == 0:
         of_first_rank(x)

@@ -244,7 +244,7 @@ def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
 def indices_of(index: Tensor, size: int) -> list[int]:
     """Return a vector of indices, of the first rank if computed from a field, as numbers from 0.
 
-    A trial run has no values: it counts the messages for rows in their order.
+    A dry run has no values: it counts the messages for rows in their order.
 
     Raises:
         NoRuleError: a row is not in the field, or there are none.

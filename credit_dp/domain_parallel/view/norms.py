@@ -83,7 +83,7 @@ def _moments(
 ) -> Moments:
     """Return the moments of the globe; a collective.
 
-    A trial run only counts their message: a model has many norms, and half of the operations of its
+    A dry run only counts their message: a model has many norms, and half of the operations of its
     plan would be those of moments without values.
     """
     if view.recorder is None:

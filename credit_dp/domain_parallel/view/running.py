@@ -275,7 +275,7 @@ def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Ite
         UserError: that of this rank, or one that names another rank with an error.
     """
     group = view.manager.domain_group
-    if group is None:  # ranks are threads, which have one generator, or this is a trial run
+    if group is None:  # ranks are threads, which have one generator, or this is a dry run
         if error is not None:
             raise error
         yield

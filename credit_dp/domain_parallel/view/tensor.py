@@ -74,7 +74,7 @@ def falls_into_equal_parts(size: int, parts: int) -> bool:
 
 
 class CallRecorder(Protocol):
-    """Records the calls that run whole, in a trial run."""
+    """Records the calls that run whole, in a dry run."""
 
     def whole_call(
         self, name: str, tensors: Sequence[GlobalTensor]
@@ -88,8 +88,8 @@ class GlobalView:
     Attributes:
         layers: domain-parallel layers that compute functional calls, by function and settings.
         whole_calls: the number of calls of each function that gathered bands and ran whole.
-        recorder: of a trial run.
-        plan: what the trial run found, see `view_plan`.
+        recorder: of a dry run.
+        decision: how the model came to compute through it, see `decide`.
         has_model: whether tensors exist only while a model runs, see `running_views`.
         has_gradients: whether the running model has gradients on, also inside of functions for
             which torch turns them off by itself.
@@ -107,7 +107,7 @@ class GlobalView:
         self.layers: dict[Any, Any] = {}
         self.whole_calls: Counter[str] = Counter()
         self.recorder: CallRecorder | None = None
-        self.plan: Any = None
+        self.decision: Any = None
         self.has_model = False
         self.has_gradients = False
         self.loss_factor = 1
@@ -808,7 +808,7 @@ def same_random_numbers(
     group = view.manager.domain_group
     messages = torch.device("cpu") if group is None else message_device(group)
     first = view.manager.transport.all_gather(state.to(messages))[0]
-    if isinstance(first, FakeTensor):  # a trial run: no numbers are drawn
+    if isinstance(first, FakeTensor):  # a dry run: no numbers are drawn
         yield
         return
     restore(first)

@@ -12,9 +12,9 @@ from torch import nn
 
 from credit_dp.bands import balanced_bounds
 from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.layers.row_groups import assign_groups
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.sharding_costs import plan_report
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows

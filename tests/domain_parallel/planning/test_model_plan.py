@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.costs.budget import dry_run_manager
 from credit_dp.domain_parallel import (
     DomainParallelConv2d,
     DomainParallelManager,
@@ -20,6 +19,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
@@ -68,7 +68,7 @@ def test_no_collection_runs_while_a_model_is_planned():
     was_enabled = []
     model = small_cnn()
     model.register_forward_hook(lambda *_: was_enabled.append(gc.isenabled()))
-    _planned(dry_run_manager(2), model, (1, 2, 10, 6))
+    _planned(counting_manager(2), model, (1, 2, 10, 6))
     assert gc.isenabled()
     assert was_enabled
     assert not any(was_enabled)
@@ -163,7 +163,7 @@ class _Draws(nn.Module):
 
 def test_a_model_that_draws_in_python_is_refused_and_its_numbers_stay():
     states = random.getstate(), np.random.get_state()[1].tolist()
-    manager = dry_run_manager(2)
+    manager = counting_manager(2)
     with pytest.raises(UserError, match=r"^_Draws: draws random numbers of Python or NumPy"):
         convert_to_domain_parallel(_Draws(), manager, input_shape=(1, 2, 9, 6), whole_ops="refuse")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
@@ -177,9 +177,9 @@ def test_a_model_that_draws_in_python_is_refused_and_its_numbers_stay():
             5,
             "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2",
         ),
-        (_Flips(), 8, r"test_plan.py:\d+: aten.slice: mixes rows"),
-        (_CropsOutput(), 9, r"test_plan.py:\d+: aten.slice: mixes rows"),
-        (_HasPlainMask(), 9, r"test_plan.py:\d+: fails on a band of rows .*make it a buffer"),
+        (_Flips(), 8, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
+        (_CropsOutput(), 9, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
+        (_HasPlainMask(), 9, r"test_model_plan.py:\d+: fails on a band of rows .*make it a buffer"),
         (_ListsRows(), 9, "output: holds 10 values on the globe and 4 on a band"),
         (_CountsRows(), 9, "output: is 9 on the globe and 3 on a band"),
         (
@@ -187,8 +187,8 @@ def test_a_model_that_draws_in_python_is_refused_and_its_numbers_stay():
             9,
             "output: rows are no longer in the last dimension but one",
         ),
-        (_SortsRows(), 9, r"test_plan.py:\d+: aten.sort: mixes rows"),
-        (_Decides(), 9, r"test_plan.py:\d+: control flow or shapes that depend on data"),
+        (_SortsRows(), 9, r"test_model_plan.py:\d+: aten.sort: mixes rows"),
+        (_Decides(), 9, r"test_model_plan.py:\d+: control flow or shapes that depend on data"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(model, rows, message):
@@ -321,7 +321,9 @@ class _AsksTypes(nn.Module):
 
 def test_code_that_asks_for_the_type_of_a_sharded_layer_is_refused():
     def refused(manager):
-        with pytest.raises(UserError, match=r"test_plan.py:\d+: .* the type of a sharded layer"):
+        with pytest.raises(
+            UserError, match=r"test_model_plan.py:\d+: .* the type of a sharded layer"
+        ):
             _planned(manager, _AsksTypes(), (1, 2, 9, 6))
         model = convert_to_domain_parallel(_AsksTypes().layers[:1], manager)
         assert isinstance(model[0], DomainParallelConv2d)

@@ -17,13 +17,14 @@ from credit_dp.domain_parallel import (
     DomainParallelManager,
     convert_from_domain_parallel,
     convert_to_domain_parallel,
+    decide,
     shard_tensor,
     verify_domain_parallel,
 )
+from credit_dp.domain_parallel.decide import assumption_line
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view import running, view_plan
+from credit_dp.domain_parallel.view import running
 from credit_dp.domain_parallel.view.attach import attached_view
-from credit_dp.domain_parallel.view.view_plan import decision_line
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
 from tests.ranks import DEVICE, cpu_only, on_processes
@@ -367,15 +368,15 @@ def test_layers_that_convert_do_without_the_view():
 
 def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):
     tried = []
-    monkeypatch.setattr(view_plan, "trial_run", _recorded(view_plan.trial_run, tried))
+    monkeypatch.setattr(decide, "dry_run", _recorded(decide.dry_run, tried))
     _convert(_Model(FUNCTIONS["fft"]), (2, 3, 13, 8))
     assert tried == [0, 1]  # of 7 and 6 rows
 
 
-def _recorded(trial_run, tried):
+def _recorded(dry_run, tried):
     def run(*args, **kwargs):
         tried.append(kwargs["rank"])
-        return trial_run(*args, **kwargs)
+        return dry_run(*args, **kwargs)
 
     return run
 
@@ -525,9 +526,9 @@ def test_a_model_may_decide_by_values_of_fields(function, ranks):
 
 @pytest.mark.parametrize("function", DECIDING)
 def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
-    trial = attached_view(_convert(_Model(function))).plan.trial
-    assert [decision.value for decision in trial.decisions] == DECIDING[function]
-    lines = [line for line in map(decision_line, trial.decisions) if "test_view.py:" in line]
+    run = attached_view(_convert(_Model(function))).decision.run
+    assert [assumed.value for assumed in run.decisions] == DECIDING[function]
+    lines = [line for line in map(assumption_line, run.decisions) if "test_view.py:" in line]
     assert len(lines) == len(DECIDING[function])
 
 
@@ -546,7 +547,7 @@ def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
     ],
 )
 def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, ranks, caplog):
-    assert attached_view(_convert(_Model(function))).plan.trial is None
+    assert attached_view(_convert(_Model(function))).decision.run is None
     assert "costs are not known before training: model (_Model), " in caplog.text
     assert "test_view.py:" in caplog.text
     _check(lambda: _Model(function), (2, 3, 13, 8), ranks)
@@ -603,7 +604,7 @@ def test_values_may_decide_whose_last_bits_differ_between_ranks(change, monkeypa
 
 def test_a_plan_counts_what_ranks_send_to_decide_alike(monkeypatch):
     def sent():
-        return attached_view(_convert(_Decides())).plan.trial.forward[""][0].collective_bytes
+        return attached_view(_convert(_Decides())).decision.run.forward[""][0].collective_bytes
 
     monkeypatch.setattr(running, "SAME_BITS", (DEVICE,))
     without = sent()
@@ -618,8 +619,8 @@ def test_a_plan_knows_values_on_a_gpu():
         eastern = longitude.masked_select(longitude > 2)
         return x * (eastern + torch.arange(len(eastern), device="cuda")).sum().item()
 
-    trial = attached_view(_convert(_Model(weigh))).plan.trial
-    assert trial.decisions == ()
+    run = attached_view(_convert(_Model(weigh))).decision.run
+    assert run.decisions == ()
 
 
 class _Counts(nn.Module):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.cli.plan import view_lines
 from credit_dp.domain_parallel import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
@@ -22,13 +21,12 @@ from credit_dp.domain_parallel import (
     shard_tensor,
     verify_domain_parallel,
 )
+from credit_dp.domain_parallel import dry_run as dry_run_module
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.decide import decision_lines, whole_call_lines
+from credit_dp.domain_parallel.dry_run import WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.sharding_costs import dry_run
-from credit_dp.domain_parallel.view import trial as trial_module
 from credit_dp.domain_parallel.view.attach import attached_view
-from credit_dp.domain_parallel.view.trial import WholeCall
-from credit_dp.domain_parallel.view.view_plan import whole_call_lines
 from credit_dp.errors import UserError
 from credit_dp.training.summary import whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK
@@ -98,7 +96,7 @@ def _first_forward(manager, model, x):
     band = shard_tensor(x, manager=manager).requires_grad_()
     y = model(band)
     assert attached_view(model) is not None
-    assert len(attached_view(model).plan.shapes) == 1
+    assert len(attached_view(model).decision.input_shapes) == 1
     with torch.no_grad():
         assert torch.equal(model(band), y)
     y.square().sum().backward()
@@ -168,25 +166,25 @@ class _Inverts(nn.Module):
 def test_whole_calls_are_reported_with_module_line_bytes_and_memory(caplog):
     with caplog.at_level(logging.INFO):
         model = _converted(_around(_Inverts(), _Inverts()).float())
-    trial = attached_view(model).plan.trial
-    assert [(call.path, call.function) for call in trial.whole_calls] == [
+    run = attached_view(model).decision.run
+    assert [(call.path, call.function) for call in run.whole_calls] == [
         ("1", "linalg_pinv"),
         ("2", "linalg_pinv"),
     ]
-    call = trial.whole_calls[0]
+    call = run.whole_calls[0]
     size = 4 * torch.Size(SHAPE).numel()
     assert (call.calls, call.gathered_bytes) == (1, size)
     assert call.saved_bytes > size
     assert call.work is None
     assert call.location.startswith(f"{__file__}:")
-    assert trial.largest_gathered == size
+    assert run.largest_gathered == size
     assert "functions that run whole on every rank: 2;" in caplog.records[-1].message
-    assert "test_report.py:" in caplog.text
+    assert "test_view_plan.py:" in caplog.text
 
 
 def test_the_work_of_whole_calls_is_counted():
     power = _Code(lambda x: torch.linalg.matrix_power(x @ x.mT, 3))
-    (call,) = attached_view(_converted(_around(power).float())).plan.trial.whole_calls
+    (call,) = attached_view(_converted(_around(power).float())).decision.run.whole_calls
     assert call.function == "linalg_matrix_power"
     assert 0 < call.work < 1
 
@@ -194,11 +192,11 @@ def test_the_work_of_whole_calls_is_counted():
 def test_memory_of_whole_calls_is_counted_apart():
     function = _Code(lambda x: torch.linalg.matrix_exp(x @ x.mT))
     model = _converted(_around(function).float())
-    trial = attached_view(model).plan.trial
-    assert 0 < trial.whole_bytes < trial.saved_bytes
-    assert trial.whole_bytes == sum(call.saved_bytes for call in trial.whole_calls)
-    banded = trial.saved_bytes - trial.whole_bytes
-    assert trial.least_bytes == banded + trial.whole_bytes // 2
+    run = attached_view(model).decision.run
+    assert 0 < run.whole_bytes < run.saved_bytes
+    assert run.whole_bytes == sum(call.saved_bytes for call in run.whole_calls)
+    banded = run.saved_bytes - run.whole_bytes
+    assert run.least_bytes == banded + run.whole_bytes // 2
 
 
 def test_at_most_eight_lines():
@@ -217,7 +215,7 @@ def _sorts(x):
 
 
 def test_a_rank_that_would_hold_too_much_is_refused(monkeypatch):
-    monkeypatch.setattr(trial_module, "SMALL_EXCESS", 0)
+    monkeypatch.setattr(dry_run_module, "SMALL_EXCESS", 0)
     shape = (2, 4, 32, 6)
     smooth = [layer for _ in range(8) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())]
     model = _around(*smooth, _Code(_sorts))
@@ -225,7 +223,7 @@ def test_a_rank_that_would_hold_too_much_is_refused(monkeypatch):
         _converted(model, 8, input_shape=shape)
     message = str(caught.value)
     assert "sort runs whole" in message
-    assert "test_report.py" in message
+    assert "test_view_plan.py" in message
     assert "\n" not in message
     assert attached_view(model) is None
     most = int(message.split("Lower parallel.domain to ")[1].split(",")[0])
@@ -246,7 +244,9 @@ def test_refusals_name_module_and_line_of_the_model_first():
     def read_memory(x):
         return x.as_strided(x.shape, (1, 1, 1, 1))
 
-    with pytest.raises(UserError, match=r"^1 \(_Code\), \S+test_report\.py:\d+: as_str") as caught:
+    with pytest.raises(
+        UserError, match=r"^1 \(_Code\), \S+test_view_plan\.py:\d+: as_str"
+    ) as caught:
         _converted(_around(_Code(read_memory)))
     assert "Nor can its layers be converted: " in str(caught.value)
 
@@ -263,8 +263,8 @@ def test_refusals_name_module_and_line_of_the_model_first():
 )
 def test_a_model_that_reads_values_computes_without_a_plan(function, caplog):
     model = _around(_Code(function))
-    assert attached_view(_converted(copy.deepcopy(model))).plan.trial is None
-    assert re.search(r"1 \(_Code\), \S+test_report\.py:\d+: reads values of", caplog.text)
+    assert attached_view(_converted(copy.deepcopy(model))).decision.run is None
+    assert re.search(r"1 \(_Code\), \S+test_view_plan\.py:\d+: reads values of", caplog.text)
 
 
 def test_an_unknown_word_is_refused():
@@ -303,10 +303,10 @@ def test_operators_without_a_fake_kernel_run_and_are_said_to_be_that(caplog):
 def test_replan_for_another_grid():
     model = _converted(_around(_Spectral()).float(), 3)
     replan(model, (1, 4, 20, 6))
-    assert attached_view(model).plan.shapes == ((1, 4, 20, 6),)
+    assert attached_view(model).decision.input_shapes == ((1, 4, 20, 6),)
     with pytest.raises(UserError, match="2 rows can't be shared"):
         replan(model, (1, 4, 2, 6))
-    assert attached_view(model).plan.shapes == ((1, 4, 20, 6),)
+    assert attached_view(model).decision.input_shapes == ((1, 4, 20, 6),)
 
 
 def _traffic(manager):
@@ -352,7 +352,7 @@ def test_the_dry_run_of_a_converted_model_counts_the_same():
     manager = _manager(3)
     converted = convert_to_domain_parallel(model, manager, input_shape=SHAPE)
     hooks = [len(module._forward_hooks) for module in converted.modules()]
-    step = dry_run(converted, manager, [SHAPE], 0)
+    step = dry_run(converted, manager, [SHAPE], backward=True, training=True)
     for rank in range(3):
         sent = sum((traffic[rank] for traffic in step.forward.values()), RankTraffic())
         returned = sum((traffic[rank] for traffic in step.backward.values()), RankTraffic())
@@ -364,27 +364,31 @@ def test_the_dry_run_of_a_converted_model_counts_the_same():
 
 def test_the_plan_and_the_summary_have_lines_about_whole_calls():
     model = _around(_Inverts(), _Inverts())
-    lines = "\n".join(view_lines(plan_report(model, SHAPE, 2)))
+    lines = "\n".join(decision_lines(plan_report(model, SHAPE, 2)))
     assert "Computes through the global view, as its layers can't be converted:\n  1 (" in lines
-    assert "test_report.py:" in lines
+    assert "test_view_plan.py:" in lines
     assert "linalg_pinv runs whole on every rank, once, gathers 5.0 kB, holds" in lines
     assert "the largest gathered tensor: " in lines
     state = SimpleNamespace(parts=(_converted(model), nn.Identity()))
     training = SimpleNamespace(trainer=SimpleNamespace(state=state))
     assert [line in lines for line in whole_lines(training)] == [True] * 2
-    without = view_lines(plan_report(_around(_Code(lambda x: x + x.roll(1, -2))), SHAPE, 2))
+    without = decision_lines(plan_report(_around(_Code(lambda x: x + x.roll(1, -2))), SHAPE, 2))
     assert without[-1] == "Every function has a rule for bands: none runs whole."
 
 
-class _NotCopied(_Spectral):
+class _NotCopied(nn.Sequential):
     def __deepcopy__(self, memo):
         raise TypeError("a handle of a file")
 
 
-def test_a_model_that_can_not_be_copied_is_planned():
-    model = _around(_NotCopied())
-    plan = plan_report(model, SHAPE, 2)
+@pytest.mark.parametrize("layer", [_Spectral, nn.Identity])
+def test_a_model_that_can_not_be_copied_is_planned(layer):
+    plan = plan_report(_NotCopied(_around(layer())), SHAPE, 2)
+    copied = plan_report(nn.Sequential(_around(layer())), SHAPE, 2)
+    assert (plan.levels, plan.forward, plan.saved_bytes) == (
+        copied.levels,
+        copied.forward,
+        copied.saved_bytes,
+    )
     assert plan.problems == ()
-    assert "can't be copied" in plan.refusal
-    (problem,) = plan_report(model, SHAPE, 2, whole_ops="refuse").problems
-    assert "a handle of a file" in problem
+    assert bool(plan.refusal) is (layer is _Spectral)

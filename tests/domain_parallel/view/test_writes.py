@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
-from credit_dp.domain_parallel.count_transport import CountingTransport
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_view
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import running_view
-from credit_dp.domain_parallel.view.view_plan import plan_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import RankError, cpu_only, on_threads
@@ -438,11 +437,10 @@ def test_random_programs_of_views_and_writes_equal_those_of_one_process(seed):
     function = random_program(seed)
     if not _runs_on_one_process(function, shape):
         return
-    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
-    try:
-        plan_view(Model(function).double(), manager, [shape], None)
-    except UserError as error:
-        assert any(text in str(error) for text in REFUSALS)  # noqa: PT017
+    manager, model = counting_manager(ranks), Model(function).double()
+    decision = decide_view(model, manager, [shape], Wanted(limit=None), ["as the test wants"])
+    if decision.problems:
+        assert any(text in decision.problems[0] for text in REFUSALS)
     else:  # what the plan accepts runs
         check(function, shape, ranks, whole=None)
 

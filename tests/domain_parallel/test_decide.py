@@ -18,8 +18,9 @@ from credit_dp.domain_parallel import (
     plan_report,
 )
 from credit_dp.domain_parallel.build import NAMED_RULES
+from credit_dp.domain_parallel.decide import Decision
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.planning import model_plan
-from credit_dp.domain_parallel.sharding_costs import PlanReport, row_layers
 from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
@@ -288,7 +289,7 @@ class _Mixes(nn.Module):
         return x * torch.roll(x, 1, -2)
 
 
-def _problems(model, rows, ranks) -> PlanReport:
+def _problems(model, rows, ranks) -> Decision:
     report = plan_report(model, (1, 3, rows, 8), ranks, whole_ops="refuse")
     assert report.layers == ()
     assert report.saved_bytes == ()

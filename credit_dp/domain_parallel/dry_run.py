@@ -1,8 +1,8 @@
-"""A trial run of a model through the global view: as one rank, without data and messages.
+"""A dry run of a sharded model's step: as one rank, without data and messages.
 
 Tensors have shapes only, and the transport counts what all ranks would send. A recorder notes which
-module runs, which calls run whole and for which line of the model's code, what autograd saves, and
-the floating-point operations.
+module runs, what it sends, what autograd saves and the kernels that are started; and of a model
+that computes through the global view, which calls run whole and for which line of its code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import flop_registry
 
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.functional import in_backward
+from credit_dp.domain_parallel.functional import attached_contexts, in_backward
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.lower_bound import TrafficLowerBound
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planning.model_plan import (
@@ -50,11 +52,11 @@ from credit_dp.domain_parallel.planning.trace import (
     use_fake_tensors,
 )
 from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation
-from credit_dp.domain_parallel.view.attach import attach_view, detach_view
+from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.domain_parallel.view.boundary import layout_outside
 from credit_dp.domain_parallel.view.decisions import (
+    AssumedValue,
     Assumptions,
-    Decision,
     EndlessLoopError,
     KnownValues,
     UnplannedError,
@@ -66,7 +68,7 @@ from credit_dp.errors import UserError
 READS_MEMORY = ("Cannot access data pointer of Tensor", "Cannot access storage of Sparse")
 # A smaller excess is never refused: no memory needs protection from it.
 SMALL_EXCESS = 256 * 2**20
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Frames in these folders are not the model's code; our own models are in one of them, but are.
 LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE, contextlib.__file__)
 EINOPS = f"{os.sep}einops{os.sep}"
@@ -108,20 +110,23 @@ class OutputSpec(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class TrialRun:
-    """What a step through the view costs on one rank; messages are those of all ranks.
+class DryRun:
+    """What a step costs on one rank; messages are those of all ranks.
 
     Attributes:
         ranks: number of bands.
         rank: the one that was run.
-        whole_calls: functions that run whole, the largest first.
+        layers: paths of the converted layers.
+        whole_calls: functions that run whole, the largest first; of models in the view only.
         saved_bytes: tensors saved for backward.
         whole_bytes: the part of `saved_bytes` that is held whole.
         largest_gathered: bytes of the largest tensor that is gathered.
         forward: traffic of each rank by the path of the module; empty paths are the model itself.
         backward: the same of the backward; without traffic if it was not run.
         types: of the modules, by path.
-        sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent.
+        sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent; those
+            of a converted layer by the bands of its input.
+        least_sent_bytes: a lower bound for what converted layers send, by the same bands.
         outputs: of the model.
         recomputed_bytes: what the module with most saves when backward computes it again.
         launches: number of kernels that the rank starts; of the forward only if that alone was run.
@@ -130,6 +135,7 @@ class TrialRun:
 
     ranks: int
     rank: int
+    layers: tuple[str, ...]
     whole_calls: tuple[WholeCall, ...]
     saved_bytes: int
     whole_bytes: int
@@ -138,10 +144,11 @@ class TrialRun:
     backward: dict[str, tuple[RankTraffic, ...]]
     types: Mapping[str, str]
     sent_bytes: Mapping[RowPartition, int]
+    least_sent_bytes: Mapping[RowPartition, int]
     outputs: tuple[OutputSpec, ...]
-    recomputed_bytes: int = 0
-    launches: int = 0
-    decisions: tuple[Decision, ...] = ()
+    recomputed_bytes: int
+    launches: int
+    decisions: tuple[AssumedValue, ...] = ()
 
     @property
     def least_bytes(self) -> int:
@@ -174,8 +181,15 @@ class _CallSite(NamedTuple):
     function: str
 
 
+class _CounterKey(NamedTuple):
+    """What messages are counted for: a module, and the input's bands if it is a converted layer."""
+
+    path: str
+    bands: RowPartition | None = None
+
+
 @final
-class _TrialMode(PlanningMode):
+class _DryRunMode(PlanningMode):
     """Runs operations once for equal operands, counts their work, and notes what whole calls make.
 
     Below autograd: what an operation saves is created in here.
@@ -224,7 +238,7 @@ class _TrialMode(PlanningMode):
 
 @final
 class _Recorder:
-    """Notes what happens in a trial run; the view calls `whole_call` of it.
+    """Notes what happens in a dry run; the view calls `whole_call` of it.
 
     Attributes:
         costs: of the whole call that runs now.
@@ -240,9 +254,11 @@ class _Recorder:
         self.flops = self.launches = 0
         self.largest_gathered = 0
         self.saved_bytes = self.whole_bytes = self.recomputed_bytes = 0
-        self.modules: list[str] = []
+        self.running: list[_CounterKey] = []  # outermost first
         self.types: dict[str, str] = {}
-        self.counters: dict[str, CountingTransport] = {}
+        self.layers: dict[str, RowLayer] = {}
+        self.counters: dict[_CounterKey, CountingTransport] = {}
+        self.lower_bound = TrafficLowerBound()
         self._saved: dict[int, torch.UntypedStorage] = {}
 
     @contextmanager
@@ -308,51 +324,86 @@ class _Recorder:
     @property
     def module(self) -> str:
         """Return the path of the module that runs."""
-        return self.modules[-1] if self.modules else ""
+        return self.running[-1].path if self.running else ""
 
     @property
     def where(self) -> str:
         """Return the module that runs or has failed, as messages name it."""
         return f"{self.module or 'model'} ({self.types.get(self.module, '')})"
 
-    def count_for(self, path: str) -> None:
+    def count_for(self, path: str, bands: RowPartition | None = None) -> None:
         """Count messages for a module from now on; autograd functions keep this for backward."""
-        if path not in self.counters:
+        key = _CounterKey(path, bands)
+        if key not in self.counters:
             manager = self.manager
-            self.counters[path] = CountingTransport(
-                manager.rank, manager.domain_parallel_size, manager.bands.planned_partitions
+            self.counters[key] = CountingTransport(
+                manager.domain_rank,
+                manager.domain_parallel_size,
+                manager.bands.planned_partitions,
             )
-        self.manager.transport = self.counters[path]
+        self.manager.transport = self.counters[key]
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Follow which module runs."""
+        """Follow which module runs, and count what it sends."""
+        layers = self.layers = row_layers(model)
+        for path in ("", *layers):
+            self.count_for(path)
         self.count_for("")
+        # What a layer wraps gets no hooks: it would compute otherwise, to call them.
+        wrapped = {m for layer in layers.values() for m in layer.modules() if m is not layer}
         with ExitStack() as stack:
-            for path, module in model.named_modules():
-                self.types[path] = type(module).__name__
+            for path, module in (dict(model.named_modules()) | layers).items():
+                if module in wrapped:
+                    continue
+                is_layer = isinstance(module, RowLayer)
+                self.types[path] = module.title if is_layer else type(module).__name__
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
 
-                def enter(*_: Any, path: str = path) -> None:
-                    self.modules.append(path)
-                    self.count_for(path)
+                def enter(module: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
+                    bands = _bands_of_call(module, args)
+                    self.running.append(_CounterKey(path, bands.input if bands else None))
+                    self.count_for(*self.running[-1])
 
-                def leave(*_: Any, path: str = path) -> None:
+                def leave(
+                    module: nn.Module, args: tuple[Any, ...], output: Any, path: str = path
+                ) -> None:
                     # Not called after an error: then the failed module stays the innermost. If the
                     # model handled the error, the modules above it are still in the list.
-                    while self.modules and self.modules.pop() != path:
+                    while self.running and self.running.pop().path != path:
                         pass
-                    self.count_for(self.module)
+                    self.count_for(*(self.running[-1:] or [_CounterKey("")])[0])
+                    bands = _bands_of_call(module, args)
+                    if bands is not None and isinstance(module, RowLayer):
+                        self.lower_bound.add(module, bands, args[0], output)
 
                 enter_hook = module.register_forward_pre_hook(enter, prepend=True)
                 stack.callback(enter_hook.remove)
-                stack.callback(module.register_forward_hook(leave).remove)
+                # Activation checkpointing stops recomputing inside a layer, by an exception, once
+                # it has the last tensor that it needs.
+                leave_hook = module.register_forward_hook(leave, always_call=is_layer)
+                stack.callback(leave_hook.remove)
             yield
 
     def traffic(self) -> dict[str, tuple[RankTraffic, ...]]:
         """Return the traffic of each rank so far, by module."""
-        return {path: counter.sent for path, counter in self.counters.items()}
+        sent = {
+            path: (RankTraffic(),) * self.manager.domain_parallel_size for path, _ in self.counters
+        }
+        for (path, _), counter in self.counters.items():
+            sent[path] = tuple(a + b for a, b in zip(sent[path], counter.sent, strict=True))
+        return sent
+
+    def sent_bytes(self) -> Counter[RowPartition]:
+        """Return the bytes of rows that all ranks have sent, by bands."""
+        sums: Counter[RowPartition] = Counter()
+        for (_, bands), counter in self.counters.items():
+            if not self.layers:
+                sums += counter.row_bytes
+            elif bands is not None:
+                sums[bands] += sum(sent.bytes for sent in counter.sent)
+        return sums
 
     def whole_calls(self) -> tuple[WholeCall, ...]:
         """Return the calls that ran whole, largest first."""
@@ -370,32 +421,36 @@ class _Recorder:
         return tuple(sorted(calls, key=lambda c: -max(c.gathered_bytes, c.saved_bytes)))
 
 
-def trial_run(
+def dry_run(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
     inputs: InputFactory | None = None,
     *,
     rank: int = 0,
+    in_view: bool | None = None,
     backward: bool = False,
     training: bool | None = None,
     stage: int | None = None,
     memo: ShapeMemo | None = None,
-) -> TrialRun:
-    """Run a model's step through the view as one of the ranks, without data and messages.
+) -> DryRun:
+    """Run a model's step as one of the ranks, without data and messages.
 
     Args:
-        model: a model without a view, whose layers are not converted; it does not change.
-        manager: this rank's position in the mesh, with the planned bands.
+        model: it does not change, and need not be copied.
+        manager: this rank's position in the mesh, with the planned bands; the one that the model
+            was converted with.
         shapes: the shapes of its global inputs.
         inputs: returns the arguments of the call; by default one tensor of each shape.
-        rank: the rank to run as.
+        rank: the rank of the domain to run as.
+        in_view: whether to run through the global view, or as the model is, with its converted
+            layers; None for the way in which the model computes.
         backward: whether to run the backward, too; memory is known without it. It runs in any case
-            if the model has code of its own there.
+            if a model in the view has code of its own there.
         training: the mode of the model; None for its own.
         stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
             is then with its outputs, and without the inputs that another stage has sent.
-        memo: shapes of operations that other trial runs have found.
+        memo: shapes of operations that other dry runs have found.
 
     Raises:
         UserError: the model fails, or can't be computed on bands.
@@ -403,100 +458,146 @@ def trial_run(
     """
     assumptions = Assumptions()
     first: Exception | None = None
+    if in_view is None:
+        in_view = attached_view(model) is not None
     while True:
         assumptions.begin()
         try:
-            return _run(
-                model,
-                manager,
-                shapes,
-                assumptions,
-                inputs=inputs,
-                rank=rank,
-                backward=backward,
-                training=training,
-                stage=stage,
-                memo=memo,
-            )
+            with _as_rank(model, manager, rank, shapes, in_view, stage) as (ranked, view):
+                return _run(
+                    model,
+                    ranked,
+                    view,
+                    shapes,
+                    assumptions,
+                    inputs=inputs,
+                    backward=backward,
+                    training=training,
+                    stage=stage,
+                    memo=memo,
+                )
         except (UserError, UnplannedError) as error:
             first = first or error
             if not assumptions.change(error):
                 raise first from None
 
 
+@contextmanager
+def _as_rank(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    rank: int,
+    shapes: Sequence[Shape],
+    in_view: bool,
+    stage: int | None,
+) -> Iterator[tuple[DomainParallelManager, GlobalView | None]]:
+    """Let a model compute as one of the ranks; return its manager, and its view if it has one."""
+    functional_layers = nn.ModuleList([*row_layers(model).values()])
+    before = manager.rank, manager.transport
+    ranks = manager.domain_parallel_size
+    with preserve_model(model), preserve_model(functional_layers):
+        try:
+            if not in_view:
+                if rank != manager.domain_rank:
+                    manager.rank = rank
+                for layer in row_layers(model).values():
+                    layer.forget_exchanges()
+                yield manager, None
+                return
+            ranked = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
+            for partition in manager.bands.planned_partitions:
+                ranked.bands.register(partition)
+            detach_view(model)
+            view = attach_view(model, ranked, shapes, of_stage=stage is not None)
+            try:
+                yield ranked, view
+            finally:
+                detach_view(model)
+        finally:
+            manager.rank, manager.transport = before
+
+
 def _run(
     model: nn.Module,
     manager: DomainParallelManager,
+    view: GlobalView | None,
     shapes: Sequence[Shape],
     assumptions: Assumptions,
     *,
     inputs: InputFactory | None,
-    rank: int,
     backward: bool,
     training: bool | None,
     stage: int | None,
     memo: ShapeMemo | None,
-) -> TrialRun:
-    """Run a model's step once, with these assumptions; see `trial_run`."""
-    ranks = manager.domain_parallel_size
-    trial = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
-    for partition in manager.bands.planned_partitions:
-        trial.bands.register(partition)
+) -> DryRun:
+    """Run a model's step once, with these assumptions; see `dry_run`."""
 
     def local_shape(shape: Shape) -> Shape:
-        if not (is_banded(shape) if stage is None else layout_outside(shape, view)):
+        is_cut = is_banded(shape)
+        if view is not None and stage is not None:
+            is_cut = layout_outside(shape, view) is not None
+        if not is_cut:
             return shape
-        rows = trial.partition(shape[ROW_DIM]).sizes[rank]
+        rows = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
         return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
 
-    recorder = _Recorder(trial)
+    recorder = _Recorder(manager)
     buffers = dict(model.named_buffers())
-    view = attach_view(model, trial, shapes, of_stage=stage is not None)
-    view.recorder = recorder
-    try:
-        with preserve_model(model), use_fake_tensors(model) as mode, recorder.follow(model):
-            memo = memo or ShapeMemo()
-            memo.mode = mode
-            if training is not None:
-                model.train(training)
-            make = inputs or empty_inputs(model, shapes)
-            args, kwargs = make(local_shape)
-            whole_inputs = tensor_leaves(make(lambda shape: shape))
-            recorder.exclude([*model.parameters(), *model.buffers()])
-            if stage is not None and stage > 0:  # another stage has sent the inputs
-                recorder.exclude(tensor_leaves([args, kwargs]))
-            held = [*model.parameters(), *model.buffers()]
-            again = RecomputationCounter(
-                recorder.save, held, lambda: recorder.launches, local=local_of
-            )
-            known = KnownValues(buffers, dict(model.named_buffers()))
-            trial_mode = _TrialMode(recorder, memo, known, assumptions)
-            with torch.enable_grad(), trial_mode, count_recomputation(again):
-                outputs = _forward(model, args, kwargs, recorder, whole_inputs)
-                specs = tuple(_output_spec(x, view) for x in outputs)
-                if stage is not None:
-                    for x in outputs:
-                        recorder.save(x)
-                forward = recorder.traffic()
-                outputs = [x for x in outputs if x.requires_grad]
-                # Code of the user's there may fail, or need what can't be done.
-                if outputs and (backward or view.has_backward_code):
-                    with _errors_of_model(recorder, whole_inputs):
-                        gradients = [torch.empty_like(x) for x in outputs]
-                        torch.autograd.backward(outputs, gradients)
-            recorder.saved_bytes += again.received
-            recorder.recomputed_bytes = again.recomputed
-            recorder.launches += again.repeated
-    finally:
-        detach_view(model)
-    decisions = tuple(starmap(Decision, assumptions.decisions.items()))
-    return _result(recorder, ranks, forward, specs, decisions)
+    if view is not None:
+        view.recorder = recorder
+    with use_fake_tensors(model) as mode, recorder.follow(model):
+        memo = memo or ShapeMemo()
+        memo.mode = mode
+        if training is not None:
+            model.train(training)
+        make = inputs or empty_inputs(model, shapes)
+        args, kwargs = make(local_shape)
+        whole_inputs = tensor_leaves(make(lambda shape: shape))
+        held = [*model.parameters(), *model.buffers()]
+        recorder.exclude(held)
+        if stage is not None and stage > 0:  # another stage has sent the inputs
+            recorder.exclude(tensor_leaves([args, kwargs]))
+        again = RecomputationCounter(recorder.save, held, lambda: recorder.launches, local=local_of)
+        known = KnownValues(buffers, dict(model.named_buffers()))
+        dry_run_mode = _DryRunMode(recorder, memo, known, assumptions)
+        with torch.enable_grad(), dry_run_mode, count_recomputation(again):
+            outputs = _forward(model, args, kwargs, recorder, whole_inputs)
+            specs = tuple(_output_spec(x, view) for x in outputs)
+            if stage is not None:
+                for x in outputs:
+                    recorder.save(x)
+            forward = recorder.traffic()
+            outputs = [x for x in outputs if x.requires_grad]
+            # Code of the user's there may fail, or need what can't be done.
+            if outputs and (backward or (view is not None and view.has_backward_code)):
+                with _errors_of_model(recorder, whole_inputs):
+                    gradients = [torch.empty_like(x) for x in outputs]
+                    torch.autograd.backward(outputs, gradients)
+        recorder.saved_bytes += again.received
+        recorder.recomputed_bytes = again.recomputed
+        recorder.launches += again.repeated
+    decisions = tuple(starmap(AssumedValue, assumptions.decisions.items()))
+    return _result(recorder, forward, specs, decisions)
 
 
-def _output_spec(x: Tensor, view: GlobalView) -> OutputSpec:
-    """Return the spec of an output that was taken out of the view."""
+def row_layers(model: nn.Module) -> dict[str, RowLayer]:
+    """Return the sharded layers of a planned model by path; those of `functional` by call."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
+    calls = (items for context in attached_contexts(model) for items in context.layers.items())
+    return layers | {call: layer for (call, _), layer in calls}
+
+
+def _bands_of_call(module: nn.Module, args: tuple[Any, ...]) -> Bands | None:
+    """Return the bands of a call of a converted layer; None if it couples no rows."""
+    if not args or not isinstance(module, RowLayer) or not module._planned_heights:
+        return None
+    return module.bands(*args)
+
+
+def _output_spec(x: Tensor, view: GlobalView | None) -> OutputSpec:
+    """Return the spec of an output; one that was taken out of the view has its global shape."""
     # None if a hook has replaced it, or the model runs inside of another one.
-    shown = None if view.outputs is None else view.outputs.get(x)
+    shown = None if view is None or view.outputs is None else view.outputs.get(x)
     shape = list(x.shape)
     if shown is not None and shown.rows is not None:
         shape[ROW_DIM] = shown.rows.size
@@ -505,25 +606,24 @@ def _output_spec(x: Tensor, view: GlobalView) -> OutputSpec:
 
 def _result(
     recorder: _Recorder,
-    ranks: int,
     forward: dict[str, tuple[RankTraffic, ...]],
     outputs: tuple[OutputSpec, ...],
-    decisions: tuple[Decision, ...],
-) -> TrialRun:
+    decisions: tuple[AssumedValue, ...],
+) -> DryRun:
     """Return what a recorder has noted, given the traffic of the forward and the outputs."""
+    ranks = recorder.manager.domain_parallel_size
     no_traffic = (RankTraffic(),) * ranks
     # Counters only grow: the backward is the difference to the counts after the forward.
-    forward = {path: forward.get(path, no_traffic) for path in recorder.counters}
+    step = recorder.traffic()
+    forward = {path: forward.get(path, no_traffic) for path in step}
     backward = {
         path: tuple(a - b for a, b in zip(sent, forward[path], strict=True))
-        for path, sent in recorder.traffic().items()
+        for path, sent in step.items()
     }
-    sent_bytes: Counter[RowPartition] = Counter()
-    for counter in recorder.counters.values():
-        sent_bytes += counter.row_bytes
-    return TrialRun(
+    return DryRun(
         ranks=ranks,
-        rank=recorder.manager.rank,
+        rank=recorder.manager.domain_rank,
+        layers=tuple(recorder.layers),
         whole_calls=recorder.whole_calls(),
         saved_bytes=recorder.saved_bytes,
         whole_bytes=recorder.whole_bytes,
@@ -531,7 +631,8 @@ def _result(
         forward=forward,
         backward=backward,
         types=recorder.types,
-        sent_bytes=sent_bytes,
+        sent_bytes=recorder.sent_bytes(),
+        least_sent_bytes=recorder.lower_bound.bytes,
         outputs=outputs,
         recomputed_bytes=recorder.recomputed_bytes,
         launches=recorder.launches,
@@ -610,7 +711,7 @@ def _is_model_code(path: str) -> bool:
 
 
 def model_line() -> str:
-    """Return the innermost line of the model that runs now, in a trial run; empty if none."""
+    """Return the innermost line of the model that runs now, in a dry run; empty if none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _forward.__code__:
         if _is_model_code(frame.f_code.co_filename):

@@ -1,0 +1,239 @@
+"""The replacement of a model's layers by domain-parallel ones, which can be undone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+from credit_dp.domain_parallel.functional import ShardingContext, attach_context, detach_context
+from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.layers.base import RowLayer, overridden_method, torch_layer_type
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.planning.audit import NAME_RULE
+from credit_dp.domain_parallel.row_tensors import RowSharding, row_shardings, set_row_shardings
+from credit_dp.domain_parallel.rules import CONTAINERS, RULES
+from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
+from credit_dp.errors import UserError
+
+Converter = Callable[[Any], nn.Module]
+# A converted model holds its `Conversion` in this attribute.
+CONVERSION_ATTRIBUTE = "_domain_parallel_conversion"
+_HOW_TO_REGISTER = (
+    f"{NAME_RULE}. The replacement, which may be the module itself, is trusted and not checked: it "
+    "has to act on each row separately, unless it is a RowLayer"
+)
+
+
+class Conversion:
+    """One walk over a module tree, with what is needed to undo it.
+
+    Args:
+        manager: this rank's position in the mesh.
+        custom_converters: module type (exact) -> function from the module to its replacement.
+
+    Attributes:
+        context: the sharding context of the converted model's code.
+        problems: why layers can't be converted; they stay.
+        trusted: replacements from `custom_converters`, whose code is not audited.
+        converted_counts: the number of domain-parallel layers, by type.
+        user_leaf_counts: the number of kept layers without children that are not torch's, by type.
+    """
+
+    def __init__(
+        self, manager: DomainParallelManager, custom_converters: Mapping[type[nn.Module], Converter]
+    ) -> None:
+        self.manager = manager
+        self.custom_converters = custom_converters
+        self.context = ShardingContext(manager)
+        self.problems: list[str] = []
+        self.is_applied = False
+        self.trusted: list[nn.Module] = []
+        self.converted_counts: Counter[str] = Counter()
+        self.user_leaf_counts: Counter[str] = Counter()
+        self._replacements: dict[nn.Module, nn.Module] = {}
+        self._replaced_children: list[tuple[nn.Module, str, nn.Module]] = []
+        self._left_alone: list[tuple[nn.Module, str, RowLayer]] = []
+        self._original: nn.Module | None = None
+        self._shardings: list[tuple[nn.Module, dict[str, RowSharding]]] = []
+        self._previous: Conversion | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Convert the layers of a model that have rules, in place; `problems` has the others."""
+        self._original = model
+        self._shardings = row_shardings(model)
+        converted = self.convert(model, "")
+        attach_context(converted, self.context)
+        self._previous = converted.__dict__.get(CONVERSION_ATTRIBUTE)
+        converted.__dict__[CONVERSION_ATTRIBUTE] = self
+        self.is_applied = True
+        # The model is copied and pickled with its conversion: functions of the user's, which may
+        # not be picklable, must not stay in it.
+        self._replacements = {}
+        self.custom_converters = {}
+        self._leave_alone()
+        return converted
+
+    @contextmanager
+    def all_layers(self) -> Iterator[None]:
+        """Plan in this context: the model has all its domain-parallel layers.
+
+        Afterwards it has the original layer again wherever that acts alone with the planned bands.
+        """
+        for parent, name, layer in self._left_alone:
+            layer.train(parent._modules[name].training)  # type: ignore[union-attr]
+            parent._modules[name] = layer
+        self.converted_counts += _type_counts(self._left_alone)
+        self._left_alone = []
+        try:
+            yield
+        finally:
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        """Put those original layers back that act alone."""
+        for parent, name, original in self._replaced_children:
+            layer = parent._modules[name]
+            if isinstance(layer, RowLayer) and layer.acts_alone:
+                self._left_alone.append((parent, name, layer))
+                parent._modules[name] = original
+        self.converted_counts -= _type_counts(self._left_alone)
+
+    def convert(self, module: nn.Module, path: str) -> nn.Module:
+        """Return the replacement of a module; a module that is used several times has one."""
+        if module not in self._replacements:
+            try:
+                self._replacements[module] = self._convert(module, path)
+            except UserError as error:
+                self.problems.append(str(error))
+                self.trusted.append(module)
+                self._replacements[module] = module
+        return self._replacements[module]
+
+    def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        if isinstance(module, RowLayer):
+            return module
+        # A parametrization, as spectral_norm, gives its module a type of its own.
+        kind = type_before_parametrizations(module)
+        if kind in self.custom_converters:
+            replacement = self._assign_manager(self.custom_converters[kind](module))
+            if not isinstance(replacement, RowLayer):
+                self.trusted.append(replacement)
+            return replacement
+        layer_type = _effective_type(module, kind)
+        if layer_type in RULES:
+            try:
+                replacement = self._assign_manager(RULES[layer_type](module))
+            except UserError as error:
+                reason = str(error).rstrip(".")
+                raise UserError(f"{path or 'model'}: {reason}. {_HOW_TO_REGISTER}") from None
+            if replacement is module and layer_type is not kind:
+                self.user_leaf_counts[kind.__name__] += 1
+            return replacement
+        if isinstance(module, CONTAINERS):
+            return self._convert_children(module, path)
+        if kind.__module__.startswith("torch."):
+            raise UserError(
+                f"{path or 'model'}: {kind.__name__} has no rule for bands of rows. "
+                f"{_HOW_TO_REGISTER}"
+            )
+        # Code of the user's stays: the audit proves that it keeps rows apart.
+        if not module._modules:
+            self.user_leaf_counts[kind.__name__] += 1
+        return self._convert_children(module, path)
+
+    def _convert_children(self, module: nn.Module, path: str) -> nn.Module:
+        for name, child in module._modules.items():
+            # Parametrizations compute weights, which have no rows of fields.
+            computes_weights = name == "parametrizations" and is_parametrized(module)
+            if child is not None and not computes_weights:
+                replacement = self.convert(child, f"{path}.{name}" if path else name)
+                self._replaced_children.append((module, name, child))
+                _replace_module(module, name, child, replacement)
+        return module
+
+    def undo(self, converted: nn.Module) -> nn.Module:
+        """Put the original layers back, and return the model that was converted."""
+        self.is_applied = False
+        detach_shared_exchanges(converted)
+        set_row_shardings(converted, self._shardings)
+        detach_context(converted, self.context)
+        for parent, name, original in self._replaced_children:
+            update_original(parent._modules[name], original)
+            parent._modules[name] = original
+        self._replaced_children = []
+        if converted.__dict__.pop(CONVERSION_ATTRIBUTE, None) and self._previous:
+            converted.__dict__[CONVERSION_ATTRIBUTE] = self._previous
+        original_model = converted if self._original is None else self._original
+        update_original(converted, original_model)
+        return original_model
+
+    def undo_all(self, converted: nn.Module) -> nn.Module:
+        """Undo this conversion and the earlier ones of the same model."""
+        self._shardings = []
+        original = self.undo(converted)
+        return self._previous.undo_all(original) if self._previous else original
+
+    def _assign_manager(self, replacement: nn.Module) -> nn.Module:
+        for layer in replacement.modules():
+            if isinstance(layer, HaloExchange):
+                layer.adopt_manager(self.manager)
+            if isinstance(layer, RowLayer):
+                layer.adopt_manager(self.manager)
+                self.converted_counts[type(layer).__name__] += 1
+        return replacement
+
+
+def _type_counts(children: list[tuple[nn.Module, str, RowLayer]]) -> Counter[str]:
+    """Return the number of layers of each type; a layer that is used several times is one."""
+    return Counter(type(layer).__name__ for layer in {layer for _, _, layer in children})
+
+
+def _effective_type(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the torch layer whose behaviour a subclass keeps; the type itself if there is none."""
+    layer_type = torch_layer_type(kind)
+    return kind if layer_type is None or overridden_method(module) else layer_type
+
+
+def _replace_module(
+    parent: nn.Module, name: str, old_module: nn.Module, new_module: nn.Module
+) -> None:
+    """Replace the child `name` of `parent` by `new_module`."""
+    if new_module is not old_module:
+        parent._modules[name] = new_module
+
+
+def update_original(replacement: nn.Module | None, original: nn.Module) -> None:
+    """Give a replaced module the current parameters, buffers and mode of its replacement.
+
+    A `RowLayer` shares them with the layer that it wraps. Any other replacement may have been moved
+    to a device or loaded since.
+    """
+    if replacement is None or replacement is original:
+        return
+    if isinstance(replacement, RowLayer):
+        # All dictionaries of hooks are shared, but this flag is a plain value.
+        original._is_full_backward_hook = replacement._is_full_backward_hook
+        return
+    replacements = dict(replacement.named_modules())
+    for name, module in original.named_modules():
+        if name in replacements:
+            module.training = replacements[name].training
+            _update_tensors(replacements[name]._parameters, module._parameters)
+            _update_tensors(replacements[name]._buffers, module._buffers)
+
+
+def _update_tensors(replacement: dict[str, Any], original: dict[str, Any]) -> None:
+    for name in original:
+        original[name] = replacement.get(name, original[name])
+
+
+def unwrap(layer: RowLayer) -> nn.Module:
+    """Return the module that a layer wraps, with its current mode."""
+    original: nn.Module = layer.__dict__["wrapped"]
+    update_original(layer, original)
+    return original

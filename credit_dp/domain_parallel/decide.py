@@ -1,0 +1,634 @@
+"""How a model is sharded: by its layers, through the global view, or not at all.
+
+`decide` plans a model whose layers are converted. If it is refused, a dry run through the global
+view shows whether that computes it and what a rank would hold, which is limited. The `Decision` has
+the reasons and the costs: `convert` carries it out, `credit-dp plan` prints it.
+
+`plan_report` decides for any number of ranks, in this process, and counts the costs of a complete
+step on each of them. Exchanges know what all ranks need: one run counts the messages of all, the
+others run for their memory only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple, final
+
+from rich.filesize import decimal
+from torch import nn
+
+from credit_dp.domain_parallel.conversion import Conversion, Converter
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run, empty_inputs
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
+from credit_dp.domain_parallel.planning.audit import AuditError
+from credit_dp.domain_parallel.planning.model_plan import (
+    GlobalForwardError,
+    InputFactory,
+    Shape,
+    as_shapes,
+    find_heights,
+    is_banded,
+    plan_calls,
+    too_few_rows_message,
+)
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
+from credit_dp.domain_parallel.recomputation import checkpointed
+from credit_dp.domain_parallel.view.boundary import is_same_field
+from credit_dp.domain_parallel.view.decisions import AssumedValue, UnplannedError
+from credit_dp.errors import UserError
+
+# The default of `whole_ops_limit`: activations of a rank, over those with a rule for everything.
+DEFAULT_LIMIT = 1.5
+MAX_LINES = 8
+
+
+@final
+@dataclass(frozen=True)
+class ResolutionLevel:
+    """A global height of fields in the model, and the rows of each rank at that height.
+
+    `sent_bytes` is what all ranks send in a step, forward and backward, in rows for layers whose
+    input has this height; `least_bytes` is the lower bound for any exchange. Neither contains the
+    statistics of norms and other reductions.
+    """
+
+    rows: int
+    bands: tuple[int, ...]
+    sent_bytes: int = 0
+    least_bytes: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """The largest band, relative to the mean."""
+        return max(self.bands) * len(self.bands) / self.rows
+
+    @property
+    def excess(self) -> float | None:
+        """Bytes sent, relative to the lower bound; None if that is 0."""
+        return self.sent_bytes / self.least_bytes if self.least_bytes else None
+
+
+@final
+@dataclass(frozen=True)
+class LayerTraffic:
+    """The traffic of each rank for one layer, in forward and backward."""
+
+    path: str
+    type: str
+    forward: tuple[RankTraffic, ...]
+    backward: tuple[RankTraffic, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Decision:
+    """How a model is sharded over `ranks` ranks, and what a training step costs.
+
+    Its layers are converted; or it computes through the global view, if there is a `refusal`; or it
+    can't be sharded, if there are `problems`.
+
+    Attributes:
+        input_shapes: of the globe.
+        ranks: number of bands.
+        parameters: number of the model's parameters.
+        parameter_bytes: their size.
+        whole_ops_limit: of the activations that a rank holds in the view, over the least.
+        bands: of the fields of converted layers, or of the inputs.
+        problems: all reasons why the model can't be sharded like this.
+        refusal: the reason why its layers can't be converted.
+        unplanned: the reason why nothing is known of the costs of a model that can be trained.
+        run: the dry run of one rank; None without costs. It counts the messages of all ranks, and
+            in the view it is the fullest rank's.
+        saved_bytes: of each rank, if asked for: tensors that autograd saves for backward, an
+            estimate of the memory for activations. Temporary memory of operations, gradients and
+            the optimizer come on top. Ranks with the same bands share one estimate.
+        recomputed_bytes: what comes on top if backward computes modules again: what the module with
+            most saves meanwhile.
+        cause: the error of the model's own code behind a problem.
+    """
+
+    input_shapes: tuple[Shape, ...]
+    ranks: int
+    parameters: int
+    parameter_bytes: int
+    whole_ops_limit: float | None = None
+    bands: tuple[RowPartition, ...] = ()
+    problems: tuple[str, ...] = ()
+    refusal: str = ""
+    unplanned: str = ""
+    run: DryRun | None = None
+    saved_bytes: tuple[int, ...] = ()
+    recomputed_bytes: tuple[int, ...] = ()
+    cause: BaseException | None = None
+
+    @property
+    def in_view(self) -> bool:
+        """Whether the model computes through the global view."""
+        return bool(self.refusal and not self.problems)
+
+    @property
+    def levels(self) -> tuple[ResolutionLevel, ...]:
+        """The heights of fields, finest first; in the view those of all that is exchanged."""
+        sent, least = (self.run.sent_bytes, self.run.least_sent_bytes) if self.run else ({}, {})
+        levels = [
+            ResolutionLevel(p.height, p.sizes, sent.get(p, 0), least.get(p, 0))
+            for p in dict.fromkeys([*self.bands, *sent])
+        ]
+        return tuple(sorted(levels, key=lambda level: -level.rows))
+
+    @property
+    def layers(self) -> tuple[LayerTraffic, ...]:
+        """The traffic of the converted layers, and of all other modules that send anything."""
+        run = self.run
+        if run is None:
+            return ()
+        sending = [
+            path
+            for path, sent in run.forward.items()
+            if any(traffic != RankTraffic() for traffic in (*sent, *run.backward[path]))
+        ]
+        return tuple(
+            LayerTraffic(path or "model", run.types[path], run.forward[path], run.backward[path])
+            for path in dict.fromkeys([*run.layers, *sending])
+        )
+
+    @property
+    def forward(self) -> tuple[RankTraffic, ...]:
+        """The traffic of each rank in a forward."""
+        return self._total([layer.forward for layer in self.layers])
+
+    @property
+    def backward(self) -> tuple[RankTraffic, ...]:
+        """The traffic of each rank in a backward."""
+        return self._total([layer.backward for layer in self.layers])
+
+    def _total(self, parts: Sequence[tuple[RankTraffic, ...]]) -> tuple[RankTraffic, ...]:
+        return tuple(sum((p[rank] for p in parts), RankTraffic()) for rank in range(self.ranks))
+
+    @property
+    def whole_calls(self) -> tuple[WholeCall, ...]:
+        """The functions that run whole on every rank in the view, the largest first."""
+        return self.run.whole_calls if self.run else ()
+
+    @property
+    def decisions(self) -> tuple[AssumedValue, ...]:
+        """Where a model in the view decides by data, with what the costs assume."""
+        return self.run.decisions if self.run else ()
+
+    @property
+    def whole_bytes(self) -> int:
+        """The part of the fullest rank's `saved_bytes` that it holds as calls run whole."""
+        return self.run.whole_bytes if self.run else 0
+
+    @property
+    def largest_gathered(self) -> int:
+        """The bytes of the largest tensor that is gathered in the view."""
+        return self.run.largest_gathered if self.run else 0
+
+    @property
+    def launches(self) -> int:
+        """The kernels that one rank starts: operations on tensors, without views."""
+        return self.run.launches if self.run else 0
+
+    @property
+    def error(self) -> str:
+        """The problem in one line."""
+        if self.refusal and len(self.problems) > 1:
+            return f"{self.problems[0]} Nor can its layers be converted: {self.problems[1]}"
+        return self.problems[0]
+
+
+class Wanted(NamedTuple):
+    """What a decision may be, and what it has to know.
+
+    Attributes:
+        view: whether the model may compute through the global view.
+        limit: as `whole_ops_limit` of `convert_to_domain_parallel`.
+        costs: whether the costs of a training step are counted, and all problems listed.
+        recomputed: paths of the modules that backward computes again; "" stands for the model.
+    """
+
+    view: bool = True
+    limit: float | None = DEFAULT_LIMIT
+    costs: bool = False
+    recomputed: Sequence[str] = ()
+
+
+def plan_report(
+    model: nn.Module,
+    input_shape: Shape | Sequence[Shape],
+    ranks: int,
+    *,
+    custom_converters: Mapping[type[nn.Module], Converter] | None = None,
+    whole_ops: str = "allow",
+    whole_ops_limit: float | None = DEFAULT_LIMIT,
+    recomputed: Sequence[str] = (),
+) -> Decision:
+    """Return how a model would be sharded, with its costs; takes seconds and sends nothing.
+
+    Args:
+        model: a model that is not converted; it does not change. May be on the meta device.
+        input_shape: shape of the whole globe's input, `(B, C, H, W)`, or a tuple of shapes.
+        ranks: number of bands.
+        custom_converters: see `convert_to_domain_parallel`.
+        whole_ops: see `convert_to_domain_parallel`.
+        whole_ops_limit: see `convert_to_domain_parallel`.
+        recomputed: paths of the modules that backward computes again; "" stands for the model.
+
+    Raises:
+        UserError: `ranks` is below 1 or `input_shape` is empty. Reasons why a model can't be
+            sharded are in `problems` instead.
+    """
+    if ranks < 1:
+        raise UserError(f"ranks: needs at least 1, got {ranks}.")
+    shapes = as_shapes(input_shape)
+    conversion = Conversion(counting_manager(ranks), custom_converters or {})
+    converted = conversion.apply(model)
+    wanted = Wanted(whole_ops == "allow", whole_ops_limit, True, recomputed)
+    try:
+        return decide(converted, conversion, shapes, wanted)
+    finally:
+        if conversion.is_applied:
+            conversion.undo(converted)
+
+
+def counting_manager(ranks: int) -> DomainParallelManager:
+    """Return the manager of rank 0 of a domain; it counts messages and sends none."""
+    return DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+
+
+def decide(
+    converted: nn.Module,
+    conversion: Conversion,
+    shapes: Sequence[Shape],
+    wanted: Wanted,
+    inputs: InputFactory | None = None,
+) -> Decision:
+    """Decide how a model is sharded; sends nothing, and all ranks decide alike.
+
+    Args:
+        converted: the model, in which the layers that have rules are converted. They stay so, and
+            are planned, if that is the decision; otherwise the conversion is undone.
+        conversion: of the model.
+        shapes: the shapes of its global inputs.
+        wanted: what the decision may be.
+        inputs: returns the arguments of the call; by default one tensor of each shape.
+    """
+    manager = conversion.manager
+    refusals = list(conversion.problems)
+    cause: BaseException | None = None
+    if not refusals:
+        try:
+            decision = plan_layers(converted, conversion, shapes, wanted, inputs)
+            return _with_costs(decision, converted, conversion, wanted)
+        except AuditError as error:
+            refusals = list(dict.fromkeys(error.refusals))
+        except GlobalForwardError as error:
+            refusals, cause = [str(error)], error
+        except UserError as error:
+            refusals = [str(error)]
+    if not wanted.view:
+        decision = _decision(converted, manager, shapes, wanted)
+        if wanted.costs:
+            decision, refusals = _list_levels(decision, converted, conversion, refusals)
+        conversion.undo(converted)
+        return replace(decision, problems=tuple(refusals), cause=cause and cause.__cause__)
+    model = conversion.undo(converted)
+    return decide_view(model, manager, shapes, wanted, refusals, inputs, fails=cause)
+
+
+def _decision(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], wanted: Wanted
+) -> Decision:
+    """Return a decision of which nothing is known but its subject."""
+    return Decision(
+        input_shapes=tuple(shapes),
+        ranks=manager.domain_parallel_size,
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        whole_ops_limit=wanted.limit,
+    )
+
+
+def plan_layers(
+    model: nn.Module,
+    conversion: Conversion,
+    shapes: Sequence[Shape],
+    wanted: Wanted,
+    inputs: InputFactory | None = None,
+) -> Decision:
+    """Plan a model with converted layers; one that is refused is not changed.
+
+    Raises:
+        UserError: the model can't be computed by these layers.
+    """
+    manager = conversion.manager
+    with conversion.all_layers():
+        if manager.domain_parallel_size == 1:
+            heights = set(find_heights(model, shapes, conversion.trusted))
+        else:
+            make_inputs = inputs or empty_inputs(model, shapes)
+            planner = plan_calls(model, manager, list(shapes), make_inputs, conversion.trusted)
+            heights = planner.heights() | set(_heights(shapes))
+    bands = tuple(manager.bands[height] for height in sorted(heights))
+    return replace(_decision(model, manager, shapes, wanted), bands=bands)
+
+
+def _heights(shapes: Sequence[Shape]) -> list[int]:
+    return [shape[ROW_DIM] for shape in shapes if is_banded(shape)]
+
+
+def _with_costs(
+    decision: Decision, converted: nn.Module, conversion: Conversion, wanted: Wanted
+) -> Decision:
+    """Return a decision with the costs of converted layers; one rank runs the plain model."""
+    if not wanted.costs:
+        return decision
+    manager, shapes = conversion.manager, decision.input_shapes
+    model = conversion.undo(converted) if decision.ranks == 1 else converted
+    try:
+        with checkpointed(model, wanted.recomputed):
+            run = dry_run(model, manager, shapes, in_view=False, backward=True, training=True)
+            return _with_every_rank(decision, model, manager, run)
+    except (UserError, UnplannedError) as error:
+        return replace(decision, unplanned=str(error))
+
+
+def _with_every_rank(
+    decision: Decision, model: nn.Module, manager: DomainParallelManager, run: DryRun
+) -> Decision:
+    """Return a decision with what each rank saves; ranks with equal bands share a dry run."""
+    bands = list(zip(*(p.sizes for p in decision.bands), strict=True)) or [()] * decision.ranks
+    runs = {bands[run.rank]: run}
+    for rank, sizes in enumerate(bands):
+        if sizes not in runs:
+            runs[sizes] = dry_run(
+                model,
+                manager,
+                decision.input_shapes,
+                rank=rank,
+                in_view=bool(decision.refusal),
+                training=True,
+            )
+    return replace(
+        decision,
+        run=run,
+        saved_bytes=tuple(runs[sizes].saved_bytes for sizes in bands),
+        recomputed_bytes=tuple(runs[sizes].recomputed_bytes for sizes in bands),
+    )
+
+
+def _list_levels(
+    decision: Decision, converted: nn.Module, conversion: Conversion, refusals: list[str]
+) -> tuple[Decision, list[str]]:
+    """Return a refused decision with its balanced bands, and its problems.
+
+    Levels with too few rows are problems beside layers without a rule, and come before all others.
+    """
+    try:
+        with conversion.all_layers():
+            heights = find_heights(converted, decision.input_shapes, conversion.trusted)
+    except UserError as error:
+        return decision, [*conversion.problems, str(error)]
+    bands = tuple(conversion.manager.bands[h] for h in heights)
+    least, ranks = min(heights, default=decision.ranks), decision.ranks
+    too_few = [
+        too_few_rows_message(path or "model", rows, ranks, least)
+        for rows, path in heights.items()
+        if rows < ranks
+    ]
+    return replace(decision, bands=bands), [*conversion.problems, *too_few] if too_few else refusals
+
+
+# ------------------------------------------------------------------------------ the global view
+
+
+def decide_view(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    wanted: Wanted,
+    refusals: Sequence[str],
+    inputs: InputFactory | None = None,
+    *,
+    fails: BaseException | None = None,
+) -> Decision:
+    """Decide whether a model whose layers are refused computes through the global view.
+
+    Args:
+        model: not converted; it does not change.
+        manager: this rank's position in the mesh.
+        shapes: the shapes of its global inputs.
+        wanted: what the decision has to know.
+        refusals: the reasons why its layers can't be converted.
+        inputs: as for `decide`.
+        fails: the error if the model fails on the globe, too. Layers are planned without gradients,
+            where it may fail although it does not in a step.
+    """
+    decision = replace(_decision(model, manager, shapes, wanted), refusal=refusals[0])
+    try:
+        with checkpointed(model, wanted.recomputed):
+            run = _run_view(model, manager, shapes, wanted, inputs)
+            bands = tuple(map(manager.partition, dict.fromkeys(_heights(shapes))))
+            decision = replace(decision, bands=bands, run=run)
+            return _with_every_rank(decision, model, manager, run) if wanted.costs else decision
+    except UnplannedError as error:
+        return replace(decision, unplanned=str(error))
+    except UserError as error:
+        shown = fails if fails and isinstance(error, GlobalForwardError) else error
+        problems = (str(shown), *(() if fails else refusals))
+        return replace(decision, run=None, problems=problems, cause=shown.__cause__)
+
+
+def _run_view(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    wanted: Wanted,
+    inputs: InputFactory | None,
+) -> DryRun:
+    """Choose the bands of a model's inputs, and run the ranks with most and fewest rows.
+
+    All ranks run the same ranks' steps, not each its own: so they refuse alike.
+
+    Returns:
+        The run of the rank with most rows.
+
+    Raises:
+        UserError: an input has fewer rows than there are ranks, the model can't be computed on
+            bands, or a rank would hold too much.
+        UnplannedError: as `dry_run`.
+    """
+    heights = choose_bands(manager, shapes)
+    ranks = manager.domain_parallel_size
+    sizes = manager.partition(heights[0]).sizes if heights else (0,) * ranks
+    most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))
+    memo = ShapeMemo()
+    training = True if wanted.costs else None
+    run = dry_run(
+        model,
+        manager,
+        shapes,
+        inputs,
+        rank=most,
+        in_view=True,
+        backward=wanted.costs,
+        training=training,
+        memo=memo,
+    )
+    check_limit(model, shapes, inputs, run, wanted.limit)
+    if fewest != most:
+        # What a function may do can depend on the size of a band. Forward is enough to see it.
+        dry_run(
+            model,
+            manager,
+            shapes,
+            inputs,
+            rank=fewest,
+            in_view=True,
+            training=training,
+            memo=memo,
+        )
+    return run
+
+
+def check_limit(
+    model: nn.Module,
+    shapes: Sequence[Shape],
+    inputs: InputFactory | None,
+    run: DryRun,
+    limit: float | None,
+) -> None:
+    """Refuse a model of which a rank would hold too much because of calls that run whole.
+
+    Raises:
+        UserError: names the calls, the memory, and the largest number of ranks that passes.
+    """
+    if limit is None or run.is_within(limit):
+        return
+    most = _largest_within(model, shapes, inputs, run, limit)
+    fewer = "No number of ranks passes:" if most is None else f"Lower parallel.domain to {most}, or"
+    holding = sorted(run.whole_calls, key=lambda call: -call.saved_bytes)
+    raise UserError(
+        f"parallel.whole_ops_limit: a rank of {run.ranks} would hold "
+        f"{decimal(run.saved_bytes)} of activations, "
+        f"{run.saved_bytes / max(run.least_bytes, 1):.2f} times the "
+        f"{decimal(run.least_bytes)} that it would hold if every operation had a rule for bands. "
+        f"{limit:g} times are allowed. {'; '.join(whole_call_lines(holding))}. {fewer} raise "
+        "parallel.whole_ops_limit; null turns it off."
+    )
+
+
+def _largest_within(
+    model: nn.Module,
+    shapes: Sequence[Shape],
+    inputs: InputFactory | None,
+    run: DryRun,
+    limit: float,
+) -> int | None:
+    """Return the largest number of ranks that holds little enough; None if there is none."""
+    # By dry runs, as bands are uneven and halos take memory, too. One rank always passes.
+    passes, exceeds = 1, run.ranks
+    while exceeds - passes > 1:
+        ranks = (passes + exceeds) // 2
+        fewer = counting_manager(ranks)
+        choose_bands(fewer, shapes)
+        if dry_run(model, fewer, shapes, inputs, in_view=True).is_within(limit):
+            passes = ranks
+        else:
+            exceeds = ranks
+    return passes if passes > 1 else None
+
+
+def choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> list[int]:
+    """Choose the bands of the inputs and return their heights.
+
+    Raises:
+        UserError: an input has fewer rows than there are ranks, or a rank would have as many rows
+            of two inputs with different heights.
+    """
+    heights = _heights(shapes)
+    for height in heights:
+        if height < manager.domain_parallel_size:
+            raise UserError(
+                f"input_shape: {height} rows can't be shared by {manager.domain_parallel_size} "
+                f"ranks. Lower parallel.domain to {height} or less."
+            )
+        manager.bands.plan({height})
+    for a, b in combinations([shape for shape in shapes if is_banded(shape)], 2):
+        if a[ROW_DIM] == b[ROW_DIM] or not is_same_field(a, b):
+            continue
+        # A rank knows which input it has by the number of its rows.
+        sizes = (manager.partition(shape[ROW_DIM]).sizes for shape in (a, b))
+        if any(n == other for n, other in zip(*sizes, strict=True)):
+            raise UserError(
+                f"input_shape: a rank has as many rows of {a[ROW_DIM]} as of {b[ROW_DIM]}, so "
+                "that it can't tell these inputs apart. Change parallel.domain."
+            )
+    return heights
+
+
+# ------------------------------------------------------------------------------ lines of text
+
+
+def decision_lines(decision: Decision) -> list[str]:
+    """Return lines about a model that computes through the global view, and unknown costs."""
+    lines = []
+    if decision.in_view:
+        lines += [
+            "Computes through the global view, as its layers can't be converted:",
+            f"  {decision.refusal}",
+        ]
+    if decision.unplanned:
+        return [*lines, "", "Its costs are not known before training:", f"  {decision.unplanned}"]
+    if not decision.in_view:
+        return lines
+    if decision.decisions:
+        lines += ["", *map(assumption_line, decision.decisions)]
+    if not decision.whole_calls:
+        return [*lines, "Every function has a rule for bands: none runs whole."]
+    return [
+        *lines,
+        "",
+        "What runs whole, the largest first:",
+        *(f"  {line}" for line in whole_call_lines(decision.whole_calls)),
+        f"held whole for backward: {decimal(decision.whole_bytes)}; the largest gathered tensor: "
+        f"{decimal(decision.largest_gathered)}",
+    ]
+
+
+def whole_call_lines(calls: Sequence[WholeCall]) -> list[str]:
+    """Return a line for each of the first calls that run whole, and how many more there are."""
+    lines = [whole_call_line(call) for call in calls[:MAX_LINES]]
+    more = len(calls) - len(lines)
+    return [*lines, f"and {more} more"] if more > 0 else lines
+
+
+def whole_call_line(call: WholeCall) -> str:
+    """Return a line about one entry: where, what, and its costs."""
+    where = ", ".join(filter(None, [call.path or "model", _short(call.location)]))
+    times = f"{call.calls} times" if call.calls > 1 else "once"
+    work = "" if call.work is None else f", {call.work:.0%} of a rank's work"
+    return (
+        f"{where}: {call.function} runs whole on every rank, {times}, gathers "
+        f"{decimal(call.gathered_bytes)}, holds {decimal(call.saved_bytes)}{work}"
+    )
+
+
+def assumption_line(assumed: AssumedValue) -> str:
+    """Return a line about where a model decides by data, and what its plan assumes."""
+    return (
+        f"{_short(assumed.location) or 'model'}: decides by values of fields or weights. The plan "
+        f"is that of {assumed.value}; in training all ranks follow the first one of their domain"
+    )
+
+
+def _short(location: str) -> str:
+    """Return a location without the folder of installed packages or the current one."""
+    location = location.rpartition(f"site-packages{os.sep}")[2]
+    return location.removeprefix(os.getcwd() + os.sep)

@@ -79,7 +79,9 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
     """
     folders = [path for path in sweep.glob("*") if path.name.isdecimal() and path.is_dir()]
     known_folders = {
-        job_identity(earlier): folder for folder in folders if (earlier := read_overrides(folder))
+        job_identity(earlier): folder
+        for folder in folders
+        if (earlier := read_overrides(folder)) is not None
     }
     next_number = max((int(folder.name) for folder in folders), default=-1) + 1
     jobs = []

@@ -190,17 +190,20 @@ def read_job(folder: Path) -> Job:
     if not state:
         state = "running" if numbers or config else "not started"
     # `+key=` and `++key=` are hydra's words for adding a key.
-    pairs = (text.lstrip("+").partition("=") for text in read_overrides(folder))
+    pairs = (text.lstrip("+").partition("=") for text in read_overrides(folder) or ())
     overrides = {key: value for key, _, value in pairs}
     return Job(folder, overrides, state, " ".join(cause.split()), config, numbers, scores)
 
 
-def read_overrides(folder: Path) -> list[str]:
-    """Return the overrides of a run, those of a job without keys that only launch it."""
+def read_overrides(folder: Path) -> list[str] | None:
+    """Return the overrides of a run, those of a job without keys that only launch it.
+
+    None if there is no file of them.
+    """
     overrides = read_table(folder / SUBMISSION_FILE).get("overrides")
     if not isinstance(overrides, list):
         overrides = read_file(folder / HYDRA_FILE)
-    return [str(text) for text in overrides] if isinstance(overrides, list) else []
+    return [str(text) for text in overrides] if isinstance(overrides, list) else None
 
 
 def state_in_logs(folder: Path) -> tuple[str, str]:

@@ -64,6 +64,13 @@ def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -
     assert sorted(states.values())[2:] == [(number, False) for number in (3, 4, 5, 6)]
 
 
+def test_a_job_without_overrides_is_found_again(composer: Composer, tmp_path: Path) -> None:
+    [job] = plan(composer, tmp_path, "run.name=a")
+    finish(job)
+    [again] = plan(composer, tmp_path, "run.name=a")
+    assert (again.folder.name, again.is_finished) == ("0", True)
+
+
 @pytest.mark.slow
 def test_the_same_overrides_with_another_config_are_refused(
     composer: Composer, tmp_path: Path

@@ -8,7 +8,7 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from credit_dp.evaluation.figure_style import PALE, REFERENCE, SERIES, figure_style, series_colour
 from credit_dp.evaluation.score_plots import legend_columns
@@ -126,6 +126,8 @@ def draw_scaling(all_series: Sequence[Sequence[Row]]) -> Figure:
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
+        if quantity == "seconds":  # may differ by less than a factor of two
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     lines = [
         Line2D(
             [],

@@ -162,3 +162,13 @@ def test_the_picture_has_ideal_lines(sweep: Path) -> None:
         if line.get_linestyle() == ":"
     }
     assert ideal == {(1.0, 0.5, 0.25), (0.5, 0.5, 0.5), (1.0, 2.0, 4.0), (1.0, 1.0, 1.0)}
+
+
+def test_times_that_differ_little_have_ticks(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "scaling", ["parallel.domain=1,2"])
+    for name, (rows, seconds) in enumerate([(48, 0.28), (96, 0.35)]):
+        run(folder, str(name), seconds, rows, domain=1 + name)
+    figure = draw_scaling(list(series_by_kind(folder).values()))
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) > 1

@@ -13,8 +13,7 @@ from itertools import product
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
-from credit_dp.cli.compose import Composer, check_overrides, check_run_config
-from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.pbs_script import pbs_script_text
 from credit_dp.cli.slurm_script import BatchScript, slurm_script_text
 from credit_dp.cli.sweep_jobs import check_resume, override_choices
@@ -101,10 +100,9 @@ def print_script(arguments: Sequence[str], program: str) -> int:
     if parse_duration(settings["time"]) is None:
         raise UserError(f"time: needs HH:MM:SS or DAYS-HH:MM:SS, got {settings['time']!r}")
     composer = Composer("train")
-    overrides = parse_overrides(
+    overrides = composer.parse(
         [text for text in args.overrides if text.partition("=")[0] not in own_keys]
     )
-    check_overrides(overrides, composer.groups)
     runs = [list(texts) for texts in product(*override_choices(overrides, composer))]
     configs = [composer.compose_config(run) for run in runs]
     for config in configs:

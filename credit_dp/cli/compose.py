@@ -37,7 +37,13 @@ from credit_dp import checks
 from credit_dp import config as credit_dp_config
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.folders import run_folder, sweep_folder
-from credit_dp.cli.overrides import check_key, check_lists, explain_error, unknown_key_message
+from credit_dp.cli.overrides import (
+    check_key,
+    check_lists,
+    explain_error,
+    parse_overrides,
+    unknown_key_message,
+)
 from credit_dp.config import (
     Config,
     DataConfig,
@@ -205,6 +211,16 @@ class Composer:
             name: [choice for choice in choices if not choice.startswith("schema")]
             for name, choices in options.items()
         }
+
+    def parse(self, texts: Sequence[str]) -> list[Override]:
+        """Return overrides, whose keys and choices exist.
+
+        Raises:
+            UserError: a text is no override, or has a key or a choice that there is not.
+        """
+        overrides = parse_overrides(texts)
+        check_overrides(overrides, self.groups)
+        return overrides
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the composed config with its `hydra` node; types are checked, values are not yet.

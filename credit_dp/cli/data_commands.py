@@ -27,9 +27,9 @@ from credit_dp.cli.arguments import (
     split_keys,
     to_whole_numbers,
 )
-from credit_dp.cli.compose import Composer, check_overrides
+from credit_dp.cli.compose import Composer
 from credit_dp.cli.output import format_bytes, format_table
-from credit_dp.cli.overrides import parse_overrides, quoted_forms, try_parse
+from credit_dp.cli.overrides import quoted_forms, try_parse
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
 from credit_dp.distributed.signals import raise_on_stop
@@ -99,8 +99,7 @@ def read_data_arguments(
         else:
             data_overrides.append(text)
     composer = Composer(program.rpartition(" ")[2])
-    overrides = parse_overrides([*_default_overrides(data_overrides), *data_overrides])
-    check_overrides(overrides, composer.groups)
+    overrides = composer.parse([*_default_overrides(data_overrides), *data_overrides])
     texts = [str(override.input_line) for override in overrides]
     return DataArguments(composer.compose_config(texts), values, args.json)
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, split_keys
-from credit_dp.cli.compose import Composer, check_overrides, check_rows
-from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.compose import Composer, check_rows
 from credit_dp.cli.saved_config import config_of_checkpoint
 from credit_dp.config import Config
 from credit_dp.errors import UserError
@@ -129,7 +128,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     path = locate_checkpoint("checkpoint", keys["checkpoint"]).absolute()
     run = run_folder_of(path)
     composer = Composer(program.rpartition(" ")[2])
-    check_overrides(parse_overrides(config_overrides), composer.groups)
+    composer.parse(config_overrides)
     config = config_of_checkpoint(path, config_overrides, composer)
     from credit_dp.config.model import BlocksConfig
     from credit_dp.forecast.initial_file import open_initial_files

@@ -14,8 +14,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp import checks
 from credit_dp.checks import expand_home
-from credit_dp.cli.compose import Composer, check_overrides
-from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.compose import Composer
 from credit_dp.config import Config, DataConfig, as_dict, flatten_keys
 from credit_dp.errors import UserError, quote
 from credit_dp.training.run_folder import RunFolder
@@ -45,9 +44,7 @@ def overrides_of_run(folder: str, given: Sequence[str], composer: Composer) -> l
     path = RunFolder(expand_home("--again", folder)).config
     saved = read_run_config(path)
     texts = as_overrides(saved)
-    overrides = parse_overrides(texts)
-    check_overrides(overrides, composer.groups)
-    parsed_texts = [str(override.input_line) for override in overrides]
+    parsed_texts = [str(override.input_line) for override in composer.parse(texts)]
     check_reproduced(path, saved, composer.compose_config(parsed_texts))
     groups = {name for name in names if name in composer.groups}
     return as_overrides({key: value for key, value in saved.items() if key not in groups})
@@ -162,8 +159,7 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     if saved["trainer"].get("members", 1) > 1:
         left_out.remove("loss")  # one of this package, without which members are refused
     saved_overrides = as_overrides({k: v for k, v in saved.items() if k not in left_out})
-    overrides = parse_overrides([*saved_overrides, *given])
-    check_overrides(overrides, composer.groups)
+    overrides = composer.parse([*saved_overrides, *given])
     return composer.compose_config([str(override.input_line) for override in overrides])
 
 

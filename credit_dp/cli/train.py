@@ -11,13 +11,12 @@ from hydra.core.override_parser.types import Override
 
 from credit_dp.cli.arguments import OneLineParser, common_parser, parse_arguments, train_parser
 from credit_dp.cli.check_run import check_and_report, check_sweep
-from credit_dp.cli.compose import Composer, check_overrides, check_run_config, without_hydra
+from credit_dp.cli.compose import Composer, check_run_config, without_hydra
 from credit_dp.cli.overrides import (
     TEXT_KEYS,
     accepts_text,
     annotated_yaml,
     describe_key,
-    parse_overrides,
     type_of_key,
 )
 from credit_dp.cli.saved_config import overrides_of_run
@@ -61,9 +60,8 @@ def train(arguments: Sequence[str], program: str) -> int:
         composer.hydra.shell_completion(args.config_name, args.overrides)
         return 0
     earlier = [] if args.again is None else overrides_of_run(args.again, args.overrides, composer)
-    overrides = parse_overrides([*earlier, *args.overrides])
+    overrides = composer.parse([*earlier, *args.overrides])
     texts = [str(override.input_line) for override in overrides]
-    check_overrides(overrides, composer.groups)
     # The override is how Hydra itself switches to a sweep.
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     if args.help or args.cfg:
@@ -165,6 +163,5 @@ def read_config_arguments(
         sys.stdout.write(help_text.format(program=program))
         return None
     composer = Composer(program.rpartition(" ")[2])  # imports the user's plug-ins, too
-    overrides = parse_overrides(args.overrides)
-    check_overrides(overrides, composer.groups)
-    return ConfigArguments(compose_run(composer, overrides), args.json, args)
+    config = compose_run(composer, composer.parse(args.overrides))
+    return ConfigArguments(config, args.json, args)

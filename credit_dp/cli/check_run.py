@@ -18,7 +18,7 @@ from credit_dp.checks import expand_home
 from credit_dp.cli.compose import check_rows
 from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
 from credit_dp.cli.output import format_bytes
-from credit_dp.config import Config
+from credit_dp.config import Config, DataConfig, ModelConfig, RunConfig, TrainerConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
@@ -61,8 +61,8 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     from credit_dp.training.build_training import check_plugins
 
     check_plugins(config)
-    check_cache(config)
-    check_folder_is_writable(config)
+    check_cache(config.data)
+    check_folder_is_writable(config.run)
     given = config
     config, path = resolve_resume(config)
     try:
@@ -94,7 +94,7 @@ def check_sweep(configs: Sequence[Config]) -> int:
 
     summaries: dict[str, DataSummary] = {}
     for config in configs:
-        check_cache(config)
+        check_cache(config.data)
         check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
         # What automatic dates are depends on the times that the run needs.
         needed = times_needed(config) if config.data.dates.undetermined else None
@@ -203,7 +203,7 @@ def inspect_data(config: Config) -> DataSummary:
     remote = [entry for entry in config.data.stores if is_remote(entry)]
     with collect_data_notes() as notes:
         store = open_with_timeout(config, remote)
-        check_fixers(config, store)
+        check_fixers(config.model, store)
     lines = [data_line(store.source.where, store, store.channels.num_states, store.grid)]
     lines += [f"note    {note}" for note in notes]
     lines += [f"dates   {store.dates_note}"] if store.dates_note else []
@@ -222,22 +222,22 @@ def inspect_data(config: Config) -> DataSummary:
     return DataSummary(store, store, lines)
 
 
-def check_cache(config: Config) -> None:
+def check_cache(data: DataConfig) -> None:
     """Refuse a cache that a run could not create, without creating it.
 
     Raises:
         UserError: names the folder that can't be written to.
     """
-    check_writable("data.cache", expand_home("data.cache", config.data.cache))
+    check_writable("data.cache", expand_home("data.cache", data.cache))
 
 
-def check_folder_is_writable(config: Config) -> None:
+def check_folder_is_writable(run: RunConfig) -> None:
     """Refuse a folder of the run that it could not create or write to, without creating it.
 
     Raises:
         UserError: names the folder that can't be written to.
     """
-    check_writable("run.dir", Path(run_folder(config.run.name, config.run.dir)))
+    check_writable("run.dir", Path(run_folder(run.name, run.dir)))
 
 
 def check_writable(key: str, folder: Path) -> None:
@@ -268,18 +268,18 @@ def check_loss(config: Config, data: DataSummary) -> None:
     channel_errors(config.loss, channels.output_channels)
 
 
-def check_fixers(config: Config, store: "Store") -> None:
+def check_fixers(model: ModelConfig, store: "Store") -> None:
     """Refuse a store that lacks what the fixers of budgets need.
 
     Raises:
         UserError: names what is missing.
     """
-    if config.model.fixers:
+    if model.fixers:
         from credit_dp.physics.columns import hybrid_of
         from credit_dp.physics.fixers import check_budgets, has_budgets
 
-        if has_budgets(config.model):
-            check_budgets(config.model, store)
+        if has_budgets(model):
+            check_budgets(model, store)
             hybrid_of(store)
 
 
@@ -496,7 +496,7 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
         if budget.mode == mode:
             label = f"pipeline {budget.pipeline_rank}" if parallel.pipeline > 1 else "each rank"
             held = training_memory(budget.held, config)
-            sent = sent_bytes_by_item(config, budget.sent)
+            sent = sent_bytes_by_item(config.trainer, budget.sent)
             items = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
             lines.append(f"memory  {label}: about {format_bytes(sum(held.values()))} ({items})")
             lines.append(f"sent    {label}: {format_bytes(sum(sent.values()))} in a step")
@@ -504,9 +504,9 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     return [*lines, *(f"branch  {line}" for line in map(assumption_line, report.decisions))]
 
 
-def sent_bytes_by_item(config: Config, sent: Mapping[str, int]) -> dict[str, int]:
+def sent_bytes_by_item(trainer: TrainerConfig, sent: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes sent by item; some are exchanged in each step of the longest rollout."""
-    steps = config.trainer.longest_rollout
+    steps = trainer.longest_rollout
     return {
         item: steps * size if item in ("rows", "members") else size for item, size in sent.items()
     }

@@ -16,7 +16,7 @@ from credit_dp.cli.arguments import OneLineParser
 from credit_dp.cli.compose import check_rows
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
-from credit_dp.config import Config, microbatches_per_step
+from credit_dp.config import Config, TrainerConfig, microbatches_per_step
 from credit_dp.distributed.placement import mesh_text
 from credit_dp.errors import UserError
 
@@ -244,7 +244,8 @@ def meshes_table(comparison: "MeshComparison", config: Config, memory: float) ->
             )
         )
     headings = ("activations", "with ddp", "with fsdp2", "rows", "for ddp", "for fsdp2")
-    lines = [f"model   {config.model.name}, {config.trainer.dtype}", *rollout_lines(config), ""]
+    lines = [f"model   {config.model.name}, {config.trainer.dtype}"]
+    lines += [*rollout_lines(config.trainer), ""]
     lines += [
         *format_table((*MESH_HEADINGS, *headings, f"fits {memory:g} GiB"), rows),
         *_legend(comparison),
@@ -438,12 +439,12 @@ def _head(report: "Decision", config: Config) -> list[str]:
         lines.append(f"mesh    {mesh_text(parallel)}")
     if microbatches > 1:
         lines.append(f"step    {microbatches} micro-batches, each with this input")
-    return [*lines, *rollout_lines(config)]
+    return [*lines, *rollout_lines(config.trainer)]
 
 
-def rollout_lines(config: Config) -> list[str]:
+def rollout_lines(trainer: TrainerConfig) -> list[str]:
     """Return lines about what a rollout adds to the tables; none without a rollout."""
-    steps = config.trainer.longest_rollout
+    steps = trainer.longest_rollout
     if steps == 1:
         return []
     return [

@@ -665,7 +665,7 @@ def compare_meshes(
     Raises:
         UserError: the config sets a mesh already.
     """
-    _check_up_to(config, up_to)
+    _check_up_to(config.parallel, up_to)
     largest = config.model.coarsest_rows(shape[-2])
     meshes: list[MeshBudget] = []
     whole_ops = "refuse"
@@ -699,7 +699,7 @@ def _report(
         custom_converters=declared_converters(model),
         whole_ops=whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
-        recomputed=recomputed_modules(model, config),
+        recomputed=recomputed_modules(model, config.trainer),
     )
 
 
@@ -717,8 +717,7 @@ def _mesh_budget(model: nn.Module, report: Decision, config: Config, data: int) 
     )
 
 
-def _check_up_to(config: Config, up_to: int) -> None:
-    parallel = config.parallel
+def _check_up_to(parallel: ParallelConfig, up_to: int) -> None:
     if up_to < 1:
         raise UserError(f"--up-to: needs at least 1 rank, got {up_to}.")
     for key in ("domain", "ensemble", "pipeline"):

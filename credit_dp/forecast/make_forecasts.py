@@ -234,7 +234,9 @@ class ForecastSetup:
         points = ValidPoints.of(store.valid_mask(rows), self.like)
         model, normaliser = parts.forecast_model, states.normaliser
         step = run_on_all_ranks(
-            lambda: build_forecast_step(config, self.prepared, manager, model, normaliser, points)
+            lambda: build_forecast_step(
+                config.model, self.prepared, manager, model, normaliser, points
+            )
         )
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
         fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from credit_dp.config import Config, DiffusionConfig, OwnLossConfig
+from credit_dp.config import Config, DiffusionConfig, ModelConfig, OwnLossConfig, TrainerConfig
 from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
@@ -107,9 +107,9 @@ def build_training(
         prefetch=config.data.prefetch,
         device=like.device,
         frames=config.model.frames,
-        selection=batch_selection_of_rank(config, manager),
+        selection=batch_selection_of_rank(config.model, manager),
         exchange=build_chunk_exchange(prepared.store, manager),
-        rollout_lengths=rollout_lengths(config, sequence),
+        rollout_lengths=rollout_lengths(config.trainer, sequence),
     )
     # Taken after sharding, which replaces parameters: the optimizer must update the shards.
     parameters = named_parameters(model.parts)
@@ -192,10 +192,10 @@ def build_forecast_step_and_loss(
     loss = build_loss(
         config.loss, store.channels, store.latitude, rows, scale, points, manager, pressures
     )
-    return build_forecast_step(config, prepared, manager, model, normaliser, points), loss
+    return build_forecast_step(config.model, prepared, manager, model, normaliser, points), loss
 
 
-def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:
+def batch_selection_of_rank(model: ModelConfig, manager: DomainParallelManager) -> BatchSelection:
     """Return the parts of a sample that this rank's stages need.
 
     The first pipeline rank needs the inputs, the last one what the loss is computed from. In
@@ -203,8 +203,8 @@ def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> B
     """
     first = manager.pipeline_rank == 0
     last = manager.pipeline_rank == manager.pipeline_parallel_size - 1
-    uses_state = config.model.residual or bool(config.model.fixers)
-    target = last or (first and config.model.denoises)
+    uses_state = model.residual or bool(model.fixers)
+    target = last or (first and model.denoises)
     return BatchSelection(inputs=first, last=last and uses_state, target=target)
 
 
@@ -228,9 +228,8 @@ def build_sample_sequence(
     )
 
 
-def rollout_lengths(config: Config, sequence: SampleSequence) -> RolloutLengths:
+def rollout_lengths(trainer: TrainerConfig, sequence: SampleSequence) -> RolloutLengths:
     """Return the rollout length of each batch; batch number n is that of optimizer step n."""
-    trainer = config.trainer
     batches = sequence.batches_per_epoch
     return RolloutLengths(
         trainer.longest_rollout, partial(trainer.rollout_at, steps_per_epoch=batches)

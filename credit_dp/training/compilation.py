@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from credit_dp.config import Config
+from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
 from credit_dp.domain_parallel.layers.resample import InterpolationLayer
 from credit_dp.domain_parallel.view.attach import attached_view
@@ -19,7 +19,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.parameter_shards import is_fsdp_module
 
 
-def obstacle_to_compilation(model: nn.Module, config: Config) -> str:
+def obstacle_to_compilation(model: nn.Module, model_config: ModelConfig) -> str:
     """Return why a model runs uncompiled, the same on all ranks; empty if nothing stands against.
 
     torch 2.13 fails at operators that keep their order in a compiled function that computes parts
@@ -37,7 +37,7 @@ def obstacle_to_compilation(model: nn.Module, config: Config) -> str:
             f"torch {torch.__version__} computes wrong gradients of compiled sharded layers. The "
             "model runs uncompiled. Install torch 2.12 or newer to compile it."
         )
-    by_key = bool(getattr(config.model, "activation_checkpointing", False))
+    by_key = bool(getattr(model_config, "activation_checkpointing", False))
     if contexts and (by_key or any(context.is_recomputed for context in contexts)):
         return (
             "a sharded model that recomputes blocks can't be compiled. It runs uncompiled. To "

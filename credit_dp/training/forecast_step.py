@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.config import Config
+from credit_dp.config import ModelConfig
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.valid_points import ValidPoints
@@ -203,7 +203,7 @@ class EnsembleForecast:
 
 
 def build_forecast_step(
-    config: Config,
+    config: ModelConfig,
     prepared: TrainingData,
     manager: DomainParallelManager,
     model: Model,
@@ -213,6 +213,7 @@ def build_forecast_step(
     """Return the forecast step around a model, of training and of forecasts alike.
 
     Args:
+        config: of the model.
         normaliser: on the device of the model's output.
         points: with values, on this rank's rows; None: all of them.
 
@@ -224,7 +225,7 @@ def build_forecast_step(
     return ForecastStep(
         model,
         tendency[: prepared.store.channels.num_states],
-        config.model.residual,
+        config.residual,
         fill,
-        fixers_of_run(config.model, prepared, manager, tendency.device),
+        fixers_of_run(config, prepared, manager, tendency.device),
     )

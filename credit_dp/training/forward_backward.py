@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from credit_dp.config import Config
+from credit_dp.config import TrainerConfig
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.process_groups import new_group_of
@@ -133,16 +133,16 @@ class ActivationCheckpointWrapper(nn.Module):
         return self.checkpointed(x)  # type: ignore[no-any-return]
 
 
-def recomputed_modules(model: nn.Module, config: Config) -> list[str]:
+def recomputed_modules(model: nn.Module, trainer: TrainerConfig) -> list[str]:
     """Return the paths of the modules that backward computes again; "" stands for the model.
 
     With `trainer.checkpoint_activations=blocks` a model stops checkpointing its blocks by itself.
 
     Args:
         model: complete, before it is converted.
-        config: of the run.
+        trainer: of the run's config.
     """
-    chosen = config.trainer.checkpoint_activations
+    chosen = trainer.checkpoint_activations
     if chosen != "blocks":
         return [""] if chosen == "step" else []
     if not isinstance(model, SegmentedModel):

@@ -32,6 +32,7 @@ from credit_dp.config import (
     DiffusionConfig,
     OwnModelConfig,
     ParallelConfig,
+    TrainerConfig,
     members_per_rank,
     microbatches_per_step,
 )
@@ -243,13 +244,14 @@ def build_network(
         stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
             _move_and_shard(stage.module, mesh, parallel, like, weights)
-            _enable_configured_autocast(stage.module, config, like)
+            _enable_configured_autocast(stage.module, config.trainer, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
     without_gradient: tuple[str, ...] = ()
     if isinstance(config.model, OwnModelConfig) and mesh is None and manager.world_size > 1:
         without_gradient = parameters_outside_graph(model, fields.inputs, store.grid)
-    blocks = recomputed_modules(model, config)  # of the complete model: conversion changes types
+    # Of the complete model: conversion changes types.
+    blocks = recomputed_modules(model, config.trainer)
     model = cast_model(model, like.dtype)
     model = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
     _set_loss_factor(model, manager)
@@ -257,9 +259,9 @@ def build_network(
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
-    _enable_configured_autocast(model, config, like)
+    _enable_configured_autocast(model, config.trainer, like)
     if config.compile:
-        obstacle = obstacle_to_compilation(model, config)
+        obstacle = obstacle_to_compilation(model, config.model)
         if not obstacle:
             compile_model(model, like.device)
         elif manager.rank == 0:
@@ -329,10 +331,10 @@ def _move_and_shard(
         fill_shards(part, weights, torch.device("cpu") if parallel.cpu_offload else like.device)
 
 
-def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -> None:
+def _enable_configured_autocast(part: nn.Module, trainer: TrainerConfig, like: Tensor) -> None:
     """Enable autocast for a part if `trainer.autocast` is set."""
-    if config.trainer.autocast is not None:
-        enable_autocast(part, getattr(torch, config.trainer.autocast), like)
+    if trainer.autocast is not None:
+        enable_autocast(part, getattr(torch, trainer.autocast), like)
 
 
 def wrap_in_ddp(

@@ -199,7 +199,7 @@ class TrainingMonitor:
         self.note = ""
         self._loss = self._validated = ""
         step, total = training.trainer.state.step, config.trainer.steps
-        per_epoch = steps_per_epoch(config, training)
+        per_epoch = steps_per_epoch(config.data, training)
         # A step takes as long as its rollout is.
         self.work = partial(config.trainer.forecast_steps, steps_per_epoch=per_epoch)
         self._eta = EtaMessage(step, total, per_epoch, self.work)

@@ -12,7 +12,7 @@ from typing import final
 from rich.filesize import decimal
 from torch import Tensor
 
-from credit_dp.config import Config, members_per_rank, microbatches_per_step
+from credit_dp.config import Config, DataConfig, members_per_rank, microbatches_per_step
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
@@ -150,7 +150,7 @@ def summary_lines(
     lines = {
         "model": model_line(config, training),
         "mesh": mesh_line(manager, prepared.store.grid[0]),
-        "data": data_line(config, prepared, training),
+        "data": data_line(config.data, prepared, training),
         "batch": batch_line(config, manager),
         "training": training_line(config, training),
         "sent": sent_line(estimate),
@@ -205,15 +205,15 @@ def mesh_line(manager: DomainParallelManager, rows: int) -> str:
     return f"{mesh or 'one rank'}, {bands if manager.domain_parallel_size > 1 else f'{rows} rows'}"
 
 
-def data_line(config: Config, prepared: TrainingData, training: Training) -> str:
+def data_line(data: DataConfig, prepared: TrainingData, training: Training) -> str:
     """Return the name of the data, the dates and samples of training, and the fields."""
     store = prepared.store
-    first, last = config.data.dates.train
+    first, last = data.dates.train
     rows, columns = store.grid
     samples = training.loader.state_dict()["count"]
     fields = store.channels.num_states
     return (
-        f"{config.data.name}, {first} to {last}, {counted(samples, 'sample')} of "
+        f"{data.name}, {first} to {last}, {counted(samples, 'sample')} of "
         f"{counted(fields, 'field')} on {rows} x {columns} points"
     )
 
@@ -235,7 +235,7 @@ def batch_line(config: Config, manager: DomainParallelManager) -> str:
 def training_line(config: Config, training: Training) -> str:
     """Return the number of steps, of epochs, and of forecast steps in a sample."""
     steps = config.trainer.steps
-    per_epoch = steps_per_epoch(config, training)
+    per_epoch = steps_per_epoch(config.data, training)
     done = training.trainer.state.step
     line = counted(steps, "step") + (f", {done:,} of them done" if done else "")
     line += f", {steps / per_epoch:.3g} epochs of {counted(per_epoch, 'step')}"
@@ -248,9 +248,9 @@ def training_line(config: Config, training: Training) -> str:
     return f"{line}; forecast steps: {rollout}"
 
 
-def steps_per_epoch(config: Config, training: Training) -> int:
+def steps_per_epoch(data: DataConfig, training: Training) -> int:
     """Return the number of complete batches in an epoch."""
-    return int(training.loader.state_dict()["count"]) // config.data.batch_size
+    return int(training.loader.state_dict()["count"]) // data.batch_size
 
 
 def sent_line(estimate: RunEstimate) -> str:

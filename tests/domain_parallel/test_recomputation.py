@@ -113,7 +113,7 @@ def built(name):
     torch.manual_seed(1)
     config = make_config("store", "run", MODELS[name], checkpoint_activations="blocks")
     model = build_model(config.model, FIELDS, (ROWS, 16)).double()
-    return model, recomputed_modules(model, config)
+    return model, recomputed_modules(model, config.trainer)
 
 
 @pytest.mark.slow

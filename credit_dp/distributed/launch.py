@@ -1,15 +1,14 @@
 """Run a function on every rank, whether ranks have to be started or a launcher started them."""
 
 import os
-import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from credit_dp.config import Config
 from credit_dp.distributed.launcher import (
     Launcher,
     RankInfo,
-    agent_serves_store,
     find_launcher,
     rendezvous_host,
 )
@@ -18,7 +17,7 @@ from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
 from credit_dp.distributed.report import mesh_rank_name, report_crash, report_error
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
-from credit_dp.distributed.worker import run_rank
+from credit_dp.distributed.worker import exit_now, run_rank
 from credit_dp.errors import UserError
 
 
@@ -89,26 +88,16 @@ def run_as_launched_rank(
     os.environ.setdefault("MASTER_ADDR", rendezvous_host(launcher, os.environ))
     os.environ.setdefault("MASTER_PORT", str(launcher.port))
     ranks = launcher.ranks
-    monitor = PeerMonitor(
-        ranks,
-        config.parallel,
-        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-        agent=agent_serves_store(os.environ),
-        advice=advice,
-    )
+    monitor = PeerMonitor(ranks, config.parallel, advice)
     with handle_stop_in_thread(monitor.stop):
         try:
             code = run_rank(config, ranks, run, "env://", monitor.start_monitoring)
             monitor.wait_for_all_ranks()
         except UserError as error:
-            code, line = 2, str(error)
-            monitor.report_failure(lambda: report_error(line))
+            monitor.fail(2, partial(report_error, str(error)))
         except Exception:  # noqa: BLE001 - as above
             name = mesh_rank_name(ranks.rank, config.parallel)
-            code, text = 1, f"{name} failed:\n{traceback.format_exc()}"
-            monitor.report_failure(lambda: report_crash(text))
+            monitor.fail(1, partial(report_crash, f"{name} failed:\n{traceback.format_exc()}"))
         if code:
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(code)  # an orderly exit would wait for ranks that may never answer
+            exit_now(code)
     return code

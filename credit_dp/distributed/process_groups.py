@@ -95,8 +95,8 @@ def count_nodes(ranks: RankInfo) -> int:
 
 
 def store_connections(ranks: RankInfo) -> int:
-    """Return the connections of the process that serves the store: those of `peer_monitor`."""
-    return 2 * ranks.world_size + count_nodes(ranks)
+    """Return the connections of the process that serves the store: torch's, `PeerMonitor`'s."""
+    return 2 * ranks.world_size
 
 
 def agent_files(ranks: RankInfo) -> int:
@@ -122,8 +122,7 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
         groups = [size for size in axes if 1 < size < ranks.world_size]
         needed += ranks.world_size - 1 + sum(size - 1 + GLOO_FILES for size in groups)
     if launched:
-        needed += 3  # to the store
-        needed += ranks.local_world_size - 1 if ranks.local_rank == 0 else 1  # see `peer_monitor`
+        needed += 2  # to the store
         if ranks.rank == 0 and not agent_serves_store(os.environ):
             needed += STORE_FILES + store_connections(ranks)
     return needed

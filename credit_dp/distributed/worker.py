@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
@@ -72,20 +72,25 @@ def rank_main(
 
 
 def exit_rank(folder: str, outcome: RankOutcome) -> None:
-    """Write the outcome and end the process at once.
-
-    An orderly exit would wait for threads and process groups, which may be stuck after a failure.
-    """
+    """Write the outcome and end the process at once."""
     with contextlib.suppress(FileNotFoundError):  # the parent has just ended
         write_outcome(Path(folder), outcome)
     if outcome.kind == "returned":
         # `os._exit` skips multiprocessing's finalizers; without them the resource tracker reports
         # semaphores of libraries as leaked.
         multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    exit_now(outcome.code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process at once.
+
+    An orderly exit would wait for threads and process groups, which may be stuck after a failure.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(outcome.code)
+    os._exit(code)
 
 
 def run_rank(
@@ -102,7 +107,7 @@ def run_rank(
         ranks: this rank.
         run: `module:function`.
         init_method: where the ranks find each other, as torch takes it: `env://` or `file://PATH`.
-        on_store: called with the rendezvous store, before the process group is initialised.
+        on_store: called with the store of a launcher's ranks, before they connect; collective.
     """
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
@@ -217,7 +222,7 @@ def join_rendezvous(
     Raises:
         UserError: the ranks of a launcher can't meet.
     """
-    from torch.distributed import DistError
+    from torch.distributed import DistError, DistStoreError
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -229,19 +234,27 @@ def join_rendezvous(
         handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
         store: Store = next(handlers)[0]
         store.set_timeout(GROUP_TIMEOUT)
-        if on_store is not None:
-            on_store(store)
     except (DistError, OSError, UnicodeError) as error:
         if init_method != "env://":
             raise
-        reason = str(error).partition("\n")[0].rstrip(".")  # the calls in C++ follow
-        raise UserError(
-            f"MASTER_ADDR: rank {ranks.rank} does not meet all {ranks.world_size} ranks at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({reason}). Start all ranks, "
-            "and set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the "
-            "same on all ranks."
-        ) from error
+        raise missing_ranks(ranks, error) from error
+    if on_store is not None:
+        try:
+            on_store(store)
+        except DistStoreError as error:  # of the time; a store that is lost is no mistake
+            raise missing_ranks(ranks, error) from error
     return store
+
+
+def missing_ranks(ranks: RankInfo, error: Exception) -> UserError:
+    """Return the error of a rank that does not meet the others."""
+    reason = str(error).partition("\n")[0].rstrip(".")  # the calls in C++ follow
+    return UserError(
+        f"MASTER_ADDR: rank {ranks.rank} does not meet all {ranks.world_size} ranks at "
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({reason}). Start all ranks, "
+        "and set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the "
+        "same on all ranks."
+    )
 
 
 def wait_for_listener(address: str, port: int, listened_before: bool) -> None:

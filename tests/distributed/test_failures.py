@@ -26,9 +26,11 @@ from tests.distributed.processes import (
     begin,
     ends,
     free_port,
+    gone,
     until,
     voices,
 )
+from tests.distributed.rank_functions import connections
 
 RANKS = 4  # of a launcher
 ONE_QUICKLY = [
@@ -109,7 +111,7 @@ def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FA
         "SLURM_STEP_NUM_TASKS": str(RANKS),
         "SLURM_STEP_TASKS_PER_NODE": str(RANKS),
         "SLURM_NODEID": "0",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(free_port())),
     }
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
     return [start([], folder, {**environment, **step, **place}, function) for place in places]
@@ -155,6 +157,44 @@ def test_a_killed_rank_ends_a_launchers_ranks(
     assert all(code != 0 for code, _ in results)
     [said] = voices("\n".join(text for _, text in results))
     assert said.startswith(f"error: rank {victim} ({place}) ended without a message")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [one_machine, srun])
+def test_a_killed_rank_ends_ranks_that_notice_nothing(
+    tmp_path: Path, launcher: Callable[..., Programs]
+) -> None:
+    """As ranks on GPUs, which wait for ever; to them, torchrun's SIGTERM asks for a checkpoint."""
+    folder = tmp_path if launcher is srun else tmp_path / "of-rank-0"
+    folder.mkdir(exist_ok=True)
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    programs = launcher(tmp_path, environment, ("train_for_ever", *BANDS_AND_STAGES))
+    files = [folder / f"pid{rank}" for rank in range(RANKS)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    os.kill(pids[2], signal.SIGKILL)
+    began = time.monotonic()
+    results = ends(programs)
+    assert time.monotonic() - began < SOON
+    assert all(code != 0 for code, _ in results)
+    [said] = voices("\n".join(text for _, text in results))
+    assert said.startswith("error: rank 2 (pipeline 1, data 0, domain 0) ended without a message")
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_rank_0_is_killed_before_all_ranks_have_met(tmp_path: Path) -> None:
+    """Nothing is wrong with the address at which the others wait."""
+    port = free_port()
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
+    programs = srun(tmp_path, environment)
+    programs[3].kill()
+    until(lambda: connections(port) == 5)  # one of rank 0, two of each other rank
+    programs[0].kill()
+    results = ends(programs)
+    assert all(code != 0 for code, _ in results)
+    [said] = voices("\n".join(text for _, text in results))
+    assert said.startswith("error: rank 0 (pipeline 0, data 0, domain 0) ended, or its machine")
 
 
 @pytest.mark.slow

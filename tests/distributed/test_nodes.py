@@ -80,7 +80,7 @@ class Run:
     """Six ranks on three nodes, which communicate until a process is killed."""
 
     def __init__(self, folder: Path, agent: str) -> None:
-        self.folder = folder
+        self.folder, self.agent = folder, agent
         self.program = begin_on_nodes(
             6, 2, launch_program("communicate", folder, 6), SEEN=str(folder), AGENT=agent
         )
@@ -109,33 +109,28 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     indirect=["run"],
 )
 def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) -> None:
-    """With the store in rank 0, or in an agent of torchrun."""
+    """With the store in rank 0, or in an agent of torchrun; if it is lost, each node has a line."""
     run.start()
     if victim == "agent":
         killed = children(run.program.pid)[0]
-        line = r"error: torchrun's agent at 127\.0\.0\.1:\d+ ended"
+        line = r"error: torchrun's agent at 127\.0\.0\.1:\d+ ended, or its machine"
     else:
         killed = run.ranks[int(victim[-1])]
-        line = rf"error: {victim} \(.* ended without a message"
+        line = rf"error: {victim} \(.* ended(, or its machine| without a message)"
     os.kill(killed, signal.SIGKILL)
     died = time.monotonic()
     codes, output = finish_on_nodes(run.program)
     assert time.monotonic() - died < SOON
     assert all(code != 0 for code in codes)
     spoken = voices(output)
-    assert len(spoken) == 1, output
-    assert re.match(line, spoken[0]), codes
+    serves_store = victim == ("rank 0" if run.agent == "0" else "agent")
+    assert 1 <= len(spoken) <= (3 if serves_store else 1), output
+    assert all(re.match(line, each) for each in spoken), output
 
 
-@pytest.mark.parametrize(
-    ("size", "per_node", "line"),
-    [
-        (6, 2, r"error: rank 0 \(.*\) ended without a message"),
-        (3, 1, r"error: rank 0 \(.*\) ended, or its machine or the network to it was lost"),
-    ],
-)
+@pytest.mark.parametrize(("size", "per_node"), [(6, 2), (3, 1)])
 def test_rank_0_is_named_though_the_others_wait_for_each_other(
-    tmp_path: Path, size: int, per_node: int, line: str
+    tmp_path: Path, size: int, per_node: int
 ) -> None:
     """One rank of another node notices the death of rank 0 in its collective; then others do."""
     arguments = launch_program("wait_in_ring", tmp_path, size)
@@ -145,8 +140,10 @@ def test_rank_0_is_named_though_the_others_wait_for_each_other(
     os.kill(int(files[0].read_text()), signal.SIGKILL)
     codes, output = finish_on_nodes(program)
     assert all(code != 0 for code in codes)
-    [spoken] = voices(output)
-    assert re.match(line, spoken), output
+    spoken = voices(output)
+    assert 1 <= len(spoken) <= size // per_node, output
+    line = r"error: rank 0 \(.*\) ended(, or its machine| without a message)"
+    assert all(re.match(line, each) for each in spoken), output
 
 
 def counts(folder: Path, ranks: int) -> list[dict[str, int]]:

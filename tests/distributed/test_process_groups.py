@@ -3,9 +3,7 @@
 import os
 import re
 import resource
-import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +29,6 @@ from credit_dp.distributed.collectives import (
     run_on_rank_0,
 )
 from credit_dp.distributed.launcher import RankInfo
-from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor
 from credit_dp.distributed.process_groups import (
     GROUP_TIMEOUT,
     OWN_FILES,
@@ -348,13 +345,13 @@ def test_too_few_files_are_one_line_before_the_ranks_meet(tmp_path: Path) -> Non
 
 
 def test_files_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 128 nodes: two connections of each rank to the store and one of each node, and others."""
+    """On 128 nodes: two connections of each rank to the store, and others."""
     parallel, rank_0 = ParallelConfig(domain=8, data=128), RankInfo(0, 1024, 0, 8)
-    own = process_groups.OWN_FILES + process_groups.STORE_FILES + 3 + 7
-    assert files_needed(parallel, rank_0, gloo=False, launched=True) == 2 * 1024 + 128 + own
+    own = process_groups.OWN_FILES + process_groups.STORE_FILES + 2
+    assert files_needed(parallel, rank_0, gloo=False, launched=True) == 2 * 1024 + own
     # A group of all ranks, one of 8 and one of 128.
     gloo = 1023 + 7 + 4 + 127 + 4
-    assert files_needed(parallel, rank_0, gloo=True, launched=True) == 2 * 1024 + 128 + own + gloo
+    assert files_needed(parallel, rank_0, gloo=True, launched=True) == 2 * 1024 + own + gloo
     assert files_needed(parallel, rank_0, gloo=True, launched=False) == OWN_FILES + gloo
     # Groups of 64, 2 and 8, and one of the 512 that have the same stage.
     stages = replace(parallel, data=64, pipeline=2)
@@ -366,7 +363,7 @@ def test_files_of_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^ulimit -n: torchrun on \S+ .* 1024 ranks .* have 2048"):
         raise_file_limit(rank_0)
     raise_file_limit(RankInfo(8, 1024, 0, 8, 1))  # of another agent
-    assert files_needed(parallel, rank_0, gloo=False, launched=True) == OWN_FILES + 3 + 7
+    assert files_needed(parallel, rank_0, gloo=False, launched=True) == OWN_FILES + 2
 
 
 def test_the_limit_of_open_files_is_raised(monkeypatch):
@@ -389,63 +386,6 @@ def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch, files, b
     with zarr.config.set({"threading.max_workers": before}):
         raise_file_limit(RankInfo())
         assert zarr.config.get("threading.max_workers") == after
-
-
-class CountingStore:
-    """A store for threads, which counts its connections."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-        self.connections = Counter[str]()
-
-    def clone(self) -> "CountingStore":
-        self.connections["more"] += 1
-        return self
-
-    def set(self, key: str, value: str) -> None:
-        with self.changed:
-            self.values[key] = value.encode()
-            self.changed.notify_all()
-
-    def add(self, key: str, amount: int) -> int:
-        with self.changed:
-            total = int(self.values.get(key, b"0")) + amount
-            self.set(key, str(total))
-        return total
-
-    def get(self, key: str) -> bytes:
-        self.wait([key], timedelta(seconds=60))
-        return self.values[key]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        with self.changed:
-            seconds = min(timeout.total_seconds(), 60)
-            assert self.changed.wait_for(lambda: self.values.keys() >= set(keys), seconds)
-
-
-def test_one_rank_of_each_machine_waits_at_the_store():
-    store, machines, per_machine = CountingStore(), 3, 4
-
-    def run(rank: int) -> None:
-        ranks = RankInfo(rank, machines * per_machine, 0, per_machine, rank // per_machine)
-        monitor = PeerMonitor(ranks, ParallelConfig())
-        monitor.start_monitoring(store)
-        monitor.wait_for_all_ranks()
-        assert not monitor.listener.is_alive()
-
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(machines * per_machine)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    # Beside the one that each rank has already.
-    assert store.connections == {"more": machines * per_machine + machines}
-    assert END_KEY in store.values
 
 
 @pytest.mark.slow

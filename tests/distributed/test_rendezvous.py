@@ -4,7 +4,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 from credit_dp.distributed import worker
 from credit_dp.distributed.launcher import RankInfo
@@ -81,13 +81,20 @@ def test_an_agent_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         join(1, port, monkeypatch)
 
 
-def test_other_errors_are_no_mistake_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a mistake of ours"), DistNetworkError("Connection reset by peer")]
+)
+def test_other_errors_are_no_mistake_of_the_users(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the connection to a rank 0 that is killed before all ranks have met."""
+
     def fail(store: object) -> None:
-        raise RuntimeError("a mistake of ours")
+        raise error
 
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
-    with pytest.raises(RuntimeError, match="a mistake of ours"):
+    with pytest.raises(type(error), match=str(error)):
         join_rendezvous("env://", RankInfo(1, 2, 1, 2), fail)

@@ -42,7 +42,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.distributed.worker import set_precision
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training import build, cuda_graph, non_finite
+from credit_dp.training import build_training, cuda_graph, non_finite
 
 MODELS = ("unet_base", "pangu_base", "crossformer_base")
 GRID = (721, 1440)
@@ -79,7 +79,7 @@ def one_of(domain: int) -> Iterator[DomainParallelManager]:
     dist.init_process_group("fake", store=FakeStore(), rank=domain // 2, world_size=domain)
     try:
         with (
-            patch.object(build, "build_chunk_exchange", return_value=None),
+            patch.object(build_training, "build_chunk_exchange", return_value=None),
             patch.object(non_finite, "MAX_CONSECUTIVE_SKIPS", 1000),
         ):
             yield DomainParallelManager(domain, domain)
@@ -109,7 +109,7 @@ def measured(config: Config, device: torch.device) -> dict[str, Any]:
     set_precision(config.trainer)
     prepared = unnormalised(Store.open(config.data))
     with one_of(config.parallel.domain) as manager:
-        training = build.build_training(config, prepared, manager, device)
+        training = build_training.build_training(config, prepared, manager, device)
         model = getattr(training.trainer.forward_backward, "model", None)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, _keep_gradients)

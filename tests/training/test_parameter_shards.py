@@ -21,7 +21,8 @@ from credit_dp.config import Config, OwnModelConfig, ParallelConfig, UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
 from credit_dp.errors import UserError
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.training import build
+from credit_dp.training import model_parts
+from credit_dp.training.model_parameters import check_has_values
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters, shards_of
 from credit_dp.training.replicas import check_replicas
 from tests.data import stores
@@ -434,10 +435,10 @@ def test_parameters_without_values_are_refused(last, mode):
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), copy.deepcopy(last))
 
-    built = (model(), None) if mode == "ddp" else build._build_for_shards(model, 4)
+    built = (model(), None) if mode == "ddp" else model_parts._build_for_shards(model, 4)
     with pytest.raises(UserError, match=r"^model: 1.weight has no values: .* Give it its size"):
-        build.check_has_values(*built)
-    build.check_has_values(*build._build_for_shards(lambda: nn.Linear(2, 2), 4))
+        check_has_values(*built)
+    check_has_values(*model_parts._build_for_shards(lambda: nn.Linear(2, 2), 4))
 
 
 def test_a_model_that_cannot_be_recorded_is_built_as_usual(monkeypatch, caplog):
@@ -445,10 +446,10 @@ def test_a_model_that_cannot_be_recorded_is_built_as_usual(monkeypatch, caplog):
         build()  # draws
         raise RuntimeError("no such operation")
 
-    monkeypatch.setattr(build, "build_without_weights", fail)
+    monkeypatch.setattr(model_parts, "build_without_weights", fail)
     torch.manual_seed(4)
     wanted = nn.Linear(3, 3)
-    model, weights = build._build_for_shards(lambda: nn.Linear(3, 3), 4)
+    model, weights = model_parts._build_for_shards(lambda: nn.Linear(3, 3), 4)
     assert weights is None
     assert torch.equal(model.weight, wanted.weight)
     assert "each rank builds the complete model" in caplog.text

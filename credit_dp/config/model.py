@@ -120,7 +120,7 @@ class OwnModelConfig(ModelConfig, Plugin):
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
 
-        The module's class may have `row_rules`, a table of module type -> name of a sharding rule.
+        The module's class may have `row_rules`: module type -> name of a sharding rule, or a rule.
         Derived from `credit_dp.models.segments.SegmentedModel`, it can run in a pipeline.
 
         Shapes:

@@ -9,29 +9,9 @@ from torch import nn
 from credit_dp.domain_parallel.conversion import Converter
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.decide import DEFAULT_LIMIT
-from credit_dp.domain_parallel.layers import (
-    DomainParallelLongRangeConv2d,
-    DomainParallelMatchRows,
-    DomainParallelPeriodicConv2d,
-    DomainParallelPeriodicUpsample,
-    DomainParallelPolePad,
-    DomainParallelRowGroups,
-    DomainParallelStochasticDepth,
-)
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
-
-# The names that a model may use in its `row_rules`, a table of module type -> name.
-NAMED_RULES: dict[str, Converter] = {
-    "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
-    "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
-    "long_range_conv": DomainParallelLongRangeConv2d,  # a depthwise Conv2d with `column_padding`
-    "match_rows": DomainParallelMatchRows,  # crops to a reference, `forward(x, reference)`
-    "pole_pad": DomainParallelPolePad,  # needs `width`, `columns` and `poles`
-    "row_groups": DomainParallelRowGroups,  # needs `row_dim`, `groups` and `treat`
-    "stochastic_depth": DomainParallelStochasticDepth,  # needs `rate` and `draws`
-    "keep": lambda module: module,  # computes each row separately; trusted, not audited
-}
 
 
 def shard_model(
@@ -41,7 +21,7 @@ def shard_model(
     whole_ops: str = "allow",
     whole_ops_limit: float | None = DEFAULT_LIMIT,
 ) -> nn.Module:
-    """Convert a model with the rules that it names in its `row_rules`.
+    """Convert a model with the rules of its `row_rules`.
 
     Args:
         model: any model, see `convert_to_domain_parallel`.
@@ -64,16 +44,17 @@ def shard_model(
 
 
 def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:
-    """Return the converters of the rules that a model names in its `row_rules`, if it has any.
+    """Return the converters of a model's `row_rules`: names of rules, or rules themselves.
 
     Raises:
         UserError: a name is unknown.
     """
-    rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
-    for kind, name in rules.items():
-        if name not in NAMED_RULES:
+    rules: dict[type[nn.Module], str | Converter] = getattr(model, "row_rules", {})
+    names = [name for name in RULES if isinstance(name, str)]
+    for kind, rule in rules.items():
+        if not callable(rule) and rule not in names:
             raise UserError(
-                f"{type(model).__name__}.row_rules: needs one of {', '.join(NAMED_RULES)} for "
-                f"{kind.__name__}, got {name!r}."
+                f"{type(model).__name__}.row_rules: needs one of {', '.join(names)}, or a rule, "
+                f"for {kind.__name__}, got {rule!r}."
             )
-    return {kind: NAMED_RULES[name] for kind, name in rules.items()}
+    return {kind: rule if callable(rule) else RULES[rule] for kind, rule in rules.items()}

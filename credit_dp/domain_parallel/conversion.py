@@ -15,8 +15,9 @@ from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.base import RowLayer, overridden_method, torch_layer_type
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.audit import NAME_RULE
+from credit_dp.domain_parallel.planning.trace import user_line_of
 from credit_dp.domain_parallel.row_tensors import RowSharding, row_shardings, set_row_shardings
-from credit_dp.domain_parallel.rules import CONTAINERS, RULES
+from credit_dp.domain_parallel.rules import CONTAINERS, REGISTERED, RULES
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.errors import UserError
 
@@ -27,6 +28,34 @@ _HOW_TO_REGISTER = (
     f"{NAME_RULE}. The replacement, which may be the module itself, is trusted and not checked: it "
     "has to act on each row separately, unless it is a RowLayer"
 )
+
+
+class WrongRuleError(UserError):
+    """A rule of the user's fails, which is no reason to do without it."""
+
+
+def _apply_rule(rule: Converter, module: nn.Module, path: str) -> nn.Module:
+    """Return the replacement of a module by a rule of the user's, or of a model's `row_rules`.
+
+    Raises:
+        WrongRuleError: the rule fails, or returns no module.
+    """
+    title = f"{path or 'model'}: the rule of {type(module).__name__}"
+    try:
+        replacement: Any = rule(module)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        reason = next(iter(str(error).splitlines()), "")
+        raise WrongRuleError(
+            f"{title} fails at {user_line_of(error)} ({type(error).__name__}: {reason}). It is "
+            "called with the module, and has to return the one that replaces it."
+        ) from error
+    if not isinstance(replacement, nn.Module):
+        raise WrongRuleError(
+            f"{title} needs to return the module that replaces it, got {replacement!r}."
+        )
+    return replacement
 
 
 class Conversion:
@@ -63,10 +92,18 @@ class Conversion:
         self._previous: Conversion | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Convert the layers of a model that have rules, in place; `problems` has the others."""
+        """Convert the layers of a model that have rules, in place; `problems` has the others.
+
+        Raises:
+            WrongRuleError: a rule fails; the model is as it was.
+        """
         self._original = model
         self._shardings = row_shardings(model)
-        converted = self.convert(model, "")
+        try:
+            converted = self.convert(model, "")
+        except WrongRuleError:
+            self.undo(model)
+            raise
         attach_context(converted, self.context)
         self._previous = converted.__dict__.get(CONVERSION_ATTRIBUTE)
         converted.__dict__[CONVERSION_ATTRIBUTE] = self
@@ -108,6 +145,8 @@ class Conversion:
         if module not in self._replacements:
             try:
                 self._replacements[module] = self._convert(module, path)
+            except WrongRuleError:
+                raise
             except UserError as error:
                 self.problems.append(str(error))
                 self.trusted.append(module)
@@ -119,8 +158,9 @@ class Conversion:
             return module
         # A parametrization, as spectral_norm, gives its module a type of its own.
         kind = type_before_parametrizations(module)
-        if kind in self.custom_converters:
-            replacement = self._assign_manager(self.custom_converters[kind](module))
+        rule = self.custom_converters.get(kind, RULES[kind] if kind in REGISTERED else None)
+        if rule is not None:
+            replacement = self._assign_manager(_apply_rule(rule, module, path))
             if not isinstance(replacement, RowLayer):
                 self.trusted.append(replacement)
             return replacement

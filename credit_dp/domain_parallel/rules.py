@@ -1,17 +1,19 @@
-"""The converter's rules: a table from the type of a layer to its domain-parallel replacement.
+"""The table of rules: how a layer or a function is computed on bands of rows.
 
-A rule gets a layer and returns its replacement, or the layer itself, which the audit then checks.
-To support another torch layer, write its domain-parallel layer in `layers` and add a line to
-`RULES`. Rules for layers of this package's models have names in `domain_parallel.build.NAMED_RULES`
-instead.
+The rule of a type of module gets the module and returns its domain-parallel replacement, or the
+module itself. Names stand for rules in the `row_rules` of a model. The rule of a function, for a
+model in the global view, gets the function and its arguments; those of torch's functions are
+registered by the modules of `view`. To support another torch layer, write its domain-parallel layer
+in `layers` and add a line to `RULES`; users add rules with `register`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+from torch._ops import OpOverload
 from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.channel_parallel import DistributedDepthwiseConv2d
@@ -33,13 +35,20 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelGroupNorm,
     DomainParallelInstanceNorm,
     DomainParallelLayerNorm,
+    DomainParallelLongRangeConv2d,
+    DomainParallelMatchRows,
     DomainParallelMaxPool,
     DomainParallelPadLayer,
+    DomainParallelPeriodicConv2d,
+    DomainParallelPeriodicUpsample,
     DomainParallelPixelShuffle,
     DomainParallelPixelUnshuffle,
+    DomainParallelPolePad,
     DomainParallelPowerPool,
     DomainParallelRMSNorm,
+    DomainParallelRowGroups,
     DomainParallelSoftmax,
+    DomainParallelStochasticDepth,
     DomainParallelUpsample,
 )
 from credit_dp.domain_parallel.layers.conv import is_pointwise, padding_widths
@@ -51,8 +60,10 @@ from credit_dp.domain_parallel.layers.pool import (
 )
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
 from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.errors import UserError
 
 Rule = Callable[[Any], nn.Module]
+AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 
 
 # Compatibility: these four functions decide nothing here, the rules below do.
@@ -134,10 +145,10 @@ _MAX_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalMaxPool, DomainParallel
 _MAX_POOL_1D_RULE = _adaptive_pool_rule(
     DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1
 )
-# Keys are exact types. A subclass gets the rule of its torch layer unless it overrides some of that
-# layer's behaviour. If no rows meet where a wrapped layer is called, it computes what the original
-# layer computes.
-RULES: dict[type[nn.Module], Rule] = {
+# Keys of modules are exact types. A subclass gets the rule of its torch layer unless it overrides
+# some of that layer's behaviour. If no rows meet where a wrapped layer is called, it computes what
+# the original layer computes.
+RULES: dict[Any, Any] = {
     nn.Conv1d: _conv_rule(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
     nn.Conv2d: _conv_rule(_shard_conv2d),
     nn.Conv3d: _conv_rule(DomainParallelConv3d),
@@ -185,5 +196,55 @@ RULES: dict[type[nn.Module], Rule] = {
         ),
         _keep,
     ),
+    # Names for the `row_rules` of models.
+    "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
+    "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
+    "long_range_conv": DomainParallelLongRangeConv2d,  # a depthwise Conv2d with `column_padding`
+    "match_rows": DomainParallelMatchRows,  # crops to a reference, `forward(x, reference)`
+    "pole_pad": DomainParallelPolePad,  # needs `width`, `columns` and `poles`
+    "row_groups": DomainParallelRowGroups,  # needs `row_dim`, `groups` and `treat`
+    "stochastic_depth": DomainParallelStochasticDepth,  # needs `rate` and `draws`
+    "keep": _keep,  # computes each row separately; trusted, not audited
 }  # fmt: skip
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+REGISTERED: set[Any] = set()  # keys of rules that `register` has added
+
+
+def register(key: Any) -> Callable[[AnyRule], AnyRule]:
+    """Add a rule to the table, as a decorator or by `register(key)(rule)`.
+
+    Args:
+        key: an exact type of module or a name for `row_rules`, whose rule gets the module and
+            returns its replacement; or a function of torch or a custom operator, whose rule gets
+            the function, its arguments and its keyword arguments. A rule is trusted.
+
+    Raises:
+        UserError: the key is none of these, or has a rule.
+    """
+    is_type = isinstance(key, type)
+    key = getattr(key, "_opoverload", key)  # what `torch.library.custom_op` returns has one
+    if not (issubclass(key, nn.Module) if is_type else isinstance(key, str) or callable(key)):
+        raise UserError(
+            f"register: needs a type of module, a name or a function, got {key!r}. Write "
+            "@register(TYPE) above the rule."
+        )
+
+    def add(rule: AnyRule) -> AnyRule:
+        for each in (key, key.overloadpacket) if isinstance(key, OpOverload) else (key,):
+            if each in RULES and _source(RULES[each]) != _source(rule):
+                raise UserError(
+                    f"register: {getattr(key, '__name__', key)} has a rule already, "
+                    f"{_source(RULES[each])}. Name yours in row_rules of the model instead."
+                )
+            RULES[each] = rule
+            REGISTERED.add(each)
+        return rule
+
+    return add
+
+
+def _source(rule: Any) -> str:
+    """Return where a rule is from, the same for one whose file was imported again."""
+    kind = type(rule)
+    name = getattr(rule, "__qualname__", kind.__qualname__)
+    return f"{getattr(rule, '__module__', kind.__module__)}.{name}"

@@ -584,6 +584,101 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
     assert list_checkpoints(tmp_path / "outputs/many/1/checkpoint")
 
 
+def _rules_of_the_docs() -> str:
+    """Return the file of the docs that adds a rule for a type and one for a function."""
+    page = (ROOT / "docs/your-own-model.md").read_text()
+    return "# my_rules.py" + page.split("# my_rules.py", 1)[1].split("```", 1)[0]
+
+
+@pytest.mark.parametrize("layer", ["difference", "soften"])
+def test_rules_of_a_plugin_are_used_and_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layer: str
+) -> None:
+    file = written(tmp_path, _rules_of_the_docs(), "my_rules.py")
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(file))
+    words = ["model=with_rules", f"model.layer={layer}", "data.grid=13x16", "parallel.domain=3"]
+    config = Composer("train").compose_config([*words, "data.batch_size=1"])
+    report = plan_step(config).report
+    assert report.problems == ()
+    assert report.whole_calls == ()
+    assert report.in_view is (layer == "soften")
+    types = {traffic.path: traffic.type for traffic in report.layers}
+    if layer == "difference":
+        assert types["1"] == "DomainParallelMeridionalDifference"
+    verified = verify_model(config)
+    assert verified.passed, verified.worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["difference", "soften"])
+def test_train_py_uses_rules_of_a_plugin_on_two_ranks(tmp_path: Path, layer: str) -> None:
+    import torch
+
+    from credit_dp.export.file import read_trained
+
+    written(tmp_path, _rules_of_the_docs(), "my_rules.py")
+    environment = {**os.environ, PLUGINS_VARIABLE: "my_rules.py", "WANDB_MODE": "disabled"}
+    states, outputs = [], []
+    for ranks in (1, 2):
+        words = ["python", str(ROOT / "train.py"), "model=with_rules", "experiment=fast"]
+        words += [f"model.layer={layer}", f"run.name=on{ranks}", f"parallel.domain={ranks}"]
+        words += ["trainer.steps=3", "trainer.dtype=float64", "data.grid=25x48"]
+        done = _in_a_new_interpreter(words, tmp_path, environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout + done.stderr)
+        weights = read_trained(str(tmp_path / f"outputs/on{ranks}")).weights
+        states.append(torch.cat([weights[name].flatten() for name in sorted(weights)]))
+    alone, sharded = states
+    assert (sharded - alone).norm() <= 1e-10 * alone.norm()
+    assert "run whole on every rank" not in outputs[1]
+
+
+WRONG_RULES = {
+    "a rule that fails": (
+        "@register(Own)\ndef rule(layer):\n    return layer.nothing\n",
+        r"0: the rule of Own fails at .*my_model.py:\d+ \(AttributeError: .*'nothing'\)\. It",
+    ),
+    "a rule that returns nothing": (
+        "@register(Own)\ndef rule(layer):\n    pass\n",
+        r"0: the rule of Own needs to return the module that replaces it, got None\.$",
+    ),
+    "a rule of ours": (
+        "@register(nn.Conv2d)\ndef rule(layer):\n    return layer\n",
+        r"register: Conv2d has a rule already, credit_dp.*\. Name yours in row_rules of the model",
+    ),
+    "no key": (
+        "@register(3)\ndef rule(layer):\n    return layer\n",
+        r"register: needs a type of module, a name or a function, got 3\. Write @register\(TYPE\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RULES.values(), ids=WRONG_RULES.keys())
+def test_a_wrong_rule_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: tuple[str, str]
+) -> None:
+    rule, needed = case
+    text = f"""{HEAD}
+from torch import nn
+from credit_dp.domain_parallel.rules import register
+
+class Own(nn.Conv2d):
+    pass
+
+{rule}
+@dataclass
+class MyModelConfig(OwnModelConfig):
+    name: str = "custom"
+
+    def build(self, in_channels, out_channels, grid):
+        return nn.Sequential(Own(in_channels, out_channels, 3, padding=1))
+"""
+    file = written(tmp_path, text)
+    line = refusal_with_plugins(monkeypatch, file, "model=custom", "parallel.domain=2")
+    with pytest.raises(AssertionError, match=needed):
+        raise AssertionError(line)
+
+
 BROKEN = """
 from torch import nn
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
-from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
 
@@ -123,7 +123,7 @@ def _sharded(
         for layer in row_layers(model).values():
             layer.forget_exchanges()
         return model
-    rules = {kind: NAMED_RULES[rule] for kind, rule in getattr(unsharded, "row_rules", {}).items()}
+    rules = {kind: RULES[rule] for kind, rule in getattr(unsharded, "row_rules", {}).items()}
     model = copy.deepcopy(unsharded)
     model = convert_to_domain_parallel(
         model, manager, -2, rules, input_shape=shape, whole_ops="refuse"

@@ -17,10 +17,10 @@ from credit_dp.domain_parallel import (
     functional,
     plan_report,
 )
-from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.decide import Decision
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.planning import model_plan
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
@@ -124,7 +124,7 @@ def _traffic(manager):
     return Counter(vars(manager.transport.traffic))
 
 
-OF_UNET = {kind: NAMED_RULES[rule] for kind, rule in UNet.row_rules.items()}
+OF_UNET = {kind: RULES[rule] for kind, rule in UNet.row_rules.items()}
 CONVERTERS = {**OF_UNET, _Conv: _PadsByHand}
 
 
@@ -214,7 +214,7 @@ class _Windows(GroupedRows):
 )
 def test_the_least_of_whole_groups(size, shift, ranks, away):
     model = nn.Sequential(nn.Conv2d(3, 4, 1), _Windows(size, shift)).double()
-    rules = {_Windows: NAMED_RULES["row_groups"]}
+    rules = {_Windows: RULES["row_groups"]}
     report = plan_report(model, (2, 3, 16, 8), ranks, custom_converters=rules)
     assert report.problems == ()
     (level,) = report.levels

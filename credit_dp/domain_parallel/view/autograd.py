@@ -33,8 +33,8 @@ from torch.utils.hooks import BackwardHook
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.planning.trace import functions_of_users
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
-    RULES,
     RULES_FOR_WHOLE,
     Args,
     Function,

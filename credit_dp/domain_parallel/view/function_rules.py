@@ -1,4 +1,4 @@
-"""The table of rules, and what happens to a function that has none.
+"""The rules of functions, and what happens to a function that has none.
 
 `call_function` is what every torch function on a `GlobalTensor` comes to. A function without a
 rule, or one whose rule does not fit its arguments (`NoRuleError`), is called whole. Rules decide by
@@ -20,6 +20,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.filling import lay_out
 from credit_dp.domain_parallel.view.memory import (
@@ -50,7 +51,6 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Function, Args, Kwargs], Any]
-RULES: dict[Any, Rule] = {}
 RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
 # Rows stay where they are if no rank gets more than this factor of the mean.
 LARGEST_IMBALANCE = 1.5

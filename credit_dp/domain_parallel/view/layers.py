@@ -17,9 +17,8 @@ from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.conv import _RowConv
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
-from credit_dp.domain_parallel.rules import RULES as LAYER_RULES
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
-    RULES,
     RULES_FOR_WHOLE,
     Args,
     Function,
@@ -156,7 +155,7 @@ def _make_layer(
         module = _without_values(kind)(**settings)  # type: ignore[arg-type]
         module.__class__ = kind
     try:
-        layer = LAYER_RULES[kind](module)
+        layer = RULES[kind](module)
         if not isinstance(layer, RowLayer):
             return None
         layer.adopt_manager(view.manager)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
-    RULES,
     Args,
     Function,
     Kwargs,

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.planning.trace import run_uncompiled
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.filling import CREATORS, note_created
 from credit_dp.domain_parallel.view.function_rules import (
     RANDOM,
-    RULES,
     is_custom_operator,
     read_values,
 )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
-    RULES,
     RULES_FOR_WHOLE,
     Args,
     Function,

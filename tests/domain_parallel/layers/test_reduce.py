@@ -32,7 +32,7 @@ def _rule_of_reductions():
         return REDUCTIONS[plain.function](*plain.settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.NAMED_RULES, "reduction", sharded)
+        patch.setitem(build.RULES, "reduction", sharded)
         yield
 
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.bands import balanced_bounds
-from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
+from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.layers.row_groups import assign_groups
 from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
@@ -209,7 +210,7 @@ def test_a_plan_drops_nothing():
         model,
         (1, 2, 9, 3),
         2,
-        custom_converters={StochasticDepth: NAMED_RULES["stochastic_depth"]},
+        custom_converters={StochasticDepth: RULES["stochastic_depth"]},
     )
     assert report.problems == ()
 

@@ -18,7 +18,7 @@ SETTINGS = {nn.Threshold: (0.1, 0.2), nn.GLU: (1,)}
 ACTIVATIONS = [
     kind
     for kind, rule in RULES.items()
-    if rule is _keep and kind.__module__ == "torch.nn.modules.activation"
+    if isinstance(kind, type) and rule is _keep and kind.__module__ == "torch.nn.modules.activation"
     and kind is not nn.MultiheadAttention
 ]  # fmt: skip
 IN_PLACE = [kind for kind in ACTIVATIONS if "inplace" in inspect.signature(kind).parameters]

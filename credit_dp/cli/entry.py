@@ -28,8 +28,8 @@ from credit_dp.cli.plan import plan
 from credit_dp.cli.show_sweep import sweeps
 from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
+from credit_dp.distributed.failure_report import report_error, wait_for_first_rank
 from credit_dp.distributed.launcher import find_launcher, likely_rank
-from credit_dp.distributed.report import report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.errors import UserError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import Command, read_folders_and_keys, run_subcommand
 from credit_dp.cli.output import format_bytes, format_table
-from credit_dp.distributed.report import report_error
+from credit_dp.distributed.failure_report import report_error
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.files import write_bytes_atomic

@@ -26,9 +26,9 @@ from credit_dp.cli.folders import (
     run_folder,
 )
 from credit_dp.config import Config, RunConfig
+from credit_dp.distributed.failure_report import report_crash, report_error, wait_for_first_rank
 from credit_dp.distributed.launch import launch
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import report_crash, report_error, wait_for_first_rank
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder

@@ -44,6 +44,7 @@ from credit_dp.cli.sweep_jobs import (
 )
 from credit_dp.config import Config
 from credit_dp.config.launchers import LAUNCHERS, LocalLauncherConfig, SlurmLauncherConfig
+from credit_dp.distributed.failure_report import capture_reports, report_error
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import (
     ClusterNodes,
@@ -52,7 +53,6 @@ from credit_dp.distributed.placement import (
     count_visible_gpus,
     place_ranks,
 )
-from credit_dp.distributed.report import capture_reports, report_error
 from credit_dp.distributed.signals import (
     EXIT_PREEMPTED,
     STOP_SIGNALS,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from credit_dp.config import Config
+from credit_dp.distributed.failure_report import mesh_rank_name, report_crash, report_error
 from credit_dp.distributed.launcher import (
     Launcher,
     RankInfo,
@@ -15,7 +16,6 @@ from credit_dp.distributed.launcher import (
 from credit_dp.distributed.local import run_processes, start_fork_server
 from credit_dp.distributed.peer_monitor import PeerMonitor
 from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
-from credit_dp.distributed.report import mesh_rank_name, report_crash, report_error
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
 from credit_dp.distributed.worker import exit_now, run_rank
 from credit_dp.errors import UserError

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed.launcher import RankInfo
-from credit_dp.distributed.report import (
+from credit_dp.distributed.failure_report import (
     RankOutcome,
     mesh_rank_name,
     read_aborts,
@@ -33,6 +32,7 @@ from credit_dp.distributed.report import (
     report_crash,
     report_error,
 )
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.signals import (
     STOP_SIGNALS,
     Terminated,

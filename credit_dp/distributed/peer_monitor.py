@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 from credit_dp.config import ParallelConfig
+from credit_dp.distributed.failure_report import mesh_rank_name, report_error, wait_for_first_rank
 from credit_dp.distributed.launcher import RankInfo, agent_serves_store
-from credit_dp.distributed.report import mesh_rank_name, report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.distributed.worker import exit_now
 from credit_dp.errors import counted

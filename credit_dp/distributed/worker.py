@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.config.training import TrainerConfig
+from credit_dp.distributed.failure_report import RankOutcome, record_abort, write_outcome
 from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.launcher import RankInfo, agent_serves_store
 from credit_dp.distributed.placement import gpu_index, threads_per_rank
@@ -34,7 +35,6 @@ from credit_dp.distributed.process_groups import (
     trace_collectives,
     wait_until_connected,
 )
-from credit_dp.distributed.report import RankOutcome, record_abort, write_outcome
 from credit_dp.distributed.signals import STOP_SIGNALS, unignored
 from credit_dp.errors import UserError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from credit_dp.distributed.collectives import all_gather_tensor
-from credit_dp.distributed.report import rank_name
+from credit_dp.distributed.failure_report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.parameter_shards import is_dtensor

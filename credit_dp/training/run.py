@@ -22,9 +22,9 @@ from credit_dp.data.dates import date_interval, times_needed
 from credit_dp.data.setup import TrainingData, prepare_training_data, with_quickstart_store
 from credit_dp.data.store import Store
 from credit_dp.distributed.collectives import run_on_rank_0
+from credit_dp.distributed.failure_report import mesh_rank_name
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.mesh import build_manager, rank_device
-from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager

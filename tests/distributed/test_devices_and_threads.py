@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from credit_dp.config import ParallelConfig
 from credit_dp.config.training import TrainerConfig
 from credit_dp.distributed import placement, worker
+from credit_dp.distributed.failure_report import mesh_rank_name
 from credit_dp.distributed.launcher import Launcher, RankInfo
-from credit_dp.distributed.report import mesh_rank_name
 from credit_dp.distributed.worker import set_precision
 from credit_dp.errors import UserError
 from credit_dp.training.summary import gpu_precision

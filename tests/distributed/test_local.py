@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from credit_dp.config import ParallelConfig
+from credit_dp.distributed.failure_report import RankOutcome
 from credit_dp.distributed.local import report_failure
-from credit_dp.distributed.report import RankOutcome
 from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
 from credit_dp.files import SECONDS_TO_LOCK
 from tests.distributed.processes import (

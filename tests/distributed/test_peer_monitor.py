@@ -14,9 +14,9 @@ from torch.distributed import HashStore
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import peer_monitor
+from credit_dp.distributed.failure_report import report_error
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor, process_has_ended
-from credit_dp.distributed.report import report_error
 
 RANK_0 = "error: rank 0 (pipeline 0, data 0, domain 0) ended"
 KILLED = f"{RANK_0} without a message (killed, or out of memory?); the other ranks were stopped\n"

@@ -34,7 +34,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
     find_heights,
     is_banded,
     plan_calls,
-    too_few_rows_message,
+    too_few_rows_messages,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.recomputation import checkpointed
@@ -396,12 +396,7 @@ def _list_levels(
     except UserError as error:
         return decision, [*conversion.problems, str(error)]
     bands = tuple(conversion.manager.bands[h] for h in heights)
-    least, ranks = min(heights, default=decision.ranks), decision.ranks
-    too_few = [
-        too_few_rows_message(path or "model", rows, ranks, least)
-        for rows, path in heights.items()
-        if rows < ranks
-    ]
+    too_few = too_few_rows_messages(heights, decision.ranks)
     return replace(decision, bands=bands), [*conversion.problems, *too_few] if too_few else refusals
 
 

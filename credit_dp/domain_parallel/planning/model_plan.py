@@ -8,7 +8,7 @@ band; and audits each of these runs against the global one. Nothing is sent and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
-from credit_dp.domain_parallel.planning.audit import NAME_RULE, audit, refusal_message
+from credit_dp.domain_parallel.planning.audit import NAME_RULE, AuditError, audit, refusal_message
 from credit_dp.domain_parallel.planning.planner import Planner
 from credit_dp.domain_parallel.planning.trace import (
     Trace,
@@ -120,10 +120,15 @@ def find_heights(
         use_fake_tensors(model),
     ):
         _trace_run(planner, None, True, lambda: _input_factory(model, shapes)(lambda shape: shape))
+    return _first_uses(planner, shapes)
+
+
+def _first_uses(planner: Planner, shapes: Sequence[Shape]) -> dict[int, str]:
+    """Return the heights of inputs and layers, with the path of the first that has each."""
     first_use = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
     for layer, calls in planner.layer_rows.items():
         for height in (h for call in sorted(calls) for h in call[1:]):
-            first_use.setdefault(height, planner.names[layer])
+            first_use.setdefault(height, planner.names.get(layer, type(layer).__name__))
     return first_use
 
 
@@ -221,7 +226,9 @@ def _plan_mode(
     planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     global_run = _trace_run(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
-    _check_rows(planner, heights, ranks)
+    too_few = too_few_rows_messages(_first_uses(planner, shapes), ranks)
+    if too_few:
+        raise AuditError(too_few)
     # Bands first: the run on a band needs those of all heights.
     bands.plan(heights, planner.tied_heights, planner.row_multiples())
     # Ranks with the same number of rows at all heights run the same operations.
@@ -345,27 +352,15 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
+def too_few_rows_messages(heights: Mapping[int, str], ranks: int) -> list[str]:
+    """Return a message for each height, with its first user, that has fewer rows than ranks."""
     lowest = min(heights, default=ranks)
-    if lowest >= ranks:
-        return
-    paths = [
-        planner.names.get(layer, type(layer).__name__)
-        for layer, calls in planner.layer_rows.items()
-        if any(lowest in call[1:] for call in calls)
+    return [
+        f"{path or 'model'}: {rows} rows can't be shared by {ranks} ranks. "
+        f"Lower parallel.domain to {lowest}{' or less' if lowest > 1 else ''}."
+        for rows, path in heights.items()
+        if rows < ranks
     ]
-    raise UserError(too_few_rows_message(paths[0] if paths else "input", lowest, ranks, lowest))
-
-
-def too_few_rows_message(path: str, rows: int, ranks: int, max_ranks: int) -> str:
-    """Return the message for a level with fewer rows than ranks.
-
-    `max_ranks` is the largest number of ranks that have rows at every level.
-    """
-    return (
-        f"{path}: {rows} rows can't be shared by {ranks} ranks. "
-        f"Lower parallel.domain to {max_ranks}{' or less' if max_ranks > 1 else ''}."
-    )
 
 
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -43,7 +41,7 @@ from credit_dp.domain_parallel.decide import (
     plan_layers,
     whole_call_line,
 )
-from credit_dp.domain_parallel.dry_run import dry_run, row_layers
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.functional import attached_contexts, leave_context
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
@@ -60,7 +58,6 @@ from credit_dp.domain_parallel.rules import (
 )
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
-from credit_dp.domain_parallel.view.decisions import UnplannedError
 from credit_dp.errors import UserError
 
 # The underscored names and `validate_sharding_constraints` are imported from here by code that is
@@ -165,7 +162,6 @@ def carry_out(
     decision: Decision,
     model: nn.Module,
     conversion: Conversion,
-    inputs: InputFactory | None = None,
 ) -> None:
     """Make a model compute as decided, in place, and log the decision.
 
@@ -173,7 +169,6 @@ def carry_out(
         decision: of the model.
         model: with its converted layers, if these were planned.
         conversion: of the model.
-        inputs: as for `decide`.
 
     Raises:
         UserError: the model can't be sharded.
@@ -188,15 +183,9 @@ def carry_out(
             "domain parallel: costs are not known before training: %s", decision.unplanned
         )
     if logger.isEnabledFor(logging.INFO):
-        if decision.in_view:
-            lines = [line for line in decision_lines(decision) if line]
-        else:
-            with suppress(UserError, UnplannedError):
-                rank = manager.domain_rank
-                run = dry_run(model, manager, shapes, inputs, rank=rank, in_view=False)
-                decision = replace(decision, run=run)
-            lines = [conversion_summary(conversion, model, decision)]
-        for line in lines:
+        in_layers = not decision.in_view
+        summary = [conversion_summary(conversion, model, decision)] if in_layers else []
+        for line in summary or filter(None, decision_lines(decision)):
             logger.info("domain parallel: %s", line)
     calls = decision.whole_calls
     if calls and manager.rank == 0:
@@ -340,7 +329,7 @@ class PlanAtFirstForward:
                 self.refusals = [decision.refusal]
                 # The model's forward is about to run: its context was entered.
                 leave_context(conversion.context)
-        carry_out(decision, model, conversion, inputs)
+        carry_out(decision, model, conversion)
 
     def _global_shape(self, x: Tensor) -> Shape:
         """Gather the global shape; a tensor with one row on every rank counts as replicated."""
@@ -409,7 +398,7 @@ def check_shard_dim(shard_dim: int, ndim: int | None) -> None:
 def conversion_summary(
     conversion: Conversion, model: nn.Module, decision: Decision | None = None
 ) -> str:
-    """Return a line about the replaced, kept and trusted layers and the bytes that this rank sends.
+    """Return a line about the replaced, kept and trusted layers.
 
     Without a decision, the line has only what is known before the plan.
     """
@@ -434,9 +423,6 @@ def conversion_summary(
         transposing = [path for path, layer in row_layers(model).items() if _uses_transpose(layer)]
         if transposing:
             parts.append(f"rows transposed to channels: {', '.join(transposing)}")
-        if decision.run is not None:
-            sent = decision.forward[conversion.manager.domain_rank].bytes
-            parts.append(f"this rank sends {sent:,} bytes of rows per forward")
     return "; ".join([*parts, "not verified numerically: credit-dp verify does"])
 
 

@@ -86,7 +86,7 @@ class Conversion:
         self.user_leaf_counts: Counter[str] = Counter()
         self._replacements: dict[nn.Module, nn.Module] = {}
         self._replaced_children: list[tuple[nn.Module, str, nn.Module]] = []
-        self._left_alone: list[tuple[nn.Module, str, RowLayer]] = []
+        self._left_alone: list[tuple[nn.Module, str, nn.Module, RowLayer]] = []
         self._original: nn.Module | None = None
         self._shardings: list[tuple[nn.Module, dict[str, RowSharding]]] = []
         self._previous: Conversion | None = None
@@ -120,11 +120,13 @@ class Conversion:
         """Plan in this context: the model has all its domain-parallel layers.
 
         Afterwards it has the original layer again wherever that acts alone with the planned bands.
+        A module that the user has put in its place stays.
         """
-        for parent, name, layer in self._left_alone:
-            layer.train(parent._modules[name].training)  # type: ignore[union-attr]
+        own = [entry for entry in self._left_alone if entry[0]._modules.get(entry[1]) is entry[2]]
+        for parent, name, original, layer in own:
+            layer.train(original.training)
             parent._modules[name] = layer
-        self.converted_counts += _type_counts(self._left_alone)
+        self.converted_counts += _type_counts(own)
         self._left_alone = []
         try:
             yield
@@ -134,9 +136,9 @@ class Conversion:
     def _leave_alone(self) -> None:
         """Put those original layers back that act alone."""
         for parent, name, original in self._replaced_children:
-            layer = parent._modules[name]
+            layer = parent._modules.get(name)
             if isinstance(layer, RowLayer) and layer.acts_alone:
-                self._left_alone.append((parent, name, layer))
+                self._left_alone.append((parent, name, original, layer))
                 parent._modules[name] = original
         self.converted_counts -= _type_counts(self._left_alone)
 
@@ -228,9 +230,9 @@ class Conversion:
         return replacement
 
 
-def _type_counts(children: list[tuple[nn.Module, str, RowLayer]]) -> Counter[str]:
+def _type_counts(children: list[tuple[nn.Module, str, nn.Module, RowLayer]]) -> Counter[str]:
     """Return the number of layers of each type; a layer that is used several times is one."""
-    return Counter(type(layer).__name__ for layer in {layer for _, _, layer in children})
+    return Counter(type(layer).__name__ for layer in {child[-1] for child in children})
 
 
 def _effective_type(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:

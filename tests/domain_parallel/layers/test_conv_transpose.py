@@ -249,6 +249,40 @@ def test_another_plan_may_need_the_layer():
     on_threads(3, _left_alone_for_one_shape)
 
 
+class _Refined(nn.Module):
+    """Needs no `up`."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(2, 2, 3, padding=1), nn.ConvTranspose2d(2, 2, 2, 2)
+
+    def forward(self, x):
+        return self.conv(x if getattr(self, "up", None) is None else self.up(x))
+
+
+def _taken_out(manager):
+    shape = (1, 2, 9, 3)
+    model = convert_to_domain_parallel(_Refined(), manager, input_shape=shape)
+    model.up = new = nn.Identity()
+    replan(model, shape)
+    assert model.up is new
+    model.up = other = nn.ConvTranspose2d(2, 2, 2, 2)
+    with pytest.raises(UserError, match=r"up .*mixes rows"):
+        replan(model, shape)
+    assert model.up is other
+    model.up = None
+    replan(model, shape)
+    assert model.up is None
+    del model.up
+    replan(model, shape)
+    assert not hasattr(model, "up")
+    assert model(torch.ones(1, 2, 3, 3)).shape == (1, 2, 3, 3)
+
+
+def test_a_plan_keeps_what_the_user_put_in_place_of_a_layer():
+    on_threads(3, _taken_out)
+
+
 @pytest.mark.parametrize(
     "conv",
     [nn.ConvTranspose2d(2, 4, 2, 2, output_padding=1), nn.ConvTranspose2d(2, 4, 4, 4, 2)],

@@ -125,6 +125,7 @@ class Conversion:
         own = [entry for entry in self._left_alone if entry[0]._modules.get(entry[1]) is entry[2]]
         for parent, name, original, layer in own:
             layer.train(original.training)
+            layer._is_full_backward_hook = original._is_full_backward_hook
             parent._modules[name] = layer
         self.converted_counts += _type_counts(own)
         self._left_alone = []
@@ -139,6 +140,7 @@ class Conversion:
             layer = parent._modules.get(name)
             if isinstance(layer, RowLayer) and layer.acts_alone:
                 self._left_alone.append((parent, name, original, layer))
+                update_original(layer, original)
                 parent._modules[name] = original
         self.converted_counts -= _type_counts(self._left_alone)
 

@@ -324,11 +324,13 @@ class PlanAtFirstForward:
         elif not wanted.view:
             decision = plan_layers(model, conversion, shapes, wanted, inputs)
         else:
+            contexts = attached_contexts(model, recursive=False)
             decision = decide(model, conversion, shapes, wanted, inputs)
             if decision.refusal:
                 self.refusals = [decision.refusal]
                 # The model's forward is about to run: its context was entered.
-                leave_context(conversion.context)
+                for context in contexts:
+                    leave_context(context)
         carry_out(decision, model, conversion)
 
     def _global_shape(self, x: Tensor) -> Shape:

@@ -298,8 +298,9 @@ def decide(
             decision, refusals = _list_levels(decision, converted, conversion, refusals)
         conversion.undo(converted)
         return replace(decision, problems=tuple(refusals), cause=cause and cause.__cause__)
-    model = conversion.undo(converted)
-    return decide_view(model, manager, shapes, wanted, refusals, inputs, fails=cause)
+    # A first forward falls into the view, which knows no layers of earlier conversions either.
+    undo = conversion.undo if inputs is None else conversion.undo_all
+    return decide_view(undo(converted), manager, shapes, wanted, refusals, inputs, fails=cause)
 
 
 def _decision(

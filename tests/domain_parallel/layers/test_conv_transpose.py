@@ -245,6 +245,24 @@ def _left_alone_for_one_shape(manager):
     assert type(model[0]) is nn.ConvTranspose2d
 
 
+def _hooked(manager):
+    model = nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2))
+    convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
+    calls = []
+    model[0].register_full_backward_hook(lambda *_: calls.append(model[0]))
+    manager.bands.register(RowPartition((0, 14, 15, 16)))
+    for height in (16, 9):
+        replan(model, (1, 2, height, 3))
+        rows = manager.partition(height).sizes[manager.domain_rank]
+        calls.clear()
+        model(torch.ones(1, 2, rows, 3, requires_grad=True)).sum().backward()
+        assert calls == [model[0]]
+
+
+def test_backward_hooks_stay_whatever_layer_a_plan_needs():
+    on_threads(3, _hooked)
+
+
 def test_another_plan_may_need_the_layer():
     on_threads(3, _left_alone_for_one_shape)
 

@@ -300,6 +300,34 @@ def test_operators_without_a_fake_kernel_run_and_are_said_to_be_that(caplog):
     assert "reverse_rows" in caplog.text
 
 
+class _MayFlip(nn.Module):
+    flips = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y.flip(-2) if self.flips else y
+
+
+def test_a_first_forward_in_the_view_has_no_layers_of_an_earlier_conversion():
+    x, plain = torch.randn(SHAPE), _MayFlip()
+
+    def run(manager):
+        with RANDOM_LOCK:
+            model = copy.deepcopy(plain)
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            convert_to_domain_parallel(model, manager)
+        model.flips = True
+        y = model(shard_tensor(x, manager=manager))
+        assert type(model.conv) is nn.Conv2d
+        torch.testing.assert_close(gather_tensor(y, manager=manager), plain(x).flip(-2))
+
+    on_threads(2, run)
+
+
 def test_replan_for_another_grid():
     model = _converted(_around(_Spectral()).float(), 3)
     replan(model, (1, 4, 20, 6))

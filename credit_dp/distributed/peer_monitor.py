@@ -92,8 +92,8 @@ class PeerMonitor:
         threading.Thread(target=self.watch, daemon=True).start()
 
     def watch(self) -> None:
-        """End this rank when another one has ended, unless it has finished."""
-        while self.store is not None and not (self.finished or self.ended_ranks()):
+        """End this rank when another one has ended; if it has finished, only for a killed one."""
+        while self.store is not None and not self.ended_ranks():
             try:
                 self.reported = self.store.check([END_KEY])
             except RuntimeError:
@@ -101,7 +101,7 @@ class PeerMonitor:
             if self.reported or self.store_lost:
                 break
             time.sleep(POLL_SECONDS)
-        if not self.finished:
+        if not (self.finished and (self.reported or self.store_lost)):
             self.end(1)
 
     # What the main thread and that of the signals call
@@ -111,11 +111,12 @@ class PeerMonitor:
         self.finished = True
         if self.store is None or self.rendezvous_store is None:
             return
-        with contextlib.suppress(RuntimeError):  # too late, or the store has ended
+        left = [left_key(rank) for rank in range(self.ranks.world_size)]
+        with contextlib.suppress(RuntimeError):  # the store has ended
             if self.store.add("credit_dp/finished", 1) == self.ranks.world_size:
                 self.store.set(END_KEY, "")
-            self.rendezvous_store.wait([END_KEY], timedelta(seconds=LAST_RANK_SECONDS))
-            left = [f"credit_dp/left/{rank}" for rank in range(self.ranks.world_size)]
+            with contextlib.suppress(RuntimeError):  # too late
+                self.rendezvous_store.wait([END_KEY], timedelta(seconds=LAST_RANK_SECONDS))
             self.rendezvous_store.set(left[self.ranks.rank], "")
             if self.serves_store:  # torch writes a page to stderr if it ends while others read
                 self.rendezvous_store.wait(left, timedelta(seconds=END_SECONDS))
@@ -160,7 +161,7 @@ class PeerMonitor:
                 wait_for_first_rank(self.ranks.rank)
                 report()
             return True
-        ended = [] if self.finished else self.ended_ranks()
+        ended = self.ended_ranks()
         reports = False
         if not self.store_lost:  # torch writes a page to stderr whenever it is called then
             try:
@@ -170,6 +171,8 @@ class PeerMonitor:
                 self.store_lost = True
         if self.store_lost:  # one rank of each machine reports: on rank 0's, that is the next one
             reports = self.ranks.local_rank == int(self.ranks.rank == self.ranks.local_rank)
+            if self.finished:  # then rank 0 may have left, after the last rank has finished
+                return report is None
             report = partial(report_error, self.lost_store_message())
         if reports and ended:
             report_error(self.death_message(ended))
@@ -178,8 +181,15 @@ class PeerMonitor:
         return not ended and (reports or report is None)
 
     def ended_ranks(self) -> list[int]:
-        """Return the ranks of this machine whose processes have ended."""
-        return [rank for rank, pid in self.processes.items() if process_has_ended(pid)]
+        """Return the ranks of this machine whose processes have ended before they finished."""
+        ended = [rank for rank, pid in self.processes.items() if process_has_ended(pid)]
+        if self.store is None or self.store_lost:
+            return ended
+        try:  # asked after their end, as a rank sets its key just before that
+            return [rank for rank in ended if not self.store.check([left_key(rank)])]
+        except RuntimeError:
+            self.store_lost = True
+            return ended
 
     def wait_for_ended_rank(self) -> bool:
         """Wait for a rank that has closed its connections to show as ended; return if one does."""
@@ -204,6 +214,11 @@ class PeerMonitor:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             name = f"torchrun's agent at {address}"
         return f"{name} ended, or its machine or the network to it was lost; all ranks were stopped"
+
+
+def left_key(rank: int) -> str:
+    """Return the key of the store that a rank sets when it has finished and ends."""
+    return f"credit_dp/left/{rank}"
 
 
 def machine_id() -> str:

@@ -190,6 +190,35 @@ def test_a_finished_rank_is_not_taken_for_a_killed_one(
     assert (codes, capfd.readouterr().err) == ([143], "")
 
 
+@pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["noticed", "told by torchrun"])
+def test_a_finished_rank_names_the_one_that_is_killed_before_its_end(
+    codes: list[int], capfd: pytest.CaptureFixture[str], number: int | None
+) -> None:
+    """It would wait for the killed rank in vain; torchrun does not know the mesh."""
+    store = HashStore()
+    monitor = monitor_of(1, store, 0)
+    monitor.finished = True
+    end(monitor.watch if number is None else partial(monitor.stop, number))
+    assert capfd.readouterr().err == KILLED
+    assert codes == [1 if number is None else 143]
+
+
+def test_a_rank_that_works_for_long_is_not_ended_by_a_finished_one(
+    codes: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 0 while it draws: the others have waited for it, and then left."""
+    monkeypatch.setattr(peer_monitor, "LAST_RANK_SECONDS", 0.01)
+    store = HashStore()
+    finished, working = monitor_of(1, store), monitor_of(0, store)
+    finished.rendezvous_store = store
+    finished.wait_for_all_ranks()
+    working.processes[1] = ended_process()
+    assert working.ended_ranks() == []
+    assert not store.check([END_KEY])
+    end(partial(working.fail, 2, OWN))
+    assert (codes, capfd.readouterr().err) == ([2], OWN_LINE)
+
+
 def test_one_rank_of_each_machine_says_that_the_store_is_lost(
     codes: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:

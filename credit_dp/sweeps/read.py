@@ -6,9 +6,10 @@ A missing or damaged file is never an error, because runs may be writing.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, final
@@ -106,10 +107,9 @@ class Job:
         They are `relative_rmse`, the columns of its log, and `rmse/CHANNEL/LEAD` of its scores.
         """
         rmse = {
-            f"rmse/{channel}/{lead}": float(scores["model"])
-            for channel, leads in self.scores.get("rmse", {}).items()
-            for lead, scores in leads.items()
-            if is_finite(scores.get("model"))
+            f"rmse/{channel}/{lead}h": float(errors["model"])
+            for channel, lead, errors in channel_errors(self.scores)
+            if is_finite(errors.get("model"))
         }
         relative = relative_rmse(self.scores)
         first = {} if relative is None else {RELATIVE_RMSE: relative}
@@ -230,12 +230,26 @@ def relative_rmse(scores: Mapping[str, Any]) -> float | None:
 
     Ratios of different variables have no units, so that their mean is meaningful.
     """
-    ratios = []
-    for leads in scores.get("rmse", {}).values():
-        last = leads[max(leads, key=lambda lead: int(lead.removesuffix("h")))]
-        if is_finite(last.get("model")) and last.get("persistence"):
-            ratios.append(last["model"] / last["persistence"])
+    longest: dict[str, tuple[int, Row]] = {}
+    for channel, lead, errors in channel_errors(scores):
+        longest[channel] = max(longest.get(channel, (-1, {})), (lead, errors), key=itemgetter(0))
+    ratios = [
+        errors["model"] / errors["persistence"]
+        for _, errors in longest.values()
+        if is_finite(errors.get("model"))
+        and is_finite(errors.get("persistence"))
+        and errors["persistence"]
+    ]
     return mean(ratios) if ratios else None
+
+
+def channel_errors(scores: Mapping[str, Any]) -> Iterator[tuple[str, int, Row]]:
+    """Yield channel, lead time in hours and errors by source of what is readable in scores."""
+    rmse = scores.get("rmse")
+    for channel, leads in rmse.items() if isinstance(rmse, dict) else ():
+        for lead, errors in leads.items() if isinstance(leads, dict) else ():
+            if isinstance(errors, dict) and re.fullmatch(r"\d+h", lead):
+                yield channel, int(lead[:-1]), errors
 
 
 def is_finite(value: object) -> bool:

@@ -75,7 +75,13 @@ class TensorPart:
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """Return a tensor with complex numbers as pairs of real ones, in a last dimension."""
+    """Return a tensor with complex numbers as pairs of real ones, in a last dimension.
+
+    Raises:
+        TypeError: the tensor is complex and sharded, which fsdp2 refuses.
+    """
+    if tensor.is_complex() and is_dtensor(tensor):
+        raise TypeError("a complex tensor can't be sharded over ranks")
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

@@ -90,6 +90,21 @@ def test_unreadable_files_count_as_missing(tmp_path: Path, text: str) -> None:
     assert job.state == "not started"
 
 
+DAMAGED = [
+    None, {"t": {}}, {"t": None}, {"t": {"24h": None}}, {"t": {"24h": {"model": "5"}}},
+    {"t": {"x": {"model": 1.0, "persistence": 2.0}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_damaged_scores_count_as_missing(tmp_path: Path, damaged: object) -> None:
+    run = write_done(write_sweep(tmp_path / "sweep", ["seed=0"]) / "0", "seed=0", model=5)
+    (run / "metrics.json").write_text(json.dumps({"step": 30, "rmse": damaged}))
+    (job,) = read_sweep(run.parent).jobs
+    assert job.state == "done"
+    assert not [name for name in job.metrics if "rmse" in name and "validation" not in name]
+
+
 def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     run = write_done(write_sweep(tmp_path / "sweep", ["seed=0"]) / "0", "seed=0", model=5)
     with (run / "metrics.csv").open("a") as file:

@@ -47,11 +47,16 @@ def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:
     """Return the converters of a model's `row_rules`: names of rules, or rules themselves.
 
     Raises:
-        UserError: a name is unknown.
+        UserError: a key is no type of module, or a name is unknown.
     """
     rules: dict[type[nn.Module], str | Converter] = getattr(model, "row_rules", {})
     names = [name for name in RULES if isinstance(name, str)]
     for kind, rule in rules.items():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise UserError(
+                f"{type(model).__name__}.row_rules: needs types of modules as keys, got {kind!r}. "
+                "A rule of a function is added by credit_dp.domain_parallel.rules.register."
+            )
         if not callable(rule) and rule not in names:
             raise UserError(
                 f"{type(model).__name__}.row_rules: needs one of {', '.join(names)}, or a rule, "

@@ -10,6 +10,7 @@ in `layers` and add a line to `RULES`; users add rules with `register`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -232,9 +233,15 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
     def add(rule: AnyRule) -> AnyRule:
         for each in (key, key.overloadpacket) if isinstance(key, OpOverload) else (key,):
             if each in RULES and _source(RULES[each]) != _source(rule):
+                if is_type:
+                    cure = "Name yours in row_rules of the model instead."
+                elif isinstance(key, str):
+                    cure = "Choose another name."
+                else:
+                    cure = "Call an operator of torch.library.custom_op instead, and register that."
                 raise UserError(
                     f"register: {getattr(key, '__name__', key)} has a rule already, "
-                    f"{_source(RULES[each])}. Name yours in row_rules of the model instead."
+                    f"{_source(RULES[each])}. {cure}"
                 )
             RULES[each] = rule
             REGISTERED.add(each)
@@ -245,6 +252,10 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
 
 def _source(rule: Any) -> str:
     """Return where a rule is from, the same for one whose file was imported again."""
+    while isinstance(rule, partial):
+        rule = rule.func
     kind = type(rule)
     name = getattr(rule, "__qualname__", kind.__qualname__)
-    return f"{getattr(rule, '__module__', kind.__module__)}.{name}"
+    code = getattr(rule, "__code__", None)  # tells two lambdas apart
+    line = f", line {code.co_firstlineno}" if code else ""
+    return f"{getattr(rule, '__module__', kind.__module__)}.{name}{line}"

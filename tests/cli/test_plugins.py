@@ -646,6 +646,14 @@ WRONG_RULES = {
         "@register(nn.Conv2d)\ndef rule(layer):\n    return layer\n",
         r"register: Conv2d has a rule already, credit_dp.*\. Name yours in row_rules of the model",
     ),
+    "a function with a rule of ours": (
+        "register(nn.functional.conv2d)(lambda layer: layer)\n",
+        r"register: conv2d has a rule already, credit_dp\S+, line \d+\. Call an operator of torch",
+    ),
+    "two rules of one name": (
+        "register('mine')(lambda layer: layer)\nregister('mine')(lambda layer: None)\n",
+        r"register: mine has a rule already, \S+<lambda>, line \d+\. Choose another name\.",
+    ),
     "no key": (
         "@register(3)\ndef rule(layer):\n    return layer\n",
         r"register: needs a type of module, a name or a function, got 3\. Write @register\(TYPE\)",

@@ -197,6 +197,15 @@ def test_draws_for_other_samples_are_refused():
         layer(torch.zeros(3, 2))
 
 
+def test_a_function_in_row_rules_is_refused():
+    model = nn.Sequential(nn.GELU())
+    model.row_rules = {nn.functional.gelu: "row_groups"}
+    with pytest.raises(
+        UserError, match=r"row_rules: needs types of modules as keys, got <built-in"
+    ):
+        declared_converters(model)
+
+
 def test_an_unknown_rule_is_refused():
     model = nn.Sequential(StochasticDepth(0.5))
     model.row_rules = {StochasticDepth: "row_group"}

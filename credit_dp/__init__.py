@@ -15,7 +15,9 @@ __all__ = ["__version__", "load"]
 def load(path: str | os.PathLike[str], device: str = "cpu") -> Forecaster:
     """Return the trained model of an exported file, a checkpoint or a run's folder.
 
-    The model maps physical fields to those one step later, on one device; see `Forecaster`.
+    `hf://OWNER/NAME`, of a repository on the Hugging Face hub, is fetched first; with `@REVISION`,
+    that revision. The model maps physical fields to those one step later, on one device; see
+    `Forecaster`.
 
     Raises:
         UserError: nothing is there, it can't be read, or its model is unknown.

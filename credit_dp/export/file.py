@@ -29,6 +29,7 @@ from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
+from credit_dp.export.hub import SCHEME, card_metadata, exported_file_in, fetch_model
 from credit_dp.files import write_bytes_atomic
 from credit_dp.plugins import PLUGINS_VARIABLE
 from credit_dp.training.checkpoint_files import locate_checkpoint
@@ -275,12 +276,18 @@ class TrainedModel:
 def read_trained(path: str) -> TrainedModel:
     """Read an exported file, a checkpoint, or the newest checkpoint of a run, in one process.
 
+    An exported file may be alone in its folder, or in a repository at `hf://OWNER/NAME`.
+
     Raises:
         UserError: there is no model, or it can't be read.
     """
+    if path.startswith(SCHEME):
+        path = str(fetch_model(path))
     existing = existing_path(path)
-    if existing is not None and existing.is_file():
-        return read_safetensors(existing)
+    if existing is not None:
+        file = existing if existing.is_file() else exported_file_in(existing)
+        if file is not None:
+            return read_safetensors(file)
     return read_checkpoint(checkpoint_at(path))
 
 
@@ -466,7 +473,7 @@ def render_card(trained: TrainedModel, path: Path, scores_file: Path) -> str:
     config = run_config(metadata)
     scores = read_scores(metadata, scores_file)
     parts = [
-        f"# {path.stem}",
+        f"{card_metadata(path.stem, scores)}\n\n# {path.stem}",
         summary_text(trained),
         "## Use",
         usage_text(metadata, path),

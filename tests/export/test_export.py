@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -471,6 +473,64 @@ def card_beside(folder: Path, place: Path, scores: str) -> str:
     finally:
         (folder / "metrics.json").unlink()
     return file.with_suffix(".md").read_text()
+
+
+def test_the_hub_reads_the_card(run, file, tmp_path):
+    errors = {"model": 1.23456, "persistence": 2.0, "climatology": 3.0}
+    found = {"step": 2, "initial_times": 7, "units": {}, "rmse": {"wind_500": {"6h": errors}}}
+    card = ModelCard(card_beside(run[0], tmp_path, json.dumps(found)))
+    (result,) = card.data.eval_results
+    assert (result.metric_name, result.metric_value) == ("RMSE of wind_500", 1.23456)
+    assert (card.data.model_name, card.data.library_name) == ("m", "credit_dp")
+    assert ModelCard(file.with_suffix(".md").read_text()).data.eval_results is None
+
+
+def hub_cache(folder: Path, file: Path) -> str:
+    """A cache with one repository as huggingface_hub lays it out; return its only revision."""
+    repository = folder / "models--weather--small"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    blob = repository / "blobs/b10b"
+    snapshot = repository / "snapshots" / revision
+    for each in (blob.parent, snapshot, repository / "refs"):
+        each.mkdir(parents=True)
+    shutil.copy(file, blob)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/b10b")
+    (repository / "refs/main").write_text(revision)
+    return revision
+
+
+def test_a_model_of_the_hub_loads_from_its_cache(run, file, tmp_path):
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    revision = hub_cache(tmp_path, file)
+    addresses = [
+        f"hf://weather/small{part}" for part in ("", "@main", f"@{revision}", "/model.safetensors")
+    ]
+    snapshot = tmp_path / "models--weather--small/snapshots" / revision
+    script = (
+        "import sys, torch, credit_dp\n"
+        "sums = {sum(p.double().sum().item() for p in credit_dp.load(a).parameters())"
+        " for a in sys.argv[1:]}\n"
+        "print(len(sums))\n"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-c", script, str(file), str(snapshot), *addresses]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    for address in ("hf://weather", "hf://weather/none", "hf://we ather/small"):
+        words = ["from credit_dp.export.hub import fetch_model", f"fetch_model({address!r})"]
+        done = subprocess.run(
+            [sys.executable, "-c", "; ".join(words)],
+            env=environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith(f"credit_dp.errors.UserError: {address}: "), done.stderr
+
+
+def test_a_folder_with_two_exported_models_is_refused(file, tmp_path):
+    for name in ("a", "b"):
+        shutil.copy(file, tmp_path / f"{name}.safetensors")
+    with pytest.raises(UserError, match=r"needs one exported model, got a\.safetensors, b\."):
+        credit_dp.load(tmp_path)
 
 
 def test_the_card_shows_no_scores_of_other_weights(run, tmp_path):

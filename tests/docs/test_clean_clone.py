@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
+import credit_dp
 from tests.commands import run_line
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +50,37 @@ def test_the_page_after_the_first_run(tmp_path):
     assert (tmp_path / "scores/scorecard.html").exists()
 
 
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The sdist, and the wheel that is built from it, as for a release."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", folder, ROOT],
+        check=True, timeout=300, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
 @pytest.mark.slow
-def test_the_wheel_works_outside_a_checkout(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True, timeout=300)
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+def test_an_index_takes_both(distributions):
+    words = ["check", "--strict", *map(str, distributions.iterdir())]
+    subprocess.run([sys.executable, "-m", "twine", *words], check=True, timeout=60)
+    with ZipFile(next(distributions.glob("*.whl"))) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        text = wheel.read(name).decode()
+    assert f"Version: {credit_dp.__version__}\n" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["*.tar.gz", "*.whl"])
+def test_what_an_index_has_works_outside_a_checkout(kind, distributions, tmp_path):
+    (package,) = distributions.glob(kind)
+    install = ["install", "--quiet", "--no-deps", "--target", tmp_path / "site", package]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=300)
+    assert (tmp_path / "site/credit_dp/py.typed").exists()
     entry = "from credit_dp.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", entry, "train", "--cfg", "job"], cwd=tmp_path,

@@ -20,7 +20,7 @@ NEWEST_TESTS := tests/data tests/domain_parallel tests/models tests/training
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-newest lint check bench
+.PHONY: help run test test-all test-slow test-newest lint check docs bench
 
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-newest  install the newest of all packages, then the fast tests that torch concerns"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"
+	@echo "make docs      install, then build the documentation as a web site in site/html"
 	@echo "make bench     install, then measure speed and memory; needs a machine that does nothing else"
 
 run: $(VENV)/installed
@@ -55,6 +56,11 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 check: lint test
+
+# A warning is an error. With NOTEBOOKS=force the notebooks run, and are shown with their results.
+docs: $(VENV)/installed-dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html --fresh-env \
+	  --conf-dir docs --doctree-dir site/doctrees . site/html
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench.py

@@ -80,7 +80,9 @@ def select_keys(selector: str) -> list[str]:
         return [f"{selector}.{item.name}" for item in fields(config) if item.name in own]
     if selector.endswith(".*"):
         group = selector.removesuffix(".*")
-        return [f"{group}.{item.name}" for item in fields(classes_of(group)[0])]
+        keys = fields(classes_of(group)[0])
+        # A group within has its own keys and no comment.
+        return [f"{group}.{item.name}" for item in keys if not is_dataclass(item.default_factory)]
     return [selector]
 
 

@@ -1,10 +1,15 @@
 """The tables of keys in the docs agree with the dataclasses of the config."""
 
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from credit_dp.cli.compose import Composer
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -25,6 +30,7 @@ PAGES = (
     "quickstart-climate",
     "your-own-model",
     "physics",
+    "keys",
 )
 
 
@@ -54,6 +60,28 @@ def test_each_group_of_training_is_in_a_table() -> None:
     assert "| `optimizer.lr` | `0.003` | learning rate after the warm-up |" in text
     for key in ("loss.spectrum", "trainer.exploding", "logger.wandb", "parallel.domain"):
         assert f"\n| `{key}` | " in text
+
+
+def keys_of(group: Any, name: str = "") -> Iterator[str]:
+    for item in fields(group):
+        value = getattr(group, item.name)
+        if is_dataclass(value):
+            yield from keys_of(value, f"{name}{item.name}.")
+        else:
+            yield name + item.name
+
+
+CHOICES = [
+    *(f"model={name}" for name in ("unet", "pangu", "crossformer", "diffusion")),
+    *(f"optimizer={name}" for name in ("lion", "muon", "soap")),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_page_of_all_keys_has_those_of_each_choice(choice: str) -> None:
+    page = (ROOT / "docs/keys.md").read_text()
+    config = Composer("train").compose_config([choice])
+    assert [key for key in keys_of(config) if f"| `{key}` |" not in page] == []
 
 
 def test_a_row_has_key_default_and_meaning(tables: ModuleType) -> None:

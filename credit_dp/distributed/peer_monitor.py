@@ -71,7 +71,9 @@ class PeerMonitor:
         self.store: Store | None = None
         self.rendezvous_store: Store | None = None
         self.processes: dict[int, int] = {}  # rank -> process id, on this machine
+        self.watcher: threading.Thread | None = None
         self.finished = False
+        self.left = threading.Event()  # this rank has finished, and waits for no other
         self.store_lost = False
         self.reported = False  # by another rank
         self.ending = threading.Lock()  # held by the thread that ends the process
@@ -89,19 +91,20 @@ class PeerMonitor:
         self.processes = {
             rank: int(pid) for rank, (pid, where) in enumerate(entries) if where == machine
         }
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
 
     def watch(self) -> None:
         """End this rank when another one has ended; if it has finished, only for a killed one."""
-        while self.store is not None and not self.ended_ranks():
+        while self.store is not None and not (self.left.is_set() or self.ended_ranks()):
             try:
                 self.reported = self.store.check([END_KEY])
             except RuntimeError:
                 self.store_lost = True
             if self.reported or self.store_lost:
                 break
-            time.sleep(POLL_SECONDS)
-        if not (self.finished and (self.reported or self.store_lost)):
+            self.left.wait(POLL_SECONDS)
+        if not (self.finished and (self.reported or self.store_lost or self.left.is_set())):
             self.end(1)
 
     # What the main thread and that of the signals call
@@ -111,12 +114,16 @@ class PeerMonitor:
         self.finished = True
         if self.store is None or self.rendezvous_store is None:
             return
-        left = [left_key(rank) for rank in range(self.ranks.world_size)]
-        with contextlib.suppress(RuntimeError):  # the store has ended
+        with contextlib.suppress(RuntimeError):  # too late, or the store has ended
             if self.store.add("credit_dp/finished", 1) == self.ranks.world_size:
                 self.store.set(END_KEY, "")
-            with contextlib.suppress(RuntimeError):  # too late
-                self.rendezvous_store.wait([END_KEY], timedelta(seconds=LAST_RANK_SECONDS))
+            self.rendezvous_store.wait([END_KEY], timedelta(seconds=LAST_RANK_SECONDS))
+        # A thread that is in a call of torch when the interpreter ends aborts the process.
+        self.left.set()
+        if self.watcher is not None:
+            self.watcher.join(REPORTING_SECONDS)
+        left = [left_key(rank) for rank in range(self.ranks.world_size)]
+        with contextlib.suppress(RuntimeError):  # the store has ended
             self.rendezvous_store.set(left[self.ranks.rank], "")
             if self.serves_store:  # torch writes a page to stderr if it ends while others read
                 self.rendezvous_store.wait(left, timedelta(seconds=END_SECONDS))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from credit_dp.config import ParallelConfig
 from credit_dp.distributed import peer_monitor
@@ -201,6 +201,17 @@ def test_a_finished_rank_names_the_one_that_is_killed_before_its_end(
     end(monitor.watch if number is None else partial(monitor.stop, number))
     assert capfd.readouterr().err == KILLED
     assert codes == [1 if number is None else 143]
+
+
+def test_no_thread_is_in_a_call_of_torch_when_a_rank_leaves(codes: list[int]) -> None:
+    """C++ ends a process whose interpreter ends meanwhile: `terminate called without ...`."""
+    monitor = PeerMonitor(RankInfo(), ParallelConfig(domain=1))
+    monitor.start_monitoring(TCPStore("127.0.0.1", 0, 1, is_master=True))
+    assert monitor.watcher is not None
+    assert monitor.watcher.is_alive()
+    monitor.wait_for_all_ranks()
+    assert not monitor.watcher.is_alive()
+    assert codes == []
 
 
 def test_a_rank_that_works_for_long_is_not_ended_by_a_finished_one(

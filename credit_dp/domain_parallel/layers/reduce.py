@@ -13,6 +13,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, FunctionModule, RowLayer
@@ -292,7 +293,8 @@ class DomainParallelStochasticDepth(RowLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the branches that are kept."""
-        if self.training and self.rate and self.draws is None and not x.is_meta:
+        has_data = not (x.is_meta or isinstance(x, FakeTensor))  # a plan has no numbers to draw
+        if self.training and self.rate and self.draws is None and has_data:
             raise UserError(
                 f"{type(self).__name__}: all ranks of a globe have to drop the same branches. "
                 "Call credit_dp.models.blocks.draw_stochastic_depths before each training step."

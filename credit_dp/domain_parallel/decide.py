@@ -356,8 +356,10 @@ def _with_costs(
         with checkpointed(model, wanted.recomputed):
             run = dry_run(model, manager, shapes, in_view=False, backward=True, training=True)
             return _with_every_rank(decision, model, manager, run)
-    except (UserError, UnplannedError) as error:
+    except UnplannedError as error:
         return replace(decision, unplanned=str(error))
+    except UserError as error:
+        return replace(decision, problems=(str(error),), cause=error.__cause__)
 
 
 def _with_every_rank(

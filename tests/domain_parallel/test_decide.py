@@ -333,3 +333,17 @@ def test_one_rank_sends_nothing():
     assert report.problems == ()
     assert {sent.messages for sent in (*report.forward, *report.backward)} == {0}
     assert report.saved_bytes[0] > 0
+
+
+class _FailsInTraining(nn.Conv2d):
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            raise RuntimeError("only without gradients")
+        return super().forward(x)
+
+
+def test_a_step_that_fails_is_a_problem():
+    model = nn.Sequential(_FailsInTraining(2, 2, 1), nn.Conv2d(2, 2, 3, padding=1))
+    report = plan_report(model, (1, 2, 16, 4), 2)
+    assert not report.unplanned
+    assert "only without gradients" in report.problems[0]

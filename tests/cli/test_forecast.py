@@ -114,7 +114,10 @@ NOTHING_WRITTEN = {
     "no such config": (["data.stroe=x"], "data.stroe"),
     "members": (["members=x"], "members: needs a whole number, got 'x'"),
     "members as a time": (["members=1:30"], "members: needs a whole number, got '1:30'"),
-    "checkpoint": (["checkpoint=nowhere"], "checkpoint: needs the folder of a run or of a"),
+    "checkpoint": (
+        ["checkpoint=nowhere"],
+        "checkpoint: needs the path of a checkpoint or of a run, but nowhere",
+    ),
     "model": (
         ["model.channels=[8,32]"],
         "trained with model.channels=[8,16], the config has [8,32]",

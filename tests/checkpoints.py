@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from credit_dp.config import TrainerConfig
-from credit_dp.training.checkpoint import CheckpointSaver, TrainingState
+from credit_dp.training.checkpoint import CheckpointSaver
 from credit_dp.training.checkpoint_files import step_folder
+from credit_dp.training.state import TrainingState
 
 
 def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:

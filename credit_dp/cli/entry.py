@@ -5,8 +5,8 @@ Ranks set their own by `os._exit`: local ones in `distributed/worker.py`, those 
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in the input, reported in one line; 3
 `--check` found the config right, but the data are remote and can't be reached; 75 stopped on
-request, can be resumed (`EXIT_PREEMPTED`); 129 the terminal was lost (SIGHUP); 130
-interrupted (Ctrl-C); 143 terminated (SIGTERM).
+request while it trained, can be resumed (`EXIT_PREEMPTED`); 129 the terminal was lost (SIGHUP);
+130 interrupted (Ctrl-C); 143 terminated (SIGTERM) while nothing trained.
 """
 
 import importlib.metadata

@@ -433,7 +433,7 @@ def _head(report: "Decision", config: Config) -> list[str]:
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters ({size})",
         f"input   {shape}, {config.trainer.dtype}",
-        f"ranks   {report.ranks}",
+        f"ranks   {report.ranks}, which share the model {report.way}",
     ]
     if parallel.pipeline * (parallel.data or 1) * parallel.ensemble > 1:
         lines.append(f"mesh    {mesh_text(parallel)}")

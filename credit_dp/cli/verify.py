@@ -160,5 +160,6 @@ def doctor(arguments: Sequence[str], program: str) -> int:
     parsed = read_config_arguments(arguments, program, DOCTOR_HELP)
     if parsed is None:
         return 0
-    function = "check_json" if parsed.json else "check"
-    return launch(parsed.config, f"credit_dp.costs.sharding_checks:{function}")
+    if parsed.json:
+        return launch(parsed.config, "credit_dp.costs.sharding_checks:check_json")
+    return launch(parsed.config, "credit_dp.costs.sharding_checks:check")

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run, empty_inputs
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition, too_few_rows_messages
 from credit_dp.domain_parallel.planning.audit import AuditError
 from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
@@ -34,7 +34,6 @@ from credit_dp.domain_parallel.planning.model_plan import (
     find_heights,
     is_banded,
     plan_calls,
-    too_few_rows_messages,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.recomputation import checkpointed
@@ -130,6 +129,11 @@ class Decision:
     def in_view(self) -> bool:
         """Whether the model computes through the global view."""
         return bool(self.refusal and not self.problems)
+
+    @property
+    def way(self) -> str:
+        """How ranks share the model, in words."""
+        return "through the global view" if self.in_view else "by its layers"
 
     @property
     def levels(self) -> tuple[ResolutionLevel, ...]:
@@ -552,11 +556,8 @@ def choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> lis
     """
     heights = _heights(shapes)
     for height in heights:
-        if height < manager.domain_parallel_size:
-            raise UserError(
-                f"input_shape: {height} rows can't be shared by {manager.domain_parallel_size} "
-                f"ranks. Lower parallel.domain to {height} or less."
-            )
+        for message in too_few_rows_messages({height: "input_shape"}, manager.domain_parallel_size):
+            raise UserError(message)
         manager.bands.plan({height})
     for a, b in combinations([shape for shape in shapes if is_banded(shape)], 2):
         if a[ROW_DIM] == b[ROW_DIM] or not is_same_field(a, b):

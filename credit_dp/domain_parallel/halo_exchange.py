@@ -34,7 +34,7 @@ from credit_dp.domain_parallel.exchange import (
     rows_with_poles,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager, default_manager
-from credit_dp.domain_parallel.partition import FIELD_DIMS
+from credit_dp.domain_parallel.partition import FIELD_DIMS, too_few_rows_messages
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.transport import Transport, keep_order, transport_named
 from credit_dp.errors import UserError
@@ -113,7 +113,7 @@ def _halo_rows(rows: int, width: int, manager: DomainParallelManager) -> RowExch
 class _HaloExchangeFunction(torch.autograd.Function):
     """Forward: owners send the rows that others need. Backward: their gradients are sent back.
 
-    What all exchanges run. Code outside of this package calls `apply(x, halo_width, dim, manager)`.
+    Code outside of this package calls `apply(x, halo_width, dim, manager)`.
     Saves no tensor: activation checkpointing ends a recomputation after as many saved tensors as
     the forward pass had, so that their number has to be the same on every rank.
     """
@@ -488,11 +488,8 @@ def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None
     if manager.domain_parallel_size == 1:
         return x
     height = x.shape[dim]
-    if height < manager.domain_parallel_size:
-        raise UserError(
-            f"shard_tensor: {height} rows can't be shared by {manager.domain_parallel_size} ranks. "
-            f"Lower parallel.domain to {height} or less."
-        )
+    for message in too_few_rows_messages({height: "shard_tensor"}, manager.domain_parallel_size):
+        raise UserError(message)
     rows = manager.rows(height)
     return x.narrow(dim, rows.start, rows.stop - rows.start).contiguous()
 

@@ -193,6 +193,17 @@ WINDOW_ATTRIBUTES = ("window_size", "window")
 STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+def too_few_rows_messages(heights: Mapping[int, str], ranks: int) -> list[str]:
+    """Return a message for each height, with its first user, that has fewer rows than ranks."""
+    lowest = min(heights, default=ranks)
+    return [
+        f"{user or 'model'}: {rows} rows can't be shared by {ranks} ranks. "
+        f"Lower parallel.domain to {lowest}{' or less' if lowest > 1 else ''}."
+        for rows, user in heights.items()
+        if rows < ranks
+    ]
+
+
 def validate_sharding_constraints(
     model: nn.Module, local_h: int, window_sizes: list[int] | None = None
 ) -> list[str]:

@@ -68,8 +68,6 @@ from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.run_folder import provenance
 from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
-__all__ = ["TrainingState", "find_checkpoint", "load_checkpoint"]
-
 
 @final
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def whole_lines(training: Training) -> list[str]:
 
 
 def model_line(config: Config, training: Training) -> str:
-    """Return the model's name, its number of parameters and its dtype."""
+    """Return the model's name, number of parameters, dtype, and how ranks share it."""
     state = training.trainer.state
     count = sum(p.numel() for p in state.parameters.values())
     frozen = count - sum(p.numel() for p in state.trainable_parameters.values())
@@ -181,7 +181,11 @@ def model_line(config: Config, training: Training) -> str:
         dtype += gpu_precision(config.trainer)
     on_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
     of_them = f", {frozen:,} of them frozen" if frozen else ""
-    return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}"
+    way = ""
+    if config.parallel.domain > 1:
+        in_view = any(attached_view(part) for part in state.parts)
+        way = ", through the global view" if in_view else ", by its layers"
+    return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}{way}"
 
 
 def gpu_precision(trainer: TrainerConfig) -> str:

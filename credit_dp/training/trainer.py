@@ -16,13 +16,13 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 from credit_dp.process import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
-from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.diffusion import Denoising, set_level
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward, clip_gradients
 from credit_dp.training.non_finite import NonFiniteGuard, diagnose_non_finite
 from credit_dp.training.optim import seed_step, step_unless
 from credit_dp.training.replicas import check_replicas
+from credit_dp.training.state import TrainingState
 from credit_dp.training.step_agreement import reduce_step
 from credit_dp.training.throughput import ThroughputMeter
 

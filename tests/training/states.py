@@ -13,9 +13,9 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.pipeline_parallel.stages import cut_model
-from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.optim import build_optimizer, build_schedule, state_layout
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
+from credit_dp.training.state import TrainingState
 from tests.training.runs import tiny_crossformer, tiny_unet
 
 ROWS, COLUMNS = 16, 16

@@ -19,12 +19,12 @@ from credit_dp.config import AdamWConfig, TrainerConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
     CheckpointSaver,
-    TrainingState,
     find_checkpoint,
     load_checkpoint,
 )
 from credit_dp.training.checkpoint_shards import Checkpoint, TensorPart, read_entries, write_shard
 from credit_dp.training.optim import WeightAverage
+from credit_dp.training.state import TrainingState
 from tests.checkpoints import save_checkpoint
 from tests.full_disk import full_disk
 from tests.training.states import (

@@ -17,11 +17,11 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
     CheckpointSaver,
-    TrainingState,
     find_checkpoint,
     load_checkpoint,
 )
 from credit_dp.training.checkpoint_files import list_checkpoints
+from credit_dp.training.state import TrainingState
 from tests.full_disk import full_disk
 from tests.ranks import on_processes
 from tests.training.states import (

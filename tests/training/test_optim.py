@@ -8,7 +8,7 @@ from torch import nn
 
 from credit_dp.config import AdamWConfig, ParallelConfig
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint import TrainingState, load_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import (
     build_optimizer,
     build_schedule,
@@ -16,6 +16,7 @@ from credit_dp.training.optim import (
     seed_step,
     state_layout,
 )
+from credit_dp.training.state import TrainingState
 from tests.checkpoints import save_checkpoint
 from tests.training.states import small_state, take_step
 

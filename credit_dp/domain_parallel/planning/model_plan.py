@@ -8,7 +8,7 @@ band; and audits each of these runs against the global one. Nothing is sent and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,7 +20,13 @@ from torch.autograd.function import BackwardCFunction
 from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
+from credit_dp.domain_parallel.partition import (
+    FIELD_DIMS,
+    ROW_DIM,
+    BandTable,
+    RowPartition,
+    too_few_rows_messages,
+)
 from credit_dp.domain_parallel.planning.audit import NAME_RULE, AuditError, audit, refusal_message
 from credit_dp.domain_parallel.planning.planner import Planner
 from credit_dp.domain_parallel.planning.trace import (
@@ -350,17 +356,6 @@ def _location(planner: Planner, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def too_few_rows_messages(heights: Mapping[int, str], ranks: int) -> list[str]:
-    """Return a message for each height, with its first user, that has fewer rows than ranks."""
-    lowest = min(heights, default=ranks)
-    return [
-        f"{path or 'model'}: {rows} rows can't be shared by {ranks} ranks. "
-        f"Lower parallel.domain to {lowest}{' or less' if lowest > 1 else ''}."
-        for rows, path in heights.items()
-        if rows < ranks
-    ]
 
 
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from credit_dp.config import ParallelConfig
+from credit_dp.config.training import TrainerConfig
 from credit_dp.domain_parallel import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
@@ -28,7 +30,7 @@ from credit_dp.domain_parallel.dry_run import WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from credit_dp.training.summary import whole_lines
+from credit_dp.training.summary import model_line, whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.ranks import DEVICE, cpu_only, on_threads
 
@@ -397,11 +399,36 @@ def test_the_plan_and_the_summary_have_lines_about_whole_calls():
     assert "test_view_plan.py:" in lines
     assert "linalg_pinv runs whole on every rank, once, gathers 5.0 kB, holds" in lines
     assert "the largest gathered tensor: " in lines
-    state = SimpleNamespace(parts=(_converted(model), nn.Identity()))
-    training = SimpleNamespace(trainer=SimpleNamespace(state=state))
+    training = _training_of(_converted(model), nn.Identity())
     assert [line in lines for line in whole_lines(training)] == [True] * 2
     without = decision_lines(plan_report(_around(_Code(lambda x: x + x.roll(1, -2))), SHAPE, 2))
     assert without[-1] == "Every function has a rule for bands: none runs whole."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "way"),
+    [
+        (2, _Code(lambda x: x + x.roll(1, -2)), ", through the global view"),
+        (2, nn.Conv2d(4, 4, 3, padding=1), ", by its layers"),
+        (1, nn.Conv2d(4, 4, 3, padding=1), ""),
+    ],
+)
+def test_the_summary_says_how_ranks_share_the_model(ranks, model, way):
+    config = SimpleNamespace(
+        model=SimpleNamespace(name="mine"),
+        parallel=ParallelConfig(domain=ranks),
+        trainer=TrainerConfig(),
+        device="cpu",
+    )
+    model = _around(model)
+    line = model_line(config, _training_of(_converted(model) if ranks > 1 else model))
+    assert line == f"mine, {sum(p.numel() for p in model.parameters()):,} parameters, float32{way}"
+
+
+def _training_of(*parts):
+    parameters = dict(parts[0].named_parameters())
+    state = SimpleNamespace(parts=parts, parameters=parameters, trainable_parameters=parameters)
+    return SimpleNamespace(trainer=SimpleNamespace(state=state))
 
 
 class _NotCopied(nn.Sequential):

@@ -272,11 +272,11 @@ def _budget_cells(budget: "RankBudget") -> tuple[str, str]:
     return budget.mode, str(budget.pipeline_rank)
 
 
-# What the JSON has of a `Decision`.
+# What the JSON has of a `Decision`, in the order of the text.
 DECISION_KEYS = (
-    *("input_shapes", "ranks", "parameters", "parameter_bytes", "problems", "refusal", "unplanned"),
-    *("levels", "layers", "forward", "backward", "saved_bytes", "recomputed_bytes", "launches"),
-    *("whole_calls", "decisions", "whole_bytes", "largest_gathered"),
+    *("parameters", "parameter_bytes", "input_shapes", "ranks", "layers", "forward", "backward"),
+    *("levels", "saved_bytes", "recomputed_bytes", "launches", "refusal", "unplanned"),
+    *("decisions", "whole_calls", "whole_bytes", "largest_gathered", "problems"),
 )
 
 

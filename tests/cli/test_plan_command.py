@@ -42,6 +42,8 @@ def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["forward"][0]["bytes"] < report["forward"][1]["bytes"]
     assert len(report["saved_bytes"]) == 5
     assert report["parameter_bytes"] == 4 * report["parameters"]
+    of_text = ["model", "parameters", "ranks", "layers", "levels", "saved_bytes", "problems"]
+    assert [key for key in report if key in of_text] == of_text
 
 
 @pytest.mark.slow

@@ -162,13 +162,14 @@ class Conversion:
             return module
         # A parametrization, as spectral_norm, gives its module a type of its own.
         kind = type_before_parametrizations(module)
-        rule = self.custom_converters.get(kind, RULES[kind] if kind in REGISTERED else None)
+        layer_type = kind if kind in REGISTERED else _effective_type(module, kind)
+        registered = RULES[layer_type] if layer_type in REGISTERED else None
+        rule = self.custom_converters.get(kind, registered)
         if rule is not None:
             replacement = self._assign_manager(_apply_rule(rule, module, path))
             if not isinstance(replacement, RowLayer):
                 self.trusted.append(replacement)
             return replacement
-        layer_type = _effective_type(module, kind)
         if layer_type in RULES:
             try:
                 replacement = self._assign_manager(RULES[layer_type](module))

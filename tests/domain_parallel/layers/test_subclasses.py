@@ -16,6 +16,7 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPadLayer
+from credit_dp.domain_parallel.rules import REGISTERED, RULES, register
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
@@ -142,6 +143,39 @@ def test_a_conversion_refuses_or_audits_them(wrapper, make, message):
         with suppress(UserError):
             convert_to_domain_parallel(model, manager, input_shape=SHAPE)
         assert type(model[1]) is before
+
+    on_threads(2, converted)
+
+
+class Single(nn.Unfold):
+    def __init__(self):
+        super().__init__(1)
+
+
+class Unlike(Single):
+    def forward(self, x):
+        return x + 1
+
+
+class Mirrored(nn.Module):
+    def forward(self, x):
+        return x.flip(-2)
+
+
+@pytest.fixture
+def unfold_rule():
+    yield register(nn.Unfold)(lambda layer: Mirrored())
+    REGISTERED.remove(nn.Unfold)
+    del RULES[nn.Unfold]
+
+
+@pytest.mark.usefixtures("unfold_rule")
+@pytest.mark.parametrize("make", [lambda: nn.Unfold(1), Single, Unlike])
+def test_a_registered_rule_is_trusted_for_what_acts_as_its_layer(make):
+    def converted(manager):
+        model = nn.Sequential(nn.Conv2d(4, 4, 1), make())
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
+        assert type(model[1]) is (Unlike if make is Unlike else Mirrored)
 
     on_threads(2, converted)
 

@@ -85,7 +85,7 @@ class Conversion:
         self.converted_counts: Counter[str] = Counter()
         self.user_leaf_counts: Counter[str] = Counter()
         self._replacements: dict[nn.Module, nn.Module] = {}
-        self._replaced_children: list[tuple[nn.Module, str, nn.Module]] = []
+        self._replaced_children: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         self._left_alone: list[tuple[nn.Module, str, nn.Module, RowLayer]] = []
         self._original: nn.Module | None = None
         self._shardings: list[tuple[nn.Module, dict[str, RowSharding]]] = []
@@ -136,9 +136,9 @@ class Conversion:
 
     def _leave_alone(self) -> None:
         """Put those original layers back that act alone."""
-        for parent, name, original in self._replaced_children:
-            layer = parent._modules.get(name)
-            if isinstance(layer, RowLayer) and layer.acts_alone:
+        for parent, name, original, layer in self._replaced_children:
+            replaced = parent._modules.get(name) is layer
+            if replaced and isinstance(layer, RowLayer) and layer.acts_alone:
                 self._left_alone.append((parent, name, original, layer))
                 update_original(layer, original)
                 parent._modules[name] = original
@@ -197,19 +197,23 @@ class Conversion:
             computes_weights = name == "parametrizations" and is_parametrized(module)
             if child is not None and not computes_weights:
                 replacement = self.convert(child, f"{path}.{name}" if path else name)
-                self._replaced_children.append((module, name, child))
+                self._replaced_children.append((module, name, child, replacement))
                 _replace_module(module, name, child, replacement)
         return module
 
     def undo(self, converted: nn.Module) -> nn.Module:
-        """Put the original layers back, and return the model that was converted."""
+        """Put the original layers back, and return the model that was converted.
+
+        A module that the user has put in the place of a layer stays.
+        """
         self.is_applied = False
         detach_shared_exchanges(converted)
         set_row_shardings(converted, self._shardings)
         detach_context(converted, self.context)
-        for parent, name, original in self._replaced_children:
-            update_original(parent._modules[name], original)
-            parent._modules[name] = original
+        for parent, name, original, replacement in self._replaced_children:
+            if parent._modules.get(name) is replacement:
+                update_original(replacement, original)
+                parent._modules[name] = original
         self._replaced_children = []
         if converted.__dict__.pop(CONVERSION_ATTRIBUTE, None) and self._previous:
             converted.__dict__[CONVERSION_ATTRIBUTE] = self._previous
@@ -252,13 +256,13 @@ def _replace_module(
         parent._modules[name] = new_module
 
 
-def update_original(replacement: nn.Module | None, original: nn.Module) -> None:
+def update_original(replacement: nn.Module, original: nn.Module) -> None:
     """Give a replaced module the current parameters, buffers and mode of its replacement.
 
     A `RowLayer` shares them with the layer that it wraps. Any other replacement may have been moved
     to a device or loaded since.
     """
-    if replacement is None or replacement is original:
+    if replacement is original:
         return
     if isinstance(replacement, RowLayer):
         # All dictionaries of hooks are shared, but this flag is a plain value.

@@ -137,6 +137,20 @@ def test_the_root_may_be_a_layer():
     on_threads(2, root)
 
 
+def test_a_layer_that_was_exchanged_meanwhile_stays():
+    def exchanged(manager):
+        conv = nn.Conv2d(3, 3, 3, padding=1)
+        model = nn.Sequential(conv, Doubles(), nn.Conv2d(3, 3, 1), Doubles())
+        mine = nn.Conv2d(3, 3, 5, padding=2), nn.Identity(), nn.Tanh()
+        before = model[3]
+        _converted(model, manager)
+        model[0], model[1], model[2] = mine
+        convert_from_domain_parallel(model)
+        assert tuple(model) == (*mine, before)
+
+    on_threads(2, exchanged)
+
+
 def test_conversions_of_parts_and_of_all_are_undone():
     def parts(manager):
         model = UserModel()

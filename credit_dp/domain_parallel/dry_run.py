@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -362,15 +363,19 @@ class _Recorder:
                     continue
 
                 def enter(module: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
+                    self.running.append(_CounterKey(path))
                     bands = _bands_of_call(module, args)
-                    self.running.append(_CounterKey(path, bands.input if bands else None))
+                    self.running[-1] = _CounterKey(path, bands.input if bands else None)
                     self.count_for(*self.running[-1])
 
                 def leave(
                     module: nn.Module, args: tuple[Any, ...], output: Any, path: str = path
                 ) -> None:
-                    # Not called after an error: then the failed module stays the innermost. If the
-                    # model handled the error, the modules above it are still in the list.
+                    # After an error the failed module stays the innermost. If the model handled the
+                    # error, the modules above it are still in the list.
+                    failed = output is None and not in_backward()
+                    if failed and isinstance(module, RowLayer):
+                        return
                     while self.running and self.running.pop().path != path:
                         pass
                     self.count_for(*(self.running[-1:] or [_CounterKey("")])[0])
@@ -552,7 +557,11 @@ def _run(
             model.train(training)
         make = inputs or empty_inputs(model, shapes)
         args, kwargs = make(local_shape)
-        whole_inputs = tensor_leaves(make(lambda shape: shape))
+        if view is None and manager.domain_parallel_size > 1:
+            given, inputs_name = (args, kwargs), f"rank {manager.domain_rank}'s band of the input"
+        else:
+            given, inputs_name = make(lambda shape: shape), "the whole globe's input"
+        errors = partial(_errors_of_model, recorder, inputs_name, tensor_leaves(given))
         held = [*model.parameters(), *model.buffers()]
         recorder.exclude(held)
         if stage is not None and stage > 0:  # another stage has sent the inputs
@@ -561,7 +570,8 @@ def _run(
         known = KnownValues(buffers, dict(model.named_buffers()))
         dry_run_mode = _DryRunMode(recorder, memo, known, assumptions)
         with torch.enable_grad(), dry_run_mode, count_recomputation(again):
-            outputs = _forward(model, args, kwargs, recorder, whole_inputs)
+            with errors():
+                outputs = _forward(model, args, kwargs, recorder)
             specs = tuple(_output_spec(x, view) for x in outputs)
             if stage is not None:
                 for x in outputs:
@@ -570,7 +580,7 @@ def _run(
             outputs = [x for x in outputs if x.requires_grad]
             # Code of the user's there may fail, or need what can't be done.
             if outputs and (backward or (view is not None and view.has_backward_code)):
-                with _errors_of_model(recorder, whole_inputs):
+                with errors():
                     gradients = [torch.empty_like(x) for x in outputs]
                     torch.autograd.backward(outputs, gradients)
         recorder.saved_bytes += again.received
@@ -655,23 +665,22 @@ def _forward(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     recorder: _Recorder,
-    inputs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the tensors of a model's outputs; `inputs` are those of the globe."""
-    with (
-        _errors_of_model(recorder, inputs),
-        torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x),
-    ):
+    """Return the tensors of a model's outputs."""
+    with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x):
         return tensor_leaves(model(*args, **kwargs))
 
 
 @contextmanager
-def _errors_of_model(recorder: _Recorder, inputs: Sequence[Tensor]) -> Iterator[None]:
+def _errors_of_model(
+    recorder: _Recorder, inputs_name: str, inputs: Sequence[Tensor]
+) -> Iterator[None]:
     """Name the module and the line of the model that failed in errors.
 
     Args:
         recorder: of the run.
-        inputs: of the model, with the shapes of the globe.
+        inputs_name: what the model runs on, for messages.
+        inputs: of the model, with the shapes that its code sees.
 
     Raises:
         GlobalForwardError: the model fails.
@@ -702,7 +711,7 @@ def _errors_of_model(recorder: _Recorder, inputs: Sequence[Tensor]) -> Iterator[
             raise UnplannedError(
                 f"{where}: an operator reads the memory of its tensors, as those of sparse ones do."
             ) from error
-        raise GlobalForwardError(failure_message(where, error, inputs)) from error
+        raise GlobalForwardError(failure_message(where, error, inputs_name, inputs)) from error
 
 
 def _is_model_code(path: str) -> bool:

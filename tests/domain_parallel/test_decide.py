@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel import (
@@ -347,3 +348,34 @@ def test_a_step_that_fails_is_a_problem():
     report = plan_report(model, (1, 2, 16, 4), 2)
     assert not report.unplanned
     assert "only without gradients" in report.problems[0]
+
+
+class _WeightsInTraining(nn.Module):
+    def forward(self, weight):
+        if torch.is_grad_enabled():
+            raise RuntimeError("only without gradients")
+        return weight
+
+
+def test_a_layer_that_fails_in_a_step_is_named_with_what_it_ran_on():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    register_parametrization(conv, "weight", _WeightsInTraining(), unsafe=True)
+    (problem,) = plan_report(nn.Sequential(nn.Conv2d(2, 2, 1), conv), (1, 2, 16, 4), 2).problems
+    assert problem.startswith("1 (DomainParallelConv2d), ")
+    assert "fails on rank 0's band of the input (RuntimeError: only without gradients)" in problem
+    assert "called with (1, 2, 8, 4) of torch.float32" in problem
+
+
+class _CropsInTraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x[:, :, 1:] if torch.is_grad_enabled() else x)
+
+
+def test_a_layer_that_gets_other_rows_in_a_step_is_named():
+    (problem,) = plan_report(_CropsInTraining(), (1, 2, 16, 4), 2).problems
+    assert problem.startswith("conv (DomainParallelConv2d), ")
+    assert "rank 0 got 7 rows, the plan has {16: 8}" in problem

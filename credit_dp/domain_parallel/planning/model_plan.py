@@ -278,7 +278,7 @@ def _batch_resizer(shapes: list[Shape], has_batch: set[int], size: int) -> Calla
 
 
 class GlobalForwardError(UserError):
-    """The model fails on the whole globe's input."""
+    """The model's own code fails."""
 
 
 class _TracedRun(NamedTuple):
@@ -308,7 +308,8 @@ def _trace_run(
                     raise
                 if rank is None:
                     where, tensors = _location(planner, error), tensor_leaves((args, kwargs))
-                    raise GlobalForwardError(failure_message(where, error, tensors)) from error
+                    message = failure_message(where, error, "the whole globe's input", tensors)
+                    raise GlobalForwardError(message) from error
                 raise _band_error(planner, error) from None
             trace.record_boundary(tensor_leaves(outputs), ())
             if not np.array_equal(python_random_state(), numbers):
@@ -338,11 +339,13 @@ def _band_error(planner: Planner, error: Exception) -> UserError:
 SHAPE_WORDS = ("shape", "size", "dim", "channels", "elements", "numel", "features")
 
 
-def failure_message(where: str, error: Exception, inputs: Sequence[Tensor]) -> str:
-    """Return the message for a model that fails on the whole globe's input, as its code says."""
+def failure_message(
+    where: str, error: Exception, inputs_name: str, inputs: Sequence[Tensor]
+) -> str:
+    """Return the message for a model that fails on these inputs, as its code says."""
     given = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in inputs)
     message = (
-        f"{where}: fails on the whole globe's input ({type(error).__name__}: {_first_line(error)}) "
+        f"{where}: fails on {inputs_name} ({type(error).__name__}: {_first_line(error)}) "
         f"when it is called with {given or 'no tensors'}."
     )
     if any(word in str(error).lower() for word in SHAPE_WORDS):

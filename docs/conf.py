@@ -30,6 +30,8 @@ myst_links_external_new_tab = False
 nb_execution_mode = os.environ.get("NOTEBOOKS", "off")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
+nb_merge_streams = True  # a command's output comes in parts that begin anywhere in a line
+nb_render_image_options = {"alt": "Plot of the code above"}
 suppress_warnings = ["misc.highlighting_failure"]  # cells in bash
 
 default_role = "code"  # of `names` in docstrings

@@ -29,7 +29,7 @@ def obstacle_to_compilation(model: nn.Module, model_config: ModelConfig) -> str:
     if attached_view(model) is not None:
         return (
             "this model computes through the global view, whose functions can't be compiled. It "
-            "runs uncompiled."
+            "runs uncompiled. On a GPU set compile=false and trainer.cuda_graph=true instead."
         )
     contexts = attached_contexts(model)  # none of a model that is not sharded
     if contexts and torch.__version__ < "2.12":

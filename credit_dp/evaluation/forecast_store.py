@@ -24,8 +24,8 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import as_slice
-from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.errors import UserError
 
 LEAD_DIM = "prediction_timedelta"

@@ -21,8 +21,8 @@ from credit_dp.data.sources.coordinates import (
     in_dim_order,
     standardise_dims,
 )
+from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Times, as_slice
-from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name

@@ -26,13 +26,13 @@ from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import check_coordinates
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
 from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
-from credit_dp.data.sources.storage import content_stamp
-from credit_dp.data.sources.zarr import (
+from credit_dp.data.sources.gridded import (
     DatasetCounter,
     GriddedSource,
     open_netcdf,
     open_zarr_dataset,
 )
+from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
 from credit_dp.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 import zarr
 
-from credit_dp.data.sources.zarr import GriddedSource
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded

@@ -18,7 +18,7 @@ from credit_dp.costs.budget import plan_step, training_memory
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.sources.zarr import hybrid_coefficients
+from credit_dp.data.sources.gridded import hybrid_coefficients
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData

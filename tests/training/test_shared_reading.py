@@ -8,8 +8,8 @@ from credit_dp.bands import unshared_amplification
 from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.shared import ExchangeStoppedError, SharedSource
-from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.training.shared_reading import build_chunk_exchange

@@ -26,10 +26,10 @@ from credit_dp.data.sources.address import (
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
 from credit_dp.data.sources.grib_file import is_grib
+from credit_dp.data.sources.gridded import GriddedSource, is_netcdf
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.source import Source, describe_sums, with_model_levels
 from credit_dp.data.sources.storage import open_zarr_store
-from credit_dp.data.sources.zarr import GriddedSource, is_netcdf
 from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, canonical_name

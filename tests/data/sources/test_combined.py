@@ -6,8 +6,8 @@ import pytest
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.prepared import PreparedSource
-from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores

@@ -16,9 +16,9 @@ from xarray.backends.file_manager import FILE_CACHE
 from zarr.storage import LocalStore
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.sources.storage import READS_BETWEEN_CHECKS, CountingStore
-from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.zarr import GriddedSource
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources import address
 from credit_dp.data.sources.combined import FilesSource
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source
-from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores

@@ -5,6 +5,9 @@ are the same here and there.
 """
 
 import os
+from functools import partial
+
+import jupyter_cache.executors.utils as executors
 
 import credit_dp
 
@@ -30,8 +33,10 @@ myst_links_external_new_tab = False
 nb_execution_mode = os.environ.get("NOTEBOOKS", "off")
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
-nb_merge_streams = True  # a command's output comes in parts that begin anywhere in a line
 nb_render_image_options = {"alt": "Plot of the code above"}
+# A command's output comes in parts of 100 characters, and each would be a block on the page.
+# nbclient can join them, myst_nb has no setting for that, and its own begins a line at each.
+executors.executenb = partial(executors.executenb, coalesce_streams=True)
 suppress_warnings = ["misc.highlighting_failure"]  # cells in bash
 
 default_role = "code"  # of `names` in docstrings

@@ -1,4 +1,4 @@
-"""Tensors made of Python numbers, and methods whose results are constants of compiled code."""
+"""Tensors made of Python numbers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -7,19 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from credit_dp.torch_private import is_dispatch_mode_active, is_transform_active
+
 K = TypeVar("K", bound=Hashable)
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def constant_when_compiled(method: F) -> F:
-    """Let torch's compiler call a method while it traces, and take the result for a constant.
-
-    The result is None, a number or a string. Compiled code is used again as long as the arguments
-    are the same, and does not see what else the method depends on.
-    """
-    # What `torch.compiler.assume_constant_result` does; to import that takes a second.
-    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return method
 
 
 def constant_tensor(
@@ -50,11 +40,7 @@ def cached_constant(
     # This thread's modes count: torch has a flag, too, but only one for all threads.
     # In a transform of `torch.func` new tensors belong to it. The compiler can't see through the
     # cache, and has one of its own.
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if torch.compiler.is_compiling() or is_dispatch_mode_active() or is_transform_active():
         return constant_tensor(compute(key), device, dtype)
     return _cached_constant(compute, key, device, dtype)
 

@@ -40,15 +40,17 @@ def profile_region(name: str) -> AbstractContextManager[object]:
     """Return a context whose time the trace shows under `name`; without a profiler it is empty."""
     from torch.autograd import profiler
 
+    from credit_dp.torch_private import is_profiling
+
     # Without the test, torch.compile and tracing would record the profiler's operation.
-    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+    return profiler.record_function(name) if is_profiling() else nullcontext()
 
 
 def profiled_call(name: str, call: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls `call` and whose time the trace shows under `name`."""
-    from torch.autograd import profiler
+    from credit_dp.torch_private import is_profiling
 
-    if not profiler._is_profiler_enabled:
+    if not is_profiling():
         return call
 
     def call_in_region() -> None:

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.hydra import Hydra
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -37,6 +33,12 @@ from credit_dp import checks
 from credit_dp import config as credit_dp_config
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.folders import run_folder, sweep_folder
+from credit_dp.cli.hydra_private import (
+    ConfigLoaderImpl,
+    FileConfigSource,
+    Hydra,
+    create_config_search_path,
+)
 from credit_dp.cli.overrides import (
     check_key,
     check_lists,
@@ -192,7 +194,7 @@ class Composer:
         with block_signals((signal.SIGINT,)):
             register_schemas()
             register_resolvers()
-            SourcesRegistry.instance().register(UserConfigSource)
+            Plugins.instance().register(UserConfigSource)
             self.config_name = config_name
             self.hydra = Hydra(job, RememberingLoader(search_path(config_dir)))
             GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process

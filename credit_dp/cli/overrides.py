@@ -210,12 +210,11 @@ def annotated_yaml(config: DictConfig, indent: str = "") -> Iterator[str]:
     values = OmegaConf.to_container(config, enum_to_str=True)
     for key, value in values.items() if isinstance(values, dict) else ():
         name = str(key)
-        node = config._get_node(key)
-        group = isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node))
+        group = is_dataclass(OmegaConf.get_type(config, name))
         line = f"{indent}{name}:" if group else f"{indent}{name}: {as_yaml(value)}"
         yield f"{line:<36}  # {comments[name]}" if name in comments else line
-        if isinstance(node, DictConfig) and group:
-            yield from annotated_yaml(node, f"{indent}  ")
+        if group:
+            yield from annotated_yaml(config[key], f"{indent}  ")
 
 
 def as_yaml(value: object) -> str:
@@ -508,5 +507,5 @@ def full_key(error: OmegaConfBaseException, config_file: str) -> str:
 def _sibling_keys(error: OmegaConfBaseException) -> list[str]:
     """Return the keys of the node in which a missing one was looked up."""
     node = error.parent_node
-    schema = None if node is None else node._metadata.object_type
+    schema = OmegaConf.get_type(node)
     return [field.name for field in fields(schema)] if is_dataclass(schema) else []

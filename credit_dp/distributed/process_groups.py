@@ -245,12 +245,13 @@ def is_plain_gloo(world: ProcessGroup) -> bool:
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps it, and expects as many messages of each rank.
     """
-    import torch
     from torch import distributed
+
+    from credit_dp.torch_private import cpu_backend
 
     if distributed.get_backend() != "gloo":
         return False
-    return isinstance(world._get_backend(torch.device("cpu")), distributed.ProcessGroupGloo)
+    return isinstance(cpu_backend(world), distributed.ProcessGroupGloo)
 
 
 def new_group_alone(world: ProcessGroup) -> ProcessGroup:
@@ -262,21 +263,17 @@ def new_group_alone(world: ProcessGroup) -> ProcessGroup:
     Args:
         world: the gloo group of all ranks.
     """
-    import torch
     from torch import distributed
     from torch.distributed import Backend
 
-    gloo: Any = distributed.ProcessGroupGloo
-    of_world: Any = world._get_backend(torch.device("cpu"))
-    # No part of the documented interface: another version of torch may not have them.
-    devices = getattr(getattr(of_world, "options", None), "_devices", None)
-    if not devices:
+    from credit_dp.torch_private import gloo_options
+
+    options = gloo_options(world, GROUP_TIMEOUT)
+    if options is None:
         alone = distributed.new_group(
             [distributed.get_rank()], timeout=GROUP_TIMEOUT, use_local_synchronization=True
         )
         return cast("ProcessGroup", alone)
-    options = gloo._Options()
-    options._devices = devices
     # Again for each group, which changes nothing: torch has one table for the process.
     Backend.register_backend(GLOO_ALONE, _create_gloo, extended_api=True, devices=["cpu"])
     group = distributed.new_group(
@@ -294,7 +291,6 @@ def _create_gloo(group: Any, options: Any) -> Any:
     from torch import distributed
 
     gloo: Any = distributed.ProcessGroupGloo
-    options._timeout = group.timeout
     return gloo(group.store, group.group_rank, group.group_size, options)
 
 

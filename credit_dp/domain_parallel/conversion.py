@@ -20,6 +20,12 @@ from credit_dp.domain_parallel.row_tensors import RowSharding, row_shardings, se
 from credit_dp.domain_parallel.rules import CONTAINERS, REGISTERED, RULES
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    buffers_of,
+    children_of,
+    parameters_of,
+    share_kind_of_backward_hooks,
+)
 
 Converter = Callable[[Any], nn.Module]
 # A converted model holds its `Conversion` in this attribute.
@@ -122,11 +128,13 @@ class Conversion:
         Afterwards it has the original layer again wherever that acts alone with the planned bands.
         A module that the user has put in its place stays.
         """
-        own = [entry for entry in self._left_alone if entry[0]._modules.get(entry[1]) is entry[2]]
+        own = [
+            entry for entry in self._left_alone if children_of(entry[0]).get(entry[1]) is entry[2]
+        ]
         for parent, name, original, layer in own:
             layer.train(original.training)
-            layer._is_full_backward_hook = original._is_full_backward_hook
-            parent._modules[name] = layer
+            share_kind_of_backward_hooks(layer, original)
+            children_of(parent)[name] = layer
         self.converted_counts += _type_counts(own)
         self._left_alone = []
         try:
@@ -137,11 +145,11 @@ class Conversion:
     def _leave_alone(self) -> None:
         """Put those original layers back that act alone."""
         for parent, name, original, layer in self._replaced_children:
-            replaced = parent._modules.get(name) is layer
+            replaced = children_of(parent).get(name) is layer
             if replaced and isinstance(layer, RowLayer) and layer.acts_alone:
                 self._left_alone.append((parent, name, original, layer))
                 update_original(layer, original)
-                parent._modules[name] = original
+                children_of(parent)[name] = original
         self.converted_counts -= _type_counts(self._left_alone)
 
     def convert(self, module: nn.Module, path: str) -> nn.Module:
@@ -187,12 +195,12 @@ class Conversion:
                 f"{_HOW_TO_REGISTER}"
             )
         # Code of the user's stays: the audit proves that it keeps rows apart.
-        if not module._modules:
+        if not children_of(module):
             self.user_leaf_counts[kind.__name__] += 1
         return self._convert_children(module, path)
 
     def _convert_children(self, module: nn.Module, path: str) -> nn.Module:
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             # Parametrizations compute weights, which have no rows of fields.
             computes_weights = name == "parametrizations" and is_parametrized(module)
             if child is not None and not computes_weights:
@@ -211,9 +219,9 @@ class Conversion:
         set_row_shardings(converted, self._shardings)
         detach_context(converted, self.context)
         for parent, name, original, replacement in self._replaced_children:
-            if parent._modules.get(name) is replacement:
+            if children_of(parent).get(name) is replacement:
                 update_original(replacement, original)
-                parent._modules[name] = original
+                children_of(parent)[name] = original
         self._replaced_children = []
         if converted.__dict__.pop(CONVERSION_ATTRIBUTE, None) and self._previous:
             converted.__dict__[CONVERSION_ATTRIBUTE] = self._previous
@@ -253,7 +261,7 @@ def _replace_module(
 ) -> None:
     """Replace the child `name` of `parent` by `new_module`."""
     if new_module is not old_module:
-        parent._modules[name] = new_module
+        children_of(parent)[name] = new_module
 
 
 def update_original(replacement: nn.Module, original: nn.Module) -> None:
@@ -266,14 +274,14 @@ def update_original(replacement: nn.Module, original: nn.Module) -> None:
         return
     if isinstance(replacement, RowLayer):
         # All dictionaries of hooks are shared, but this flag is a plain value.
-        original._is_full_backward_hook = replacement._is_full_backward_hook
+        share_kind_of_backward_hooks(original, replacement)
         return
     replacements = dict(replacement.named_modules())
     for name, module in original.named_modules():
         if name in replacements:
             module.training = replacements[name].training
-            _update_tensors(replacements[name]._parameters, module._parameters)
-            _update_tensors(replacements[name]._buffers, module._buffers)
+            _update_tensors(parameters_of(replacements[name]), parameters_of(module))
+            _update_tensors(buffers_of(replacements[name]), buffers_of(module))
 
 
 def _update_tensors(replacement: dict[str, Any], original: dict[str, Any]) -> None:

@@ -21,8 +21,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.conversion import (
     CONVERSION_ATTRIBUTE,
@@ -59,6 +57,15 @@ from credit_dp.domain_parallel.rules import (
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    children_of,
+    forward_pre_hooks,
+    remove_hooks,
+    run_uncompiled,
+    takes_kwargs,
+    tree_leaves,
+    tree_map_only,
+)
 
 # The underscored names and `validate_sharding_constraints` are imported from here by code that is
 # written against this module: compatibility.
@@ -215,7 +222,7 @@ def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
         model = conversion.undo_all(model)
     # Layers that were put into the model by hand, without a conversion.
     for module in model.modules():
-        for name, child in list(module._modules.items()):
+        for name, child in list(children_of(module).items()):
             if isinstance(child, RowLayer):
                 _replace_module(module, name, child, unwrap(child))
     return unwrap(model) if isinstance(model, RowLayer) else model
@@ -287,7 +294,7 @@ class PlanAtFirstForward:
         self.refusals = conversion.problems
         self.is_planning = False
 
-    @_disable_dynamo  # torch.compile would trace into the plan, which runs the model many times
+    @run_uncompiled  # torch.compile would trace into the plan, which runs the model many times
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Plan, unless this call is itself part of a plan; return new arguments if there are."""
         if self.is_planning or active_planner() is not None:
@@ -307,7 +314,7 @@ class PlanAtFirstForward:
             new_args, new_kwargs = tree_map_only(Tensor, empty_input, (args, kwargs))
             return list(new_args), new_kwargs
 
-        hooks = set(model._forward_pre_hooks)
+        hooks = set(forward_pre_hooks(model))
         self.is_planning = True
         try:
             self._plan(model, list(global_shapes.values()), inputs)
@@ -365,9 +372,9 @@ def _run_new_hooks(model: nn.Module, hooks: set[int], args: Any, kwargs: Any) ->
 
     torch has listed the hooks of the call that runs now before: it would not call them.
     """
-    for key, hook in list(model._forward_pre_hooks.items()):
+    for key, hook in list(forward_pre_hooks(model).items()):
         if key not in hooks:
-            if key in model._forward_pre_hooks_with_kwargs:
+            if takes_kwargs(model, key):
                 args, kwargs = hook(model, args, kwargs) or (args, kwargs)
             else:
                 hook(model, args)
@@ -376,10 +383,7 @@ def _run_new_hooks(model: nn.Module, hooks: set[int], args: Any, kwargs: Any) ->
 
 def remove_planning_hook(model: nn.Module) -> None:
     """Remove the hook that plans at the first forward, if the model has it."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, PlanAtFirstForward):
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    remove_hooks(model, lambda hook: isinstance(hook, PlanAtFirstForward))
 
 
 def check_shard_dim(shard_dim: int, ndim: int | None) -> None:

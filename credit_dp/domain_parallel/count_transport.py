@@ -14,12 +14,12 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import PeerTensor, Transport
 from credit_dp.errors import UserError
+from credit_dp.torch_private import FakeTensor
 
 
 @final

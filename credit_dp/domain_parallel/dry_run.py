@@ -22,10 +22,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    UnsupportedOperatorException,
-)
 from torch.utils.flop_counter import flop_registry
 
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
@@ -64,6 +60,10 @@ from credit_dp.domain_parallel.view.decisions import (
 )
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 
 # How torch says that an operator wants the data of a tensor that has none, or of a sparse one.
 READS_MEMORY = ("Cannot access data pointer of Tensor", "Cannot access storage of Sparse")
@@ -225,7 +225,7 @@ class _DryRunMode(PlanningMode):
             if result is None:
                 raise
         self._known.note(func, args, kwargs, result)
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         if packet in flop_registry and not in_backward():
             self.recorder.add_work(int(flop_registry[packet](*args, **kwargs, out_val=result)))
         if launches_kernel(func) and any(
@@ -287,16 +287,16 @@ class _Recorder:
             self.costs = None
 
     def _is_whole(self, x: GlobalTensor) -> bool:
-        return x.local.untyped_storage()._cdata in self.whole
+        return id(x.local.untyped_storage()) in self.whole
 
     def add_whole_results(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         """Note the new storages among the results of an operation inside a whole call."""
         assert self.costs is not None
-        known = {x.untyped_storage()._cdata for x in tensors_in(operands)}
+        known = {id(x.untyped_storage()) for x in tensors_in(operands)}
         for x in tensors_in(results):
             storage = x.untyped_storage()
-            if storage._cdata not in known:
-                self.whole[storage._cdata] = (storage, self.costs)
+            if id(storage) not in known:
+                self.whole[id(storage)] = (storage, self.costs)
 
     def add_work(self, flops: int) -> None:
         """Count floating-point operations."""
@@ -308,18 +308,18 @@ class _Recorder:
     def exclude(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these tensors, which are held anyway, as saved."""
         for x in tensors:
-            self._saved[x.untyped_storage()._cdata] = x.untyped_storage()
+            self._saved[id(x.untyped_storage())] = x.untyped_storage()
 
     def save(self, x: Tensor) -> Tensor:
         """Count a tensor that autograd saves and return it, as a pack hook; each storage once."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._saved:
+        if id(storage) not in self._saved:
             # Kept alive, as the address of a freed storage would be reused.
-            self._saved[storage._cdata] = storage
+            self._saved[id(storage)] = storage
             self.saved_bytes += storage.nbytes()
-            if storage._cdata in self.whole:
+            if id(storage) in self.whole:
                 self.whole_bytes += storage.nbytes()
-                self.whole[storage._cdata][1].saved_bytes += storage.nbytes()
+                self.whole[id(storage)][1].saved_bytes += storage.nbytes()
         return x
 
     @property

@@ -14,9 +14,9 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any, NamedTuple, final
 
-from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
+from credit_dp.torch_private import constant_when_compiled
 
 
 class RowRange(NamedTuple):

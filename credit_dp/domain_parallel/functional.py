@@ -22,7 +22,6 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPad, DomainParallelRoll
@@ -36,6 +35,13 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    BACKWARD_FRAME,
+    backward_pass,
+    forward_pre_hooks,
+    remove_hooks,
+    run_uncompiled,
+)
 
 __all__ = ["interpolate", "mean", "pad", "roll"]
 
@@ -264,7 +270,7 @@ def active_context() -> ShardingContext | None:
     return stack[-1] if stack else None
 
 
-@_disable_dynamo
+@run_uncompiled
 def _untraced_context() -> ShardingContext | None:
     return active_context()
 
@@ -272,7 +278,7 @@ def _untraced_context() -> ShardingContext | None:
 def in_backward() -> bool:
     """Return whether this thread runs a backward pass, and so perhaps a recomputation."""
     # The autograd engine numbers its passes; -1 stands for none.
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def has_live_contexts() -> bool:
@@ -288,7 +294,7 @@ def recomputing_module() -> nn.Module | None:
     # Frames beyond torch's entry into the engine belong to the caller of backward(), who may be in
     # another module.
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name != "_engine_run_backward":
+    while frame.f_back is not None and frame.f_code.co_name != BACKWARD_FRAME:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and is_user_module(module):
             return module
@@ -347,7 +353,7 @@ def attached_contexts(model: nn.Module, recursive: bool = True) -> list[Sharding
     hooks: list[Any] = [
         hook
         for module in (model.modules() if recursive else [model])
-        for hook in module._forward_pre_hooks.values()
+        for hook in forward_pre_hooks(module).values()
     ]
     return list(dict.fromkeys(hook.context for hook in hooks if isinstance(hook, _EnterContext)))
 
@@ -355,12 +361,7 @@ def attached_contexts(model: nn.Module, recursive: bool = True) -> list[Sharding
 def detach_context(model: nn.Module, context: ShardingContext) -> None:
     """Undo `attach_context`."""
     for module in model.modules():
-        holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-        for hooks in holders:
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _ContextHook) and hook.context is context:
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
+        remove_hooks(module, lambda x: isinstance(x, _ContextHook) and x.context is context)
 
 
 def leave_context(context: ShardingContext) -> None:

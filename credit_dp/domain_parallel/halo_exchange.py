@@ -38,6 +38,7 @@ from credit_dp.domain_parallel.partition import FIELD_DIMS, too_few_rows_message
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.transport import Transport, keep_order, transport_named
 from credit_dp.errors import UserError
+from credit_dp.torch_private import is_view
 
 
 @final
@@ -139,7 +140,7 @@ class _HaloExchangeFunction(torch.autograd.Function):
             waits.append(wait)
             ctx.set_materialize_grads(False)  # their only reader may return them by itself
         # Autograd forbids writes to a view that a function returns.
-        return rows.detach() if rows._is_view() else rows
+        return rows.detach() if is_view(rows) else rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

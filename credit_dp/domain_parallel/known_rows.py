@@ -24,6 +24,7 @@ from torch import Tensor
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import empty_rows_like, fetch_rows_later
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.torch_private import backward_pass, version_of
 
 
 class _Segment(NamedTuple):
@@ -183,10 +184,10 @@ class KnownRows:
         not for what its backward pass computes again.
         """
         return (
-            self._x._version,
+            version_of(self._x),
             self._x.requires_grad,
             torch.is_grad_enabled(),
-            torch._C._current_graph_task_id(),
+            backward_pass(),
         )
 
     def __bool__(self) -> bool:

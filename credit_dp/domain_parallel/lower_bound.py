@@ -14,6 +14,7 @@ from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer
 from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.torch_private import version_of
 
 # A global row and the rank that receives it.
 RowTransfer = tuple[int, int]
@@ -75,7 +76,7 @@ class TrafficLowerBound:
     def _not_yet_transferred(self, transfers: set[RowTransfer], x: Tensor) -> set[RowTransfer]:
         """Return new transfers only: layers that read the same tensor can share them."""
         self._tensors.append(x)
-        transferred = self._transferred[id(x), x._version, in_backward()]
+        transferred = self._transferred[id(x), version_of(x), in_backward()]
         new = transfers - transferred
         transferred |= new
         return new

@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
@@ -23,6 +22,7 @@ from credit_dp.domain_parallel.transport import (
     use_batch_scheduling_for_gloo,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import disable_current_modes
 
 
 @final
@@ -199,7 +199,7 @@ class DomainParallelManager:
         # Never torch's default device: on the meta device a number of rows has no value.
         group = self.domain_group
         device = torch.device("cpu") if group is None else message_device(group)
-        with _disable_current_modes():  # nor of a dry run, for the same reason
+        with disable_current_modes():  # nor of a dry run, for the same reason
             local = torch.tensor(rows, device=device)
             return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 

@@ -20,7 +20,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from credit_dp.domain_parallel.shared_exchange import (
@@ -30,6 +29,7 @@ from credit_dp.domain_parallel.shared_exchange import (
 )
 from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
+from credit_dp.torch_private import parameters_of, tree_leaves, version_of
 
 # Called with a module at its forward: returns what makes the context of each recomputation.
 KeepState = Callable[[nn.Module], Callable[[], AbstractContextManager[object]]]
@@ -54,7 +54,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 def has_several_layers(module: nn.Module) -> bool:
     """Whether several modules within this one have parameters of their own."""
-    return sum(bool(m._parameters) for m in module.modules() if m is not module) > 1
+    return sum(bool(parameters_of(m)) for m in module.modules() if m is not module) > 1
 
 
 def _repeated(module: nn.Module, path: str, counts: Counter[type]) -> Iterator[str]:
@@ -190,7 +190,7 @@ class CheckpointedForward:
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """Return identity and version of each buffer: one changes if it is replaced or written."""
-        return {name: (id(b), b._version) for name, b in self.module.named_buffers()}
+        return {name: (id(b), version_of(b)) for name, b in self.module.named_buffers()}
 
     def _check_buffers_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
         for name, version in self._buffer_versions().items():
@@ -264,15 +264,15 @@ class SavedTensors:
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         # The storages are kept alive, as the address of a freed one would be reused.
-        self._storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in excluded}
+        self._storages = {id(x.untyped_storage()): x.untyped_storage() for x in excluded}
         self.bytes = 0
 
     def add(self, x: Tensor) -> Tensor:
         """Count a tensor and return it, as a pack hook of autograd."""
         storage = x.untyped_storage()
         # Views and tensors that several operations save share a storage.
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = storage
             self.bytes += storage.nbytes()
         return x
 

@@ -26,6 +26,7 @@ from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.planning.audit import RowLayout, narrow_to_band
 from credit_dp.domain_parallel.planning.planner import RowCandidate
 from credit_dp.errors import UserError
+from credit_dp.torch_private import buffers_of, parameters_of
 
 # A module holds its `RowSharding`s in this attribute, by the tensor's name; its subclass holds the
 # names under the same one.
@@ -120,7 +121,9 @@ class _BandDescriptor:
 
 
 def _unsharded_tensor(owner: nn.Module, name: str) -> Tensor | None:
-    tensors: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+    tensors: dict[str, Any] = (
+        parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
+    )
     return tensors.get(name)
 
 
@@ -255,7 +258,7 @@ def _user_tensors(model: nn.Module) -> Iterator[tuple[int, Tensor, list[_TensorL
     tensors: dict[int, Tensor] = {}
     locations: dict[int, list[_TensorLocation]] = {}
     for prefix, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None and (is_user_module(module) or isinstance(module, containers)):
                 tensors[id(tensor)] = tensor
                 path = f"{prefix}.{name}" if prefix else name

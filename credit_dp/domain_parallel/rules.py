@@ -14,8 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from torch._ops import OpOverload
-from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.channel_parallel import DistributedDepthwiseConv2d
 from credit_dp.domain_parallel.layers import (
@@ -52,7 +50,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelStochasticDepth,
     DomainParallelUpsample,
 )
-from credit_dp.domain_parallel.layers.conv import is_pointwise, padding_widths
+from credit_dp.domain_parallel.layers.conv import Conv, is_pointwise
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
 from credit_dp.domain_parallel.layers.pool import (
     AdaptiveAvgPool,
@@ -62,6 +60,7 @@ from credit_dp.domain_parallel.layers.pool import (
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
+from credit_dp.torch_private import OpOverload, operator_of, padding_widths
 
 Rule = Callable[[Any], nn.Module]
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
@@ -96,7 +95,7 @@ def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     one is put back (`RowLayer.acts_alone`).
     """
 
-    def rule(conv: _ConvNd) -> nn.Module:
+    def rule(conv: Conv) -> nn.Module:
         if is_pointwise(conv, padding_widths(conv), row_dim):
             return conv  # if rows are in another dimension and meet there, the audit refuses it
         return wrapper(conv)
@@ -223,7 +222,7 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
         UserError: the key is none of these, or has a rule.
     """
     is_type = isinstance(key, type)
-    key = getattr(key, "_opoverload", key)  # what `torch.library.custom_op` returns has one
+    key = operator_of(key)
     if not (issubclass(key, nn.Module) if is_type else isinstance(key, str) or callable(key)):
         raise UserError(
             f"register: needs a type of module, a name or a function, got {key!r}. Write "

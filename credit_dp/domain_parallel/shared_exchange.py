@@ -34,6 +34,7 @@ from credit_dp.domain_parallel.layers.base import Bands, StencilLayer
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.planning.trace import Trace
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.torch_private import forward_pre_hooks, remove_hooks, version_of
 
 # The rows of one reader within the fetched rows: the first one and their number.
 Window = tuple[int, int]
@@ -73,7 +74,7 @@ def _version_of(x: Tensor) -> int:
     """Return how often a tensor was written to; 0 in compiled code."""
     # torch's compiler does not know it. It traces what was planned: readers of which the plan has
     # seen that nobody writes to the tensor in between.
-    return 0 if torch.compiler.is_dynamo_compiling() else x._version
+    return 0 if torch.compiler.is_dynamo_compiling() else version_of(x)
 
 
 @final
@@ -235,7 +236,7 @@ def attach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
 
 def open_hooks(scope: nn.Module) -> list[SharedExchange]:
     """Return the exchanges that are opened when a module is called."""
-    hooks = scope._forward_pre_hooks.values()
+    hooks = forward_pre_hooks(scope).values()
     return [hook.shared for hook in hooks if isinstance(hook, _OpenHook)]
 
 
@@ -248,12 +249,7 @@ def detach_shared_exchanges(model: nn.Module) -> None:
 
 def detach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
     """Undo `attach_shared_exchange`."""
-    holders: tuple[dict[int, Any], ...] = (scope._forward_pre_hooks, scope._forward_hooks)
-    for hooks in holders:
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, _OpenHook | _CloseHook) and hook.shared is shared:
-                del hooks[key]
-                scope._forward_hooks_always_called.pop(key, None)
+    remove_hooks(scope, lambda x: isinstance(x, _OpenHook | _CloseHook) and x.shared is shared)
     for reader in shared.readers:
         reader.shared_exchange = None
 

@@ -31,13 +31,14 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.effects import EffectType
+from torch.library import EffectType  # type: ignore[attr-defined]
 
 from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.local_messages import LocalMessages, connect_local_ranks
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.process import EXCHANGE, profile_region, profiled_call
+from credit_dp.torch_private import cpu_backend, timeout_of
 
 # Up to this size a collective of more than two ranks is one message from each to each.
 SMALL_MESSAGE_BYTES = 2**16
@@ -372,7 +373,7 @@ class GroupTransport(Transport):
         # torch addresses the peers of point-to-point messages by their global ranks in any group.
         self._global_ranks = dist.get_process_group_ranks(group)
         self._local: LocalMessages | None = None
-        if message_device(group).type == "cpu" and _cpu_backend(group).name() == "gloo":
+        if message_device(group).type == "cpu" and cpu_backend(group).name() == "gloo":
             self._local = connect_local_ranks(
                 self.rank, self.size, self._gather_over_group, timeout_of(group)
             )
@@ -485,16 +486,6 @@ class GroupTransport(Transport):
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the seconds that messages between CPUs may take in a process group."""
-    return float(_cpu_backend(group).options._timeout.total_seconds())
-
-
-def _cpu_backend(group: dist.ProcessGroup) -> Any:
-    """Return what sends messages between CPUs in a process group."""
-    return group._get_backend(torch.device("cpu"))
 
 
 def _real(x: Tensor) -> Tensor:

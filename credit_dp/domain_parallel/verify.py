@@ -18,7 +18,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from credit_dp.domain_parallel.conversion import Converter
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
@@ -29,6 +28,7 @@ from credit_dp.domain_parallel.planning.trace import copy_model, named_leaves
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
+from credit_dp.torch_private import DropoutNd
 
 MODEL_TOLERANCE = 1e-11
 TIMEOUT = 300.0  # seconds for all ranks together
@@ -187,7 +187,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
     """Put a model into training mode and its dropout layers into evaluation mode."""
     model.train()
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DropoutNd):
             module.eval()
     return model
 

@@ -27,6 +27,7 @@ from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import build_unet
 from credit_dp.plugins import report_plugin_errors
+from credit_dp.torch_private import apply_to_tensors
 
 # Called with a config of this class, the fields and the grid.
 BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, tuple[int, int]], nn.Module]] = {
@@ -70,7 +71,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             return x.to(dtype.to_complex())
         return x.to(dtype) if x.is_floating_point() else x
 
-    return model._apply(cast)  # type: ignore[no-untyped-call,no-any-return]
+    apply_to_tensors(model, cast)
+    return model
 
 
 def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:

@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.constants import constant_tensor
 from credit_dp.random_streams import random_stream
+from credit_dp.torch_private import DropoutNd
 
 
 @final
@@ -219,7 +219,7 @@ def _draws_from_torch(layer: nn.Module) -> bool:
     layer = layer.__dict__.get("wrapped", layer)
     if isinstance(layer, StochasticDepth):
         return layer.rate > 0 and layer.draws is None
-    return isinstance(layer, _DropoutNd) and layer.p > 0
+    return isinstance(layer, DropoutNd) and layer.p > 0
 
 
 def keep_draws(block: nn.Module) -> Callable[[], AbstractContextManager[None]]:

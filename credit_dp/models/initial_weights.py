@@ -31,8 +31,17 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from credit_dp.torch_private import (
+    DispatchMode,
+    disable_current_modes,
+    disable_torch_function,
+    schema_of,
+    storage_key,
+    storage_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 KEPT_BYTES = 2**28  # of parameters, besides the one that was used last
 
@@ -127,9 +136,7 @@ class _Record:
 
     def storage(self) -> UntypedStorage | None:
         """Return the storage, if there still is one."""
-        if self.reference.expired():  # type: ignore[no-untyped-call]
-            return None
-        return UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return storage_of(self.reference)
 
 
 @final
@@ -207,7 +214,7 @@ def _move_to_meta(
 
 
 @final
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(DispatchMode):
     """Records operations, and releases the memory of parameters."""
 
     def __init__(self) -> None:
@@ -221,17 +228,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keeps_all = False
         self._count = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler at the first operation
-
     def add_parameter(self, parameter: Tensor | None) -> None:
         """Take note of a parameter that a module registers."""
         if parameter is None or not parameter.is_cpu or not _has_storage(parameter):
             return
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             record = self._record_of(parameter.untyped_storage())
-            key = parameter.untyped_storage()._cdata
+            key = storage_key(parameter.untyped_storage())
         if record.last is not None:
             self._parameters.add(key)
             self._touch([key])
@@ -252,25 +255,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep_all(self) -> None:
         """Release nothing from now on."""
         self._keeps_all = True
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with disable_current_modes(), disable_torch_function():
             self.load_all()
 
     def give_access(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is going to be used directly."""
         storage = tensor.untyped_storage()
         record = self._record_of(storage)
-        with _disable_current_modes():
+        with disable_current_modes():
             self._load(record)
         record.last = None
-        self._parameters.discard(storage._cdata)
-        self._kept_bytes -= self._kept.pop(storage._cdata, 0)
+        self._parameters.discard(storage_key(storage))
+        self._kept_bytes -= self._kept.pop(storage_key(storage), 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Carry out an operation, and record it."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             operands = _tensors((args, kwargs))
             records = {_key(x): self._record_of(x.untyped_storage()) for x in operands}
             overwrites = func in OVERWRITING and _overwrites(*operands)
@@ -327,11 +330,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_of(self, storage: UntypedStorage) -> _Record:
         """Return the record of a storage; values of one from elsewhere can't be computed."""
-        record = self._records.get(storage._cdata)
+        record = self._records.get(storage_key(storage))
         if record is None:
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             record = _Record(reference, storage.nbytes(), None)
-            self._records[storage._cdata] = record
+            self._records[storage_key(storage)] = record
         return record
 
     def _load(self, record: _Record, compute: bool = True) -> None:
@@ -342,7 +345,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.resize_(record.nbytes)
         record.is_released = False
         if compute:
-            storage.copy_(_compute(record.last, storage._cdata))
+            storage.copy_(_compute(record.last, storage_key(storage)))
 
     def _touch(self, keys: Iterable[int]) -> None:
         """Release the parameters that were used longest ago, but none of these."""
@@ -467,8 +470,7 @@ def _is_view(value: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_key(tensor.untyped_storage())
 
 
 def _is_describable(tensor: Tensor) -> bool:
@@ -482,7 +484,7 @@ def _view(tensor: Tensor) -> _View | None:
         return None  # such an operation can't be carried out again
     storage = tensor.untyped_storage()
     size, stride, offset = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
-    return _View(storage._cdata, storage.nbytes(), tensor.dtype, size, stride, offset)
+    return _View(storage_key(storage), storage.nbytes(), tensor.dtype, size, stride, offset)
 
 
 def _overwrites(tensor: Tensor, *others: Tensor) -> bool:
@@ -493,7 +495,7 @@ def _overwrites(tensor: Tensor, *others: Tensor) -> bool:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the operands that an operation writes to."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     names = [argument.name for argument in arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     written = [

@@ -17,7 +17,7 @@ Sources: Schreck et al. 2024 (arXiv:2411.07814) for water and energy; Watt-Meyer
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from credit_dp.physics.columns import (
     hybrid_of,
     surface_geopotential,
 )
+from credit_dp.torch_private import MovedModule, buffers_of
 from credit_dp.variable_names import canonical_name, long_name, possible_canonical_names
 
 TINY_RAIN = 1e-12  # m in a step, mean of the globe: less can't be scaled to what is needed
@@ -266,7 +267,7 @@ class EnergyFixer(Budget):
 
 
 @final
-class Fixers(nn.Module):
+class Fixers(MovedModule):
     """The fixers of a run, in the order in which they act; see `Fixer`."""
 
     def __init__(self, fixers: Sequence[Fixer]) -> None:
@@ -274,15 +275,15 @@ class Fixers(nn.Module):
         self.fixers = nn.ModuleList(fixers)
         checkpoint_modules(self, [""])
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def move(self, apply: Callable[[], object]) -> None:
         """Move the fixers; their numbers stay in float64 if a model that has them is cast.
 
         Raises:
             UserError: the device has no float64.
         """
-        kept = [(module, dict(module._buffers)) for module in self.modules()]
+        kept = [(module, dict(buffers_of(module))) for module in self.modules()]
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            apply()
         except TypeError as error:  # of Apple's GPUs
             raise UserError(
                 "model.fixers: need float64, which this device doesn't have. Choose another device "
@@ -290,10 +291,9 @@ class Fixers(nn.Module):
             ) from error
         for module, buffers in kept:
             for name, buffer in buffers.items():
-                moved = module._buffers[name]
+                moved = buffers_of(module)[name]
                 if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
-                    module._buffers[name] = buffer.to(moved.device)
-        return self
+                    buffers_of(module)[name] = buffer.to(moved.device)
 
     def forward(self, fields: Tensor, last: Tensor) -> Tensor:
         """Return corrected fields; collective over the domain if a budget is among the fixers."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from credit_dp.errors import UserError
+from credit_dp.torch_private import apply_to_tensors
 
 Device = torch.device | str
 UNCOUNTED_TYPES = ("meta",)  # device types that need no hardware and have no `torch.TYPE` module
@@ -409,7 +410,7 @@ def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None
         device = innermost_device(f"{name}.tensor" if name else "tensor", devices)
         if device is not None:
             # `_apply`, not `to`, which would move the children as well.
-            module._apply(partial(move_to_device, device=device), recurse=False)
+            apply_to_tensors(module, partial(move_to_device, device=device), recurse=False)
 
 
 def _nesting_depth(name: str) -> int:

@@ -16,6 +16,7 @@ from credit_dp.domain_parallel.functional import attached_contexts, is_user_modu
 from credit_dp.domain_parallel.layers.resample import InterpolationLayer
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
+from credit_dp.torch_private import compile_backward_without_autocast
 from credit_dp.training.parameter_shards import is_fsdp_module
 
 
@@ -71,12 +72,11 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 f"compile: needs a C++ compiler on the CPU, but {name} is not found. Install one, "
                 "name it in the environment variable CXX, or set compile=false."
             )
-    from torch._dynamo import config as limits  # takes seconds
-    from torch._functorch import config as functorch
+    from torch.compiler import config as limits
 
     # Blocks are called under the autocast of the model. By default torch compiles their backward
     # pass for it, too, and rounds gradients in it that an uncompiled step keeps in float32.
-    functorch.backward_pass_autocast = "off"
+    compile_backward_without_autocast()
     units = [module for module in model.modules() if is_fsdp_module(module)]
     # Each shape has code of its own. By default torch compiles code for any shape when it sees the
     # second one, also of another block. A step that is computed again could then find this code for

@@ -25,6 +25,7 @@ from credit_dp.distributed.collectives import run_on_all_ranks
 from credit_dp.domain_parallel.transport import Traffic
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import NoiseModulation, StochasticDepth, layers_with_draws
+from credit_dp.torch_private import buffers_of, parameters_of, version_of
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
 
 # Steps before the capture. torch's DDP measures its first ten by events, which a graph can't hold.
@@ -190,7 +191,7 @@ class StepGraph:
                 (table, name, tensor.data_ptr())
                 for _, module in parts
                 if isinstance(module, nn.Module)
-                for table in (module._parameters, module._buffers)
+                for table in (parameters_of(module), buffers_of(module))
                 for name, tensor in table.items()
                 if tensor is not None
             ],
@@ -251,7 +252,7 @@ class _HostState:
             own = dict(getattr(module, "__dict__", {}))
             held: dict[str, Any] = {}
             if isinstance(module, nn.Module):
-                held = module._parameters | module._buffers
+                held = parameters_of(module) | buffers_of(module)
             if isinstance(module, StochasticDepth | NoiseModulation):
                 own.pop("draws")  # set for each step
             for key, value in (own | held).items():
@@ -262,7 +263,7 @@ class _HostState:
                 elif isinstance(value, Tensor) and value.is_leaf:
                     on_host = value.device != device and not value.is_inference()
                     memory = value.data_ptr() if key in held else 0
-                    tensors[name] = value, memory, value._version if on_host else 0
+                    tensors[name] = value, memory, version_of(value) if on_host else 0
         return cls(numbers, tensors)
 
     def first_difference(self, later: _HostState) -> str | None:

@@ -30,6 +30,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.blocks import keep_draws
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.process import BACKWARD, FORWARD, profile_region
+from credit_dp.torch_private import version_of
 from credit_dp.training.forecast_step import ForecastStep, repeat_members
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.parameter_shards import is_dtensor, is_fsdp_module
@@ -293,7 +294,7 @@ class ModelForwardBackward(ForwardBackward):
     def _gradient_states(self) -> list[tuple[int, int] | None]:
         """Return what changes if backward adds to a gradient, or DDP moves it to where it sends."""
         gradients = [parameter.grad for _, parameter in self._learning_parameters()]
-        return [None if g is None else (g.data_ptr(), g._version) for g in gradients]
+        return [None if g is None else (g.data_ptr(), version_of(g)) for g in gradients]
 
     def _check_all_parameters_used(self, before: list[tuple[int, int] | None]) -> None:
         """Check the gradients after the last micro-batch, given their states before it.

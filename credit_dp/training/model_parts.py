@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from credit_dp.config import (
     Config,
@@ -49,6 +48,7 @@ from credit_dp.models.initial_weights import InitialWeights, build_without_weigh
 from credit_dp.pipeline_parallel.module_placement import place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.random_streams import random_seed, seed_python
+from credit_dp.torch_private import apply_to_tensors, never_measure, tree_map_only
 from credit_dp.training.compilation import compile_model, obstacle_to_compilation
 from credit_dp.training.diffusion import Sampler
 from credit_dp.training.forecast_step import ForecastStep, Model, NoiseKeys
@@ -324,7 +324,7 @@ def _move_and_shard(
     Parameters on the meta device get shards of these weights.
     """
     if mesh is None or not parallel.cpu_offload:  # offloaded parameters stay in the host's memory
-        part._apply(lambda x: x if x.is_meta else x.to(like.device))  # type: ignore[no-untyped-call]
+        apply_to_tensors(part, lambda x: x if x.is_meta else x.to(like.device))
     if mesh is not None:
         shard_parameters(part, mesh, parallel, like.dtype)
     if weights is not None:
@@ -362,10 +362,7 @@ def wrap_in_ddp(
             gradient_as_bucket_view=True,
         )
     # It would measure one forward pass in a hundred by events, which a CUDA graph can't hold.
-    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # type: ignore[no-untyped-call]
+    never_measure(wrapped)
     for parameter in without_gradient:
         parameter.requires_grad_(True)
     return wrapped
-
-
-NEVER = 2**31 - 1  # the largest number of passes that torch takes

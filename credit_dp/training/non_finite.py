@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +19,7 @@ from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.torch_private import is_compiler_imported
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
 from credit_dp.training.replicas import local_tensor, replica_name
@@ -56,7 +56,7 @@ def diagnose_non_finite(
     """
     hooks = NonFiniteHooks(manager)
     # Compiled code does not call hooks of modules. If there is any, its compiler is imported.
-    compiled = "torch._dynamo" in sys.modules
+    compiled = is_compiler_imported()
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with hooks.register_hooks(state.parts), stance:
         compute_gradients(hooks.begin_forward)

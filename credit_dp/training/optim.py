@@ -34,6 +34,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed, seed_python
+from credit_dp.torch_private import set_schedule
 from credit_dp.training.optimizers import ADAMW, SIDES, Lion, Muon, Soap, StateLayout, matrix_shape
 from credit_dp.training.plugin_optimizer import build_plugin_optimizer, probe_plugin_optimizer
 from credit_dp.training.replicas import local_tensor
@@ -383,9 +384,7 @@ def restore_schedule(optimizer: Optimizer, schedule: LambdaLR, saved: dict[str, 
     step = saved["last_epoch"]
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [float(base) * factor(step) for base, factor in pairs]
-    settings = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
-    position = {"last_epoch": step, "_step_count": step + 1}
-    schedule.load_state_dict({**schedule.state_dict(), **position, **settings})
+    set_schedule(schedule, step, rates)
     # A LambdaLR writes the rate into the optimizer only when it steps: the first step after
     # resuming needs it now.
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -17,6 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from credit_dp.torch_private import (
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+)
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
 
@@ -76,11 +83,11 @@ class Lion(Optimizer):
             gradients = [real_entries(p.grad) for p in parameters]
             averages = [real_entries(self.state[p]["exp_avg"]) for p in parameters]
             lr, (in_update, kept) = group["lr"], group["betas"]
-            updates = torch._foreach_lerp(averages, gradients, 1 - in_update)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(values, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(values, updates, alpha=-lr)
-            torch._foreach_lerp_(averages, gradients, 1 - kept)
+            updates = foreach_lerp(averages, gradients, 1 - in_update)
+            foreach_sign_(updates)
+            foreach_mul_(values, 1 - lr * group["weight_decay"])
+            foreach_add_(values, updates, alpha=-lr)
+            foreach_lerp_(averages, gradients, 1 - kept)
 
 
 def real_entries(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models.initial_weights import InitialWeights
 from credit_dp.models.segments import SegmentedModel
+from credit_dp.torch_private import apply_to_tensors, shard_of
 
 # Torch's FSDP modules take a second to import: only runs with fsdp2 import them.
 if TYPE_CHECKING:
@@ -103,16 +104,10 @@ def fill_shards(part: nn.Module, weights: InitialWeights, device: torch.device) 
         weights: of the complete model.
         device: of the shards.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    part._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)  # type: ignore[no-untyped-call]
+    apply_to_tensors(part, lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     for name, parameter in part.named_parameters():
         if name in weights and is_dtensor(parameter):
-            shape, offsets = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            own = (slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
-            parameter.to_local().copy_(weights.value(name)[*own])
+            parameter.to_local().copy_(weights.value(name)[shard_of(parameter)])
 
 
 def fsdp_blocks(part: nn.Module) -> list[nn.Module]:

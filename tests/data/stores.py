@@ -58,9 +58,11 @@ def write(data: xr.Dataset, path: Path, **options: Any) -> Path:
             encoding[name]["shards"] = tuple(
                 shards.get(str(dim), array.sizes[dim]) for dim in array.dims
             )
-    memory = MemoryStore()  # its chunks are then written one by one, without a thread for each
-    data.to_zarr(memory, zarr_format=version, consolidated=version == 2, encoding=encoding)
-    for key, chunk in memory._store_dict.items():
+    chunks = {}  # that are then written one by one, without a thread for each
+    data.to_zarr(
+        MemoryStore(chunks), zarr_format=version, consolidated=version == 2, encoding=encoding
+    )
+    for key, chunk in chunks.items():
         (path / key).parent.mkdir(parents=True, exist_ok=True)
         (path / key).write_bytes(chunk.to_bytes())
     return path

@@ -336,15 +336,17 @@ def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]
 
 
 def _measure_codec(sample: Fields, rows: int, name: str, disk_bandwidth: float) -> CodecMeasurement:
-    store = MemoryStore()
-    array = zarr.create_array(store, shape=sample.shape, **shard_options(sample.shape, rows, name))
+    chunks: dict[str, Buffer] = {}
+    array = zarr.create_array(
+        MemoryStore(chunks), shape=sample.shape, **shard_options(sample.shape, rows, name)
+    )
 
     def write() -> None:
         array[:] = sample
 
     encode = _seconds(write) / sample.nbytes
     decode = _seconds(lambda: array[:]) / sample.nbytes
-    stored = sum(len(value) for key, value in store._store_dict.items() if "zarr.json" not in key)
+    stored = sum(len(value) for key, value in chunks.items() if "zarr.json" not in key)
     ratio = sample.nbytes / stored
     return CodecMeasurement(name, ratio, encode, decode, decode + 1 / (ratio * disk_bandwidth))
 

@@ -18,16 +18,22 @@ from typing import Any, ClassVar, NamedTuple, Protocol, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensor
 
-from credit_dp.constants import constant_when_compiled
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
 from credit_dp.domain_parallel.halo_exchange import HaloExchange, fetch_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    MODULE_TABLES,
+    FakeTensor,
+    buffers_of,
+    constant_when_compiled,
+    parameters_of,
+    run_uncompiled,
+    share_kind_of_backward_hooks,
+)
 
 # Entries of the largest band up to which layers do what takes least time for small bands. On CPUs,
 # a convolution that fetches its rows first and one that convolves while they travel take as long at
@@ -71,7 +77,7 @@ def overridden_method(module: nn.Module) -> str | None:
         return "forward"
     if layer is None or layer is module_type:
         return None
-    known = {*dir(layer), *module.__dict__, *module._parameters, *module._buffers}
+    known = {*dir(layer), *module.__dict__, *parameters_of(module), *buffers_of(module)}
     subclasses = module_type.__mro__[: module_type.__mro__.index(layer)]
     overrides = [
         name
@@ -94,25 +100,6 @@ def _changes_behaviour(name: str) -> bool:
 # `fully_shard` put new tensors into `_parameters` of the module that they walk to, the wrapper, and
 # the wrapped module computes with them. `copy.deepcopy` copies each dictionary once, so that the
 # copies of both modules share theirs, too. Hooks that were registered before conversion still run.
-# The price is a list of private attributes of `nn.Module`: an attribute that a new version of torch
-# adds has to be added here.
-SHARED_ATTRIBUTES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 class Bands(NamedTuple):
@@ -178,9 +165,9 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     ) -> None:
         super().__init__()
         self._refuse_overridden_behaviour(wrapped)
-        for name in SHARED_ATTRIBUTES:
+        for name in MODULE_TABLES:
             self.__dict__[name] = wrapped.__dict__[name]
-        self._is_full_backward_hook = wrapped._is_full_backward_hook
+        share_kind_of_backward_hooks(self, wrapped)
         self.training = wrapped.training
         self.shard_dim = shard_dim
         # The row dimension, counted from the end; the plan may replace it.
@@ -301,7 +288,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     if torch.__version__ < "2.12":
         # This torch compiles gradients of an autograd.Function to zeros if its forward returns what
         # it has written in place, as normalisations do: layers run uncompiled.
-        @_disable_dynamo
+        @run_uncompiled
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the layer."""
             return super().__call__(*args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
@@ -46,14 +45,15 @@ from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.errors import UserError
+from credit_dp.torch_private import has_hooks, padding_widths
+
+# They differ in their numbers of dimensions, and in whether they are transposed.
+Conv = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+)
 
 
-def padding_widths(conv: _ConvNd) -> tuple[int, ...]:
-    """Return the padding of a convolution in the order of `F.pad`: west, east, north, south, ..."""
-    return tuple(conv._reversed_padding_repeated_twice)
-
-
-def is_pointwise(conv: _ConvNd, padding: tuple[int, ...], dim: int) -> bool:
+def is_pointwise(conv: Conv, padding: tuple[int, ...], dim: int) -> bool:
     """Return whether output entry `i` along `dim` depends on input entry `i` only."""
     start = 2 * (-dim - 1)
     padding_of_dim = (*padding[start : start + 2], conv.output_padding[dim])
@@ -80,7 +80,7 @@ class ConvLayer(StencilLayer):
     def __init__(
         self,
         wrapped: nn.Module,
-        conv: _ConvNd,
+        conv: Conv,
         padding_widths: tuple[int, ...],
         shard_dim: int,
         manager: DomainParallelManager | None,
@@ -276,7 +276,7 @@ class _PaddedConv(_RowConv):
 
     def __init__(
         self,
-        conv: _ConvNd,
+        conv: Conv,
         shard_dim: int,
         manager: DomainParallelManager | None,
         wrapped: nn.Module | None = None,
@@ -444,7 +444,7 @@ class DomainParallelPeriodicConv2d(_RowConv):
     def _can_overlap(self, bands: Bands) -> bool:
         # The overlapped path does not call the inner module: its hooks and overrides would not run.
         conv = self.conv
-        hooked = conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks
+        hooked = has_hooks(conv)
         plain = not overridden_method(conv) and not hooked
         return plain and super()._can_overlap(bands)
 

@@ -11,12 +11,12 @@ from typing import final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from credit_dp.domain_parallel.layers.base import Bands, pad_rows
-from credit_dp.domain_parallel.layers.conv import ConvLayer, padding_widths
+from credit_dp.domain_parallel.layers.conv import ConvLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.torch_private import padding_widths
 
 # Keys: the number of spatial dimensions.
 CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
@@ -37,7 +37,10 @@ class _RowConvTranspose(ConvLayer):
     """Computes all rows that the fetched ones reach and crops them to this rank's band."""
 
     def __init__(
-        self, conv: _ConvTransposeNd, shard_dim: int, manager: DomainParallelManager | None
+        self,
+        conv: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+        shard_dim: int,
+        manager: DomainParallelManager | None,
     ) -> None:
         super().__init__(conv, conv, padding_widths(conv), shard_dim, manager)
 

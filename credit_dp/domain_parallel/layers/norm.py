@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
+from credit_dp.torch_private import AUTOCAST_WIDENS_RMS_NORM
 
 
 class ReductionLayer(RowLayer):
@@ -60,12 +61,6 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     # Not by `promote_types`, which is an operation to a plan.
     is_narrow = x.is_floating_point() and x.dtype != torch.float64
     return torch.float32 if is_narrow else x.dtype
-
-
-# Autocast widens RMS norms on GPUs in torch 2.13, not in 2.11.
-AUTOCAST_WIDENS_RMS_NORM = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "aten::rms_norm", "AutocastCUDA"
-)
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
@@ -451,6 +446,7 @@ def update_running_statistics(
 
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+INSTANCE_NORMS = get_args(InstanceNorm)  # by their numbers of dimensions
 
 
 @final
@@ -472,7 +468,7 @@ class DomainParallelInstanceNorm(ReductionLayer):
     def __init__(self, norm: InstanceNorm, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(norm, -2, manager)
         # Number of dimensions of one channel of a sample.
-        self._spatial_ndim = norm._get_no_batch_dim() - 1
+        self._spatial_ndim = 1 + [isinstance(norm, kind) for kind in INSTANCE_NORMS].index(True)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is one that each channel is averaged over.

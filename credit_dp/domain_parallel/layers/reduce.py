@@ -13,7 +13,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, FunctionModule, RowLayer
@@ -27,6 +26,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
+from credit_dp.torch_private import FakeTensor
 
 
 class _DomainParallelReduction(ReductionLayer, ABC):

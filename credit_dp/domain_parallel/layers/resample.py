@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowRange
@@ -35,6 +33,7 @@ from credit_dp.domain_parallel.layers.pool import (
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
+from credit_dp.torch_private import disable_current_modes, run_uncompiled
 
 # Unit vectors to which the operator is applied at a time: bounds the memory.
 UNIT_ROWS_PER_CALL = 256
@@ -101,10 +100,10 @@ def _select_rows(x: Tensor, dim: int, indices: Tensor) -> Tensor:
     return x.movedim(1, -1).index_select(dim - 1, indices).movedim(-1, 1)
 
 
-@_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
+@run_uncompiled  # what torch.compiler.disable calls; importing that takes a second
 @torch.inference_mode(False)  # the table is cached and may be used in training later
 @torch.no_grad()
-@_disable_current_modes()  # a dry run has tensors without data: the table is read off values
+@disable_current_modes()  # a dry run has tensors without data: the table is read off values
 def interpolation_table_of(
     operator: Operator, height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:
@@ -116,10 +115,10 @@ def interpolation_table_of(
     return _table_from_triples(rows, columns, weights, out_height)
 
 
-@_disable_dynamo
+@run_uncompiled
 @torch.inference_mode(False)
 @torch.no_grad()
-@_disable_current_modes()
+@disable_current_modes()
 def gradient_table_of(
     backward: Operator, out_height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:
@@ -256,7 +255,7 @@ class InterpolationLayer(RowLayer):
     def prepare_height(self, bands: Bands) -> None:
         """Collect nothing: compiled code calls this layer uncompiled."""
 
-    @_disable_dynamo  # which table applies depends on the dtype and device of each input
+    @run_uncompiled  # which table applies depends on the dtype and device of each input
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         dtype_and_device = DtypeAndDevice(x.dtype, x.device)

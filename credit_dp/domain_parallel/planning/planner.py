@@ -45,6 +45,7 @@ from credit_dp.domain_parallel.planning.trace import (
     tensor_leaves,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import version_of
 
 # Operations, besides pointwise ones, whose operands must have aligned rows.
 JOINS = {"aten.cat", "aten.stack", "aten.copy_"}
@@ -246,7 +247,7 @@ class Planner:
                 "output_layouts": call.output_layouts,
                 "label": name,
                 # Layers share an exchange only if nothing is written to its rows in between.
-                "version": None if x.is_inference() else x._version,
+                "version": None if x.is_inference() else version_of(x),
             }
             self._trace.record_boundary((x, *others), leaves, **settings)
         return outputs
@@ -347,7 +348,7 @@ class Planner:
         with self._trace.paused():
             local = narrow_to_band(parameter, rows, band)
         # An in-place change would reach one rank's rows only: the trace refuses it.
-        self._trace.read_only_storages[local.untyped_storage()._cdata] = path
+        self._trace.read_only_storages[id(local.untyped_storage())] = path
         self._trace.record_boundary(
             (), [local], input_layouts=(), output_layouts=(rows,), label=path
         )

@@ -11,8 +11,18 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_impls import _like_tensor_constructors, op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from credit_dp.torch_private import (
+    FAKE_IMPLEMENTATIONS,
+    LIKE_CONSTRUCTORS,
+    FakeTensor,
+    FakeTensorMode,
+    check_convolution,
+    disable_torch_dispatch,
+    is_fake_mode_active,
+    new_fake,
+    schema_of,
+)
 
 # Torch's own operations: their results depend on the operands only, so they may be cached.
 TORCH_NAMESPACES = ("aten", "prims")
@@ -50,7 +60,7 @@ class ShapeMemo:
             properties = self._properties[signature] = _properties_of(*signature)
         if not (properties.is_pure or properties.changes_first):
             return func(*args, **kwargs)
-        if self.mode is not None and type(first) is not FakeTensor and not _is_fake_mode_active():
+        if self.mode is not None and type(first) is not FakeTensor and not is_fake_mode_active():
             return func(*args, **kwargs)  # values are computed in the middle of a dry run
         try:
             key = (
@@ -102,12 +112,7 @@ class ShapeMemo:
             fake = FakeTensor(mode, data, device)
             self._attributes_of_fakes[mode, device] = dict(fake.__dict__)
             return fake
-        fake = Tensor._make_subclass(
-            FakeTensor, data, dispatch_device=True, device_for_backend_keys=device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(attributes)
-        return fake
+        return new_fake(data, device, attributes)
 
     def _run_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on fake tensors of one device by its meta kernel; None if that can't be.
@@ -131,11 +136,11 @@ class ShapeMemo:
             kwargs = {**kwargs, "device": META}
         if mode is None or len(devices) != 1 or META in devices:
             return None
-        with torch._C._DisableTorchDispatch():
+        with disable_torch_dispatch():
             try:
                 args = tuple(map(_on_meta, args))
                 if func is torch.ops.aten.convolution.default:
-                    torch._C._select_conv_backend(*args)  # checks sizes; the kernel does not
+                    check_convolution(*args)
                 result = func(*args, **{k: _on_meta(x) for k, x in kwargs.items()})
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
                 return None  # with fake operands it works, or fails with a better message
@@ -163,7 +168,7 @@ class _Properties(NamedTuple):
 
 
 def _properties_of(func: Any, on_fake: bool) -> _Properties:
-    schema = func._schema
+    schema = schema_of(func)
     results = [x.alias_info for x in schema.returns]
     is_view = any(alias is not None for alias in results)
     is_torch = func.namespace in TORCH_NAMESPACES
@@ -179,11 +184,11 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
         and torch.Tag.inplace_view not in func.tags  # its strides change
     )
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    is_special = func in op_implementations_dict and not is_view
+    is_special = func in FAKE_IMPLEMENTATIONS and not is_view
     runs_on_meta = (
         (is_pure or changes_first)
         and not depends_on_data.intersection(func.tags)
-        and (not is_special or func in _like_tensor_constructors or func in FITS_META_KERNEL)
+        and (not is_special or func in LIKE_CONSTRUCTORS or func in FITS_META_KERNEL)
     )
     return _Properties(is_pure, changes_first, runs_on_meta)
 
@@ -198,11 +203,6 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_on_meta, value))
     return value
-
-
-def _is_fake_mode_active() -> bool:
-    key = torch._C._TorchDispatchModeKey.FAKE
-    return torch._C._get_dispatch_mode(key) is not None
 
 
 def _is_channels_first(x: Tensor) -> bool:
@@ -243,7 +243,7 @@ class TensorSpec(NamedTuple):
 
     def create(self, storage: torch.UntypedStorage | None = None) -> Tensor:
         """Return a new tensor on the meta device, or a view of `storage`."""
-        with torch._C._DisableTorchDispatch():
+        with disable_torch_dispatch():
             if storage is None:
                 return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
             data = torch.empty(0, dtype=self.dtype, device=META)
@@ -307,9 +307,9 @@ def _cacheable_result(
     if not new or not all(map(_is_describable, new)) or any(x is y for x in new for y in operands):
         return None
     storages, operand_storages = (
-        {x.untyped_storage()._cdata for x in tensors} for tensors in (new, operands)
+        {id(x.untyped_storage()) for x in tensors} for tensors in (new, operands)
     )
-    is_view = storages == {operands[0].untyped_storage()._cdata} if operands else False
+    is_view = storages == {id(operands[0].untyped_storage())} if operands else False
     if is_view and not (operands[0] is args[0] and type(operands[0]) is FakeTensor):
         return None
     if not is_view and (

@@ -28,19 +28,29 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, TensorSpec, tensors_in
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 from credit_dp.random_streams import python_random_state, set_python_random_state
+from credit_dp.torch_private import (
+    FAKE_LOGGER,
+    DataDependentOutputException,
+    DispatchMode,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    buffers_of,
+    disable_current_modes,
+    is_compiler_imported,
+    parameters_of,
+    schema_of,
+    show_as_parameter,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
 
 # Stack frames of torch and of `credit_dp.domain_parallel` are not user code.
 LIBRARY_FOLDERS = (
@@ -76,7 +86,7 @@ class TensorRef(NamedTuple):
 class TraceStep:
     """An operation; or, if `op` is None, a boundary: a layer or the model's input or output."""
 
-    op: torch._ops.OpOverload | None
+    op: OpOverload | None
     arguments: dict[str, Any]
     outputs: tuple[TensorRef, ...]
     location: str  # the module that runs and the line of its code
@@ -105,13 +115,8 @@ def _refs_in(values: Iterable[Any]) -> Iterator[TensorRef]:
             yield from _refs_in(value)
 
 
-class PlanningMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PlanningMode(DispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operations of a run that plans."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while planning, so torch need not check for it."""
-        return False
 
 
 # Operations that allocate memory without touching it; like views, they start no kernel.
@@ -135,9 +140,9 @@ def launches_kernel(func: Any) -> bool:
     """
     if func.namespace in HOST_NAMESPACES or torch.Tag.inplace_view in func.tags:
         return False
-    if func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
+    if func.overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
         return False
-    aliases = [result.alias_info for result in func._schema.returns]
+    aliases = [result.alias_info for result in schema_of(func).returns]
     return all(alias is None or alias.is_write for alias in aliases)
 
 
@@ -207,7 +212,7 @@ class Trace(PlanningMode):
             arguments = {"inputs": [self.ref(tensor) for tensor in inputs], **settings}
             for x in inputs:
                 if not x.is_inference():
-                    self._reads.append((x, x._version, len(self._writes_to(x))))
+                    self._reads.append((x, version_of(x), len(self._writes_to(x))))
             self._record(TraceStep(None, arguments, tuple(map(self.ref, outputs)), self.location))
 
     def _record(self, step: TraceStep) -> None:
@@ -225,7 +230,7 @@ class Trace(PlanningMode):
         number = self._numbers[id(tensor)]
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return TensorRef(number, shape)
-        with _disable_current_modes():
+        with disable_current_modes():
             return TensorRef(number, shape, str(tensor.tolist()))
 
     def _as_refs(self, operand: Any) -> Any:
@@ -255,9 +260,9 @@ class Trace(PlanningMode):
             clone = self._run(func, args, kwargs)
             self._set_number(clone, self.ref(args[0]).number)
             return clone
-        if self.read_only_storages and func._schema.is_mutable:
+        if self.read_only_storages and schema_of(func).is_mutable:
             self._check_read_only(args[0])
-        names = (argument.name for argument in func._schema.arguments)
+        names = (argument.name for argument in schema_of(func).arguments)
         operands = {**dict(zip(names, args, strict=False)), **kwargs}
         arguments = {name: self._as_refs(operand) for name, operand in operands.items()}
         result = self._run(func, args, kwargs)
@@ -266,7 +271,7 @@ class Trace(PlanningMode):
         return result
 
     def _writes_to(self, x: Tensor) -> list[str]:
-        return self._writes.setdefault(x.untyped_storage()._cdata, [])
+        return self._writes.setdefault(id(x.untyped_storage()), [])
 
     def check_changes_are_counted(self) -> None:
         """Check that what layers have read was not changed through `data` afterwards.
@@ -279,14 +284,14 @@ class Trace(PlanningMode):
         """
         for x, version, count_before in self._reads:
             writes = self._writes_to(x)[count_before:]
-            if writes and x._version == version:
+            if writes and version_of(x) == version:
                 raise UserError(
                     f"{writes[0]}: data of a tensor is changed in place after a layer has read it, "
                     "but rows on other ranks stay. Change the tensor without data."
                 )
 
     def _check_read_only(self, operand: Any) -> None:
-        key = operand.untyped_storage()._cdata if isinstance(operand, Tensor) else None
+        key = id(operand.untyped_storage()) if isinstance(operand, Tensor) else None
         if key in self.read_only_storages:
             raise UserError(
                 f"{self.location}: {self.read_only_storages[key]} is changed in place, but each "
@@ -297,7 +302,7 @@ class Trace(PlanningMode):
 @lru_cache(None)
 def _changes_values_of_first(func: Any) -> bool:
     """Return whether an operation writes to its first operand; not whether it changes its shape."""
-    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    first = schema_of(func).arguments[0].alias_info if schema_of(func).arguments else None
     return first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
 
 
@@ -378,7 +383,7 @@ class UncompiledRuns:
     def __call__(self) -> Iterator[None]:
         """Run compiled functions uncompiled inside of the context."""
         # Its import takes seconds, and is done where something is compiled.
-        if "torch._dynamo" not in sys.modules:
+        if not is_compiler_imported():
             yield
             return
         with self._lock:
@@ -427,9 +432,9 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     # Not replaced by fake tensors: an operation in place on nothing else, as `n += 1`, is carried
     # out. Others stay untouched, as autograd may have saved some.
-    plain = [(x, x._version, x.detach().clone()) for x in plain_tensors(model)]
+    plain = [(x, version_of(x), x.detach().clone()) for x in plain_tensors(model)]
     no_autocast = torch.autocast(dtype_and_device(model)[1].type, enabled=False)
-    fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    fake_logger = logging.getLogger(FAKE_LOGGER)
     level = fake_logger.level
     numbers = python_random_state()
     fake_logger.setLevel(
@@ -464,7 +469,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
             for buffer, value in values:
                 buffer.copy_(value)
             for x, version, value in plain:
-                if x._version != version:
+                if version_of(x) != version:
                     x.copy_(value)
 
 
@@ -490,7 +495,7 @@ def _replace_by_fakes(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in model.modules():
-            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            holders: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
             for holder in holders:
                 for name, tensor in holder.items():
                     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
@@ -512,7 +517,7 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     fake = FakeTensor(mode, spec.create(), device)
     if isinstance(tensor, nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
-        fake._is_param = True  # so it is an instance of `nn.Parameter`
+        show_as_parameter(fake)
     return fake
 
 

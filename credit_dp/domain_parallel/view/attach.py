@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
 
@@ -35,16 +34,9 @@ from credit_dp.domain_parallel.view.autograd import patch_torch
 from credit_dp.domain_parallel.view.boundary import LeaveModel, ShowInputs, TakeOutputs
 from credit_dp.domain_parallel.view.running import VIEW_ATTRIBUTE, check_call
 from credit_dp.domain_parallel.view.tensor import GlobalView
+from credit_dp.torch_private import CALL_ATTRIBUTE, call_with_hooks, remove_hooks, run_uncompiled
 
 __all__ = ["attach_view", "attached_view", "detach_view"]
-
-# Where modules keep which of their hooks have which option.
-HOOK_OPTIONS = (
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
-CALL_ATTRIBUTE = "_call_impl"  # what `nn.Module.__call__` calls: hooks and forward
 
 
 @final
@@ -60,10 +52,10 @@ class UncompiledCall:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    @_disable_dynamo
+    @run_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model."""
-        return type(self.model)._call_impl(self.model, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return call_with_hooks(self.model, args, kwargs)
 
 
 def attach_view(
@@ -108,23 +100,11 @@ def detach_view(model: nn.Module) -> None:
     if view is None:
         return
     model.__dict__.pop(CALL_ATTRIBUTE, None)
-    # Found in the modules, as handles of a copied model would be those of the original.
     of_view = (ShowInputs, TakeOutputs, LeaveModel)
     for path, module in model.named_modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks: dict[int, Any] = getattr(module, name)
-            removed = [
-                key
-                for key, hook in hooks.items()
-                if isinstance(hook, of_view) and hook.view is view
-            ]
-            if name == "_forward_pre_hooks" and _has_check(path, module):
-                # One for each model in the view that has the module.
-                removed += [key for key, hook in hooks.items() if hook is check_call][:1]
-            for key in removed:
-                del hooks[key]
-                for options in HOOK_OPTIONS:
-                    getattr(module, options).pop(key, None)
+        remove_hooks(module, lambda hook: isinstance(hook, of_view) and hook.view is view)
+        if _has_check(path, module):  # one for each model in the view that has the module
+            remove_hooks(module, lambda hook: hook is check_call, at_most=1)
 
 
 def _has_check(path: str, module: nn.Module) -> bool:

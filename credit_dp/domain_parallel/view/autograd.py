@@ -15,19 +15,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
-from torch._functorch import apis, eager_transforms
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
@@ -63,6 +55,15 @@ from credit_dp.domain_parallel.view.tensor import (
     with_whole_gradients,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    is_transform_active,
+    replace_backward_hook,
+    replace_checkpoint_generator,
+    replace_transforms,
+    run_as_it_is,
+    tree_flatten,
+    tree_unflatten,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -355,21 +356,21 @@ def _apply_checkpoint(apply: Callable[..., Any], function: Any, preserve: bool, 
     return tree_unflatten(list(map(show, local_outputs, kinds)), spec)
 
 
-def _recompute_in_view(original: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute_in_view(original: Callable[..., Any], count: int | None) -> Callable[..., Any]:
     """Return a generator of torch's checkpointing that computes again inside of the view.
 
     It saves its arguments as autograd does, which must not see fields: only their local tensors.
+
+    Args:
+        original: torch's.
+        count: of torch's options before the arguments; None if they are a tuple and a dictionary.
     """
-    parameters = signature(original).parameters.values()
-    # Before torch 2.14 arguments follow torch's options; since then they are a tuple and a dict.
-    is_variadic = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
-    count = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in parameters) - 1
 
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         view = running_view()
         if view is None:
             return original(function, *args, **kwargs)
-        if is_variadic:
+        if count is not None:
             options, arguments = args[:count], (args[count:], kwargs)
             recompute, local = _local_call(view, function, arguments)
             return original(recompute, *options, *local)
@@ -479,16 +480,6 @@ class ViewBackwardHook(BackwardHook):
 # ---------------------------------------------------------------- functions past subclasses
 
 
-def _run_as_it_is(function: F) -> F:
-    """Return a function in place of torch's, which torch.compile does not trace either.
-
-    This is what `torch._dynamo.skip_code` does, without importing that, which takes seconds.
-    """
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    set_code_exec_strategy(function.__code__, skip)
-    return function
-
-
 def _refuse_transform(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the implementation of a transform of `torch.func`, which models in a view can't use.
 
@@ -528,7 +519,7 @@ def _applied_in_view(original: Any) -> Callable[..., Any]:
         original: as it stands in the class: a method in Python or, since torch 2.14, one in C.
     """
 
-    @_run_as_it_is  # torch 2.14 can't trace `__get__` of a method in C
+    @run_as_it_is  # torch 2.14 can't trace `__get__` of a method in C
     def apply_to_plain(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs:  # torch looks for their names in the code of `forward`, which may be replaced
             context = (None,) * _has_context(cls)
@@ -537,12 +528,12 @@ def _applied_in_view(original: Any) -> Callable[..., Any]:
             args = bound.args[len(context) :]
         return original.__get__(None, cls)(*args)
 
-    @_run_as_it_is
+    @run_as_it_is
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         view = running_view()
         # Ours get local tensors. In a transform there are no fields.
         is_ours = cls.__module__.startswith("credit_dp.")
-        if is_ours or view is None or torch._C._are_functorch_transforms_active():
+        if is_ours or view is None or is_transform_active():
             return apply_to_plain(cls, *args, **kwargs)
         with keep_gradient_mode(view):
             if running_backward.get() is not None:
@@ -602,20 +593,8 @@ def _replace_functions() -> None:
             function.forward = _forward_of_kept_apply(function)
     apply = torch.autograd.Function.__dict__["apply"]
     torch.autograd.Function.apply = classmethod(_applied_in_view(apply))  # type: ignore[method-assign, assignment]
-    checkpointing = torch.utils.checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    if hasattr(checkpointing, f"{name}_impl"):  # since torch 2.14
-        name = f"{name}_impl"
-    setattr(checkpointing, name, _recompute_in_view(getattr(checkpointing, name)))
-    nn.modules.module.BackwardHook = ViewBackwardHook  # type: ignore[attr-defined]
-    # vjp and jvp are what the transforms of Jacobians call.
-    for module, attribute, name in (
-        (apis, "vmap_impl", "vmap"),
-        (eager_transforms, "grad_impl", "grad"),
-        (eager_transforms, "grad_and_value_impl", "grad_and_value"),
-        (eager_transforms, "_vjp_with_argnums", "vjp"),
-        (eager_transforms, "_jvp_with_argnums", "jvp"),
-    ):
-        setattr(module, attribute, _refuse_transform(getattr(module, attribute), name))
-    script = torch._C.ScriptFunction
+    replace_checkpoint_generator(_recompute_in_view)
+    replace_backward_hook(ViewBackwardHook)
+    replace_transforms(_refuse_transform)
+    script = torch.jit.ScriptFunction
     script.__call__ = _whole_script(script.__call__)  # type: ignore[method-assign]

@@ -16,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
@@ -34,6 +32,14 @@ from credit_dp.domain_parallel.view.tensor import (
     with_layout,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    buffers_of,
+    forward_hooks,
+    run_uncompiled,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 # The models whose forwards run in this thread, with what ends then: None inside of another model.
 _running_forwards: ContextVar[tuple[tuple[nn.Module, ExitStack | None], ...]] = ContextVar(
@@ -61,7 +67,7 @@ class ShowInputs:
         self.of_stage = of_stage
         self.shapes = [tuple(shape) for shape in shapes if of_stage or is_banded(tuple(shape))]
 
-    @_disable_dynamo
+    @run_uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of the forward, inside of the view."""
         if running_view() is not None and not self._gets_bands((args, kwargs)):
@@ -146,7 +152,7 @@ def is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 def _order_hooks(module: nn.Module) -> None:
     """Run the user's forward hooks first, then `TakeOutputs` and `LeaveModel`, then torch's."""
-    hooks: Any = module._forward_hooks
+    hooks = forward_hooks(module)
     ours = [key for key, hook in hooks.items() if isinstance(hook, (TakeOutputs, LeaveModel))]
     outside = [key for key, hook in hooks.items() if key not in ours and is_of_library(hook)]
     for key in (*ours, *outside):
@@ -239,7 +245,7 @@ class TakeOutputs:
         self.view = view
         self.of_stage = of_stage
 
-    @_disable_dynamo
+    @run_uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the output of the forward, outside of the view."""
         forwards = _running_forwards.get()
@@ -274,9 +280,9 @@ class TakeOutputs:
     def _take_buffers(self, module: nn.Module) -> None:
         """Keep buffers that the forward replaced as whole tensors, as on one process."""
         for each in module.modules():
-            for name, buffer in each._buffers.items():
+            for name, buffer in buffers_of(each).items():
                 if type(buffer) is GlobalTensor:
-                    each._buffers[name] = whole(buffer)
+                    buffers_of(each)[name] = whole(buffer)
 
 
 @final
@@ -286,7 +292,7 @@ class LeaveModel:
     def __init__(self, view: GlobalView) -> None:
         self.view = view
 
-    @_disable_dynamo
+    @run_uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the forward that `ShowInputs` has started."""
         forwards = _running_forwards.get()

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.planning.shape_memo import tensors_in
 from credit_dp.domain_parallel.planning.trace import map_tensors
+from credit_dp.torch_private import FakeTensor, disable_torch_dispatch, schema_of
 
 
 class UnplannedError(Exception):
@@ -83,7 +83,7 @@ class KnownValues:
         for name, x in buffers.items():
             fake = fakes[name]
             if type(fake) is FakeTensor and not x.is_meta:
-                source = frozenset([fake.untyped_storage()._cdata])
+                source = frozenset([id(fake.untyped_storage())])
                 self._by_tensor[id(fake)] = (fake, _Expression(source, x.cpu))
 
     def _expression(
@@ -97,7 +97,7 @@ class KnownValues:
                 found.append(self._by_tensor[id(operand)][1])
                 return found[-1]
             if isinstance(operand, Tensor):  # with values, as an attribute of the model
-                source = frozenset([operand.untyped_storage()._cdata])
+                source = frozenset([id(operand.untyped_storage())])
                 found.append(_Expression(source, operand.cpu))
                 return found[-1]
             if isinstance(operand, list | tuple):
@@ -118,7 +118,7 @@ class KnownValues:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note the results of an operation if the values of all operands are known."""
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._forget([*args, *kwargs.values()])
             return
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
@@ -136,11 +136,11 @@ class KnownValues:
 
     def _forget(self, operands: Sequence[Any]) -> None:
         """Forget what shares memory with an operand of an operation in place."""
-        changed = {x.untyped_storage()._cdata for x in tensors_in(operands)}
+        changed = {id(x.untyped_storage()) for x in tensors_in(operands)}
         self._changed |= changed
         for key, (x, _) in list(self._by_tensor.items()):
             # One that became a field is another tensor now.
-            if not isinstance(x, FakeTensor) or x.untyped_storage()._cdata in changed:
+            if not isinstance(x, FakeTensor) or id(x.untyped_storage()) in changed:
                 del self._by_tensor[key]
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ class KnownValues:
         expression = self._expression(func, args, kwargs)
         if expression is None or expression.buffers & self._changed:
             return None
-        with torch._C._DisableTorchDispatch():
+        with disable_torch_dispatch():
             value = expression.value
         device = next((x.device for x in tensors_in(args)), torch.device("cpu"))
         if device.type == "cpu":

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.memory import VIEWS, ViewStep, lay_out_memory, view_step
@@ -29,6 +28,16 @@ from credit_dp.domain_parallel.view.tensor import (
     Layout,
     bands_of,
     functions_named,
+)
+from credit_dp.torch_private import (
+    FakeTensor,
+    disable_torch_function,
+    exchange_contents,
+    has_gradient_hooks,
+    is_alias,
+    is_view,
+    storage_owners,
+    tensor_owners,
 )
 
 # Functions that make a tensor of a shape, whatever the values of others are.
@@ -82,14 +91,14 @@ def note_created(
         if func in USES_MEMORY:
             source = _source_of(x, view)
             created[source] = (None, None)
-        elif func in COPIES and isinstance(result, Tensor) and not _is_alias(result, x):
+        elif func in COPIES and isinstance(result, Tensor) and not is_alias(result, x):
             created[result] = (None, ())
         elif isinstance(results, (list, tuple)):
             is_one = results is not result
             for i, y in enumerate(results):
-                if isinstance(y, Tensor) and y is not x and _is_alias(y, x):
+                if isinstance(y, Tensor) and y is not x and is_alias(y, x):
                     steps = created[x][1]
-                    if func not in VIEWS or not y._is_view():
+                    if func not in VIEWS or not is_view(y):
                         steps = None
                     elif steps is not None:
                         steps = (*steps, view_step(func, args, kwargs, None if is_one else i))
@@ -100,11 +109,6 @@ def _source_of(x: Tensor, view: GlobalView) -> Tensor:
     """Return the tensor that another one is a view of, which may be itself."""
     source: Tensor | None = view.created[x][0]
     return x if source is None else source
-
-
-def _is_alias(a: Tensor, b: Tensor) -> bool:
-    is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
-    return is_alias
 
 
 def _can_be_filled(x: Any) -> bool:
@@ -190,32 +194,25 @@ def _all_know(is_known: bool, view: GlobalView) -> bool:
 
 def _is_closed(family: Sequence[Tensor]) -> bool:
     """Return whether a plain tensor and views of it are all that share its memory."""
-    if any(y.is_inference() or y._backward_hooks or y.retains_grad or vars(y) for y in family):
+    if any(y.is_inference() or has_gradient_hooks(y) or y.retains_grad or vars(y) for y in family):
         return False
     if any(y.is_leaf and y.requires_grad for y in family):
         return False
     x, *views = family
     # The storage has its object in Python, and each view counts the tensor that it is a view of.
     storage = x.untyped_storage()
-    owners = torch._C._storage_Use_Count(storage._cdata)
     return (
         storage.resizable()  # arrays forbid to resize the memory that they share
-        and owners == 1 + len(family)
-        and _use_count(x) == len(family)
-        and all(_use_count(y) == 1 for y in views)
+        and storage_owners(storage) == 1 + len(family)
+        and tensor_owners(x) == len(family)
+        and all(tensor_owners(y) == 1 for y in views)
     )
-
-
-def _use_count(x: Any) -> int:
-    """Return by how many tensors and nodes of autograd a tensor is held, its object included."""
-    count: int = x._use_count()
-    return count
 
 
 def _exchange_objects(x: Tensor, other: Tensor) -> Tensor:
     """Exchange two tensors between the objects that hold them; return what now holds `x`."""
-    with torch._C.DisableTorchFunction():
+    with disable_torch_function():
         x.__class__, other.__class__ = other.__class__, x.__class__
         x.__dict__, other.__dict__ = other.__dict__, x.__dict__
-        torch._C._swap_tensor_impl(x, other)
+        exchange_contents(x, other)
     return other

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import message_device
@@ -46,6 +43,14 @@ from credit_dp.domain_parallel.view.tensor import (
     with_whole_gradients,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    schema_of,
+    suggest_memory_format,
+    tree_map,
+)
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -217,18 +222,16 @@ def is_custom_operator(func: Function) -> bool:
 
     It need not be linear in the gradient, as that of the user's `autograd.Function`s.
     """
-    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if not isinstance(func, (OpOverload, OpOverloadPacket)):
         return False
-    packet: Any = getattr(func, "overloadpacket", func)
-    name: str = packet._qualified_op_name
-    return name.split("::")[0] not in ("aten", "prims", "prim")
+    return str(func).split(".")[0] not in ("aten", "prims", "prim")
 
 
 def writes_to_arguments(func: Function) -> bool:
     """Return whether an operator of a library says that it changes its arguments."""
     overloads = getattr(func, "overloads", None)  # of a packet of operators
     operators = [getattr(func, name) for name in overloads()] if callable(overloads) else [func]
-    schemas = [schema for op in operators if (schema := getattr(op, "_schema", None)) is not None]
+    schemas = [schema for op in operators if (schema := schema_of(op)) is not None]
     return any(
         argument.alias_info is not None and argument.alias_info.is_write
         for schema in schemas

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
@@ -40,6 +39,7 @@ from credit_dp.domain_parallel.view.tensor import (
     with_layout,
     wrap,
 )
+from credit_dp.torch_private import FakeTensor
 
 
 def keep_range(x: GlobalTensor, start: int, stop: int, step: int = 1) -> GlobalTensor | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
@@ -47,6 +46,7 @@ from credit_dp.domain_parallel.view.tensor import (
     wrap,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import disable_current_modes, parameters_of
 
 # ---------------------------------------------------------------- calls of layers
 
@@ -151,7 +151,7 @@ def _without_values(kind: type[nn.Module]) -> type[nn.Module]:
 def _make_layer(
     view: GlobalView, dim: int, ndim: int, kind: type[nn.Module], settings: dict[str, Any]
 ) -> RowLayer | UserError | None:
-    with _disable_current_modes(), torch.device("meta"):
+    with disable_current_modes(), torch.device("meta"):
         module = _without_values(kind)(**settings)  # type: ignore[arg-type]
         module.__class__ = kind
     try:
@@ -177,12 +177,12 @@ def _compute(
 ) -> Tensor:
     """Compute a layer with the parameters of one call."""
     wrapped: nn.Module = layer.__dict__["wrapped"]
-    wrapped._parameters.update({name: local_of(x) for name, x in tensors.items()})
+    parameters_of(wrapped).update({name: local_of(x) for name, x in tensors.items()})
     try:
         return compute(local, bands)
     finally:
         # What belongs to the model must not stay alive with the layer, nor be used by another call.
-        wrapped._parameters.update(dict.fromkeys(tensors))
+        parameters_of(wrapped).update(dict.fromkeys(tensors))
 
 
 def _tuple(value: Any, count: int) -> tuple[Any, ...]:
@@ -262,7 +262,7 @@ def _with_rows_enough(
     """Call a rule as `_rows_before_columns`, by columns if the result has fewer rows than ranks."""
     with suppress(TooFewRowsError):
         return _rows_before_columns(rule, x, settings, tensors)
-    with _disable_current_modes():
+    with disable_current_modes():
         sizes = shape_of_result()
     least = {d: min(x.shape[d], sizes[d]) for d in range(2, x.ndim) if d != layout_of(x).dim}
     dim = max(least, key=least.__getitem__, default=None)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
@@ -41,6 +40,7 @@ from credit_dp.domain_parallel.view.tensor import (
     with_layout,
 )
 from credit_dp.errors import UserError
+from credit_dp.torch_private import is_alias, tree_map
 
 # Functions that return a view or a copy, by the strides of their argument, which differ for a band.
 MAYBE_VIEWS = frozenset(functions_named("reshape", "flatten", "contiguous", "reshape_as", "ravel"))
@@ -703,8 +703,7 @@ def _is_view_of_globe(link: Link, target: SharedMemory, x: GlobalTensor) -> bool
             for step in target.history[:-1]:
                 before = step.apply(before)
             result = target.history[-1].apply(before)
-        is_alias: bool = torch._C._is_alias_of(before, result)  # type: ignore[attr-defined]
-        return is_alias
+        return is_alias(before, result)
     name = link.path[-1].name
     raise UserError(
         f"{name}: its result or argument was changed in place, and whether both share memory on "

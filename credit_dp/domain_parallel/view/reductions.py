@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.norm import (
@@ -47,6 +46,7 @@ from credit_dp.domain_parallel.view.tensor import (
     whole,
     wrap,
 )
+from credit_dp.torch_private import tree_map
 
 # ---------------------------------------------------------------- parts of all ranks
 

@@ -18,9 +18,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.domain_parallel.planning.trace import run_uncompiled
@@ -45,6 +43,12 @@ from credit_dp.domain_parallel.view.tensor import (
 )
 from credit_dp.errors import UserError
 from credit_dp.random_streams import python_random_state, set_python_random_state
+from credit_dp.torch_private import (
+    SET_GRAD_ENABLED,
+    FakeTensor,
+    has_old_backward_hooks,
+    tree_leaves,
+)
 
 # Functions that make random tensors without a field.
 FACTORIES = frozenset(
@@ -131,7 +135,7 @@ class RunningMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if running_view() is not self.view:  # another model runs inside of this one
             return func(*args, **kwargs)
-        if func is torch._C._set_grad_enabled:
+        if func is SET_GRAD_ENABLED:
             self.view.has_gradients = args[0]
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
@@ -227,7 +231,7 @@ def check_call(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():  # another model: one in the view is not compiled
         return
     if running_views.get():
-        if module._backward_hooks and not module._is_full_backward_hook:
+        if has_old_backward_hooks(module):
             raise UserError(
                 f"{type(module).__name__}: register_backward_hook shows gradients of bands. Use "
                 "register_full_backward_hook."

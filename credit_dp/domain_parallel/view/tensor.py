@@ -23,8 +23,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
@@ -36,6 +34,17 @@ from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, RowPartition
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.moves import move_bands
 from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    NN_FUNCTIONS,
+    FakeTensor,
+    is_alias,
+    is_transform_active,
+    new_wrapper,
+    saved_tensor_hooks,
+    tree_leaves,
+    tree_map,
+    version_of,
+)
 
 TRANSFORM_CURE = (
     "a model can't transform a function of sharded fields. Instead of vmap, write the batch as a "
@@ -140,7 +149,7 @@ class GlobalView:
         return RowPartition.in_multiples_of(entries, self.ranks, unit)
 
 
-NAMESPACES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg, torch.fft)
+NAMESPACES = (torch, Tensor, F, NN_FUNCTIONS, torch.special, torch.linalg, torch.fft)
 
 # The views whose models run in this thread, from the outermost to the innermost.
 running_views: ContextVar[tuple[GlobalView, ...]] = ContextVar("views that run", default=())
@@ -275,7 +284,7 @@ def saved_tensors_hooks() -> object:
     Each forward of a checkpointed block has its own hooks, and so has each time that backward
     computes it again. The object is a weak reference: a field must not keep a block's inputs.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensor_hooks()
     return None if hooks is None else weakref.ref(hooks[0])
 
 
@@ -327,9 +336,7 @@ class GlobalTensor(torch.Tensor):
         shape = list(local.shape)
         if layout is not None:
             shape[layout.dim] = layout.size
-        result: GlobalTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
-        )
+        result: GlobalTensor = new_wrapper(cls, shape, local)
         result.local = local
         result.rows = layout
         result.view_ = view
@@ -434,7 +441,7 @@ def check_no_transform() -> None:
     Raises:
         UserError: a transform is active.
     """
-    if torch._C._are_functorch_transforms_active():
+    if is_transform_active():
         raise UserError(f"torch.func: {TRANSFORM_CURE}")
 
 
@@ -760,18 +767,17 @@ def call_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _version(x: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 in inference mode, which does not count."""
-    return 0 if x.is_inference() else x._version
+    return 0 if x.is_inference() else version_of(x)
 
 
 def shares_storage(a: GlobalTensor, b: GlobalTensor) -> bool:
     """Return whether an operation in place on one tensor's part changes the other's."""
-    shares: bool = torch._C._is_alias_of(a.local, b.local)  # type: ignore[attr-defined]
-    return shares
+    return is_alias(a.local, b.local)
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same entries of a storage, in the same order."""
-    if not torch._C._is_alias_of(a, b) or (a.shape, a.dtype) != (b.shape, b.dtype):  # type: ignore[attr-defined]
+    if not is_alias(a, b) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     is_same_order = all(size == 1 or first == second for size, first, second in strides)
@@ -819,7 +825,7 @@ def same_random_numbers(
         # A generator of the model's is the same on all ranks from now on.
         if view.rank and generator is None:
             restore(state)
-            if not torch._C._are_functorch_transforms_active():
+            if not is_transform_active():
                 torch.rand(1, device=device)
 
 

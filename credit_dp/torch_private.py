@@ -1,0 +1,490 @@
+"""What the package uses of torch beyond its documented interface: all of it, and nothing else.
+
+A new release of torch may change any of it without notice. `tests/test_torch_private.py` uses each
+and says in its name what would break.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, UntypedStorage, nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch._compile import _disable_dynamo as run_uncompiled
+from torch._functorch import apis, eager_transforms
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import _like_tensor_constructors as LIKE_CONSTRUCTORS
+from torch._subclasses.fake_impls import op_implementations_dict as FAKE_IMPLEMENTATIONS
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+from torch.utils.hooks import BackwardHook
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim.lr_scheduler import LambdaLR
+
+__all__ = [
+    "DataDependentOutputException",
+    "DropoutNd",
+    "DynamicOutputShapeException",
+    "FAKE_IMPLEMENTATIONS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LIKE_CONSTRUCTORS",
+    "OpOverload",
+    "OpOverloadPacket",
+    "UnsupportedOperatorException",
+    "disable_current_modes",
+    "run_uncompiled",
+    "suggest_memory_format",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# ---------------------------------------------------------------- modes
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of this thread, without the import of torch's compiler at the first."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def disable_torch_dispatch() -> AbstractContextManager[None]:
+    """Return a context in which no mode and no subclass sees operations, `FakeTensor` included."""
+    return torch._C._DisableTorchDispatch()
+
+
+def disable_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which no mode and no subclass sees calls of torch's functions."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_dispatch_mode_active() -> bool:
+    """Return whether a dispatch mode sees the operations of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_transform_active() -> bool:
+    """Return whether a transform of `torch.func` runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_fake_mode_active() -> bool:
+    """Return whether a `FakeTensorMode` sees the operations of this thread."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+# Modes see this function where a model switches gradients off or on.
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+# The functions of `torch.nn.functional` that are written in C.
+NN_FUNCTIONS: Any = torch._C._nn
+
+# ---------------------------------------------------------------- tensors
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor and those that share its memory were written to."""
+    return x._version
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether autograd takes a tensor for a view of another one."""
+    return x._is_view()
+
+
+def is_alias(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors share a storage; those without one do not."""
+    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined,no-any-return]
+
+
+def tensor_owners(x: Any) -> int:
+    """Return by how many tensors and nodes of autograd a tensor is held, its object included."""
+    return x._use_count()  # type: ignore[no-any-return]
+
+
+def storage_owners(storage: UntypedStorage) -> int:
+    """Return by how many tensors a storage is held, and one for its object in Python."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_key(storage: UntypedStorage) -> int:
+    """Return what no other storage has as long as there is a `StorageWeakRef` of this one."""
+    key: int = storage._cdata
+    return key
+
+
+def storage_of(reference: StorageWeakRef) -> UntypedStorage | None:
+    """Return the storage of a weak reference; None if there is none any more."""
+    if reference.expired():  # type: ignore[no-untyped-call]
+        return None
+    return UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Return whether a tensor has hooks of its gradient."""
+    return bool(x._backward_hooks)
+
+
+def exchange_contents(a: Tensor, b: Tensor) -> None:
+    """Let two objects exchange what they hold, though there are other references to it."""
+    # `torch.utils.swap_tensors` refuses these.
+    torch._C._swap_tensor_impl(a, b)
+
+
+def new_wrapper(cls: Any, shape: Sequence[int], like: Tensor) -> Any:
+    """Return a tensor of a subclass that has a shape, but no memory."""
+    return Tensor._make_wrapper_subclass(
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
+
+
+def new_fake(data: Tensor, device: torch.device, attributes: dict[str, Any]) -> FakeTensor:
+    """Return the fake tensor of a meta tensor, with the attributes of another one."""
+    # What the constructor of `FakeTensor` does, which computes the attributes each time.
+    fake = Tensor._make_subclass(
+        FakeTensor, data, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(attributes)
+    return fake
+
+
+def show_as_parameter(fake: Tensor) -> None:
+    """Let `isinstance` take a tensor for an `nn.Parameter`."""
+    fake._is_param = True
+
+
+FAKE_LOGGER = "torch._subclasses.fake_tensor"  # logs a traceback of what fake tensors can't do
+
+
+# ---------------------------------------------------------------- operators
+
+
+def schema_of(func: Any) -> Any:
+    """Return the arguments and results of an operator; None if this is none."""
+    return getattr(func, "_schema", None)
+
+
+def operator_of(func: Any) -> Any:
+    """Return the operator of what `torch.library.custom_op` returns; others as they are."""
+    return getattr(func, "_opoverload", func)
+
+
+def check_convolution(*args: Any) -> None:
+    """Check sizes of a convolution on the meta device, whose kernel does not.
+
+    Raises:
+        RuntimeError: they do not fit.
+    """
+    torch._C._select_conv_backend(*args)
+
+
+# Autocast widens RMS norms on GPUs in torch 2.13, not in 2.11.
+AUTOCAST_WIDENS_RMS_NORM: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::rms_norm", "AutocastCUDA"
+)
+
+# On lists of tensors, in one kernel.
+foreach_add_: Any = torch._foreach_add_
+foreach_lerp: Any = torch._foreach_lerp
+foreach_lerp_: Any = torch._foreach_lerp_
+foreach_mul_: Any = torch._foreach_mul_
+foreach_sign_: Any = torch._foreach_sign_
+
+
+# ---------------------------------------------------------------- modules
+
+# All that a module holds in dictionaries: a module that has another one's is it, by another class.
+MODULE_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own parameters by name; what is put there is one, whatever its type."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own buffers by name; what is put there is one, whatever its type."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's children by name; the same one may have several."""
+    return module._modules
+
+
+def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
+    """Return the hooks after a module's forward, in the order in which they run."""
+    return cast("OrderedDict[int, Any]", module._forward_hooks)
+
+
+def forward_pre_hooks(module: nn.Module) -> OrderedDict[int, Any]:
+    """Return the hooks before a module's forward, in the order in which they run."""
+    return cast("OrderedDict[int, Any]", module._forward_pre_hooks)
+
+
+def takes_kwargs(module: nn.Module, key: int) -> bool:
+    """Return whether a hook before a module's forward gets keyword arguments, and returns them."""
+    return key in module._forward_pre_hooks_with_kwargs
+
+
+def remove_hooks(
+    module: nn.Module, is_removed: Callable[[Any], bool], at_most: int | None = None
+) -> None:
+    """Remove hooks before and after a module's forward, the first ones of each if not all."""
+    # Not by their handles: those of a copied model would be the original's.
+    holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in holders:
+        for key in [key for key, hook in hooks.items() if is_removed(hook)][:at_most]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that its call runs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def has_old_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of `register_backward_hook`, which torch deprecates."""
+    return bool(module._backward_hooks) and not module._is_full_backward_hook
+
+
+def share_kind_of_backward_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Let a module with the hooks of another one call them as that one does."""
+    module._is_full_backward_hook = other._is_full_backward_hook
+
+
+def padding_widths(conv: Any) -> tuple[int, ...]:
+    """Return the padding of a convolution in the order of `F.pad`: west, east, north, south, ..."""
+    return tuple(conv._reversed_padding_repeated_twice)
+
+
+def apply_to_tensors(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> None:
+    """Put what a function makes of each parameter and buffer in its place, as `to` does."""
+    module._apply(function, recurse)  # type: ignore[no-untyped-call]
+
+
+class MovedModule(nn.Module):
+    """A module that decides what `to`, `half` and the like do to it."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.move(lambda: super(MovedModule, self)._apply(fn, recurse))  # type: ignore[no-untyped-call]
+        return self
+
+    def move(self, apply: Callable[[], object]) -> None:
+        """Move or cast the module, which `apply` does as for any other one."""
+        apply()
+
+
+CALL_ATTRIBUTE = "_call_impl"  # of a module: what its `__call__` calls, hooks and forward
+
+
+def call_with_hooks(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call the forward and the hooks of a module whose `CALL_ATTRIBUTE` is set."""
+    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------- autograd
+
+BACKWARD_FRAME = "_engine_run_backward"  # the function of torch that runs a backward pass
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that this thread runs; -1 if it runs none."""
+    return torch._C._current_graph_task_id()
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the pair of hooks that saves tensors for backward; None if there is none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+# ---------------------------------------------------------------- replaced functions
+
+
+def replace_checkpoint_generator(wrap: Callable[[Callable[..., Any], int | None], Any]) -> None:
+    """Replace the generator by which `checkpoint` without reentrance runs a function.
+
+    Args:
+        wrap: gets it and how many options of torch stand before the variadic arguments of the
+            function; None if the arguments are a tuple and a dictionary, as since torch 2.14.
+    """
+    checkpointing = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpointing, f"{name}_impl"):  # since torch 2.14
+        name = f"{name}_impl"
+    original = getattr(checkpointing, name)
+    parameters = signature(original).parameters.values()
+    is_variadic = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    count = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in parameters) - 1
+    setattr(checkpointing, name, wrap(original, count if is_variadic else None))
+
+
+def replace_transforms(wrap: Callable[[Callable[..., Any], str], Any]) -> None:
+    """Replace what the transforms of `torch.func` call, also those that were imported before.
+
+    Args:
+        wrap: gets a function and the name of its transform. Those of Jacobians call `vjp`, `jvp`.
+    """
+    for module, attribute, name in (
+        (apis, "vmap_impl", "vmap"),
+        (eager_transforms, "grad_impl", "grad"),
+        (eager_transforms, "grad_and_value_impl", "grad_and_value"),
+        (eager_transforms, "_vjp_with_argnums", "vjp"),
+        (eager_transforms, "_jvp_with_argnums", "jvp"),
+    ):
+        setattr(module, attribute, wrap(getattr(module, attribute), name))
+
+
+def replace_backward_hook(kind: type[BackwardHook]) -> None:
+    """Replace the class by which modules call their backward hooks."""
+    nn.modules.module.BackwardHook = kind  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- compiler
+
+COMPILER = "torch._dynamo"  # the module, which takes seconds to import
+
+
+def is_compiler_imported() -> bool:
+    """Return whether something may be compiled in this process: only then torch has imported it."""
+    return COMPILER in sys.modules
+
+
+def run_as_it_is(function: F) -> F:
+    """Return a function that torch's compiler does not trace, but those that it calls."""
+    # What `torch._dynamo.skip_code` does, without its import.
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def constant_when_compiled(method: F) -> F:
+    """Let torch's compiler call a method while it traces, and take the result for a constant.
+
+    The result is None, a number or a string. Compiled code is used again as long as the arguments
+    are the same, and does not see what else the method depends on.
+    """
+    # What `torch.compiler.assume_constant_result` does; to import that takes a second.
+    method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return method
+
+
+def compile_backward_without_autocast() -> None:
+    """Let compiled backward passes compute in the dtypes of an uncompiled step."""
+    from torch._functorch import config
+
+    config.backward_pass_autocast = "off"
+
+
+# ---------------------------------------------------------------- distributed
+
+
+def cpu_backend(group: ProcessGroup) -> Any:
+    """Return what sends messages between CPUs in a process group."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Return the seconds that messages between CPUs may take in a process group."""
+    return float(cpu_backend(group).options._timeout.total_seconds())
+
+
+def gloo_options(group: ProcessGroup, timeout: timedelta) -> Any:
+    """Return options of gloo with the sockets of another group; None if torch has none of these."""
+    devices = getattr(getattr(cpu_backend(group), "options", None), "_devices", None)
+    if not devices:
+        return None
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = devices
+    options._timeout = timeout
+    return options
+
+
+def never_measure(model: nn.parallel.DistributedDataParallel) -> None:
+    """Let DDP not measure forward passes, as it does once in a hundred."""
+    model._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
+
+
+def shard_of(parameter: Any) -> tuple[slice, ...]:
+    """Return which entries of a complete parameter this rank's shard of a `DTensor` has."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+
+
+# ---------------------------------------------------------------- optimization
+
+
+def set_schedule(schedule: LambdaLR, step: int, rates: Sequence[float]) -> None:
+    """Set a schedule of learning rates to a step at which it has these rates."""
+    position = {"last_epoch": step, "_step_count": step + 1, "_last_lr": list(rates)}
+    schedule.load_state_dict({**schedule.state_dict(), **position})

@@ -1,0 +1,820 @@
+"""Each use of torch's private interface: what would break if a release of torch changed it."""
+
+import ast
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import BackwardHook
+
+from credit_dp import torch_private
+from credit_dp.torch_private import (
+    AUTOCAST_WIDENS_RMS_NORM,
+    BACKWARD_FRAME,
+    CALL_ATTRIBUTE,
+    FAKE_IMPLEMENTATIONS,
+    FAKE_LOGGER,
+    LIKE_CONSTRUCTORS,
+    MODULE_TABLES,
+    NN_FUNCTIONS,
+    SET_GRAD_ENABLED,
+    DataDependentOutputException,
+    DispatchMode,
+    DropoutNd,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    MovedModule,
+    OpOverload,
+    OpOverloadPacket,
+    UnsupportedOperatorException,
+    apply_to_tensors,
+    backward_pass,
+    buffers_of,
+    call_with_hooks,
+    check_convolution,
+    children_of,
+    compile_backward_without_autocast,
+    constant_when_compiled,
+    cpu_backend,
+    disable_current_modes,
+    disable_torch_dispatch,
+    disable_torch_function,
+    exchange_contents,
+    foreach_add_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+    forward_hooks,
+    forward_pre_hooks,
+    gloo_options,
+    has_gradient_hooks,
+    has_hooks,
+    has_old_backward_hooks,
+    is_alias,
+    is_compiler_imported,
+    is_dispatch_mode_active,
+    is_fake_mode_active,
+    is_profiling,
+    is_transform_active,
+    is_view,
+    never_measure,
+    new_fake,
+    new_wrapper,
+    operator_of,
+    padding_widths,
+    parameters_of,
+    remove_hooks,
+    replace_backward_hook,
+    replace_checkpoint_generator,
+    replace_transforms,
+    run_as_it_is,
+    run_uncompiled,
+    saved_tensor_hooks,
+    schema_of,
+    set_schedule,
+    shard_of,
+    share_kind_of_backward_hooks,
+    show_as_parameter,
+    storage_key,
+    storage_of,
+    storage_owners,
+    suggest_memory_format,
+    takes_kwargs,
+    tensor_owners,
+    timeout_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    version_of,
+)
+
+COMPILER = torch_private.COMPILER
+
+
+class Seen(DispatchMode):
+    """Lists the operations of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenCalls(TorchFunctionMode):
+    """Lists the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_name_is_tested():
+    tree = ast.parse(Path(__file__).read_text())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    source = ast.parse(Path(torch_private.__file__).read_text())
+    defined = set(torch_private.__all__) - {"__all__"}
+    for node in source.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets}
+    assert defined <= used
+
+
+# ---------------------------------------------------------------- modes
+
+
+def test_a_plan_would_import_the_compiler():
+    code = (
+        "import torch\n"
+        "from credit_dp.torch_private import DispatchMode, constant_when_compiled, run_as_it_is\n"
+        "from credit_dp.torch_private import is_compiler_imported\n"
+        "class Mode(DispatchMode):\n"
+        "    def __torch_dispatch__(self, func, types, args=(), kwargs=None):\n"
+        "        return func(*args, **(kwargs or {}))\n"
+        "run_as_it_is(constant_when_compiled(lambda: 0))\n"
+        "with Mode(): torch.ones(2) + 1\n"
+        "assert not is_compiler_imported()\n"
+        "import torch._dynamo\n"
+        "assert is_compiler_imported()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_would_see_its_own_operations():
+    with Seen() as seen:
+        with disable_torch_dispatch():
+            torch.ones(2)
+        with disable_current_modes():
+            torch.ones(2)
+        assert seen.names == []
+        torch.ones(2)
+    assert seen.names == ["aten.ones.default"]
+    with FakeTensorMode(), disable_torch_dispatch():
+        assert type(torch.ones(2)) is Tensor
+
+
+def test_initial_weights_would_record_their_own_calls():
+    with SeenCalls() as seen, disable_torch_function():
+        torch.ones(2).add(1)
+    assert seen.functions == []
+
+
+def test_a_plan_would_fill_the_cache_of_constants():
+    assert not is_dispatch_mode_active()
+    found = []
+    with Seen():
+        assert is_dispatch_mode_active()
+        thread = threading.Thread(target=lambda: found.append(is_dispatch_mode_active()))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_a_transform_would_fill_the_cache_of_constants():
+    assert not is_transform_active()
+    found = []
+    torch.func.vmap(lambda x: (found.append(is_transform_active()), x)[1])(torch.ones(2))
+    assert found == [True]
+
+
+def test_a_plan_would_take_values_for_shapes():
+    assert not is_fake_mode_active()
+    with FakeTensorMode():
+        assert is_fake_mode_active()
+
+
+def test_a_view_would_not_notice_no_grad():
+    with SeenCalls() as seen, torch.no_grad():
+        pass
+    assert SET_GRAD_ENABLED in seen.functions
+
+
+def test_a_view_would_not_know_functions_in_c():
+    assert F.gelu is NN_FUNCTIONS.gelu
+    assert F.avg_pool2d is NN_FUNCTIONS.avg_pool2d
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def test_layers_would_share_rows_that_were_written_to():
+    x = torch.zeros(3)
+    before = version_of(x)
+    assert version_of(x[1:]) == before
+    x[1:].add_(1)
+    assert version_of(x) == before + 1
+
+
+def test_autograd_would_forbid_writes_to_fetched_rows():
+    x = torch.zeros(3)
+    assert not is_view(x)
+    assert is_view(x[1:])
+    assert not is_view(x[1:].detach().clone())
+
+
+def test_a_write_to_a_view_would_be_lost():
+    x = torch.zeros(3)
+    assert is_alias(x, x[1:])
+    assert not is_alias(x, x.clone())
+    assert not is_alias(x, x.to_sparse())
+
+
+def test_a_tensor_with_another_owner_would_be_laid_out():
+    x = torch.zeros(3)
+    assert tensor_owners(x) == 1
+    view = x[1:]
+    assert tensor_owners(x) == 2
+    assert tensor_owners(view) == 1
+    assert storage_owners(x.untyped_storage()) == 3  # two tensors and the storage's object
+
+
+def test_a_tensor_with_hooks_would_be_laid_out():
+    x = torch.zeros(3, requires_grad=True)
+    assert not has_gradient_hooks(x)
+    x.register_hook(lambda gradient: None)
+    assert has_gradient_hooks(x)
+
+
+def test_names_in_the_model_would_not_follow_what_was_laid_out():
+    a, b = torch.zeros(2), torch.ones(3)
+    reference, kept = weakref.ref(a), [a]
+    exchange_contents(a, b)
+    assert kept[0].shape == (3,)
+    assert reference() is a
+    assert b.tolist() == [0, 0]
+
+
+class Wrapper(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.full((1,), 7.0)
+
+
+def test_a_field_would_not_have_the_shape_of_the_globe():
+    local = torch.zeros(2, 4, dtype=torch.float64)
+    x = new_wrapper(Wrapper, [8, 4], local)
+    assert (type(x), x.shape, x.dtype, x.device) == (Wrapper, (8, 4), local.dtype, local.device)
+    assert torch.neg(x).tolist() == [7]
+
+
+def test_a_plan_would_make_other_fake_tensors_than_torch():
+    mode, cpu = FakeTensorMode(), torch.device("cpu")
+    data = torch.empty(2, 3, device="meta")
+    first = FakeTensor(mode, data, cpu)
+    fake = new_fake(data, cpu, dict(first.__dict__))
+    assert type(fake) is FakeTensor
+    assert (fake.device, fake.fake_mode, fake.shape) == (cpu, mode, (2, 3))
+    with mode:
+        total = fake + first
+    assert (total.device, total.shape) == (cpu, (2, 3))
+    with pytest.raises(RuntimeError, match="data"):
+        fake.data_ptr()
+
+
+def test_a_fake_parameter_would_be_none_to_the_model():
+    with FakeTensorMode():
+        x = torch.zeros(2)
+    assert not isinstance(x, nn.Parameter)
+    show_as_parameter(x)
+    assert isinstance(x, nn.Parameter)
+
+
+def test_an_error_of_a_plan_would_come_with_a_traceback(caplog):
+    logger = logging.getLogger(FAKE_LOGGER)
+    logger.addHandler(caplog.handler)
+    try:
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.zeros(2) @ torch.zeros(3)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert {record.name for record in caplog.records} == {FAKE_LOGGER}
+
+
+def test_memory_would_be_counted_twice():
+    x = torch.zeros(4, requires_grad=True)
+    y = x * 2
+    storages = {id(t.untyped_storage()) for t in (y, y[1:], y.detach(), y.view(2, 2))}
+    assert len(storages) == 1
+    key, reference = id(y.untyped_storage()), weakref.ref(y.untyped_storage())
+    z = y * y  # autograd alone holds `y` now
+    del y
+    gc.collect()
+    assert reference() is not None
+    assert id(z.grad_fn._saved_self.untyped_storage()) == key
+    del z
+    gc.collect()
+    assert reference() is None
+    with FakeTensorMode():
+        fake = torch.zeros(4)
+        assert fake.untyped_storage() is fake[1:].untyped_storage()
+
+
+def test_released_weights_would_not_be_found():
+    x = torch.zeros(4)
+    key, reference = storage_key(x.untyped_storage()), StorageWeakRef(x.untyped_storage())
+    assert storage_key(x[1:].untyped_storage()) == key
+    found = storage_of(reference)
+    assert found is not None
+    found.resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+    del x, found
+    gc.collect()
+    assert storage_of(reference) is None
+    others = [torch.zeros(4) for _ in range(100)]
+    assert key not in {storage_key(other.untyped_storage()) for other in others}
+
+
+def test_a_plan_would_not_say_why_it_fails():
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        torch.zeros(2).sum().item()
+    with FakeTensorMode(), pytest.raises(DynamicOutputShapeException):
+        torch.zeros(2).nonzero()
+    library = torch.library.Library("credit_dp_test", "FRAGMENT")
+    library.define("unknown(Tensor x) -> Tensor")
+    library.impl("unknown", lambda x: x.clone(), "CPU")
+    with FakeTensorMode(), pytest.raises(UnsupportedOperatorException):
+        torch.ops.credit_dp_test.unknown(torch.zeros(2))
+
+
+# ---------------------------------------------------------------- operators
+
+
+def test_a_plan_would_not_see_what_is_written():
+    (first, *_) = schema_of(torch.ops.aten.add_.Tensor).arguments
+    assert (first.name, first.alias_info.is_write) == ("self", True)
+    schema = schema_of(torch.ops.aten.add.Tensor)
+    assert not schema.is_mutable
+    assert [result.alias_info for result in schema.returns] == [None]
+    assert schema_of(torch.add) is None
+
+
+def test_rules_for_custom_operators_would_not_be_found():
+    @torch.library.custom_op("credit_dp_test::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    operator = operator_of(double)
+    assert operator is torch.ops.credit_dp_test.double.default
+    assert operator_of(operator) is operator
+    assert isinstance(operator, OpOverload)
+    assert operator.overloadpacket is torch.ops.credit_dp_test.double
+    assert isinstance(operator.overloadpacket, OpOverloadPacket)
+    names = [str(operator), str(operator.overloadpacket)]
+    assert [name.split(".")[0] for name in names] == ["credit_dp_test"] * 2
+
+
+def test_a_plan_would_accept_wrong_channels():
+    x, weight = torch.empty(1, 3, 4, 4, device="meta"), torch.empty(2, 3, 3, 3, device="meta")
+    settings = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    check_convolution(x, weight, *settings)
+    with pytest.raises(RuntimeError, match="channels"):
+        check_convolution(x, weight[:, :2], *settings)
+
+
+def test_meta_kernels_would_be_used_where_torch_has_others():
+    assert torch.ops.aten.nonzero.default in FAKE_IMPLEMENTATIONS
+    assert torch.ops.aten.zeros_like.default in LIKE_CONSTRUCTORS
+    assert torch.ops.aten.add.Tensor not in FAKE_IMPLEMENTATIONS
+
+
+def test_rms_norms_would_have_another_precision_on_gpus():
+    assert AUTOCAST_WIDENS_RMS_NORM is (torch.__version__ >= "2.12") or torch.cuda.is_available()
+    if torch.cuda.is_available():
+        x = torch.ones(2, 4, device="cuda", dtype=torch.bfloat16)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert (F.rms_norm(x, (4,)).dtype is torch.float32) is AUTOCAST_WIDENS_RMS_NORM
+
+
+def test_a_layout_in_memory_would_not_be_that_of_one_process():
+    x = torch.zeros(2, 3, 4, 5)
+    assert suggest_memory_format(x) is torch.contiguous_format
+    x = x.to(memory_format=torch.channels_last)
+    assert suggest_memory_format(x) is torch.channels_last
+
+
+def test_the_lion_optimizer_would_compute_something_else():
+    a, b = [torch.tensor([1.0, -2.0])], [torch.tensor([3.0, 2.0])]
+    assert foreach_lerp(a, b, 0.25)[0].tolist() == [1.5, -1.0]
+    foreach_lerp_(a, b, 0.5)
+    assert a[0].tolist() == [2.0, 0.0]
+    foreach_mul_(b, 2.0)
+    assert b[0].tolist() == [6.0, 4.0]
+    foreach_add_(a, b, alpha=-0.5)
+    assert a[0].tolist() == [-1.0, -2.0]
+    foreach_sign_(a)
+    assert a[0].tolist() == [-1.0, -1.0]
+
+
+# ---------------------------------------------------------------- nested values
+
+
+def test_nested_values_would_not_be_walked_through():
+    tree = {"b": [1, (2, None)], "a": torch.zeros(1)}
+    leaves, structure = tree_flatten(tree)
+    assert len(leaves) == 4
+    again = tree_unflatten(leaves, structure)
+    assert again["b"] == [1, (2, None)]
+    assert tree_leaves([1, {"x": 2}, (3,)]) == [1, 2, 3]
+    assert tree_map(lambda x: x + 1, {"x": [1, (2,)]}) == {"x": [2, (3,)]}
+    assert tree_map_only(int, lambda x: -x, [1, "a", 2.0]) == [-1, "a", 2.0]
+
+
+# ---------------------------------------------------------------- modules
+
+
+def test_a_sharded_layer_would_lose_an_attribute_of_its_layer():
+    tables = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)}
+    assert tables == set(MODULE_TABLES)
+
+
+def test_tensors_in_a_model_would_not_be_replaced():
+    layer = nn.BatchNorm2d(2)
+    layer.inner = nn.Linear(2, 2)
+    assert list(parameters_of(layer)) == ["weight", "bias"]
+    assert list(buffers_of(layer)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert children_of(layer) == {"inner": layer.inner}
+    parameters_of(layer)["weight"] = plain = torch.zeros(2)
+    buffers_of(layer)["running_mean"] = other = torch.ones(2)
+    children_of(layer)["inner"] = child = nn.ReLU()
+    assert layer.weight is plain
+    assert layer.running_mean is other
+    assert layer.inner is child
+
+
+def test_hooks_of_a_copied_model_would_stay():
+    def keep(*_):
+        calls.append("keep")
+
+    def remove(*_, **__):
+        calls.append("remove")
+
+    calls: list[str] = []
+    layer = nn.Identity()
+    assert not has_hooks(layer)
+    layer.register_forward_pre_hook(remove, with_kwargs=True)
+    layer.register_forward_pre_hook(keep)
+    layer.register_forward_hook(remove, always_call=True)
+    layer.register_forward_hook(remove, with_kwargs=True)
+    assert has_hooks(layer)
+    assert [takes_kwargs(layer, key) for key in forward_pre_hooks(layer)] == [True, False]
+    remove_hooks(layer, lambda hook: hook is remove, at_most=1)
+    assert list(forward_pre_hooks(layer).values()) == [keep]
+    assert list(forward_hooks(layer).values()) == [remove]
+    remove_hooks(layer, lambda hook: hook is remove)
+    layer(torch.zeros(1))
+    assert calls == ["keep"]
+
+
+def test_hooks_of_a_view_would_run_in_another_order():
+    layer, calls = nn.Identity(), []
+    first = layer.register_forward_hook(lambda *_: calls.append("first"))
+    layer.register_forward_hook(lambda *_: calls.append("second"))
+    forward_hooks(layer).move_to_end(first.id)
+    layer(torch.zeros(1))
+    assert calls == ["second", "first"]
+
+
+@pytest.mark.filterwarnings("ignore:.*non-full backward hook")
+def test_old_backward_hooks_would_not_be_refused():
+    old, full, plain = nn.Identity(), nn.Identity(), nn.Identity()
+    old.register_backward_hook(lambda *_: None)
+    full.register_full_backward_hook(lambda *_: None)
+    found = [has_old_backward_hooks(layer) for layer in (old, full, plain)]
+    assert found == [True, False, False]
+    for name in MODULE_TABLES:
+        plain.__dict__[name] = full.__dict__[name]
+    share_kind_of_backward_hooks(plain, full)
+    with pytest.raises(RuntimeError, match="Cannot use both"):
+        plain.register_backward_hook(lambda *_: None)
+
+
+def test_circular_padding_would_have_another_width():
+    conv = nn.Conv2d(1, 1, (3, 5), padding=(1, 2), padding_mode="circular")
+    assert padding_widths(conv) == (2, 2, 1, 1)
+    assert padding_widths(nn.Conv2d(1, 1, (4, 3), padding="same")) == (1, 1, 1, 2)
+    assert padding_widths(nn.ConvTranspose2d(1, 1, 3, padding=1)) == (1, 1, 1, 1)
+
+
+def test_parts_of_a_model_would_stay_on_their_device():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    apply_to_tensors(model, lambda x: x.double() if x.is_floating_point() else x)
+    assert {x.dtype for x in model.parameters()} == {torch.float64}
+    assert model[1].running_mean.dtype is torch.float64
+    model.extra = nn.Linear(1, 1)
+    apply_to_tensors(model, lambda x: x.to("meta"), recurse=False)
+    assert not model.extra.weight.is_meta
+
+
+def test_numbers_of_fixers_would_be_rounded():
+    class Kept(MovedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("number", torch.ones(1, dtype=torch.float64))
+
+        def move(self, apply) -> None:
+            before = self.number
+            apply()
+            assert self.number.dtype is torch.float16
+            self.number = before
+
+    model = nn.Sequential(Kept(), nn.Linear(1, 1)).half()
+    assert (model[0].number.dtype, model[1].weight.dtype) == (torch.float64, torch.float16)
+
+
+def test_dropout_would_draw_while_a_model_is_verified():
+    kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d]
+    kinds += [nn.AlphaDropout, nn.FeatureAlphaDropout]
+    assert all(issubclass(kind, DropoutNd) for kind in kinds)
+
+
+def test_a_model_in_a_view_would_be_compiled():
+    layer, calls = nn.Linear(2, 2), []
+    layer.register_forward_hook(lambda *_: calls.append("hook"))
+
+    def call(*args, **kwargs):
+        calls.append("call")
+        return call_with_hooks(layer, args, kwargs)
+
+    layer.__dict__[CALL_ATTRIBUTE] = call
+    layer(torch.zeros(1, 2))
+    assert calls == ["call", "hook"]
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def test_a_recomputation_would_be_taken_for_a_forward():
+    passes, callers = [], []
+
+    def hook(gradient):
+        passes.append(backward_pass())
+        frame = sys._getframe()
+        while frame is not None:
+            callers.append(frame.f_code.co_name)
+            frame = frame.f_back
+
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(hook)
+        y.backward()
+    assert backward_pass() == -1
+    assert -1 not in passes
+    assert passes[0] != passes[1]
+    assert BACKWARD_FRAME in callers
+
+
+def test_a_checkpointed_block_would_keep_its_fields():
+    assert saved_tensor_hooks() is None
+    pack, unpack = (lambda x: x), (lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert saved_tensor_hooks()[0] is pack
+    assert saved_tensor_hooks() is None
+
+
+def test_a_profile_would_show_no_regions():
+    assert not is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_profiling()
+    assert not is_profiling()
+
+
+# ---------------------------------------------------------------- replaced functions
+
+
+@contextmanager
+def replaced(replace) -> Iterator[list[object]]:
+    """Replace functions by ones that note their calls, and put torch's back."""
+    calls: list[object] = []
+    originals: list[object] = []
+
+    def wrap(original, note):
+        originals.append(original)
+
+        def function(*args, **kwargs):
+            calls.append(note)
+            return original(*args, **kwargs)
+
+        return function
+
+    replace(wrap)
+    back = iter(originals)
+    try:
+        yield calls
+    finally:
+        replace(lambda *_: next(back))
+
+
+def test_a_checkpointed_block_would_compute_outside_of_the_view():
+    x = torch.ones(2, requires_grad=True)
+
+    def block(x: Tensor, *, factor: int) -> Tensor:
+        return x * x * factor
+
+    with replaced(replace_checkpoint_generator) as calls:
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, factor=3)
+        y.sum().backward()
+    assert [count is None for count in calls] == [torch.__version__ >= "2.14"]
+    assert x.grad.tolist() == [6, 6]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (lambda f, x: torch.func.vmap(f)(x), "vmap"),
+        (lambda f, x: torch.func.grad(f)(x), "grad"),
+        (lambda f, x: torch.func.grad_and_value(f)(x), "grad_and_value"),
+        (lambda f, x: torch.func.vjp(f, x), "vjp"),
+        (lambda f, x: torch.func.jvp(f, (x,), (x,)), "jvp"),
+        (lambda f, x: torch.func.jacrev(f)(x), "vjp"),
+        (lambda f, x: torch.func.jacfwd(f)(x), "jvp"),
+    ],
+)
+def test_a_transform_in_a_model_would_see_one_band(transform, name):
+    with replaced(replace_transforms) as calls:
+        transform(lambda x: (x * x).sum(), torch.ones(2))
+    assert name in calls
+
+
+def test_backward_hooks_would_see_gradients_of_bands():
+    class Noted(BackwardHook):
+        def setup_input_hook(self, args):
+            calls.append("in")
+            return super().setup_input_hook(args)
+
+        def setup_output_hook(self, args):
+            calls.append("out")
+            return super().setup_output_hook(args)
+
+    calls = []
+    before = nn.modules.module.BackwardHook
+    layer = nn.Linear(1, 1)
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    replace_backward_hook(Noted)
+    try:
+        layer(torch.ones(1, requires_grad=True)).backward()
+    finally:
+        replace_backward_hook(before)
+    assert calls == ["in", "out", "backward"]
+
+
+# ---------------------------------------------------------------- compiler
+
+
+def test_plans_would_be_traced_by_the_compiler():
+    class Layer:
+        @constant_when_compiled
+        def number(self) -> int:
+            numbers.append(torch.compiler.is_compiling())
+            return 3
+
+        @run_uncompiled
+        def uncompiled(self, x: Tensor) -> Tensor:
+            found.append(torch.compiler.is_compiling())
+            return x
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.uncompiled(x * self.number())
+
+    numbers: list[bool] = []
+    found: list[bool] = []
+    compiled = torch.compile(Layer(), backend="eager")
+    for _ in range(3):
+        assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert numbers
+    assert all(numbers)  # only while it is traced
+    assert found == [False] * 3
+    assert is_compiler_imported()
+    assert COMPILER in sys.modules
+
+
+def test_the_apply_of_functions_would_be_traced_by_the_compiler():
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    @run_as_it_is
+    def outer(x: Tensor) -> Tensor:
+        found.append(torch.compiler.is_compiling())
+        return inner(x * 2)
+
+    graphs: list[object] = []
+    found: list[bool] = []
+    assert torch.compile(outer, backend=backend)(torch.ones(2)).tolist() == [3, 3]
+    assert found == [False]
+    (graph,) = graphs
+    assert "add" in graph.code
+    assert "mul" not in graph.code
+
+
+def test_compiled_backward_passes_would_round_gradients():
+    from torch._functorch import config
+
+    before = config.backward_pass_autocast
+    try:
+        compile_backward_without_autocast()
+        assert config.backward_pass_autocast == "off"
+    finally:
+        config.backward_pass_autocast = before
+
+
+# ---------------------------------------------------------------- distributed
+
+
+@pytest.fixture
+def gloo() -> Iterator[distributed.ProcessGroup]:
+    seconds = timedelta(seconds=77)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=seconds)
+    try:
+        yield distributed.group.WORLD
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_hang_would_not_end_in_time(gloo):
+    assert cpu_backend(gloo).name() == "gloo"
+    assert isinstance(cpu_backend(gloo), distributed.ProcessGroupGloo)
+    assert timeout_of(gloo) == 77
+
+
+def test_each_group_would_open_its_own_sockets(gloo):
+    options = gloo_options(gloo, timedelta(seconds=5))
+    assert len(options._devices) == 1
+    alone = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, options)
+    x = torch.ones(2)
+    alone.allreduce([x]).wait()
+    assert x.tolist() == [1, 1]
+    assert alone.options._timeout == timedelta(seconds=5)
+    without = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=None))
+    assert gloo_options(without, timedelta(seconds=5)) is None
+
+
+def test_ddp_would_measure_passes_in_a_cuda_graph(gloo):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    never_measure(model)
+    model(torch.ones(1)).backward()
+    assert model.module.weight.grad.tolist() == [[1]]
+
+
+def test_shards_would_start_with_values_of_others():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        placed = SimpleNamespace(shape=(7, 2), device_mesh=mesh, placements=(Shard(0),))
+        assert shard_of(placed) == (slice(3, 6), slice(0, 2))
+    finally:
+        distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------- optimization
+
+
+def test_a_resumed_run_would_have_another_rate():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    set_schedule(schedule, 3, [0.5])
+    assert schedule.last_epoch == 3
+    assert schedule.get_last_lr() == [0.5]
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [2.0 / 5]

@@ -7,6 +7,7 @@ their results, and runs others by their kernels for the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import is_
 from typing import Any, NamedTuple, final
 
 import torch
@@ -35,9 +36,9 @@ META = torch.device("meta")
 class ShapeMemo:
     """Runs torch operations on tensors without data, only once for equal operands.
 
-    Results are reused only if they are new tensors, views of a fake first operand, or that operand,
-    changed in place. Other operations run every time, and so do views and changes on the meta
-    device, which are as fast as the cache.
+    Results are reused only if they are new tensors, views of a fake first operand, or operands,
+    changed in place beside a fake first one. Other operations run every time, and so do views and
+    changes on the meta device, which are as fast as the cache.
 
     Attributes:
         mode: that of the fake tensors that run now. A run under another one sets it first; results
@@ -58,7 +59,7 @@ class ShapeMemo:
         properties = self._properties.get(signature)
         if properties is None:
             properties = self._properties[signature] = _properties_of(*signature)
-        if not (properties.is_pure or properties.changes_first):
+        if not (properties.is_pure or properties.changed):
             return func(*args, **kwargs)
         if self.mode is not None and type(first) is not FakeTensor and not is_fake_mode_active():
             return func(*args, **kwargs)  # values are computed in the middle of a dry run
@@ -72,15 +73,20 @@ class ShapeMemo:
             cached = self._results.get(key)
         except (_UncacheableError, TypeError):  # TypeError: an operand has no hash
             return func(*args, **kwargs)
-        if properties.changes_first:
-            # It has no data to change. Autograd counts versions of tensors before it gets here.
+        if properties.changed:
+            # They have no data to change. Autograd counts versions of tensors before it gets here.
+            changed = tuple(kwargs[x] if x in kwargs else args[i] for i, x in properties.changed)
+            found = changed[0] if len(changed) == 1 else changed
             if key in self._changes:
-                return first
+                return found
             if properties.runs_on_meta and self._run_on_meta(func, args, kwargs) is not None:
                 self._changes.add(key)
-                return first
+                return found
+            before = _cache_key(changed)
             result = func(*args, **kwargs)
-            if result is first:
+            results = result if isinstance(result, tuple) else (result,)
+            # An operation gives its `out` another size if need be.
+            if all(map(is_, results, changed)) and _cache_key(changed) == before:
                 self._changes.add(key)
             return result
         if cached is None:
@@ -158,12 +164,13 @@ class _Properties(NamedTuple):
 
     Attributes:
         is_pure: it only creates new tensors, or views of fake tensors.
-        changes_first: it only changes values of its first operand, a fake tensor, and returns it.
+        changed: position and name of the operands whose values it changes, and which it returns;
+            the first operand is a fake tensor.
         runs_on_meta: its kernel for the meta device alone gives the shapes of fake results.
     """
 
     is_pure: bool
-    changes_first: bool
+    changed: tuple[tuple[int, str], ...]
     runs_on_meta: bool
 
 
@@ -174,23 +181,25 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
     is_torch = func.namespace in TORCH_NAMESPACES
     is_reproducible = (on_fake and func is not UNBOUNDED_VIEW) or not is_view
     is_pure = is_torch and not schema.is_mutable and is_reproducible
-    changed = [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments]
-    changes_first = (
+    written = [
+        (i, x) for i, x in enumerate(schema.arguments) if x.alias_info and x.alias_info.is_write
+    ]
+    returned = [alias and alias.before_set for alias in results]
+    only_changes = (
         is_torch
         and on_fake
-        and len(results) == 1
-        and is_view
-        and changed == [True] + [False] * (len(changed) - 1)
+        and returned == [x.alias_info.before_set for _, x in written]
         and torch.Tag.inplace_view not in func.tags  # its strides change
     )
+    changed = tuple((i, x.name) for i, x in written if only_changes)
     depends_on_data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     is_special = func in FAKE_IMPLEMENTATIONS and not is_view
     runs_on_meta = (
-        (is_pure or changes_first)
+        (is_pure or [i for i, _ in changed] == [0])
         and not depends_on_data.intersection(func.tags)
         and (not is_special or func in LIKE_CONSTRUCTORS or func in FITS_META_KERNEL)
     )
-    return _Properties(is_pure, changes_first, runs_on_meta)
+    return _Properties(is_pure, changed, runs_on_meta)
 
 
 def _on_meta(value: Any) -> Any:

@@ -190,6 +190,24 @@ def test_a_change_in_place_runs_once_and_returns_the_operand() -> None:
     assert add.runs == 1
 
 
+def test_results_in_tensors_that_exist_run_once_unless_their_size_changes() -> None:
+    mode, memo, norm = FakeTensorMode(), ShapeMemo(), _Counted(aten.native_batch_norm.out)
+    for x, out in zip(fakes(mode, 2, 4, 6, number=6), fakes(mode, 2, 4, 6, number=6), strict=True):
+        statistics = fakes(mode, 4, number=4)
+        nothing = fakes(mode, 0, number=2)
+        outputs = dict(zip(("out", "save_mean", "save_invstd"), (out, *nothing), strict=True))
+        with mode:
+            results = memo.run(norm, (x, *statistics, False, 0.0, 1e-5), outputs)
+        assert all(result is y for result, y in zip(results, outputs.values(), strict=True))
+    assert norm.runs == 1
+    add = _Counted(aten.add.out)
+    for x, empty in zip(fakes(mode, 4, 6, number=2), fakes(mode, 0, number=2), strict=True):
+        with mode:
+            memo.run(add, (x, 1), {"out": empty})
+        assert empty.shape == (4, 6)
+    assert add.runs == 2
+
+
 def test_a_change_of_strides_in_place_runs_every_time() -> None:
     mode, memo = FakeTensorMode(), ShapeMemo()
     for x in fakes(mode, 4, 6, number=2):

@@ -12,8 +12,9 @@ others run for their memory only.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple, final
 
@@ -358,8 +359,10 @@ def _with_costs(
     model = conversion.undo(converted) if decision.ranks == 1 else converted
     try:
         with checkpointed(model, wanted.recomputed):
-            run = dry_run(model, manager, shapes, in_view=False, backward=True, training=True)
-            return _with_every_rank(decision, model, manager, run)
+            step = partial(
+                dry_run, model, manager, shapes, in_view=False, training=True, memo=ShapeMemo()
+            )
+            return _with_every_rank(decision, [step(backward=True)], step)
     except UnplannedError as error:
         return replace(decision, unplanned=str(error))
     except UserError as error:
@@ -367,26 +370,25 @@ def _with_costs(
 
 
 def _with_every_rank(
-    decision: Decision, model: nn.Module, manager: DomainParallelManager, run: DryRun
+    decision: Decision, runs: Sequence[DryRun], step: Callable[..., DryRun]
 ) -> Decision:
-    """Return a decision with what each rank saves; ranks with equal bands share a dry run."""
+    """Return a decision with what each rank saves; ranks with equal bands share a dry run.
+
+    Args:
+        decision: without that.
+        runs: of some ranks; the first counts the messages of all.
+        step: runs the forward of another rank.
+    """
     bands = list(zip(*(p.sizes for p in decision.bands), strict=True)) or [()] * decision.ranks
-    runs = {bands[run.rank]: run}
+    by_bands = {bands[run.rank]: run for run in runs}
     for rank, sizes in enumerate(bands):
-        if sizes not in runs:
-            runs[sizes] = dry_run(
-                model,
-                manager,
-                decision.input_shapes,
-                rank=rank,
-                in_view=bool(decision.refusal),
-                training=True,
-            )
+        if sizes not in by_bands:
+            by_bands[sizes] = step(rank=rank)
     return replace(
         decision,
-        run=run,
-        saved_bytes=tuple(runs[sizes].saved_bytes for sizes in bands),
-        recomputed_bytes=tuple(runs[sizes].recomputed_bytes for sizes in bands),
+        run=runs[0],
+        saved_bytes=tuple(by_bands[sizes].saved_bytes for sizes in bands),
+        recomputed_bytes=tuple(by_bands[sizes].recomputed_bytes for sizes in bands),
     )
 
 
@@ -435,10 +437,17 @@ def decide_view(
     decision = replace(_decision(model, manager, shapes, wanted), refusal=refusals[0])
     try:
         with checkpointed(model, wanted.recomputed):
-            run = _run_view(model, manager, shapes, wanted, inputs)
+            training = True if wanted.costs else None
+            step = partial(
+                dry_run, model, manager, shapes, inputs,
+                in_view=True, training=training, memo=ShapeMemo(),
+            )  # fmt: skip
+            runs = _run_view(model, manager, shapes, wanted, inputs, step)
             bands = tuple(map(manager.partition, dict.fromkeys(_heights(shapes))))
-            decision = replace(decision, bands=bands, run=run)
-            return _with_every_rank(decision, model, manager, run) if wanted.costs else decision
+            decision = replace(decision, bands=bands, run=runs[0])
+            if not wanted.costs:
+                return decision
+            return _with_every_rank(decision, runs, step)
     except UnplannedError as error:
         return replace(decision, unplanned=str(error))
     except UserError as error:
@@ -453,13 +462,14 @@ def _run_view(
     shapes: Sequence[Shape],
     wanted: Wanted,
     inputs: InputFactory | None,
-) -> DryRun:
+    step: Callable[..., DryRun],
+) -> list[DryRun]:
     """Choose the bands of a model's inputs, and run the ranks with most and fewest rows.
 
     All ranks run the same ranks' steps, not each its own: so they refuse alike.
 
     Returns:
-        The run of the rank with most rows.
+        The runs, that of the rank with most rows first; one if all have as many.
 
     Raises:
         UserError: an input has fewer rows than there are ranks, the model can't be computed on
@@ -470,33 +480,10 @@ def _run_view(
     ranks = manager.domain_parallel_size
     sizes = manager.partition(heights[0]).sizes if heights else (0,) * ranks
     most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))
-    memo = ShapeMemo()
-    training = True if wanted.costs else None
-    run = dry_run(
-        model,
-        manager,
-        shapes,
-        inputs,
-        rank=most,
-        in_view=True,
-        backward=wanted.costs,
-        training=training,
-        memo=memo,
-    )
+    run = step(rank=most, backward=wanted.costs)
     check_limit(model, shapes, inputs, run, wanted.limit)
-    if fewest != most:
-        # What a function may do can depend on the size of a band. Forward is enough to see it.
-        dry_run(
-            model,
-            manager,
-            shapes,
-            inputs,
-            rank=fewest,
-            in_view=True,
-            training=training,
-            memo=memo,
-        )
-    return run
+    # What a function may do can depend on the size of a band. Forward is enough to see it.
+    return [run] if fewest == most else [run, step(rank=fewest)]
 
 
 def check_limit(

@@ -18,8 +18,9 @@ from credit_dp.domain_parallel import (
     functional,
     plan_report,
 )
+from credit_dp.domain_parallel import decide as decide_module
 from credit_dp.domain_parallel.decide import Decision
-from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.dry_run import dry_run, row_layers
 from credit_dp.domain_parallel.planning import model_plan
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
@@ -334,6 +335,27 @@ def test_one_rank_sends_nothing():
     assert report.problems == ()
     assert {sent.messages for sent in (*report.forward, *report.backward)} == {0}
     assert report.saved_bytes[0] > 0
+
+
+class _Turned(nn.Module):
+    def forward(self, x):
+        return x + x.flip(-2)
+
+
+@pytest.mark.parametrize("layers", [(), (_Turned(),)], ids=["layers", "view"])
+def test_the_step_of_each_band_runs_once_and_shares_what_is_known(monkeypatch, layers):
+    runs = []
+
+    def run(*args, **kwargs):
+        runs.append((kwargs.get("rank", 0), id(kwargs["memo"])))
+        return dry_run(*args, **kwargs)
+
+    monkeypatch.setattr(decide_module, "dry_run", run)
+    report = plan_report(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), *layers), (1, 2, 13, 4), 3)
+    assert report.in_view == bool(layers)
+    ranks, memos = zip(*runs, strict=True)
+    assert ranks == (0, 1)  # bands of 5, 4 and 4 rows
+    assert len({*memos}) == 1
 
 
 class _FailsInTraining(nn.Conv2d):

@@ -41,6 +41,7 @@ from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.boundary import is_same_field
 from credit_dp.domain_parallel.view.decisions import AssumedValue, UnplannedError
 from credit_dp.errors import UserError
+from credit_dp.process import no_garbage_collection
 
 # The default of `whole_ops_limit`: activations of a rank, over those with a rule for everything.
 DEFAULT_LIMIT = 1.5
@@ -267,6 +268,7 @@ def counting_manager(ranks: int) -> DomainParallelManager:
     return DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
 
 
+@no_garbage_collection()  # as `use_fake_tensors`: also between runs
 def decide(
     converted: nn.Module,
     conversion: Conversion,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 
 import pytest
@@ -347,15 +348,16 @@ def test_the_step_of_each_band_runs_once_and_shares_what_is_known(monkeypatch, l
     runs = []
 
     def run(*args, **kwargs):
-        runs.append((kwargs.get("rank", 0), id(kwargs["memo"])))
+        runs.append((kwargs.get("rank", 0), id(kwargs["memo"]), gc.isenabled()))
         return dry_run(*args, **kwargs)
 
     monkeypatch.setattr(decide_module, "dry_run", run)
     report = plan_report(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), *layers), (1, 2, 13, 4), 3)
     assert report.in_view == bool(layers)
-    ranks, memos = zip(*runs, strict=True)
+    ranks, memos, collects = zip(*runs, strict=True)
     assert ranks == (0, 1)  # bands of 5, 4 and 4 rows
     assert len({*memos}) == 1
+    assert not any(collects)
 
 
 class _FailsInTraining(nn.Conv2d):

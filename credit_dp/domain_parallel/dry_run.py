@@ -260,7 +260,12 @@ class _Recorder:
         self.layers: dict[str, RowLayer] = {}
         self.counters: dict[_CounterKey, CountingTransport] = {}
         self.lower_bound = TrafficLowerBound()
+        self.known: KnownValues | None = None
         self._saved: dict[int, torch.UntypedStorage] = {}
+
+    def value_of(self, x: Tensor) -> Tensor | None:
+        """Return a tensor with its values, as an index has that the model computes from sizes."""
+        return None if self.known is None else self.known.value_of(x)
 
     @contextmanager
     def whole_call(self, name: str, tensors: Sequence[GlobalTensor]) -> Iterator[None]:
@@ -567,7 +572,7 @@ def _run(
         if stage is not None and stage > 0:  # another stage has sent the inputs
             recorder.exclude(tensor_leaves([args, kwargs]))
         again = RecomputationCounter(recorder.save, held, lambda: recorder.launches, local=local_of)
-        known = KnownValues(buffers, dict(model.named_buffers()))
+        known = recorder.known = KnownValues(buffers, dict(model.named_buffers()))
         dry_run_mode = _DryRunMode(recorder, memo, known, assumptions)
         with torch.enable_grad(), dry_run_mode, count_recomputation(again):
             with errors():

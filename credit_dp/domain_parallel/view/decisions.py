@@ -77,7 +77,8 @@ class KnownValues:
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], fakes: Mapping[str, Tensor]) -> None:
-        self._changed: set[int] = set()
+        # Storages by address, kept as a freed one's address would be reused.
+        self._changed: dict[int, torch.UntypedStorage] = {}
         # With the tensor, as the address of a freed one would be reused.
         self._by_tensor: dict[int, tuple[Tensor, _Expression]] = {}
         for name, x in buffers.items():
@@ -136,12 +137,22 @@ class KnownValues:
 
     def _forget(self, operands: Sequence[Any]) -> None:
         """Forget what shares memory with an operand of an operation in place."""
-        changed = {id(x.untyped_storage()) for x in tensors_in(operands)}
+        storages = [x.untyped_storage() for x in tensors_in(operands)]
+        changed = {id(storage): storage for storage in storages}
         self._changed |= changed
         for key, (x, _) in list(self._by_tensor.items()):
             # One that became a field is another tensor now.
             if not isinstance(x, FakeTensor) or id(x.untyped_storage()) in changed:
                 del self._by_tensor[key]
+
+    def value_of(self, x: Tensor) -> Tensor | None:
+        """Return a tensor with its values, on the CPU; None if they are not known."""
+        found = self._by_tensor.get(id(x))
+        if found is None or found[1].buffers & self._changed.keys():
+            return None
+        with disable_torch_dispatch():
+            value: Tensor = found[1].value
+        return value
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation whose shape or number depends on data.
@@ -149,7 +160,7 @@ class KnownValues:
         None if an operand is not known, or has changed since.
         """
         expression = self._expression(func, args, kwargs)
-        if expression is None or expression.buffers & self._changed:
+        if expression is None or expression.buffers & self._changed.keys():
             return None
         with disable_torch_dispatch():
             value = expression.value

@@ -208,7 +208,7 @@ def getitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         source = exchange_entries(x, ((RowRange(row, row + 1),),) * x.view_.ranks, None)
         items[position] = 0
     elif _is_only_index(item, items):
-        source = take_rows(x, indices_of(item, layout.size))
+        source = take_rows(x, indices_of(item, layout.size, x.view_))
         items[position] = slice(None)
     else:
         # Points by tables of indices: each rank looks up those of its channels.
@@ -241,10 +241,10 @@ def _is_only_index(item: Any, items: Sequence[Any]) -> bool:
     return isinstance(item, Tensor) and item.ndim == 1 and len(others) == 1
 
 
-def indices_of(index: Tensor, size: int) -> list[int]:
+def indices_of(index: Tensor, size: int, view: GlobalView) -> list[int]:
     """Return a vector of indices, of the first rank if computed from a field, as numbers from 0.
 
-    A dry run has no values: it counts the messages for rows in their order.
+    A dry run may not know the values: it counts the messages for rows in their order then.
 
     Raises:
         NoRuleError: a row is not in the field, or there are none.
@@ -253,7 +253,10 @@ def indices_of(index: Tensor, size: int) -> list[int]:
     if local.ndim != 1 or len(local) == 0:
         raise NoRuleError
     if isinstance(local, FakeTensor) or local.is_meta:
-        return [i % size for i in range(len(local))]
+        known = None if view.recorder is None else view.recorder.value_of(local)
+        if known is None:
+            return [i % size for i in range(len(local))]
+        local = known
     indices = [i + size if i < 0 else i for i in local.tolist()]
     if min(indices) < 0 or max(indices) >= size:
         raise NoRuleError
@@ -377,7 +380,7 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(item, Tensor):
         if layout.outer != 1 or not _is_only_index(item, items):
             raise NoRuleError
-        indices = indices_of(item, layout.size)
+        indices = indices_of(item, layout.size, x.view_)
         # One that occurs several times keeps the last value, as it does on one process.
         order = sorted(range(len(indices)), key=indices.__getitem__)
         partition = _counts_of(indices, layout.partition)
@@ -461,5 +464,5 @@ def index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = unfolded(x, [dim % x.ndim])
     layout = layout_of(x)
     if dim % x.ndim == layout.dim:
-        return take_rows(x, indices_of(index, layout.size))
+        return take_rows(x, indices_of(index, layout.size, x.view_))
     return wrap(x.local.index_select(dim, local_of(index)), layout, x.view_)

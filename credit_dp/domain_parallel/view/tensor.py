@@ -83,7 +83,10 @@ def falls_into_equal_parts(size: int, parts: int) -> bool:
 
 
 class CallRecorder(Protocol):
-    """Records the calls that run whole, in a dry run."""
+    """Records the calls that run whole, in a dry run, and knows some values."""
+
+    def value_of(self, x: Tensor) -> Tensor | None:
+        """Return a tensor with its values, on the CPU; None if they are not known."""
 
     def whole_call(
         self, name: str, tensors: Sequence[GlobalTensor]

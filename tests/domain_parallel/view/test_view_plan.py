@@ -73,7 +73,16 @@ def _global_norm(x):
     return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
 
 
+def _take_rows_in_another_order(x):
+    for _ in range(20):  # memory that is written to and freed before that of the index
+        torch.zeros(4).add_(1)
+    height = x.shape[-2]
+    index = torch.tensor([5 * row % height for row in range(height)], device=x.device)
+    return x + x.index_select(-2, index)
+
+
 REFUSED = {
+    "index": lambda: _Code(_take_rows_in_another_order),
     "fft": _Spectral,
     "lstm": _Rows,
     "fold": lambda: nn.Sequential(nn.Unfold(1), nn.Fold(SHAPE[-2:], 1)),
@@ -360,7 +369,9 @@ def _norms():
     return nn.Sequential(_Spectral(), *norms, nn.LayerNorm(SHAPE[1:]), nn.RMSNorm(SHAPE[1:]))
 
 
-@pytest.mark.parametrize("name", ["fft", "norm of the globe", "roll", "crop", "few rows", "norms"])
+@pytest.mark.parametrize(
+    "name", ["index", "fft", "norm of the globe", "roll", "crop", "few rows", "norms"]
+)
 def test_the_plan_counts_what_a_real_step_sends(name):
     layer = _norms() if name == "norms" else REFUSED[name]()
     model, ranks = _around(layer, nn.GroupNorm(2, 4)), 3

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 import credit_dp
 from tests.commands import run_line
@@ -91,3 +93,22 @@ def test_what_an_index_has_works_outside_a_checkout(kind, distributions, tmp_pat
     assert "name: unet" in done.stdout
     assert (tmp_path / "site/credit_dp/conf/config.yaml").exists()
     assert (tmp_path / "site/credit_dp/evaluation/coastlines.npz").exists()
+
+
+def test_conda_installs_the_same_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    recipe = yaml.safe_load((ROOT / "recipe.yaml").read_text())
+    named_otherwise = {
+        "torch": "pytorch", "matplotlib": "matplotlib-base", "netCDF4": "netcdf4",
+        "dask[array]": "dask-core",
+    }  # fmt: skip
+
+    def conda(requirements):
+        found = [re.fullmatch(r"([^<>=]+)(.+)", line) for line in requirements]
+        return {f"{named_otherwise.get(match[1], match[1])} {match[2]}" for match in found}
+
+    needed = {f"python {project['project']['requires-python']}"}
+    needed |= conda(project["project"]["dependencies"])
+    assert set(recipe["requirements"]["run"]) == needed
+    assert set(recipe["requirements"]["host"]) >= conda(project["build-system"]["requires"])
+    assert recipe["package"]["version"] == credit_dp.__version__

@@ -24,7 +24,7 @@ def fetch_model(address: str) -> Path:
         UserError: huggingface_hub is not installed, or there is no such repository or file.
     """
     try:
-        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub import constants, hf_hub_download, snapshot_download
         from huggingface_hub.errors import (
             HfHubHTTPError,
             HFValidationError,
@@ -47,8 +47,15 @@ def fetch_model(address: str) -> Path:
     try:
         if file:
             return Path(hf_hub_download(repository, file, revision=version))
-        tensors = f"*{SUFFIX}"
-        return Path(snapshot_download(repository, revision=version, allow_patterns=tensors))
+        return Path(
+            snapshot_download(
+                repository,
+                revision=version,
+                allow_patterns=f"*{SUFFIX}",
+                # Some releases ask the hub for a commit that is in the cache, even in offline mode.
+                local_files_only=constants.HF_HUB_OFFLINE,
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{address}: could not be fetched ({first_line(error)}). Change the address, log in "

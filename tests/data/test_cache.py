@@ -32,7 +32,8 @@ def test_a_job_killed_while_building_leaves_nothing_behind_that_counts(tmp_path)
     with create_once(path, lambda file: file.exists()) as temporary:
         assert temporary is None
     assert path.read_text() == "whole"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["result", "result.lock"]
+    # Some releases of filelock keep the lock file.
+    assert {file.name for file in tmp_path.iterdir()} - {"result.lock"} == {"result"}
 
 
 def _fail_while_building(path):

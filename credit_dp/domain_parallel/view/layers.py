@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.conv import _RowConv
-from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
+from credit_dp.domain_parallel.layers.norm import (
+    ReductionLayer,
+    accumulation_dtype,
+    sum_over_bands,
+)
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.rules import RULES
@@ -128,7 +132,9 @@ def _bands_near(layer: RowLayer, source: RowPartition, view: GlobalView) -> RowP
 
         inner = (bisect_left(range(height), 2 * bound, key=middle) for bound in source.bounds[1:-1])
         near = RowPartition((0, *inner, height))
-        view.layers[key] = near if near.is_well_balanced else view.partition(height)
+        # A norm computes the rows that it gets, however uneven they are.
+        is_kept = near.is_well_balanced or isinstance(layer, ReductionLayer)
+        view.layers[key] = near if is_kept else view.partition(height)
     bands: RowPartition | None = view.layers[key]
     return bands
 

@@ -726,6 +726,7 @@ def recomputed_between(m, x):
 
 
 LAYERS = {
+    "group norm of tokens": lambda m, x: F.group_norm(x.flatten(2), 2, m.scale).view(x.shape),
     "convolutions in other dims": lambda m, x: (
         F.conv2d(x.mT, kernel(m, 3, 5), m.scale, stride=(2, 1), padding=(1, 2)),
         F.conv2d(x.mT, kernel(m, 3, 1), padding="same"),

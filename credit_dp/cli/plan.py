@@ -433,7 +433,7 @@ def _head(report: "Decision", config: Config) -> list[str]:
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters ({size})",
         f"input   {shape}, {config.trainer.dtype}",
-        f"ranks   {report.ranks}, which share the model {report.way}",
+        f"ranks   {report.ranks}{report.way}",
     ]
     if parallel.pipeline * (parallel.data or 1) * parallel.ensemble > 1:
         lines.append(f"mesh    {mesh_text(parallel)}")
@@ -464,4 +464,5 @@ def memory_line(report: "Decision") -> str:
 
 def launches_line(report: "Decision") -> str:
     """Return a line about the kernels that the host of a rank has to start."""
-    return f"launched: {report.launches:,} kernels in forward and backward, by one rank"
+    rank = report.run.rank if report.run else 0
+    return f"launched: {report.launches:,} kernels in forward and backward, by rank {rank}"

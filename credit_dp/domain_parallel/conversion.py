@@ -212,16 +212,19 @@ class Conversion:
     def undo(self, converted: nn.Module) -> nn.Module:
         """Put the original layers back, and return the model that was converted.
 
-        A module that the user has put in the place of a layer stays.
+        A module that the user has put in the place of a layer, or around it, stays.
         """
         self.is_applied = False
         detach_shared_exchanges(converted)
         set_row_shardings(converted, self._shardings)
         detach_context(converted, self.context)
-        for parent, name, original, replacement in self._replaced_children:
-            if children_of(parent).get(name) is replacement:
-                update_original(replacement, original)
-                children_of(parent)[name] = original
+        replaced = self._replaced_children
+        originals = {layer: original for _, _, original, layer in replaced if layer is not original}
+        for parent in {*converted.modules(), *(parent for parent, *_ in replaced)}:
+            for name, child in children_of(parent).items():
+                if child in originals:
+                    update_original(child, originals[child])
+                    children_of(parent)[name] = originals[child]
         self._replaced_children = []
         if converted.__dict__.pop(CONVERSION_ATTRIBUTE, None) and self._previous:
             converted.__dict__[CONVERSION_ATTRIBUTE] = self._previous

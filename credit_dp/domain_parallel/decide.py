@@ -107,7 +107,8 @@ class Decision:
             in the view it is the fullest rank's.
         saved_bytes: of each rank, if asked for: tensors that autograd saves for backward, an
             estimate of the memory for activations. Temporary memory of operations, gradients and
-            the optimizer come on top. Ranks with the same bands share one estimate.
+            the optimizer come on top. Ranks with the same bands share one estimate;
+            in the view those with the same bands of the inputs do.
         recomputed_bytes: what comes on top if backward computes modules again: what the module with
             most saves meanwhile.
         cause: the error of the model's own code behind a problem.
@@ -134,8 +135,8 @@ class Decision:
 
     @property
     def way(self) -> str:
-        """How ranks share the model, in words."""
-        return "through the global view" if self.in_view else "by its layers"
+        """What computes on bands, in words; empty on one rank, and if nothing does."""
+        return "" if self.ranks == 1 or self.problems else way_of(in_view=self.in_view)
 
     @property
     def levels(self) -> tuple[ResolutionLevel, ...]:
@@ -381,7 +382,12 @@ def _with_every_rank(
         runs: of some ranks; the first counts the messages of all.
         step: runs the forward of another rank.
     """
-    bands = list(zip(*(p.sizes for p in decision.bands), strict=True)) or [()] * decision.ranks
+    # Modules that backward computes again keep the rows that they receive, which come from one side
+    # only on the first and on the last rank.
+    ends = (0, decision.ranks - 1) if runs[0].recomputed_bytes else ()
+    bands = [
+        (rank in ends, *(p.sizes[rank] for p in decision.bands)) for rank in range(decision.ranks)
+    ]
     by_bands = {bands[run.rank]: run for run in runs}
     for rank, sizes in enumerate(bands):
         if sizes not in by_bands:
@@ -562,6 +568,11 @@ def choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> lis
 
 
 # ------------------------------------------------------------------------------ lines of text
+
+
+def way_of(*, in_view: bool) -> str:
+    """Return what computes on bands in a model."""
+    return ", through the global view" if in_view else ", in converted layers"
 
 
 def decision_lines(decision: Decision) -> list[str]:

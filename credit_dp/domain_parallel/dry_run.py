@@ -380,6 +380,7 @@ class _Recorder:
                     # error, the modules above it are still in the list.
                     failed = output is None and not in_backward()
                     if failed and isinstance(module, RowLayer):
+                        self.count_for(*(self.running[-2:-1] or [_CounterKey("")])[0])
                         return
                     while self.running and self.running.pop().path != path:
                         pass

@@ -17,7 +17,7 @@ from credit_dp.config.training import TrainerConfig
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.decide import whole_call_lines
+from credit_dp.domain_parallel.decide import way_of, whole_call_lines
 from credit_dp.domain_parallel.dry_run import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.attach import attached_view
@@ -182,9 +182,8 @@ def model_line(config: Config, training: Training) -> str:
     on_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
     of_them = f", {frozen:,} of them frozen" if frozen else ""
     way = ""
-    if config.parallel.domain > 1:
-        in_view = any(attached_view(part) for part in state.parts)
-        way = ", through the global view" if in_view else ", by its layers"
+    if config.parallel.domain > 1 and not on_rank:
+        way = way_of(in_view=any(attached_view(part) for part in state.parts))
     return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}{way}"
 
 

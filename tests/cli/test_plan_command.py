@@ -52,7 +52,7 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert "input   4 x 18 x 24 x 48, float64" in lines
-    assert "ranks   3, which share the model by its layers" in lines
+    assert "ranks   3, in converted layers" in lines
     bands = next(line.split() for line in lines if line.startswith("  24 "))
     assert bands[:4] == ["24", "8", "8", "1.000"]
     assert bands[4:6] == bands[6:8]

@@ -151,6 +151,40 @@ def test_a_layer_that_was_exchanged_meanwhile_stays():
     on_threads(2, exchanged)
 
 
+class AddsFlipped(nn.Module):
+    """Sends rows to the other end of the globe, which only the global view computes."""
+
+    def forward(self, x):
+        return x + x.flip(-2)
+
+
+@pytest.mark.parametrize("other", [nn.Identity, AddsFlipped])
+def test_a_module_that_was_put_around_a_layer_meanwhile_stays(other):
+    layers = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+    unsharded = nn.Sequential(next(layers), other(), next(layers)).double()
+    x = torch.randn(SHAPE, dtype=torch.float64)
+
+    def around_the_first(model):
+        model[0] = nn.Sequential(model[0], nn.ReLU())
+        return model[0]
+
+    def wrapped(manager):
+        model = copy.deepcopy(unsharded)
+        layer = model[0]
+        convert_to_domain_parallel(model, manager)
+        around = around_the_first(model)
+        band = model(shard_tensor(x, manager=manager))
+        torch.testing.assert_close(gather_tensor(band, manager=manager), expected)
+        convert_from_domain_parallel(model)
+        assert model[0] is around
+        assert around[0] is layer
+
+    expected = copy.deepcopy(unsharded)
+    around_the_first(expected)
+    expected = expected(x)
+    on_threads(2, wrapped)
+
+
 def test_conversions_of_parts_and_of_all_are_undone():
     def parts(manager):
         model = UserModel()

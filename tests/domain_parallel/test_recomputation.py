@@ -215,6 +215,14 @@ def test_the_plan_counts_what_is_kept_and_computed_again():
     assert recomputed == 3 * band + 8 * 3 * 8 * 4
 
 
+def test_the_plan_counts_rows_from_both_sides_that_are_kept():
+    plain = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)))
+    report = plan_report(plain, (1, 3, 24, 8), 4, recomputed=[""])
+    row = 3 * 8 * 4
+    # Bands of 6 rows, and for each layer a row from each neighbour.
+    assert report.saved_bytes == tuple((6 + 4 * neighbours) * row for neighbours in (1, 2, 2, 1))
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [(True, "step"), (False, "false"), ("step", "step"), ("blocks", "blocks")],

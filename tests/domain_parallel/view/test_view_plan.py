@@ -420,7 +420,7 @@ def test_the_plan_and_the_summary_have_lines_about_whole_calls():
     ("ranks", "model", "way"),
     [
         (2, _Code(lambda x: x + x.roll(1, -2)), ", through the global view"),
-        (2, nn.Conv2d(4, 4, 3, padding=1), ", by its layers"),
+        (2, nn.Conv2d(4, 4, 3, padding=1), ", in converted layers"),
         (1, nn.Conv2d(4, 4, 3, padding=1), ""),
     ],
 )

@@ -8,25 +8,27 @@ WORKERS ?= 2 # test files or classes that run at once
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 SETTINGS := pyproject.toml constraints.txt
-# An environment of its own: it takes 7 GB, as the newest torch comes with CUDA.
-NEWEST_VENV ?= $(VENV)-newest
 # The first that runs: pyenv puts commands on PATH for versions that are not selected, too.
-NEWEST_PYTHON ?= $(shell for python in python3.13 "$$HOME"/.pyenv/versions/3.13*/bin/python3 \
-  python3.12 "$$HOME"/.pyenv/versions/3.12*/bin/python3; do \
+first_python = $(shell for python in $(foreach version,$(1), \
+  python$(version) "$$HOME"/.pyenv/versions/$(version)*/bin/python3); do \
   "$$python" -c 'import ensurepip, venv' 2>/dev/null && { echo "$$python"; break; }; done)
-NEWEST_TESTS := tests/data tests/domain_parallel tests/models tests/training
+newest_PYTHON ?= $(call first_python,3.13 3.12)
+oldest_PYTHON ?= $(call first_python,3.11)
+newest_RESOLUTION := highest
+oldest_RESOLUTION := lowest-direct
 
 # Each worker and each rank imports the package: it is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-newest lint check docs bench
+.PHONY: help run test test-all test-slow test-newest test-oldest lint check docs bench
 
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
 	@echo "make test      install, then the fast tests"
 	@echo "make test-all  install, then all tests"
 	@echo "make test-newest  install the newest of all packages, then the fast tests that torch concerns"
+	@echo "make test-oldest  the same with the oldest packages that pyproject.toml allows"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"
 	@echo "make docs      install, then build the documentation as a web site in site/html"
@@ -44,10 +46,11 @@ test-slow: $(VENV)/installed-test
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=long $(PYTEST)
 
-test-newest: $(NEWEST_VENV)/installed-test
-	$(NEWEST_VENV)/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
+test-newest test-oldest: test-%: $(VENV)-%/installed-test
+	$(VENV)-$*/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
 	  sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, numpy, zarr, xarray)))'
-	$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow" $(NEWEST_TESTS)
+	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow" \
+	  tests/data tests/domain_parallel tests/models tests/training
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
@@ -87,14 +90,15 @@ $(VENV)/installed-dev: $(BIN)/python $(SETTINGS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/installed $(VENV)/installed-test $@
 
-# Without the constraints, and without pip's settings of this machine, which may hold packages at
-# older versions.
-$(NEWEST_VENV)/installed-test: pyproject.toml
-	@test -n "$(NEWEST_PYTHON)" || { \
-	  echo "error: needs Python 3.13 or 3.12, on PATH or installed by pyenv; found neither;" \
-	    "give one with make test-newest NEWEST_PYTHON=..." >&2; \
+# uv can choose the oldest packages, and reads neither the constraints nor pip's settings of this
+# machine, which may hold some at older versions. It takes 7 GB, as torch comes with CUDA.
+$(VENV)-%/installed-test: pyproject.toml
+	@test -n "$($*_PYTHON)" || { \
+	  echo "error: needs Python $(if $(filter oldest,$*),3.11,3.13 or 3.12), on PATH or installed by" \
+	    "pyenv; found none; give one with make test-$* $*_PYTHON=..." >&2; \
 	  exit 1; }
-	$(NEWEST_PYTHON) -m venv --clear $(NEWEST_VENV)
-	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT= PIP_FIND_LINKS= \
-	  $(NEWEST_VENV)/bin/python -m pip install --quiet -e '.[test]'
+	$($*_PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python \
+	  --resolution $($*_RESOLUTION) -e '.[test]'
 	@touch $@

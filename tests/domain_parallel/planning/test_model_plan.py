@@ -511,8 +511,14 @@ class _Fails(nn.Module):
         return torch.einsum("bchw,cd->bdhw", torch.fft.rfft(x), self.weight)
 
 
+_DTYPES_CHECKED = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="einsum without values mixes dtypes"
+)
+
+
 @pytest.mark.parametrize(
-    ("by_shape", "cause"), [(True, r"[165, 8] X [5, 3]"), (False, "complex128")]
+    ("by_shape", "cause"),
+    [(True, r"[165, 8] X [5, 3]"), pytest.param(False, "complex128", marks=_DTYPES_CHECKED)],
 )
 def test_a_failure_has_the_cause_that_torch_names(by_shape, cause):
     manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))

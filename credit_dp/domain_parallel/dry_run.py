@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
+from operator import add
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -399,11 +400,9 @@ class _Recorder:
 
     def traffic(self) -> dict[str, tuple[RankTraffic, ...]]:
         """Return the traffic of each rank so far, by module."""
-        sent = {
-            path: (RankTraffic(),) * self.manager.domain_parallel_size for path, _ in self.counters
-        }
+        sent: dict[str, tuple[RankTraffic, ...]] = {}
         for (path, _), counter in self.counters.items():
-            sent[path] = tuple(a + b for a, b in zip(sent[path], counter.sent, strict=True))
+            sent[path] = tuple(map(add, sent[path], counter.sent)) if path in sent else counter.sent
         return sent
 
     def sent_bytes(self) -> Counter[RowPartition]:

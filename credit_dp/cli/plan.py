@@ -19,6 +19,7 @@ from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config, TrainerConfig, microbatches_per_step
 from credit_dp.distributed.placement import mesh_text
 from credit_dp.errors import UserError
+from credit_dp.process import no_garbage_collection
 
 if TYPE_CHECKING:
     from credit_dp.costs.budget import (
@@ -346,6 +347,7 @@ Exit code: 0 if the model can be sharded on the mesh, 1 if not, 2 if the keys ar
 """
 
 
+@no_garbage_collection()  # it would walk over all that torch has imported, again and again
 def plan(arguments: Sequence[str], program: str) -> int:
     """Report on the configured model, grid and mesh; return the exit code.
 

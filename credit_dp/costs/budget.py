@@ -382,8 +382,8 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
     moments = moments_per_parameter(model, config)
     traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
     budgets = {"ddp": replicated_budget(model, replicas, moments)}
-    sharded = _converted_copy(model, report)
-    if _can_shard(sharded, replicas):
+    if replicas > 1 and not report.has_row_tensors:
+        sharded = _converted_copy(model, report)
         budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, replicas, microbatches, moments=moments
         )
@@ -609,15 +609,11 @@ def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:
     """Return a converted copy of the model; the model if none of its layers are converted."""
     if report.refusal:
         return model
-    heights = {level.rows for level in report.levels}
-    manager = counting_manager(report.ranks)
-    # Only planning finds parameters with rows, such as position embeddings, but it takes long. It
-    # is needed only if one size of a parameter equals the height of a level.
-    if any(heights & {*p.shape} for p in model.parameters()):
-        return shard_model(copy_model(model), manager, report.input_shapes[0], "refuse")
-    converters = declared_converters(model)
     return convert_to_domain_parallel(
-        copy_model(model), manager, custom_converters=converters, whole_ops="refuse"
+        copy_model(model),
+        counting_manager(report.ranks),
+        custom_converters=declared_converters(model),
+        whole_ops="refuse",
     )
 
 

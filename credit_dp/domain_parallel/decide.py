@@ -38,6 +38,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.recomputation import checkpointed
+from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.domain_parallel.view.boundary import is_same_field
 from credit_dp.domain_parallel.view.decisions import AssumedValue, UnplannedError
 from credit_dp.errors import UserError
@@ -100,6 +101,8 @@ class Decision:
         parameter_bytes: their size.
         whole_ops_limit: of the activations that a rank holds in the view, over the least.
         bands: of the fields of converted layers, or of the inputs.
+        has_row_tensors: whether a parameter or buffer has a row for each row of the globe, as
+            position embeddings do, and is cut into bands.
         problems: all reasons why the model can't be sharded like this.
         refusal: the reason why its layers can't be converted.
         unplanned: the reason why nothing is known of the costs of a model that can be trained.
@@ -120,6 +123,7 @@ class Decision:
     parameter_bytes: int
     whole_ops_limit: float | None = None
     bands: tuple[RowPartition, ...] = ()
+    has_row_tensors: bool = False
     problems: tuple[str, ...] = ()
     refusal: str = ""
     unplanned: str = ""
@@ -345,7 +349,8 @@ def plan_layers(
             planner = plan_calls(model, manager, list(shapes), make_inputs, conversion.trusted)
             heights = planner.heights() | set(_heights(shapes))
     bands = tuple(manager.bands[height] for height in sorted(heights))
-    return replace(_decision(model, manager, shapes, wanted), bands=bands)
+    decision = _decision(model, manager, shapes, wanted)
+    return replace(decision, bands=bands, has_row_tensors=bool(row_shardings(model)))
 
 
 def _heights(shapes: Sequence[Shape]) -> list[int]:

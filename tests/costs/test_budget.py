@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,8 @@ from credit_dp.costs import budget
 from credit_dp.costs.budget import compare_meshes, plan_step
 from credit_dp.data.channels import Channels
 from credit_dp.data.setup import expected_channels
-from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel import DomainParallelManager, decide
+from credit_dp.domain_parallel.decide import plan_layers
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build_training import Training
 from tests.cli.invocation import SMALL, answer, plan
@@ -292,6 +294,37 @@ def test_no_domain_is_too_large_for_a_reason_that_only_concerns_layers(tmp_path:
     comparison = compare_meshes(model, (1, 3, 8, 16), config, 3)
     assert [mesh.domain for mesh in comparison.meshes] == [1, 2]
     assert comparison.limit == ""
+
+
+class _Placed(nn.Module):
+    """A convolution of 8 channels, and maybe a parameter with a row for each row of the globe."""
+
+    def __init__(self, has_rows: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 3, padding=1))
+        self.place = nn.Parameter(torch.zeros(8, 16) if has_rows else torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x) + self.place
+        return y
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_model_is_planned_once_and_rows_of_parameters_rule_out_fsdp2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_rows: bool
+) -> None:
+    planned: list[int] = []
+
+    def counted(*args: Any) -> decide.Decision:
+        planned.append(args[1].manager.domain_parallel_size)
+        return plan_layers(*args)
+
+    monkeypatch.setattr(decide, "plan_layers", counted)
+    config = make_config(make_store(tmp_path, 16), tmp_path, _CoarseConfig(name="custom"))
+    comparison = compare_meshes(_Placed(has_rows), (1, 3, 8, 16), config, 2)
+    modes = [[each.mode for each in mesh.budgets] for mesh in comparison.meshes]
+    assert modes == [["ddp", "fsdp2"], ["ddp"] if has_rows else ["ddp", "fsdp2"]]
+    assert planned == [1, 2]
 
 
 REFUSED = {

@@ -157,15 +157,6 @@ class FoundRows(NamedTuple):
         return self.is_first and self.readers.number == 1
 
 
-def state_of(x: Tensor) -> tuple[Any, ...]:
-    """Return what must not change while rows of a band are known: values, what backward reaches.
-
-    Rows that were fetched before `requires_grad_()` return no gradients. Those of a forward are not
-    for what its backward pass computes again.
-    """
-    return version_of(x), x.requires_grad, torch.is_grad_enabled(), backward_pass()
-
-
 @final
 class KnownRows:
     """Rows of other bands that this rank has of one tensor, as convolutions have fetched them.
@@ -176,7 +167,7 @@ class KnownRows:
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        self._state = state_of(self._x)
+        self._state = self._current_state()
         self._exchanges: list[RowExchange] = []
         self._rows: list[Tensor] = []
         self._readers = _Readers()
@@ -184,7 +175,20 @@ class KnownRows:
     def is_valid(self, dtype: torch.dtype) -> bool:
         """Return whether the rows are still those of the tensor, in at least this precision."""
         is_precise = all(torch.promote_types(x.dtype, dtype) == x.dtype for x in self._rows)
-        return is_precise and self._state == state_of(self._x)
+        return is_precise and self._state == self._current_state()
+
+    def _current_state(self) -> tuple[Any, ...]:
+        """Return what must not have changed: values, and what backward reaches.
+
+        Rows that were fetched before `requires_grad_()` return no gradients. Those of a forward are
+        not for what its backward pass computes again.
+        """
+        return (
+            version_of(self._x),
+            self._x.requires_grad,
+            torch.is_grad_enabled(),
+            backward_pass(),
+        )
 
     def __bool__(self) -> bool:
         return bool(self._rows)

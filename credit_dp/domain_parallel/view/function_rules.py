@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.filling import lay_out
@@ -38,10 +37,8 @@ from credit_dp.domain_parallel.view.tensor import (
     global_tensors,
     is_band,
     local_of,
-    map_values,
     note_whole_call,
     same_random_numbers,
-    spread_slice,
     whole,
     with_whole_gradients,
 )
@@ -62,12 +59,6 @@ Rule = Callable[[Function, Args, Kwargs], Any]
 RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
 # Rows stay where they are if no rank gets more than this factor of the mean.
 LARGEST_IMBALANCE = 1.5
-
-
-def is_balanced(partition: RowPartition) -> bool:
-    """Return whether rows stay where they are: each rank has some, none has many more."""
-    largest = max(partition.sizes) * partition.ranks
-    return min(partition.sizes) > 0 and largest <= LARGEST_IMBALANCE * partition.height
 
 
 class NoRuleError(Exception):
@@ -282,19 +273,10 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     args, kwargs = arguments_of_write(func, args, kwargs)
     if func in LAYOUTS_BEFORE_WRITE:
         lay_out(args, kwargs, partial(_layout_before, func, args, kwargs))
-    if func not in OF_SLICES and (spread := spread_slice(args[0])) is not args[0]:
-        args[0].local, args[0].rows = spread.local, spread.rows
     with writing(args[0]):
         return _compute(func, args, kwargs)
 
 
-# Functions that take slices of few rows where they are.
-OF_SLICES = frozenset(
-    functions_named(
-        "__getitem__", "narrow", "flip", "roll", "cat", "concat", "concatenate", "clone",
-        "contiguous", "detach", "neg", "__neg__", "mul", "__mul__", "__rmul__", "register_hook",
-    )
-)  # fmt: skip
 # Functions whose results have the usual order in memory, whatever that of their arguments is.
 OF_USUAL_ORDER = frozenset(functions_named("linear", "layer_norm", "contiguous", "index_select"))
 # Functions whose results have it, too, but for that of `torch.channels_last`, which they keep.
@@ -324,8 +306,6 @@ def _compute(func: Function, args: Args, kwargs: Kwargs) -> Any:
         rule = _attribute
     if rule is _attribute:
         return _attribute(func, args, kwargs)
-    if func not in OF_SLICES and any(x.rows and x.rows.is_slice for x in bands_of((args, kwargs))):
-        args, kwargs = map_values(spread_slice, (args, kwargs))
     results = _apply_rule(rule, func, args, kwargs)
     # Not while an exception is handled: it would keep tensors of the rule alive.
     return _whole(func, args, kwargs) if results is NO_RULE else results

@@ -13,12 +13,12 @@ from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.filling import layout_with_rows_of
 from credit_dp.domain_parallel.view.function_rules import (
+    LARGEST_IMBALANCE,
     Args,
     Function,
     Kwargs,
     NoRuleError,
     bind,
-    is_balanced,
     layout_before,
     layout_of,
     of_first_rank,
@@ -42,17 +42,19 @@ from credit_dp.domain_parallel.view.tensor import (
 from credit_dp.torch_private import FakeTensor
 
 
-def keep_range(x: GlobalTensor, rows: range) -> GlobalTensor | None:
-    """Return rows where they are; None if they'd lie unevenly and are more than a rank has."""
+def keep_range(x: GlobalTensor, start: int, stop: int, step: int = 1) -> GlobalTensor | None:
+    """Return the rows `range(start, stop, step)` where they are; None if they'd lie unevenly."""
     layout, rank = layout_of(x), x.view_.rank
-    bands = layout.partition
-    partition = _counts_before(rows, bands)
-    is_even = is_balanced(partition)
-    if layout.outer != 1 or not (is_even or len(rows) <= max(bands.sizes)):
+    size = len(range(start, stop, step))
+    bounds = layout.partition.bounds
+    partition = _counts_before(range(start, stop, step), layout.partition)
+    largest = max(partition.sizes) * x.view_.ranks
+    if layout.outer != 1 or min(partition.sizes) == 0 or largest > LARGEST_IMBALANCE * size:
         return None
-    index = (slice(None),) * layout.dim + (_own_part(rows, bands, rank),)
-    kept = Layout(layout.dim, 1, partition, layout.is_slice or not is_even)
-    return GlobalTensor(x.local[index], kept, x.view_)
+    first = start + partition.bounds[rank] * step - bounds[rank]
+    length = (partition.sizes[rank] - 1) * step + 1
+    index = (slice(None),) * layout.dim + (slice(first, first + length, step),)
+    return GlobalTensor(x.local[index], layout._replace(partition=partition), x.view_)
 
 
 def ranges_of(indices: Sequence[int]) -> tuple[RowRange, ...]:
@@ -96,11 +98,7 @@ def take_rows(x: GlobalTensor, indices: Sequence[int]) -> GlobalTensor:
     partition = x.view_.partition(len(indices))
     if partition is None:
         return exchange_entries(x, (ranges_of(indices),) * ranks, None)
-    # Windows that are shifted, and shifted back, stay whole.
-    *bounds, _ = layout.partition.bounds
-    same = RowPartition((*(min(bound, len(indices)) for bound in bounds), len(indices)))
-    partition = same if is_balanced(same) else partition
-    result = rearrange_rows(x, indices, Layout(layout.dim, layout.outer, partition))
+    result = rearrange_rows(x, indices, layout._replace(partition=partition))
     if not shares_storage(result, x):
         return result
     # All rows in their order: an exchange of nothing returns its argument.
@@ -117,7 +115,7 @@ def _slice_rows(x: GlobalTensor, rows: range) -> Any:
     """Return a slice of the rows, which shares memory with `x` on one process."""
     if not rows:
         raise NoRuleError
-    result = keep_range(x, rows) if rows.step > 0 else None
+    result = keep_range(x, rows.start, rows.stop, rows.step) if rows.step > 0 else None
     return take_rows(x, rows) if result is None else result
 
 

@@ -12,12 +12,12 @@ from credit_dp.domain_parallel.layers.base import fill_beyond_poles
 from credit_dp.domain_parallel.layers.pad import MODES, padded_rows, rolled_rows
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (
+    LARGEST_IMBALANCE,
     Args,
     Function,
     Kwargs,
     NoRuleError,
     bind,
-    is_balanced,
     layout_of,
     rule_for,
 )
@@ -75,11 +75,11 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
         folded = folded._replace(outer=sum(layout_of(x).outer for x in tensors))
         return GlobalTensor(torch.cat([x.local for x in tensors], dim), folded, view_)
     tensors = [_in_bands_of(x, dim) for x in tensors]
-    partition = _partition_in_place(tensors, dim)
+    bands = bands_of(tensors)
+    partition = _extended_partition(tensors, bands, dim) if len(bands) == 1 else None
     if partition is None:
         partition = view_.partition(sum(x.shape[dim] for x in tensors))
-    if partition is None:
-        raise NoRuleError
+        assert partition is not None  # no fewer rows than a band has
     result = Layout(dim, 1, partition)
     parts, start = [], 0
     for x in tensors:
@@ -108,23 +108,19 @@ def _in_bands_of(x: Any, dim: int) -> Any:
     return with_bands(x, Layout(dim, 1, partition))
 
 
-def _partition_in_place(tensors: list[Any], dim: int) -> RowPartition | None:
-    """Return the bands of tensors one after the other where their rows are, if that is balanced.
-
-    Rows that all ranks have go to the rank with the rows before them, or to the first one. None if
-    rows would lie in another order than that of the ranks.
-    """
-    sizes = [0] * bands_of(tensors)[0].view_.ranks
-    last = 0
-    for x in tensors:
-        counts = layout_of(x).partition.sizes if is_band(x) else None
-        for rank, count in enumerate(counts) if counts else [(last, x.shape[dim])]:
-            if count and rank < last:
-                return None
-            sizes[rank] += count
-            last = rank if count else last
-    partition = RowPartition.from_sizes(sizes)
-    return partition if is_balanced(partition) else None
+def _extended_partition(
+    tensors: list[Any], bands: list[GlobalTensor], dim: int
+) -> RowPartition | None:
+    """Return bands with the rows of whole tensors on the first and the last rank, if balanced."""
+    position = next(i for i, x in enumerate(tensors) if x is bands[0])
+    before, after = (
+        sum(x.shape[dim] for x in part) for part in (tensors[:position], tensors[position + 1 :])
+    )
+    layout = layout_of(bands[0])
+    inner = (bound + before for bound in layout.partition.bounds[1:-1])
+    partition = RowPartition((0, *inner, before + layout.size + after))
+    is_balanced = max(partition.sizes) * partition.ranks <= LARGEST_IMBALANCE * partition.height
+    return partition if is_balanced else None
 
 
 def _ranges_within(partition: RowPartition, start: int, size: int) -> list[tuple[RowRange, ...]]:
@@ -217,10 +213,7 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
     height, padded = layout.size, layout.size + north + south
     if padded < 1 or mode not in MODES:
         raise NoRuleError
-    # Each rank keeps its rows; those beyond the poles, too, are where they are needed next.
-    inner = (min(max(bound + north, 0), padded) for bound in layout.partition.bounds[1:-1])
-    in_place = RowPartition((0, *inner, padded))
-    partition = in_place if is_balanced(in_place) else view.partition(padded)
+    partition = view.partition(padded)
     bands = [
         slice(0, padded) if partition is None else partition.rows(r) for r in range(view.ranks)
     ]

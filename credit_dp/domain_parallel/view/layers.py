@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -13,15 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel.known_rows import KnownRows
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.conv import _RowConv
-from credit_dp.domain_parallel.layers.norm import (
-    ReductionLayer,
-    accumulation_dtype,
-    sum_over_bands,
-)
+from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
-from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
     RULES_FOR_WHOLE,
@@ -94,16 +88,14 @@ def call_layer(
         # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
         x = with_rows_everywhere(x)
         return wrap(func(x.local), x.rows, view)
-    # Rows are fetched from where they are; only samples, or ranks without rows, are in the way.
-    source = layout.partition
-    if layout.outer != 1 or 0 in source.sizes:
-        source = view.manager.partition(layout.size)
+    # Layers take and return the manager's bands of a height; the rule may get other ones.
+    source = view.manager.partition(layout.size)
     if 0 in source.sizes:
         raise NoRuleError
     result: Layout | None = None
     bands = Bands(source, source)
     if layer.output_is_banded:
-        target = _bands_near(layer, source, view)
+        target = view.partition(layer.out_height(layout.size))
         if target is None:
             raise TooFewRowsError
         bands = Bands(source, target)
@@ -115,28 +107,6 @@ def call_layer(
         if known is not None:
             compute = partial(layer.compute, known=known)
     return wrap(_compute(layer, compute, local, bands, tensors or {}), result, view)
-
-
-def _bands_near(layer: RowLayer, source: RowPartition, view: GlobalView) -> RowPartition | None:
-    """Return bands of a layer's output: where the rows under each are; None if they are too few."""
-    key = layer, source
-    if key not in view.layers:
-        height = layer.out_height(source.height)
-
-        def middle(row: int) -> int:
-            """Return twice the middle of the rows of the input that a row depends on."""
-            if isinstance(layer, StencilLayer):
-                return sum(layer.input_span(slice(row, row + 1), source.height))
-            rows = layer.required_rows(slice(row, row + 1), source.height)
-            return rows[0].start + rows[-1].stop
-
-        inner = (bisect_left(range(height), 2 * bound, key=middle) for bound in source.bounds[1:-1])
-        near = RowPartition((0, *inner, height))
-        # A norm computes the rows that it gets, however uneven they are.
-        is_kept = near.is_well_balanced or isinstance(layer, ReductionLayer)
-        view.layers[key] = near if is_kept else view.partition(height)
-    bands: RowPartition | None = view.layers[key]
-    return bands
 
 
 def _known_rows(x: GlobalTensor) -> KnownRows | None:

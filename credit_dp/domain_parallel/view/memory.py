@@ -286,7 +286,7 @@ def writing(x: Any) -> Iterator[None]:
         # What turns out to be a copy keeps its values.
         with torch.enable_grad():
             x.local = x.local.clone()
-        x.known_rows = x.spread = None
+        x.known_rows = None
     yield
     if x.path:
         records = torch.is_grad_enabled() or (memory.pending is not None and memory.pending[2])
@@ -435,7 +435,7 @@ def _outdate(x: GlobalTensor, is_certain: bool = True) -> None:
     x.set_aside = x.__dict__.pop("local", x.set_aside)
     if is_certain:
         x.set_aside = None
-    x.known_rows = x.spread = None
+    x.known_rows = None
 
 
 def _outdate_linked(memory: SharedMemory, origin: Link | None) -> None:

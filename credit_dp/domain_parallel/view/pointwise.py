@@ -11,12 +11,12 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
+    LARGEST_IMBALANCE,
     Args,
     Function,
     Kwargs,
     NoRuleError,
     bind,
-    is_balanced,
     is_in_place,
     layout_before,
     layout_of,
@@ -89,8 +89,10 @@ def _from_end(x: GlobalTensor) -> Layout:
 
 def _preference(layout: Layout, dim: int) -> tuple[bool, bool, int]:
     """Return whether bands are balanced, in a dimension, and of which number they are multiples."""
-    bounds = layout.partition.bounds[:-1]
-    return is_balanced(layout.partition), layout.dim == dim, gcd(*bounds)
+    partition = layout.partition
+    limit = LARGEST_IMBALANCE * partition.height
+    is_balanced = min(partition.sizes) > 0 and max(partition.sizes) * partition.ranks <= limit
+    return is_balanced, layout.dim == dim, gcd(*partition.bounds[:-1])
 
 
 def align(x: Any, layout: Layout, view: GlobalView) -> Any:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
-from credit_dp.domain_parallel.known_rows import KnownRows, state_of
+from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, RowPartition
@@ -61,14 +61,11 @@ class Layout(NamedTuple):
         dim: the dimension, from 0.
         outer: entries before the rows that are folded into the same dimension, as a batch is.
         partition: the bands of the remaining `size / outer` entries of the dimension.
-        is_slice: whether a few rows lie where a slice has found them, most ranks without any. Only
-            some functions take such bands; others get them whole or balanced, see `spread_slice`.
     """
 
     dim: int
     outer: int
     partition: RowPartition
-    is_slice: bool = False
 
     @property
     def size(self) -> int:
@@ -77,7 +74,7 @@ class Layout(NamedTuple):
 
     def at(self, dim: int) -> Layout:
         """Return the same layout in another dimension."""
-        return self._replace(dim=dim)
+        return Layout(dim, self.outer, self.partition)
 
 
 def falls_into_equal_parts(size: int, parts: int) -> bool:
@@ -314,7 +311,6 @@ class GlobalTensor(torch.Tensor):
             order, as rows are sent in the usual one. Not the same on all ranks.
         hooks: what tells under which hooks of saved tensors it was made: see `saved_tensors_hooks`.
         known_rows: rows of other bands that convolutions have fetched.
-        spread: what `spread_slice` has returned, after the state of the part then.
         call_function: computes torch's functions; set by `function_rules`, which needs this class.
     """
 
@@ -334,7 +330,6 @@ class GlobalTensor(torch.Tensor):
     has_lost_order: bool = False
     hooks: object
     known_rows: KnownRows | None = None
-    spread: tuple[Any, GlobalTensor] | None = None
     call_function: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     _shape: torch.Size
 
@@ -672,22 +667,6 @@ def whole(x: Any) -> Any:
     return exchange_entries(x, (everything,) * x.view_.ranks, None).local
 
 
-def spread_slice(x: Any) -> Any:
-    """Return a slice of few rows in balanced bands, or whole if there are fewer than ranks.
-
-    A collective for such a slice, once while its values are the same; anything else is returned.
-    """
-    if type(x) is not GlobalTensor or x.rows is None or not x.rows.is_slice:
-        return x
-    state = None if x.local.is_inference() else (*state_of(x.local), saved_tensors_hooks())
-    if state is None or x.spread is None or x.spread[0] != state:
-        partition = x.view_.partition(x.rows.size)
-        layout = partition and x.rows._replace(partition=partition, is_slice=False)
-        local = whole(x) if layout is None else with_layout(x, layout, x.view_)
-        x.spread = state, GlobalTensor(local, layout, x.view_)
-    return x.spread[1]
-
-
 def cut(x: Tensor, layout: Layout, view: GlobalView) -> Tensor:
     """Return this rank's part of a tensor that every rank holds.
 
@@ -716,7 +695,7 @@ def with_layout(x: Any, layout: Layout, view: GlobalView) -> Tensor:
         return exchange_entries(x, required, layout).local
     note_order(x)
     if x.rows.dim != layout.dim:
-        return move_bands(x.local, x.rows[:3], layout[:3], view.manager.transport)
+        return move_bands(x.local, x.rows, layout, view.manager.transport)
     exchange = _folded_otherwise(x.rows, layout, view.rank)
     return fetch_rows(x.local, exchange, view.manager.transport, layout.dim - x.ndim)
 

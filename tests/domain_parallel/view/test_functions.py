@@ -726,7 +726,6 @@ def recomputed_between(m, x):
 
 
 LAYERS = {
-    "group norm of tokens": lambda m, x: F.group_norm(x.flatten(2), 2, m.scale).view(x.shape),
     "convolutions in other dims": lambda m, x: (
         F.conv2d(x.mT, kernel(m, 3, 5), m.scale, stride=(2, 1), padding=(1, 2)),
         F.conv2d(x.mT, kernel(m, 3, 1), padding="same"),
@@ -830,52 +829,6 @@ WINDOWS = {
         # Folded rows are channels: a band's first row may be at a channel's border, not its last.
         F.fold(x.reshape(4, -1, COLUMNS), (3, 4), 2),
     ),
-}
-
-
-def _change_few_rows(m, x):
-    """Write to slices of few rows and to what they are slices of."""
-    y = x * 1
-    north, south = y[:, :, :1], y[:, :, -2:]
-    mean = north.mean(-1, keepdim=True)
-    north.mul_(2)
-    south[:, :2] = mean[:, :2]
-    after = north.softmax(-1)
-    y[:, 1:3] *= 3
-    south.copy_(south.flip(2) + after)
-    north.scatter_(1, north.argsort(1)[:, :1], 0.25)
-    return y, y + north, torch.cat([north, south], 2).sum(2, keepdim=True) + y
-
-
-def _changed_by_hooks(m, x):
-    """Return fields of slices whose gradients hooks have changed."""
-    north = x[:, :, :2]
-    before = north.flip(2)
-    north.register_hook(lambda grad: grad * 2)
-    return x + north.sum(2, keepdim=True), x * torch.cat([before, north], 2).amax(2, keepdim=True)
-
-
-SLICES = {
-    "of few rows": lambda m, x: (
-        x + x[:, :, :1],
-        x[:, :, :1].expand(-1, -1, x.shape[2], -1) * x,
-        x[:, :, -1:].mean(-1, keepdim=True) + x,
-        (x[:, :, :2] @ m.rows[:COLUMNS]).sum(2, keepdim=True) * x,
-        torch.cat([x[:, :, :1], x[:, :, -1:]], 2).flip(2).mean(2, keepdim=True) - x,
-        torch.cat([x[:, :, -1:], x, x[:, :, :1]], 2)[:, :, 1:-1],
-        torch.stack([x[:, :, :1], x[:, :, 1:2]]).sum(0) + x,
-        x[:, :, 1:2].data * x + x[:, :, :1].detach() * x[:, :, -2:-1],
-        x[:, :, :2].unbind(2)[0][:, :, None] - x,
-        x[:, :, :2].repeat(1, 1, 2, 1).amax(2, keepdim=True) + x,
-        x[:, :, :1].squeeze(2)[:, :, None] * x[:, :, :1] + x,
-        x[:, :, :1][..., 1:4].roll(1, -1).sum(-1, keepdim=True) + x,
-        F.pad(x[:, :, :2], (0, 0, 1, 0), mode="reflect").sum(2, keepdim=True) * x,
-        F.conv2d(x[:, :, :3], kernel(m, 3, 3), padding=(0, 1)) + x,
-        x[:, :, :1] * m.rows[: x.shape[2]] + x,
-        x[:, :, :2].masked_fill(x[:, :, :2] > 0, 1.0).prod(2, keepdim=True) + x,
-    ),
-    "that are written": _change_few_rows,
-    "with hooks": _changed_by_hooks,
 }
 
 
@@ -1047,12 +1000,6 @@ def strict_rules(monkeypatch):
 )
 def test_equals_the_function_of_the_globe(family, name, ranks):
     check(FAMILIES[family][name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", SLICES)
-def test_slices_of_few_rows(name, ranks):
-    check(SLICES[name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks, whole=None)
 
 
 @pytest.mark.usefixtures("strict_rules", "small_bands")

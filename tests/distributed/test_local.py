@@ -29,6 +29,14 @@ from tests.distributed.processes import (
 )
 
 
+@pytest.fixture(autouse=True)
+def a_terminal_hangs_up() -> Iterator[None]:
+    """Programs inherit that SIGHUP is ignored, if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder for temporary files: the path of a socket in it has to be short."""

@@ -437,9 +437,8 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     fake_logger = logging.getLogger(FAKE_LOGGER)
     level = fake_logger.level
     numbers = python_random_state()
-    fake_logger.setLevel(
-        logging.CRITICAL
-    )  # it logs a traceback of the error that is raised in one line below
+    # It logs a traceback of an error that is raised in one line below.
+    fake_logger.setLevel(logging.CRITICAL)
     try:
         fake = _fake_mode()
         with (

@@ -273,7 +273,7 @@ def counting_manager(ranks: int) -> DomainParallelManager:
     return DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
 
 
-@no_garbage_collection()  # as `use_fake_tensors`: also between runs
+@no_garbage_collection()  # between its runs, too; each run holds collections back for itself
 def decide(
     converted: nn.Module,
     conversion: Conversion,

@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from threading import current_thread, local
 
@@ -106,6 +107,8 @@ def main(size: int, per_node: int, program: list[str]) -> None:
             try:
                 code = run_rank(rank, size, per_node, port, program)
             finally:
+                if sys.exc_info()[0] is not None:
+                    traceback.print_exc()  # which _exit does not
                 if files is not None:
                     seen = [files.most, *sorted(files.readers)]
                     Path(os.environ["FILES_SEEN"], str(rank)).write_text(json.dumps(seen))

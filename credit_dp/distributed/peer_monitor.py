@@ -124,7 +124,8 @@ class PeerMonitor:
             self.watcher.join(REPORTING_SECONDS)
         left = [left_key(rank) for rank in range(self.ranks.world_size)]
         with contextlib.suppress(RuntimeError):  # the store has ended
-            self.rendezvous_store.set(left[self.ranks.rank], "")
+            # torch's `set` would return before the store has the key.
+            self.rendezvous_store.add(left[self.ranks.rank], 1)
             if self.serves_store:  # torch writes a page to stderr if it ends while others read
                 self.rendezvous_store.wait(left, timedelta(seconds=END_SECONDS))
 

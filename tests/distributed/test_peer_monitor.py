@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,26 @@ class LostStore:
 
     def check(self, keys: list[str]) -> bool:
         raise RuntimeError("connection reset")
+
+
+class LateStore:
+    """A store of which `set` does not wait for the server, as in torch's TCPStore."""
+
+    def __init__(self, store: HashStore) -> None:
+        self.store = store
+        self.sent: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.sent.append(key)
+
+    def add(self, key: str, amount: int) -> int:
+        for sent in self.sent:
+            self.store.set(sent, "")
+        self.sent.clear()
+        return self.store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.store.wait(keys, timeout)
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +209,16 @@ def test_a_finished_rank_is_not_taken_for_a_killed_one(
     monitors[0].watch()
     end(partial(monitors[0].stop, signal.SIGTERM))
     assert (codes, capfd.readouterr().err) == ([143], "")
+
+
+def test_a_rank_leaves_when_the_others_can_know() -> None:
+    store = HashStore()
+    store.set(END_KEY, "")
+    first, leaving = monitor_of(0, store), monitor_of(1, store)
+    leaving.rendezvous_store = LateStore(store)  # type: ignore[assignment]
+    leaving.wait_for_all_ranks()
+    first.processes[1] = ended_process()
+    assert first.ended_ranks() == []
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["noticed", "told by torchrun"])

@@ -366,6 +366,7 @@ def _recompute_in_view(original: Callable[..., Any], count: int | None) -> Calla
         count: of torch's options before the arguments; None if they are a tuple and a dictionary.
     """
 
+    @wraps(original)  # whose parameters another replacement counts
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         view = running_view()
         if view is None:

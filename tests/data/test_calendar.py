@@ -1,0 +1,123 @@
+"""Calendars, against cftime's own dates and against straight formulas."""
+
+import cftime
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.calendar import STANDARD, Calendar, are_dates, calendar_of, decode_dates
+from credit_dp.errors import UserError
+
+OTHERS = ["noleap", "all_leap", "360_day", "julian", "proleptic_gregorian"]
+YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360}
+
+
+def dates_in(calendar: str, start: str = "0001-01-01", periods: int = 4000):
+    """Dates every 30 hours, more than thirteen years of them."""
+    index = xr.date_range(start, periods=periods, freq="30h", calendar=calendar, use_cftime=True)
+    return np.array(index)
+
+
+@pytest.mark.parametrize("start", ["0001-01-01", "1895-02-27"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_labels_are_those_of_cftime(name, start):
+    dates = dates_in(name, start)
+    calendar, times = calendar_of(dates), decode_dates(dates)
+    assert calendar.name == name
+    assert times.dtype == calendar.dtype == "M8[s]"
+    assert (np.diff(times) == np.timedelta64(30, "h")).all()
+    assert calendar.years(times).astype(int).tolist() == [date.year - 1970 for date in dates]
+    assert (calendar.months(times).astype(int) % 12 + 1).tolist() == [x.month for x in dates]
+    assert calendar.days_of_year(times).tolist() == [date.dayofyr for date in dates]
+    some = slice(None, None, 97)
+    texts = [calendar.text(time, "s") for time in times[some]]
+    assert texts == [date.isoformat() for date in dates[some]]
+    assert (np.array([calendar.parse("init", text) for text in texts]) == times[some]).all()
+
+
+@pytest.mark.parametrize("name", YEAR_LENGTHS)
+def test_times_count_from_1970_in_years_of_one_length(name):
+    calendar = Calendar(name)
+    days = YEAR_LENGTHS[name] * (1850 - 1970)
+    assert calendar.parse("init", "1850-01-01").astype("M8[D]").astype(int) == days
+    years = np.array([1850, 1970, 2300], int) - 1970
+    starts = calendar.starts(years.astype("M8[Y]")).astype("M8[D]").astype(int)
+    assert starts.tolist() == (YEAR_LENGTHS[name] * years).tolist()
+
+
+def test_julian_years_have_a_leap_day_every_four_years():
+    calendar = Calendar("julian")
+    starts = calendar.starts(np.arange(-800, 300).astype("M8[Y]"))
+    lengths = np.diff(starts).astype("m8[D]").astype(int)
+    assert lengths.tolist() == [366 if year % 4 == 0 else 365 for year in range(1170, 2269)]
+
+
+def test_months_of_a_calendar_start_on_their_first_day():
+    times = decode_dates(dates_in("360_day"))
+    calendar = Calendar("360_day")
+    days = times.astype("M8[D]").astype(int)
+    starts = calendar.starts(calendar.months(times)).astype("M8[D]").astype(int)
+    assert (days - starts == days % 30).all()
+    assert calendar.starts(calendar.months(times[0])) == times[0]  # also of one time
+
+
+def test_the_standard_calendar_is_that_of_numpy():
+    times = np.arange("1899-12-25T06", "1904-03-02", 30, dtype="M8[h]").astype("M8[ns]")
+    assert calendar_of(times) == STANDARD
+    assert decode_dates(times).dtype == "M8[ns]"
+    assert (decode_dates(times) == times).all()
+    dates = xr.CFTimeIndex(
+        cftime.num2date(times.astype("M8[h]").astype(int), "hours since 1970-01-01", "standard")
+    )
+    assert STANDARD.days_of_year(times).tolist() == dates.dayofyear.tolist()
+    assert (STANDARD.months(times).astype(int) % 12 + 1).tolist() == dates.month.tolist()
+    assert STANDARD.text(times[0]) == "1899-12-25T06:00"
+    assert STANDARD.parse("init", "1899-12-25T07:00+01:00") == times[0]
+
+
+def test_dates_beyond_nanoseconds_stay_in_their_calendar():
+    for name, expected in (("standard", "gregorian"), ("proleptic_gregorian",) * 2):
+        dates = dates_in(name, "0850-02-27", periods=10)
+        assert calendar_of(dates).name == expected
+        assert calendar_of(dates).text(decode_dates(dates)[0]) == "0850-02-27T00:00"
+
+
+def test_fractions_of_days_are_rounded_to_seconds():
+    days = np.arange(100) / 144  # ten minutes, which floating-point numbers of days do not hit
+    dates = cftime.num2date(days + 700000.0, "days since 0001-01-01", "noleap")
+    seconds = decode_dates(dates).astype(int)
+    assert (seconds == np.arange(100) * 600 + (700000 - 1969 * 365) * 86400).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("noleap", "2004-02-29"),
+        ("360_day", "2001-01-31"),
+        ("all_leap", "2001-02-30"),
+        ("standard", "2001-02-29"),
+        ("360_day", "2001-W01-1"),
+        ("julian", "2001-01-01T06Z"),
+    ],
+)
+def test_dates_that_a_calendar_lacks_are_refused(name, text):
+    expected = f"data.dates.train: needs a date of the {name} calendar, like .*, got {text}$"
+    with pytest.raises(UserError, match=expected):
+        Calendar(name).parse("data.dates.train", text)
+
+
+def test_hours_since_1900_are_those_of_cftime():
+    calendar = Calendar("noleap")
+    dates = dates_in("noleap", "1896-02-27", periods=500)
+    hours = cftime.date2num(dates, "hours since 1900-01-01", "noleap")
+    assert (calendar.hours_since_1900(decode_dates(dates)) == hours).all()
+    assert (calendar.from_hours_since_1900(hours) == decode_dates(dates)).all()
+    assert (calendar.dates(decode_dates(dates)) == dates).all()
+
+
+def test_missing_and_other_values_are_no_dates():
+    dates = dates_in("noleap", periods=3).astype(object)
+    assert are_dates(dates)
+    assert are_dates(np.array(["2000"], "M8[D]"))
+    dates[1] = np.nan
+    assert not any(map(are_dates, (dates, np.arange(3.0), np.array("x"))))

@@ -35,7 +35,7 @@ from credit_dp.data.rechunk.copy_fields import choose_chunk_rows
 from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, PreparedMetadata
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedMetadata
 from credit_dp.data.store import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
@@ -80,7 +80,7 @@ def write_store(
             fields[time_] = values
             values.tofile(raw)
     start = np.datetime64("2000-01-01", "h")
-    hours = (start - EPOCH).astype(np.int64) + 6 * np.arange(times)
+    hours = (start - np.datetime64("1900-01-01", "h")).astype(np.int64) + 6 * np.arange(times)
     for name, values in (
         ("time", hours),
         ("latitude", np.linspace(90, -90, height)),

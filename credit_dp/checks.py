@@ -86,13 +86,28 @@ def no_repeats(key: str, values: Sequence[object]) -> None:
         raise UserError(f"{key}: needs each entry once, got {repeated} more than once")
 
 
+FEBRUARY = re.compile(r"(\d{4}-02-)(?:29|30)(?!\d)")
+
+
+def _parse_date(text: str) -> datetime:
+    """Parse an ISO date; the last days of February, which not all calendars have, as the 28th.
+
+    Raises:
+        ValueError: no calendar has the date.
+    """
+    return datetime.fromisoformat(FEBRUARY.sub(r"\g<1>28", text))
+
+
 def date_range(key: str, dates: Sequence[str]) -> None:
-    """Refuse dates other than `[first, last]` in ISO format, in that order."""
+    """Refuse dates other than `[first, last]` in ISO format, in that order.
+
+    Whether the store's calendar has them is checked when the store is open.
+    """
     needs = f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31]"
     if len(dates) != 2:
         raise UserError(f"{needs}, got {len(dates)} dates")
     try:
-        first, last = (datetime.fromisoformat(date) for date in dates)
+        first, last = map(_parse_date, dates)
     except ValueError:
         raise UserError(f"{needs}, got [{', '.join(dates)}]") from None
     if first.replace(tzinfo=None) > last.replace(tzinfo=None):
@@ -100,9 +115,12 @@ def date_range(key: str, dates: Sequence[str]) -> None:
 
 
 def date(key: str, value: str) -> None:
-    """Refuse a text that is not a date, with or without a time, in ISO format without a zone."""
+    """Refuse a text that is not a date, with or without a time, in ISO format without a zone.
+
+    Whether the store's calendar has it is checked when the store is open.
+    """
     try:
-        zone = datetime.fromisoformat(value).tzinfo
+        zone = _parse_date(value).tzinfo
     except ValueError:
         zone = None
         value = f"{value!r}, which is not a date" if value else "an empty text"

@@ -338,7 +338,7 @@ def quickstart_summary(config: Config) -> DataSummary:
 
 def data_line(where: str, times: "HasTimes", fields: int, grid: tuple[int, int]) -> str:
     """Return a line with the times, fields and grid of the data."""
-    first, last = times.times[[0, -1]].astype("M8[m]")
+    first, last = (times.calendar.text(time) for time in times.times[[0, -1]])
     return (
         f"data    {where}: {counted(len(times.times), 'time')}, {first} to {last}, "
         f"{counted(fields, 'field')} on {grid[0]} x {grid[1]} points"
@@ -366,7 +366,7 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
         f"samples {count:,} for training, {counted(sequence.batches_per_epoch, 'step')} of "
         f"{batch_size} in an epoch; {counted(forecasts, 'forecast')} to {max(hours)} h for testing"
     ]
-    gaps = report_time_axis(times.times)
+    gaps = report_time_axis(times.times, times.calendar)
     if gaps.missing:
         skipped = count_samples_across_gaps(times, "train", frames, count, rollout)
         lines.append(
@@ -390,14 +390,15 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
     fields = store.channels.num_outputs + len(store.channels.forcing)
     # A chunk is decoded as a unit, with all times that it holds, in float32.
     size = 4 * times_per_chunk * fields * store.grid[0] * store.grid[1]
-    spans = [split_slice(store.config, split, store.times) for split in splits]
+    calendar = store.calendar
+    spans = [split_slice(store.config, split, store.times, calendar) for split in splits]
     firsts, lasts = [span.start for span in spans], [span.stop - 1 for span in spans]
     middles = [(first + last) // 2 for first, last in zip(firsts, lasts, strict=True)]
     affordable = (REMOTE_READ_BYTES if remote else READ_BYTES) // size
     indices = list(dict.fromkeys([*firsts, *lasts, *middles]))[:affordable]
     if not indices:
-        first = store.times[firsts[0]].astype("M8[m]")
-        return [f"values  not read: the fields of {first} take {format_bytes(size)}"]
+        date = calendar.text(store.times[firsts[0]])
+        return [f"values  not read: the fields of {date} take {format_bytes(size)}"]
     all_rows = slice(None)
     store.read_static(all_rows)
     for index in indices:
@@ -405,7 +406,7 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
         # Of the last time only a target is needed.
         forcing = [] if index in lasts else store.stored_forcing
         store.read_channels([*store.channels.output_channels, *forcing], times, all_rows)
-    dates = ", ".join(str(store.times[index].astype("M8[m]")) for index in sorted(indices))
+    dates = ", ".join(calendar.text(store.times[index]) for index in sorted(indices))
     in_splits = {index for span in spans for index in range(span.start, span.stop)}
     others = counted(len(in_splits) - len(indices), "other date")
     return [f"values  read at {dates}; not read at {others}"]

@@ -230,9 +230,10 @@ def _dates(report: "StoreReport") -> list[str]:
         return [f"dates   1, {dates.first}"]
     months = dates.spacing_months
     every = counted(months, "month") if months else counted(dates.spacing_hours or 0, "hour")
+    calendar = "" if dates.calendar == "standard" else f", {dates.calendar} calendar"
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
-        f"{every}, {_gaps(len(dates.gaps), dates.missing)}"
+        f"{every}, {_gaps(len(dates.gaps), dates.missing)}{calendar}"
     ]
     if months:
         lines.append("        a model needs steps of equal length, in hours or days: data.step")
@@ -414,7 +415,7 @@ def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
     headings = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
     lines = [
         f"{selected.metadata.origin}: {counted(times, 'time')} "
-        f"({selected.times[0].astype('M8[h]')} to {selected.times[-1].astype('M8[h]')}), "
+        f"({' to '.join(selected.calendar.text(x, 'h') for x in selected.times[[0, -1]])}), "
         f"{counted(channels, 'channel')}, {height} x {columns}",
         f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
         *format_table(headings, rows, left=1),
@@ -660,11 +661,12 @@ def _describe_run(run: "StatisticsRun") -> str:
     from credit_dp.data.statistics_files import covers_all_hours
 
     store = run.store
-    dates = store.times[run.dates.indices].astype("M8[m]")
+    dates = store.times[run.dates.indices]
+    first, last = (store.calendar.text(date) for date in dates[[0, -1]])
     nth = f", every={run.every} of the training dates" if run.every > 1 else ""
     variables = dict.fromkeys(c.variable for piece in run.pieces for c in piece.channels)
     lines = [
-        f"{store.source.where}: {counted(len(dates), 'date')}, {dates[0]} to {dates[-1]}{nth}; "
+        f"{store.source.where}: {counted(len(dates), 'date')}, {first} to {last}{nth}; "
         f"{_format_fields(run, run.num_fields)} of fields of {store.grid[0]} x {store.grid[1]}",
         f"variables: {', '.join(variables)}",
     ]

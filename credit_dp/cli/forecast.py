@@ -17,6 +17,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
+    from credit_dp.data.calendar import Calendar
     from credit_dp.forecast.request import ForecastConfig
 
 
@@ -140,7 +141,8 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         "grib": "forecast.grib",
     }
     out = keys["out"] or str(run / file_names.get(keys["format"], "forecast.zarr"))
-    request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out})
+    calendar = checkpoint_calendar(path)
+    request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out}, calendar=calendar)
     has_noise = isinstance(config.model, BlocksConfig) and config.model.noise > 0
     files = open_initial_files(request)
     if files is not None and not request.init:
@@ -168,6 +170,13 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     check_rows(replace(config, data=replace(config.data, grid=checkpoint_grid(path))))
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
     return ForecastConfig(**values, request=request)
+
+
+def checkpoint_calendar(path: Path) -> "Calendar":
+    """Return the calendar of the data that a checkpoint was trained on."""
+    from credit_dp.training.data_description import calendar_of_fields
+
+    return calendar_of_fields(read_metadata("checkpoint", path)["data"]["fields"])
 
 
 def checkpoint_grid(path: Path) -> str:

@@ -17,6 +17,7 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import fingerprint
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import year_fraction
 from credit_dp.data.sources.source import Times
@@ -46,22 +47,28 @@ class Climatology:
         harmonics: number of annual harmonics.
     """
 
-    def __init__(self, arrays: list[zarr.Array[Any]], hours: list[int]) -> None:
+    def __init__(
+        self, arrays: list[zarr.Array[Any]], hours: list[int], calendar: Calendar = STANDARD
+    ) -> None:
         self._arrays = arrays
+        self._calendar = calendar
         self.hours = hours
         self.harmonics = (arrays[0].shape[2] - 1) // 2 if arrays else HARMONICS
         self._selected: tuple[slice, slice] | None = None
         self._cached: dict[int, NDArray[np.float32]] = {}
 
     @classmethod
-    def load(cls, path: Path, channels: Channels) -> "Climatology | None":
+    def load(
+        cls, path: Path, channels: Channels, calendar: Calendar = STANDARD
+    ) -> "Climatology | None":
         """Open the result of a `ClimatologyFit`; None if it is absent or damaged."""
         try:
             group = zarr.open_group(path, mode="r")
             stored_hours: Any = group.attrs[HOURS]
             hours = [int(hour) for hour in stored_hours]
             names = output_variables(channels)
-            return cls([zarr.open_array(path / name, mode="r") for name in names], hours)
+            arrays = [zarr.open_array(path / name, mode="r") for name in names]
+            return cls(arrays, hours, calendar)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -75,7 +82,9 @@ class Climatology:
         if self._selected != (rows, channels):
             self._selected = (rows, channels)
             self._cached = {}
-        basis = seasonal_basis(np.array([time]), self.harmonics)[0].astype(np.float32)
+        basis = seasonal_basis(np.array([time]), self.harmonics, self._calendar)[0].astype(
+            np.float32
+        )
         previous_slot, next_slot, weight = bracketing_hours(
             self.hours, float(hour_of_day(np.array([time]))[0])
         )
@@ -124,9 +133,9 @@ def output_variables(channels: Channels) -> list[str]:
     return list(dict.fromkeys(channel.variable for channel in channels.output_channels))
 
 
-def seasonal_basis(times: Times, harmonics: int) -> Matrix:
+def seasonal_basis(times: Times, harmonics: int, calendar: Calendar = STANDARD) -> Matrix:
     """Return one, then cosine and sine of each harmonic: `(T,)` -> `(T, 1 + 2 harmonics)`."""
-    angle = 2 * np.pi * year_fraction(times)
+    angle = 2 * np.pi * year_fraction(times, calendar)
     columns = [np.ones_like(angle)]
     for multiple in range(1, harmonics + 1):
         columns += [np.cos(multiple * angle), np.sin(multiple * angle)]
@@ -158,7 +167,7 @@ def bracketing_hours(hours: list[int], hour: float) -> tuple[int, int, float]:
     return before, after, weight if len(hours) > 1 else 0.0
 
 
-def choose_harmonics(times: Times) -> int:
+def choose_harmonics(times: Times, calendar: Calendar = STANDARD) -> int:
     """Return how many harmonics the dates determine, fewer than two if they lack seasons.
 
     In seasons without dates the fit is free to oscillate. A measure is the largest variance of the
@@ -168,7 +177,7 @@ def choose_harmonics(times: Times) -> int:
     """
     year = np.datetime64("2001-01-01T00", "h") + np.arange(0, 365 * 24, 24)
     for harmonics in range(HARMONICS, 0, -1):
-        basis = seasonal_basis(times, harmonics)
+        basis = seasonal_basis(times, harmonics, calendar)
         # A basis without full rank, as with few dates, has no unique fit.
         if np.linalg.matrix_rank(basis) < basis.shape[1]:
             continue
@@ -203,13 +212,15 @@ class ClimatologyFit:
         hour_of_date = hour_of_day(times).astype(int)
         # The index of each date's hour among the fitted hours; -1 if that hour is not fitted.
         self._slots = np.array([hours.index(h) if h in hours else -1 for h in hour_of_date])
+        calendar = store.calendar
         times_of_slot = [times[self._slots == slot] for slot in range(len(hours))]
         # The same number for all hours: that of the hour with the fewest seasons.
-        harmonics = min(choose_harmonics(slot_times) for slot_times in times_of_slot)
-        self._basis = seasonal_basis(times, harmonics)
+        harmonics = min(choose_harmonics(slot_times, calendar) for slot_times in times_of_slot)
+        self._basis = seasonal_basis(times, harmonics, calendar)
         # Explicit inverses of matrices of at most 5 x 5: each is applied to all grid points.
         self._inverse = [
-            np.linalg.inv(b.T @ b) for b in (seasonal_basis(t, harmonics) for t in times_of_slot)
+            np.linalg.inv(b.T @ b)
+            for b in (seasonal_basis(t, harmonics, calendar) for t in times_of_slot)
         ]
         self._arrays = self._create(path, hours)
         self._channels: list[tuple[int, Channel]] = []

@@ -6,7 +6,6 @@ apart, and the times whose sums fill a step.
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.config.data import AUTO, SPLITS
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.errors import UserError, counted
 
 Interval = tuple[np.datetime64, np.datetime64]
@@ -28,6 +28,11 @@ class HasTimes(Protocol):
 
     config: DataConfig
     times: Times
+
+    @property
+    def calendar(self) -> Calendar:
+        """The calendar of the times."""
+        ...
 
 
 class ResolvedDates(NamedTuple):
@@ -68,36 +73,41 @@ def times_needed(config: Config) -> dict[str, TimesNeeded]:
     return needed if trainer.validate_every else needed | {"valid": TimesNeeded(0, 0)}
 
 
-def date_interval(text: str) -> Interval:
-    """Return first and last nanosecond of an ISO date, which is a full day unless it has a time."""
-    date = datetime.fromisoformat(text)
-    if date.tzinfo is not None:
-        date = date.astimezone(UTC).replace(tzinfo=None)
-    first = np.datetime64(date, "ns")
-    has_time = "T" in text or " " in text
-    return first, first if has_time else first + np.timedelta64(24, "h") - np.timedelta64(1, "ns")
+def date_interval(key: str, text: str, calendar: Calendar = STANDARD) -> Interval:
+    """Return the first and last instant of an ISO date, which is a day unless it has a time.
+
+    Raises:
+        UserError: the calendar has no such date; names the key.
+    """
+    first = calendar.parse(key, text)
+    if "T" in text or " " in text:
+        return first, first
+    return first, first + np.timedelta64(24, "h") - calendar.instant
 
 
-def split_slice(config: DataConfig, split: str, times: Times) -> slice:
+def split_slice(
+    config: DataConfig, split: str, times: Times, calendar: Calendar = STANDARD
+) -> slice:
     """Return the slice of `times` that belongs to a split, first and last date included.
 
     Raises:
-        UserError: the dates are outside the store's time axis, or no time lies between them.
+        UserError: the dates are outside the store's time axis or not in its calendar, or no time
+            lies between them.
     """
     key = f"data.dates.{split}"
     where = ", ".join(config.stores)
     dates: list[str] = getattr(config.dates, split)
-    first, last = (date_interval(date) for date in dates)
+    first, last = (date_interval(key, date, calendar) for date in dates)
     # `times` has only those on the step, so the store may hold up to one step more at each end.
     step = np.timedelta64(config.step_hours, "h")
     if first[1] <= times[0] - step or last[0] >= times[-1] + step:
         raise UserError(
-            f"{where}: holds {format_minute(times[0])} to {format_minute(times[-1])}, but "
+            f"{where}: holds {calendar.text(times[0])} to {calendar.text(times[-1])}, but "
             f"{key} asks for {dates[0]} to {dates[1]}. Set {key} to dates within the store."
         )
     start = int(np.searchsorted(times, first[0], side="left"))
     stop = int(np.searchsorted(times, last[1], side="right"))
-    if start == stop:
+    if start >= stop:
         raise UserError(
             f"{where}: has no time from {dates[0]} to {dates[1]}. Set {key} to other dates."
         )
@@ -105,7 +115,10 @@ def split_slice(config: DataConfig, split: str, times: Times) -> slice:
 
 
 def resolve_dates(
-    config: DataConfig, times: Times, needed: Mapping[str, TimesNeeded] | None = None
+    config: DataConfig,
+    times: Times,
+    needed: Mapping[str, TimesNeeded] | None = None,
+    calendar: Calendar = STANDARD,
 ) -> ResolvedDates:
     """Choose the dates that the config leaves to `auto`.
 
@@ -120,23 +133,26 @@ def resolve_dates(
     Args:
         times: all times of the store on the config's step.
         needed: see `times_needed`; None: one time of each split.
+        calendar: of the times.
 
     Raises:
         UserError: there are too few times, or dates in the config are not in the store.
     """
     requested = config.dates
     # A preset's dates belong together: if the store lacks one of them, all are replaced.
-    has_preset = all(_has_split_dates(config, split, times) for split in requested.preset)
+    has_preset = all(_has_split_dates(config, split, times, calendar) for split in requested.preset)
     replaced_splits = [] if has_preset else requested.preset
     auto_splits = [
         split for split in SPLITS if getattr(requested, split) == AUTO or split in replaced_splits
     ]
     slices = {
-        split: split_slice(config, split, times) for split in SPLITS if split not in auto_splits
+        split: split_slice(config, split, times, calendar)
+        for split in SPLITS
+        if split not in auto_splits
     }
     needed = needed or dict.fromkeys(SPLITS, ONE_TIME)
     chosen_needs = {split: needed[split] for split in auto_splits}
-    slices |= _choose_slices(config, chosen_needs, list(slices.values()), times)
+    slices |= _choose_slices(config, chosen_needs, list(slices.values()), times, calendar)
     if slices["valid"].start == slices["valid"].stop:
         slices["valid"] = slices["test"]
     dates: dict[str, list[str]] = {}
@@ -146,7 +162,7 @@ def resolve_dates(
         if requested.limit is not None:
             stop = min(stop, times_slice.start + requested.limit)
         counts[split] = stop - times_slice.start
-        dates[split] = [_iso(times[times_slice.start]), _iso(times[stop - 1])]
+        dates[split] = [_iso(time, calendar) for time in times[[times_slice.start, stop - 1]]]
         # Dates of the config keep their text, unless the limit cuts the split.
         if split not in auto_splits and stop == times_slice.stop:
             dates[split] = getattr(requested, split)
@@ -164,6 +180,7 @@ def _choose_slices(
     needed: Mapping[str, TimesNeeded],
     occupied: Sequence[slice],
     times: Times,
+    calendar: Calendar,
 ) -> dict[str, slice]:
     """Return the slice of `times` for each split in `needed`, outside the `occupied` slices."""
     if not needed:
@@ -179,7 +196,7 @@ def _choose_slices(
     if stop - first < sum(need.number for need in needed.values()):
         raise UserError(_too_few_times(config, needed, stop - first, len(times)))
     fractions = [SPLIT_FRACTIONS[split] for split in needed]
-    sizes = _divide_times(times[first:stop], fractions, config.step_hours)
+    sizes = _divide_times(times[first:stop], fractions, config.step_hours, calendar)
     least, *others = (need.number for need in needed.values())
     sizes[1:] = map(max, sizes[1:], others)
     sizes[0] = stop - first - sum(sizes[1:])
@@ -214,19 +231,21 @@ def _too_few_times(
     )
 
 
-def _divide_times(times: Times, fractions: Sequence[float], step_hours: int) -> list[int]:
+def _divide_times(
+    times: Times, fractions: Sequence[float], step_hours: int, calendar: Calendar
+) -> list[int]:
     """Return how many of the times each fraction gets, in order, none of them zero.
 
     If there are at least as many complete years as fractions, years are divided instead of times:
     each part after the first then begins on 1 January, and each has at least one complete year.
     Times before the first complete year go to the first part, those after the last to the last.
     """
-    years = _complete_years(times, step_hours)
+    years = _complete_years(times, step_hours, calendar)
     if len(years) < len(fractions):
         return _proportional_counts(len(times), fractions)
     counts = _proportional_counts(len(years), fractions)
     first_years = np.cumsum(counts)[:-1]
-    starts = np.searchsorted(times, years[first_years].astype(times.dtype)).tolist()
+    starts = np.searchsorted(times, calendar.starts(years[first_years])).tolist()
     return [stop - start for start, stop in pairwise([0, *starts, len(times)])]
 
 
@@ -238,21 +257,21 @@ def _proportional_counts(total: int, proportions: Sequence[float]) -> list[int]:
     return [total - sum(others), *others]
 
 
-def _complete_years(times: Times, step_hours: int) -> NDArray[np.datetime64]:
+def _complete_years(times: Times, step_hours: int, calendar: Calendar) -> Times:
     """Return the calendar years with times from their first step to their last."""
     step = np.timedelta64(step_hours, "h")
-    years = np.unique(times.astype("datetime64[Y]"))
-    starts = years.astype(times.dtype)
-    ends = (years + np.timedelta64(1, "Y")).astype(times.dtype)
+    years = np.unique(calendar.years(times))
+    starts = calendar.starts(years)
+    ends = calendar.starts(years + np.timedelta64(1, "Y"))
     first = times[np.searchsorted(times, starts)]
     last = times[np.searchsorted(times, ends) - 1]
     return years[(first - starts < step) & (ends - last <= step)]
 
 
-def _has_split_dates(config: DataConfig, split: str, times: Times) -> bool:
+def _has_split_dates(config: DataConfig, split: str, times: Times, calendar: Calendar) -> bool:
     """Whether the config's dates of a split are among the times."""
     try:
-        split_slice(config, split, times)
+        split_slice(config, split, times, calendar)
     except UserError:
         return False
     return True
@@ -261,7 +280,7 @@ def _has_split_dates(config: DataConfig, split: str, times: Times) -> bool:
 def time_spacing(times: Times) -> np.timedelta64:
     """Return the most common distance of neighbouring times; zero for a single time."""
     if len(times) < 2:
-        return np.timedelta64(0, "ns")
+        return np.timedelta64(0, "s")
     # Neither the smallest nor the mean: gaps and single extra times should not count.
     steps, counts = np.unique(np.diff(times), return_counts=True)
     common: np.timedelta64 = steps[np.argmax(counts)]
@@ -275,7 +294,7 @@ def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
     """
     # Counting from a fixed date selects the same hours of the day in stores with different first
     # times.
-    epoch, none = np.datetime64(0, "ns"), np.timedelta64(0, "D")
+    epoch, none = np.datetime64(0, "s"), np.timedelta64(0, "D")
     indices = np.flatnonzero((times - epoch) % step == none)
     return indices if len(indices) else np.flatnonzero((times - times[0]) % step == none)
 
@@ -339,12 +358,6 @@ def times_with_steps(times: Times, step_hours: int, before: int, after: int) -> 
     return times[complete]
 
 
-def _iso(time: np.datetime64) -> str:
+def _iso(time: np.datetime64, calendar: Calendar) -> str:
     """Return one instant as ISO text, without minutes and seconds if both are zero."""
-    hour = time.astype("datetime64[h]")
-    return str(hour if hour == time else time.astype("datetime64[s]"))
-
-
-def format_minute(time: np.datetime64) -> str:
-    """Return a time as text, like `2000-01-01T06:00`."""
-    return str(time.astype("datetime64[m]"))
+    return calendar.text(time, "h" if time == time.astype("M8[h]") else "s")

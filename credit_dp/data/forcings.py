@@ -11,10 +11,15 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import STANDARD, Calendar
+
 SOLAR_CONSTANT = 1361.0  # W m-2 at one astronomical unit
 HOUR_ANGLE = np.pi / 12  # rotation of the earth in one hour, radians
 DAYS_PER_CENTURY = 36525.0
 J2000 = np.datetime64("2000-01-01T12", "s")
+EQUINOX_2000 = np.datetime64("2000-03-20T07:35", "s")  # of spring in the northern hemisphere
+TROPICAL_YEAR = 365.24219  # days
+YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365.25}  # days
 
 Array = NDArray[np.float64]
 
@@ -38,9 +43,9 @@ class Sun:
     distance: Array
 
     @classmethod
-    def at(cls, times: NDArray[np.datetime64]) -> "Sun":
-        """Return the sun's position at `times` (UTC)."""
-        days = (times.astype("datetime64[s]") - J2000).astype(np.float64) / 86400
+    def at(cls, times: NDArray[np.datetime64], calendar: Calendar = STANDARD) -> "Sun":
+        """Return the sun's position at `times` (UTC); see `days_since_j2000`."""
+        days = days_since_j2000(times, calendar)
         t = days / DAYS_PER_CENTURY
         mean_longitude = np.deg2rad(280.46646 + t * (36000.76983 + t * 0.0003032))
         anomaly = np.deg2rad(357.52911 + t * (35999.05029 - t * 0.0001537))
@@ -68,7 +73,30 @@ class Sun:
         )
 
 
-def insolation(times: NDArray[np.datetime64], latitude: Array, longitude: Array) -> Array:
+def days_since_j2000(times: NDArray[np.datetime64], calendar: Calendar) -> Array:
+    """Return the days from noon of 2000-01-01 to times, at which the sun's position is computed.
+
+    In the years of climate models, which drift from those of the sun, every year has the orbit of
+    the year 2000, and the equinox of spring is at noon of 21 March of its calendar; in julian
+    years, which have a leap day as those of the sun, in leap years.
+
+    Source: Otto-Bliesner et al. 2017, "The PMIP4 contribution to CMIP6, part 2", for the equinox.
+    """
+    seconds = times.astype("datetime64[s]")
+    if calendar.name not in YEAR_LENGTHS:
+        return np.asarray((seconds - J2000).astype(np.float64) / 86400)
+    equinox = calendar.parse("insolation", "2000-03-21T12")
+    years = (seconds - equinox).astype(np.float64) / (86400 * YEAR_LENGTHS[calendar.name])
+    first = float((EQUINOX_2000 - J2000).astype(np.float64)) / 86400
+    return np.asarray(first + years % 1 * TROPICAL_YEAR)
+
+
+def insolation(
+    times: NDArray[np.datetime64],
+    latitude: Array,
+    longitude: Array,
+    calendar: Calendar = STANDARD,
+) -> Array:
     """Return the mean insolation of a horizontal surface over the hour before each time.
 
     It is integrated exactly over the part of the hour with the sun above the horizon; declination
@@ -83,7 +111,7 @@ def insolation(times: NDArray[np.datetime64], latitude: Array, longitude: Array)
         W m-2.
     """
     mid_hour = (times - np.timedelta64(1800, "s")).astype("datetime64[s]")
-    sun = Sun.at(mid_hour)
+    sun = Sun.at(mid_hour, calendar)
     noon = mid_hour.astype("datetime64[D]") + np.timedelta64(43200, "s")
     hour_angle = (mid_hour - noon).astype(np.float64) / 3600 * HOUR_ANGLE + sun.equation_of_time
     angle = hour_angle[:, None] + np.deg2rad(longitude) - HOUR_ANGLE / 2
@@ -128,15 +156,17 @@ def _mean_sun_height(start: Array, constant: Array, swing: Array, half_day: Arra
     return integral
 
 
-def year_fraction(times: NDArray[np.datetime64]) -> NDArray[np.float64]:
+def year_fraction(
+    times: NDArray[np.datetime64], calendar: Calendar = STANDARD
+) -> NDArray[np.float64]:
     """Return the elapsed fraction of the calendar year, 0 to 1, also in leap years.
 
     Shapes:
         `(T,)` -> `(T,)`, or a scalar -> a zero-dimensional array.
     """
-    year = times.astype("datetime64[Y]")
-    start = year.astype("datetime64[s]")
-    end = (year + np.timedelta64(1, "Y")).astype("datetime64[s]")
+    year = calendar.years(times)
+    start = calendar.starts(year).astype("datetime64[s]")
+    end = calendar.starts(year + np.timedelta64(1, "Y")).astype("datetime64[s]")
     elapsed = (times.astype("datetime64[s]") - start).astype(np.float64)
     return np.asarray(elapsed / (end - start).astype(np.float64))
 
@@ -155,22 +185,26 @@ Degrees = NDArray[np.float64]
 Times = NDArray[np.datetime64]
 Values = NDArray[np.float64]
 
-# Times (T,), latitudes (rows,), longitudes (W,) -> (T, rows, W).
-Forcing = Callable[[Times, Degrees, Degrees], Values]
+# Times (T,), latitudes (rows,), longitudes (W,), calendar of the times -> (T, rows, W).
+Forcing = Callable[[Times, Degrees, Degrees, Calendar], Values]
 # Latitudes (rows,), longitudes (W,) -> (rows, W).
 Static = Callable[[Degrees, Degrees], Values]
 
 
-def _insolation(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
+def _insolation(
+    times: Times, latitude: Degrees, longitude: Degrees, calendar: Calendar = STANDARD
+) -> Values:
     """Return the insolation divided by the solar constant, 0 to 1.03."""
-    return insolation(times, latitude, longitude) / SOLAR_CONSTANT
+    return insolation(times, latitude, longitude, calendar) / SOLAR_CONSTANT
 
 
 def _season_forcing(function: Callable[[Values], Values]) -> Forcing:
     """Return a forcing that is a function of the angle of the year."""
 
-    def forcing(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
-        values = function(2 * np.pi * year_fraction(times))
+    def forcing(
+        times: Times, latitude: Degrees, longitude: Degrees, calendar: Calendar = STANDARD
+    ) -> Values:
+        values = function(2 * np.pi * year_fraction(times, calendar))
         shape = (len(times), len(latitude), len(longitude))
         return np.broadcast_to(values[:, None, None], shape)
 
@@ -180,7 +214,9 @@ def _season_forcing(function: Callable[[Values], Values]) -> Forcing:
 def _local_time_forcing(function: Callable[[Values], Values]) -> Forcing:
     """Return a forcing by local mean solar time, with noon where the mean sun culminates."""
 
-    def forcing(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
+    def forcing(
+        times: Times, latitude: Degrees, longitude: Degrees, _: Calendar = STANDARD
+    ) -> Values:
         hour = day_fraction(times)[:, None] + longitude / 360
         values = function(2 * np.pi * hour)
         return np.broadcast_to(values[:, None], (len(times), len(latitude), len(longitude)))

@@ -11,8 +11,9 @@ from typing import final
 import numpy as np
 
 from credit_dp.bands import max_rows_touched, row_amplification
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import format_minute, time_spacing
+from credit_dp.data.dates import time_spacing
 from credit_dp.data.grid import POLE
 from credit_dp.data.sources.source import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
@@ -43,6 +44,7 @@ class TimeAxisReport:
         spacing_months: the most common distance in months, if they are months apart; else 0.
         gaps: larger distances.
         missing: number of missing times in all gaps.
+        calendar: see `Calendar`.
     """
 
     first: str
@@ -52,6 +54,7 @@ class TimeAxisReport:
     gaps: tuple[TimeGap, ...]
     missing: int
     spacing_months: int = 0
+    calendar: str = "standard"
 
 
 @final
@@ -139,7 +142,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         latitude=(float(source.latitude[0]), float(source.latitude[-1])),
         longitude=(float(source.longitude[0]), float(source.longitude[-1])),
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),
-        dates=report_time_axis(_common_times(source)),
+        dates=report_time_axis(_common_times(source), source.calendar),
         variables=variables,
         long_names={
             name: source.variables[name].stored_name
@@ -168,38 +171,39 @@ def _common_times(source: Source) -> Times:
     return source.times[has_all]
 
 
-def report_time_axis(times: Times) -> TimeAxisReport:
+def report_time_axis(times: Times, calendar: Calendar = STANDARD) -> TimeAxisReport:
     """Return a report on times and their gaps, counted in months if times are months apart."""
-    months = _months(times)
+    months = _months(times, calendar)
     steps = np.diff(times if months is None else months)
     spacing = time_spacing(times if months is None else months)
     # Times that are closer than usual are no gaps.
     gaps = tuple(
         TimeGap(
-            format_minute(times[index]),
-            format_minute(times[index + 1]),
+            calendar.text(times[index]),
+            calendar.text(times[index + 1]),
             int(steps[index] / spacing) - 1,
         )
         for index in np.flatnonzero(steps > spacing)
     )
     return TimeAxisReport(
-        first=format_minute(times[0]),
-        last=format_minute(times[-1]),
+        first=calendar.text(times[0]),
+        last=calendar.text(times[-1]),
         count=len(times),
         spacing_hours=float(time_spacing(times) / np.timedelta64(1, "h")) if len(steps) else None,
         gaps=gaps,
         missing=sum(gap.missing for gap in gaps),
         spacing_months=0 if months is None else int(spacing / np.timedelta64(1, "M")),
+        calendar=calendar.name,
     )
 
 
-def _months(times: Times) -> Times | None:
+def _months(times: Times, calendar: Calendar) -> Times | None:
     """Return the months of times that are whole months apart; None if some are not.
 
     Their days may differ by three: means of months are dated at the first, the last or the middle.
     """
-    months = times.astype("M8[M]")
-    days = (times - months) / np.timedelta64(1, "D")
+    months = calendar.months(times)
+    days = (times - calendar.starts(months)) / np.timedelta64(1, "D")
     apart = np.diff(times) >= np.timedelta64(28, "D")
     return months if len(times) > 1 and apart.all() and np.ptp(days) <= 3 else None
 

@@ -65,7 +65,7 @@ class Batch:
         `static`: `(B, S, h, W)`.
         `target`: `(B, steps * outputs, h, W)`, the steps after the newest state; in each step the
         prognostic, then the diagnostic channels.
-        `times`: `(B,)` datetime64[ns], of the newest states.
+        `times`: `(B,)` datetime64, of the newest states.
     """
 
     state: Tensor
@@ -368,7 +368,7 @@ def count_samples_across_gaps(
         samples: the number of complete samples.
         steps: steps of a sample.
     """
-    times = store.times[split_slice(store.config, split, store.times)]
+    times = store.times[split_slice(store.config, split, store.times, store.calendar)]
     offsets = frame_offsets(frames, store.config.step_hours, later=steps)
     inside = (times + offsets[0] >= times[0]) & (times + offsets[-1] <= times[-1])
     return int(np.count_nonzero(inside)) - samples

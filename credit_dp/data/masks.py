@@ -16,7 +16,7 @@ import numpy as np
 
 from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once, fingerprint
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import format_minute, split_slice
+from credit_dp.data.dates import split_slice
 from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Masks, Store, no_value_error
 from credit_dp.data.streaming import Piece, TrainingDates, Window, all_pieces, stream_windows
@@ -48,7 +48,7 @@ def with_masks(
     """
     if not store.filled_channels:
         return store
-    train = split_slice(store.config, "train", store.times)
+    train = split_slice(store.config, "train", store.times, store.calendar)
     dates = TrainingDates.at(np.arange(train.start, train.stop))
     names = list(dict.fromkeys(channel.variable for channel in store.filled_channels))
     channels = [channel.name for channel in store.filled_channels]
@@ -147,19 +147,20 @@ class Presence:
         where = self._store.source.where
         for channel, counts in self._counts.items():
             role = self._store.role_of(channel)
-            span = f"{format_minute(self._times[0])} to {format_minute(self._times[-1])}"
+            first, last = (self._store.calendar.text(time) for time in self._times[[0, -1]])
             if not counts.any():
                 raise UserError(
-                    f"{where}: {channel.name} has no value at any date from {span}. Leave "
-                    f"{channel.variable} out of data.{role}, or choose other dates."
+                    f"{where}: {channel.name} has no value at any date from {first} to {last}. "
+                    f"Leave {channel.variable} out of data.{role}, or choose other dates."
                 )
             if not counts.all():
                 time = self._times[int((counts == 0).argmax())]
-                raise no_value_error(where, channel, role, time)
+                raise no_value_error(where, channel, role, self._store.calendar.text(time))
             if not self._always[channel].any():
                 raise UserError(
-                    f"{where}: {channel.name} has at no point values at all dates from {span}, so "
-                    f"that data.variables.{channel.variable}.fill would replace the whole field. "
+                    f"{where}: {channel.name} has at no point values at all dates from {first} "
+                    f"to {last}, so that data.variables.{channel.variable}.fill would replace the "
+                    "whole field. "
                     "Fill its missing values in the store, for instance by xarray's fillna, or "
                     f"leave {channel.variable} out of data.{role}."
                 )

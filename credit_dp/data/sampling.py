@@ -49,7 +49,7 @@ def sample_times(store: HasTimes, split: str, frames: int = 1, steps: int = 1) -
         UserError: the dates are outside the store, or no sample is complete.
     """
     config = store.config
-    times = store.times[split_slice(config, split, store.times)]
+    times = store.times[split_slice(config, split, store.times, store.calendar)]
     samples = times_with_steps(times, config.step_hours, frames - 1, steps)
     if not len(samples) and frames == steps == 1:
         raise UserError(
@@ -88,7 +88,7 @@ def initial_times(
     config = store.config
     step = config.step_hours
     checks.lead_times(lead_hours, step)
-    times = store.times[split_slice(config, split, store.times)]
+    times = store.times[split_slice(config, split, store.times, store.calendar)]
     selected: list[np.datetime64] = []
     # Keep each time that is far enough from the last one kept; across a gap the spacing is larger.
     for time in times_with_steps(times, step, frames - 1, max(lead_hours) // step):
@@ -102,7 +102,7 @@ def initial_times(
             f"into data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
             f"{lower_frames}."
         )
-    return np.array(selected, dtype="datetime64[ns]")
+    return np.array(selected)
 
 
 @final

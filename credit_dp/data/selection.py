@@ -401,7 +401,7 @@ def _sum_windows_of(
     Raises:
         UserError: the store says what the sums are, and they fill no step.
     """
-    step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
+    step = np.timedelta64(config.step_hours, "h")
     bounds = source.sum_bounds(name)
     if (bounds[:, 0] == bounds[:, 1]).any():
         # There is one time alone, whose value has to be the sum that is needed.
@@ -443,4 +443,4 @@ def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[n
             f"{where}: its times are {counted(spacing / 3600, 'hour')} apart, so no two of them in "
             f"a row are {config.step} apart. Set data.step to a multiple of {spacing / 3600:g}h."
         )
-    return indices_on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))
+    return indices_on_step(times, np.timedelta64(config.step_hours, "h"))

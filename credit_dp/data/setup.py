@@ -13,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -29,6 +30,7 @@ from credit_dp.data.cache import (
     fingerprint,
     lock_cached,
 )
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
@@ -236,15 +238,14 @@ def load_or_fit_climatology(
         NotComputedError: it is missing, and `compute` is False.
     """
     path = climatology_path(store, folder, every)
-    climatology = Climatology.load(path, store.channels)
+    load = partial(Climatology.load, channels=store.channels, calendar=store.calendar)
+    climatology = load(path)
     if climatology is None:
         check_may_compute(compute, "climatology", folder)
-        with create_once(
-            path, lambda x: Climatology.load(x, store.channels) is not None
-        ) as fit_folder:
+        with create_once(path, lambda file: load(file) is not None) as fit_folder:
             if fit_folder is not None:
                 _fit_climatology(store, folder, fit_folder, every, progress, with_statistics)
-        climatology = Climatology.load(path, store.channels)
+        climatology = load(path)
     if climatology is None:
         raise OSError(f"{path}: was just written but cannot be read back")
     return climatology
@@ -307,6 +308,7 @@ class QuickstartTimes:
 
     config: DataConfig
     times: Times
+    calendar: Calendar = STANDARD
 
 
 def quickstart_times(

@@ -518,14 +518,18 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
     A copy of the store has the same statistics, so files are not compared by the store's path but
     by a digest of one row of each channel at the first training date.
     """
-    span = split_slice(store.config, "train", store.times)
-    times = [str(time) for time in store.times[span].astype("datetime64[s]")]
+    span = split_slice(store.config, "train", store.times, store.calendar)
+    times = store.times[span].astype("M8[s]")
     rows, columns = store.grid
     coordinates = fingerprint(store.latitude.tolist(), store.longitude.tolist())
     return {
         "store": store.source.where,
         "step": f"{store.config.step_hours}h",
-        "dates": [times[0], times[-1], len(times), fingerprint(times)],
+        "dates": [
+            *(store.calendar.text(time, "s") for time in times[[0, -1]]),
+            len(times),
+            fingerprint([str(time) for time in times]),
+        ],
         "every": every,
         "grid": [rows, columns, coordinates],
         "transforms": _describe_transforms(store),

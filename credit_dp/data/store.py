@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.dates import TimesNeeded, format_minute, resolve_dates, split_slice
+from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.limits import (
     ValueLimits,
@@ -54,7 +55,7 @@ class Store:
         config: of the data, without absent statics; its dates are complete after `resolve_dates`.
         channels: the selected ones.
         stored_forcing: the forcing channels that are read; the others are computed.
-        times: `(T,)` datetime64[ns], on the config's step, rising, possibly with gaps.
+        times: `(T,)` datetime64, on the config's step, rising, possibly with gaps.
         num_skipped: times left out because a sum over the step before them lacks a time.
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
@@ -121,7 +122,7 @@ class Store:
         check_units(store.source, store.config)
         store.resolve_dates(needed)
         for split in SPLITS:
-            split_slice(store.config, split, store.times)
+            split_slice(store.config, split, store.times, store.calendar)
         return store
 
     def with_ranges(self, ranges: Mapping[str, ValueRange]) -> "Store":
@@ -145,7 +146,7 @@ class Store:
 
     def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
         """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks."""
-        train = split_slice(self.config, "train", self.times)
+        train = split_slice(self.config, "train", self.times, self.calendar)
         indices = np.linspace(train.start, train.stop - 1, count).round().astype(np.intp)
         # Short splits have fewer dates than `count`, so that rounding yields some of them twice.
         for index in np.unique(indices):
@@ -156,8 +157,13 @@ class Store:
     def resolve_dates(self, needed: Mapping[str, TimesNeeded] | None = None) -> None:
         """Choose the dates that the config leaves to `auto`, and set them in `config`."""
         if self.config.dates.undetermined:
-            dates, self.dates_note = resolve_dates(self.config, self.times, needed)
+            dates, self.dates_note = resolve_dates(self.config, self.times, needed, self.calendar)
             self.config = replace(self.config, dates=dates)
+
+    @property
+    def calendar(self) -> Calendar:
+        """The calendar of the times."""
+        return self.source.calendar
 
     @property
     def bytes_read(self) -> int:
@@ -287,9 +293,11 @@ class Store:
 
     def computed_forcing(self, name: str, times: Times, rows: slice) -> Fields:
         """Compute a forcing that is not read, `(T, rows, W)`."""
-        instants = np.asarray(times, dtype="datetime64[ns]")
+        instants = np.asarray(times, dtype=self.calendar.dtype)
         latitude = self.latitude[self._bounded_rows(rows)]
-        return COMPUTED_FORCINGS[name](instants, latitude, self.longitude).astype(np.float32)
+        return COMPUTED_FORCINGS[name](instants, latitude, self.longitude, self.calendar).astype(
+            np.float32
+        )
 
     def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Return where the output channels have values, `(outputs, rows, W)`; None if everywhere.
@@ -349,6 +357,8 @@ class Store:
         """
         stored = [v for v in variables if v not in COMPUTED_FORCINGS and v not in COMPUTED_STATICS]
         described = [*self.source.description(stored), list(self.levels)]
+        if not self.calendar.is_standard:
+            described.append(self.calendar.name)
         for name in stored:
             config = self.config.variable_config(name)
             changes = (
@@ -388,7 +398,7 @@ class Store:
             return
         empty = np.flatnonzero(np.isnan(field).all(axis=(1, 2)))
         if len(empty):
-            time = self.times[indices[empty[0]]]
+            time = self.calendar.text(self.times[indices[empty[0]]])
             raise no_value_error(self.source.where, channel, self.role_of(channel), time)
 
     def role_of(self, channel: Channel) -> str:
@@ -411,7 +421,8 @@ class Store:
             if indices is None:
                 return 0, ""
             index = int(indices[field_index])
-            return self._step_reader.source_index(index), f"{self.times[index].astype('M8[m]')}, "
+            date = self.calendar.text(self.times[index])
+            return self._step_reader.source_index(index), f"{date}, "
 
         self.limits.check(channel, field, date_of, band.start)
 
@@ -436,7 +447,8 @@ class Store:
         valid: ValidMask | None,
     ) -> UserError:
         role = self.role_of(channel)
-        return missing_value_error(self.source.where, channel, role, field, time, valid)
+        date = None if time is None else self.calendar.text(time)
+        return missing_value_error(self.source.where, channel, role, field, date, valid)
 
     def _has_fill(self, channel: Channel) -> bool:
         return self.config.variable_config(channel.variable).fill is not None
@@ -448,13 +460,13 @@ class Store:
 
     def time_indices(self, times: ArrayLike) -> NDArray[np.intp]:
         """Return the indices of times among `self.times`."""
-        requested = np.asarray(times, dtype="datetime64[ns]")
+        requested = np.asarray(times, dtype=self.calendar.dtype)
         # For a time after the last one, searchsorted returns an index beyond the end.
         indices = np.minimum(np.searchsorted(self.times, requested), len(self.times) - 1)
         absent = requested[self.times[indices] != requested]
         if len(absent):
             raise UserError(
-                f"{self.source.where}: has no time {absent[0].astype('M8[m]')} on step "
+                f"{self.source.where}: has no time {self.calendar.text(absent[0])} on step "
                 f"{self.config.step}. Choose dates within the store: data.dates.train, .valid "
                 "and .test."
             )
@@ -510,7 +522,7 @@ def missing_value_error(
     channel: Channel,
     role: str,
     field: Fields,
-    time: np.datetime64 | None,
+    time: str | None,
     valid: ValidMask | None = None,
 ) -> UserError:
     """Return the error about a missing or infinite value.
@@ -524,7 +536,7 @@ def missing_value_error(
         valid: its mask, if it has one.
     """
     name = channel.variable
-    position = "" if time is None else f" at {format_minute(time)}"
+    position = "" if time is None else f" at {time}"
     if channel.level is not None:
         position += f" on level {channel.level}"
     remedy = f"leave it out of data.{role}" + ("" if time is None else ", or choose other dates")
@@ -543,11 +555,10 @@ def missing_value_error(
     )
 
 
-def no_value_error(where: str, channel: Channel, role: str, time: np.datetime64) -> UserError:
+def no_value_error(where: str, channel: Channel, role: str, time: str) -> UserError:
     """Return the error about a date at which a variable has no value on the globe."""
-    moment = np.datetime_as_string(time.astype("M8[m]"))
     return UserError(
-        f"{where}: {channel.name} has no value at all at {moment}. Choose other dates, leave "
+        f"{where}: {channel.name} has no value at all at {time}. Choose other dates, leave "
         f"{channel.variable} out of data.{role}, or write the store without this time, as with "
-        f"xarray's ds.drop_sel(time='{moment}'): gaps in time are skipped."
+        f"xarray's ds.drop_sel(time='{time}'): gaps in time are skipped."
     )

@@ -54,7 +54,7 @@ class TrainingDates:
         Raises:
             UserError: no two training dates are one step apart.
         """
-        train = split_slice(store.config, "train", store.times)
+        train = split_slice(store.config, "train", store.times, store.calendar)
         earlier, later = one_step_pairs(store.times[train], store.config.step_hours)
         next_indices = np.full(train.stop - train.start, -1)
         next_indices[earlier] = later + train.start

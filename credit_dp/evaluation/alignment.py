@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.cache import ProgressCallback, cache_folder
+from credit_dp.data.calendar import GREGORIAN
 from credit_dp.data.channels import suggest_names
-from credit_dp.data.dates import date_interval, format_minute
+from credit_dp.data.dates import date_interval
 from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
@@ -125,13 +126,14 @@ def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDAr
     if not request.dates:
         return np.arange(len(times))
     # A date without a time is an interval: the last day is included.
-    first = date_interval(request.dates[0])[0]
-    last = date_interval(request.dates[1])[1]
+    calendar = forecast.calendar
+    first = date_interval("dates", request.dates[0], calendar)[0]
+    last = date_interval("dates", request.dates[1], calendar)[1]
     indices = np.flatnonzero((times >= first) & (times <= last))
     if not len(indices):
         raise UserError(
             f"{forecast.where}: no initial time from {request.dates[0]} to {request.dates[1]}: it "
-            f"has {times[0].astype('M8[m]')} to {times[-1].astype('M8[m]')}. Change dates."
+            f"has {calendar.text(times[0])} to {calendar.text(times[-1])}. Change dates."
         )
     return indices
 
@@ -163,7 +165,7 @@ def common_step_hours(
     Raises:
         UserError: a time is not a whole hour.
     """
-    spans = [*(times - np.datetime64(0, "ns")), *leads]
+    spans = [*(times - np.datetime64(0, "s")), *leads]
     # Initial times count from midnight 1970-01-01, as the times of a run do.
     uneven = next((span for span in spans if span % HOUR), None)
     if uneven is not None:
@@ -251,11 +253,19 @@ def align(
             limits=dict(request.limits),
         )
         source = open_source(config)
+        if forecast.calendar.is_standard and source.calendar.name in GREGORIAN:
+            forecast.set_calendar(source.calendar)
+        if source.calendar != forecast.calendar:
+            raise UserError(
+                f"{forecast.where}: has dates of the {forecast.calendar.name} calendar, but the "
+                f"truth {source.where} of the {source.calendar.name} calendar. Change forecast or "
+                "truth."
+            )
         config = dataclasses.replace(config, levels=_validated_levels(request, forecast, source))
         # `Store.times` leaves out times whose accumulated variables can't be summed, which the
         # source's own times still contain.
         available = Store(source, config).times
-        period = ClimatologyPeriod(request.climatology_dates, available, times[0])
+        period = ClimatologyPeriod(request.climatology_dates, available, times[0], source.calendar)
         # The store's training dates are what a climatology is fitted to.
         config = dataclasses.replace(
             config, dates=DatesConfig(period.span, period.span, period.span)
@@ -267,7 +277,7 @@ def align(
     check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
     columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)
-    valid_times = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.lead_times[leads])
+    valid_times = times[:, None] + np.append(np.timedelta64(0, "s"), forecast.lead_times[leads])
     if truth.filled_channels:
         # Points that have values at all scored dates, and at those that a climatology is fitted to.
         with translate_error_keys("truth"):
@@ -286,6 +296,7 @@ def align(
                 truth.channels.output_channels,
                 truth.latitude,
                 truth.longitude,
+                truth.calendar,
             )
     else:
         description = period.description
@@ -387,14 +398,14 @@ def _check_times(
     """Check that the truth has every initial and every valid time."""
     times = forecast.initial_times[initials]
     # Lead time 0 stands for the initial time itself, which persistence needs.
-    valid = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.lead_times[leads])
+    valid = times[:, None] + np.append(np.timedelta64(0, "s"), forecast.lead_times[leads])
     missing = ~np.isin(valid, truth.times)
     if missing.any():
-        time = valid[missing].min()
+        text = truth.calendar.text
+        lacking = np.count_nonzero(missing.any(axis=1))
         raise UserError(
-            f"{truth.source.where}: the truth has no {format_minute(time)}, a time that is needed "
-            f"by {np.count_nonzero(missing.any(axis=1))} of {counted(len(times), 'initial time')} ("
-            f"the truth has {format_minute(truth.times[0])} to "
-            f"{format_minute(truth.times[-1])}). Choose initial times with dates=[first,last] or "
-            "lead times with hours=[...]."
+            f"{truth.source.where}: the truth has no {text(valid[missing].min())}, a time that is "
+            f"needed by {lacking} of {counted(len(times), 'initial time')} "
+            f"(the truth has {text(truth.times[0])} to {text(truth.times[-1])}). Choose initial "
+            "times with dates=[first,last] or lead times with hours=[...]."
         )

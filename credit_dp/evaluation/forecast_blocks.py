@@ -257,11 +257,11 @@ class GroupReader:
             missing = self._count_missing(fields[:, self._slice_in_group(channels)], channels)
             if missing.any():
                 first = int((missing > 0).argmax())
-                what = f"{name} for {times[first].astype('M8[m]')}"
+                what = f"{name} for {self._aligned.truth.calendar.text(times[first])}"
                 raise missing_values_error(
                     self._aligned.climatology_description, what, missing[first]
                 )
-        dates = [str(time.astype("M8[m]")) for time in times]
+        dates = [self._aligned.truth.calendar.text(time) for time in times]
         with translate_error_keys("climatology"):
             self._refuse_out_of_range(
                 fields, self._channels, self._aligned.climatology_description, dates, forecast=False
@@ -291,7 +291,7 @@ class GroupReader:
             what = f"{name} {forecast.describe(inits[init], leads[lead])}"
             raise missing_values_error(forecast.where, what, missing[init, lead])
         dates = [
-            f"{(forecast.initial_times[init] + forecast.lead_times[lead]).astype('M8[m]')} "
+            f"{forecast.calendar.text(forecast.initial_times[init] + forecast.lead_times[lead])} "
             f"({forecast.describe(init, lead)})"
             for init in inits
             for lead in leads

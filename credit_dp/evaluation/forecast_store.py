@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
@@ -123,8 +124,9 @@ class ForecastStore:
 
     Attributes:
         where: its address, for messages; without secrets.
-        initial_times: `(I,)` datetime64[ns], rising.
-        lead_times: `(L,)` timedelta64[ns], rising.
+        calendar: of the initial times.
+        initial_times: `(I,)` datetime64, rising.
+        lead_times: `(L,)` timedelta64, rising.
         members: number of members; 1 without an ensemble.
         latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
         variables: the forecast variables by name.
@@ -155,8 +157,9 @@ class ForecastStore:
         self.span = accumulation_span(dataset, self.where)
         dataset = standardise_dims(dataset, self.where)
         check_coordinates(dataset, self.where)
-        self.initial_times: NDArray[np.datetime64] = dataset["time"].values.astype("M8[ns]")
+        self.initial_times: NDArray[np.datetime64] = decode_dates(dataset["time"].values)
         self.lead_times = _read_leads(dataset, self.where)
+        self.set_calendar(calendar_of(dataset["time"].values))
         self.members = int(dataset.sizes.get(MEMBER_DIM, 1))
         latitude = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
@@ -185,6 +188,14 @@ class ForecastStore:
         """
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
         return cls(dataset, where)
+
+    def set_calendar(self, calendar: Calendar) -> None:
+        """Take initial times for those of a calendar in which they count the same."""
+        self.calendar = calendar
+        self.initial_times = self.initial_times.astype(calendar.dtype)
+        if not calendar.is_standard:
+            # Of the same type as the times: sums in nanoseconds would overflow.
+            self.lead_times = self.lead_times.astype("m8[s]")
 
     def read(
         self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
@@ -231,7 +242,7 @@ class ForecastStore:
     def describe(self, init: np.intp, lead: np.intp) -> str:
         """Return initial and lead time as text for messages."""
         hours = self.lead_times[lead] / np.timedelta64(1, "h")
-        return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"
+        return f"from {self.calendar.text(self.initial_times[init])} at {hours:g} h"
 
 
 def single_indices(indices: Indices) -> list[Indices]:

@@ -501,7 +501,7 @@ def example_map(
     # Denormalise both on the local rows, then gather the one channel that is drawn.
     local = held_out.denormalise(torch.cat([last, truth]))[:, index]
     coasts = draw_or_warn("coasts", coasts_of, store.source) if manager.rank == 0 else None
-    start = str(times[0].astype("datetime64[m]")).replace("T", " ")
+    start = store.calendar.text(times[0]).replace("T", " ")
     return FieldMap(
         title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
         unit=store.shown_unit(channel.variable),

@@ -452,7 +452,10 @@ class Scorer:
             truth=", ".join(map(redact_secrets, request.truth)),
             climatology=redact_secrets(aligned.climatology_description),
             members=aligned.forecast.members,
-            initial_times=aligned.forecast.initial_times[aligned.initial_indices],
+            initial_times=tuple(
+                aligned.forecast.calendar.text(time)
+                for time in aligned.forecast.initial_times[aligned.initial_indices]
+            ),
             hours=aligned.hours,
             channels=truth.channels.output_channels,
             units=tuple(

@@ -181,7 +181,7 @@ def table_lead_indices(hours: Sequence[int]) -> list[int]:
 
 def page_metadata(card: Scorecard) -> dict[str, str]:
     """Return what was scored, as texts by heading."""
-    first, last = (str(card.initial_times[x].astype("M8[m]")) for x in (0, -1))
+    first, last = card.initial_times[0], card.initial_times[-1]
     count = len(card.initial_times)
     return {
         "Forecast": card.forecast + (f", {card.members} members" if card.members > 1 else ""),

@@ -247,7 +247,7 @@ class Scorecard:
     Attributes:
         forecast, truth, climatology: their addresses or descriptions.
         members: number of members; 1 without an ensemble.
-        initial_times: `(I,)`.
+        initial_times: in ISO format, to the minute.
         hours: lead times.
         units: one for each channel; empty if unknown.
         latitude, longitude: `(H,)` and `(W,)`, of the truth.
@@ -266,7 +266,7 @@ class Scorecard:
     truth: str
     climatology: str
     members: int
-    initial_times: NDArray[np.datetime64]
+    initial_times: tuple[str, ...]
     hours: tuple[int, ...]
     channels: tuple[Channel, ...]
     units: tuple[str, ...]
@@ -347,7 +347,7 @@ class Scorecard:
             "truth": self.truth,
             "climatology": self.climatology,
             "members": self.members,
-            "initial_times": [str(time.astype("M8[m]")) for time in self.initial_times],
+            "initial_times": list(self.initial_times),
             "lead_hours": list(self.hours),
             "grid": [len(self.latitude), len(self.longitude)],
             "units": dict(zip(names, self.units, strict=True)),

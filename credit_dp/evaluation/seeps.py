@@ -11,6 +11,7 @@ numerical weather prediction"; thresholds and limits of Rasp et al. 2024, "Weath
 
 import re
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import ProgressCallback, cache_folder, create_once, fingerprint
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.climatology import hour_of_day
 from credit_dp.data.dates import split_slice
@@ -127,16 +129,17 @@ def open_seeps(
     stored = _open_stored(truth, channel, climatology, dry_below, per_metre)
     if stored is not None:
         return stored
-    times = truth.times[split_slice(truth.config, "train", truth.times)]
+    times = truth.times[split_slice(truth.config, "train", truth.times, truth.calendar)]
     description = truth.description([channel.variable])
     name = fingerprint(VERSION, description, dry_below, [str(time) for time in times])
     path = cache_folder(cache) / f"seeps-{name}.npz"
-    if ComputedSeeps.load(path, dry_below) is None:
+    load = partial(ComputedSeeps.load, dry_below=dry_below, calendar=truth.calendar)
+    if load(path) is None:
         # Of several processes, one computes it and the others wait; these get no file.
-        with create_once(path, lambda file: ComputedSeeps.load(file, dry_below) is not None) as new:
+        with create_once(path, lambda file: load(file) is not None) as new:
             if new is not None:
                 compute_seeps(truth, channel, dry_below, new, report)
-    computed = ComputedSeeps.load(path, dry_below)
+    computed = load(path)
     if computed is None:
         raise OSError(f"{path}: was just written, but can't be read back")
     return computed
@@ -151,7 +154,9 @@ def _open_stored(
         return None
     try:
         heavy, dry = (
-            StoredClimatology(climatology, [Channel(name)], truth.latitude, truth.longitude)
+            StoredClimatology(
+                climatology, [Channel(name)], truth.latitude, truth.longitude, truth.calendar
+            )
             for name in names
         )
     except UserError:
@@ -203,6 +208,7 @@ class ComputedSeeps(SeepsClimate):
         hours: of the day, `(N,)`, with a climate of their own.
         heavy: by hour and month, `(N, 12, H, W)`.
         dry_share, dry_below: see `SeepsClimate`.
+        calendar: whose months these are.
     """
 
     def __init__(
@@ -211,29 +217,34 @@ class ComputedSeeps(SeepsClimate):
         heavy: Fields,
         dry_share: NDArray[np.float64],
         dry_below: float,
+        calendar: Calendar = STANDARD,
     ) -> None:
         super().__init__(dry_share, dry_below)
+        self._calendar = calendar
         self._hours = hours
         self._heavy = heavy
 
     @classmethod
-    def load(cls, path: Path, dry_below: float) -> "ComputedSeeps | None":
+    def load(
+        cls, path: Path, dry_below: float, calendar: Calendar = STANDARD
+    ) -> "ComputedSeeps | None":
         """Read a file of `compute_seeps`; None if it is absent or damaged."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return cls(arrays["hours"], arrays["heavy"], arrays["dry_share"], dry_below)
+                hours, heavy, dry_share = (arrays[x] for x in ("hours", "heavy", "dry_share"))
+                return cls(hours, heavy, dry_share, dry_below, calendar)
         except (OSError, ValueError, KeyError, EOFError):
             return None
 
     def heavy_from(self, times: Times) -> Fields:
         """See `SeepsClimate`; hours without a climate take that of the hour before."""
         slots = np.searchsorted(self._hours, hour_of_day(times), side="right") - 1
-        return np.asarray(self._heavy[slots, month_of(times)])
+        return np.asarray(self._heavy[slots, month_of(times, self._calendar)])
 
 
-def month_of(times: Times) -> NDArray[np.int64]:
+def month_of(times: Times, calendar: Calendar = STANDARD) -> NDArray[np.int64]:
     """Return the month of each time, 0 to 11."""
-    return times.astype("M8[M]").astype(np.int64) % MONTHS
+    return calendar.months(times).astype(np.int64) % MONTHS
 
 
 def compute_seeps(
@@ -246,10 +257,10 @@ def compute_seeps(
     Raises:
         UserError: a field can't be read.
     """
-    span = split_slice(truth.config, "train", truth.times)
+    span = split_slice(truth.config, "train", truth.times, truth.calendar)
     times = truth.times[span]
     hours, hour_slots = np.unique(hour_of_day(times).astype(np.int64), return_inverse=True)
-    months = month_of(times)
+    months = month_of(times, truth.calendar)
     height, width = truth.grid
     heavy = np.full((len(hours), MONTHS, height, width), np.nan, np.float32)
     dry_share = np.full((height, width), np.nan)

@@ -12,8 +12,10 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel, suggest_names
-from credit_dp.data.dates import date_interval, format_minute
+from credit_dp.data.dates import date_interval
+from credit_dp.data.forcings import YEAR_LENGTHS
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
@@ -51,6 +53,7 @@ class StoredClimatology:
         where: path or address.
         channels: the channels to read, in order.
         latitude, longitude: the grid of the truth, row 0 northernmost.
+        calendar: of the truth, in whose years days are counted.
 
     Raises:
         UserError: the store can't be opened, or lacks a variable, a level, or this grid.
@@ -64,6 +67,7 @@ class StoredClimatology:
         channels: Sequence[Channel],
         latitude: NDArray[np.float64],
         longitude: NDArray[np.float64],
+        calendar: Calendar = STANDARD,
     ) -> None:
         self.where = redact_secrets(where)
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
@@ -77,6 +81,7 @@ class StoredClimatology:
                     f"among its dims {', '.join(map(str, dataset.dims))}. Change climatology."
                 )
         self._dataset = dataset
+        self._calendar = calendar
         self._channels = tuple(channels)
         self._stored = {c: self._stored_channel(c) for c in channels}
         self._level_indices = {c: self._level_index(stored) for c, stored in self._stored.items()}
@@ -108,9 +113,9 @@ class StoredClimatology:
         return reorder_columns(values[:, :, rows], self._columns)
 
     def times_of_days(self) -> list[Times]:
-        """Return the times that the store has, in a leap year, for each of its days."""
+        """Return the times that the store has, in the leap year 2000, for each of its days."""
         hours = np.array(self._hours or [0], dtype="m8[h]")
-        first = np.datetime64("2000-01-01", "h")
+        first = self._calendar.parse("climatology", "2000-01-01").astype("M8[h]")
         return [(first + np.timedelta64(24 * (day - 1), "h")) + hours for day in self._days]
 
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
@@ -121,7 +126,7 @@ class StoredClimatology:
         """
         array = self._dataset[self._stored[self._channels[0]].variable]
         length = chunk_length(array, "dayofyear")
-        years = times.astype("M8[Y]").astype(np.intp)
+        years = self._calendar.years(times).astype(np.intp)
         return years * DAYS_PER_YEAR + self._day_and_hour_indices(times)[0] // length
 
     def _read(
@@ -153,7 +158,7 @@ class StoredClimatology:
             UserError: the store lacks a day or an hour.
         """
         # Day of the year from 1, as xarray's `dayofyear`: 366 in leap years only.
-        days = (times.astype("M8[D]") - times.astype("M8[Y]")) // np.timedelta64(1, "D") + 1
+        days = self._calendar.days_of_year(times)
         hours = (times - times.astype("M8[D]")) // np.timedelta64(1, "h")
         missing = ~np.isin(days, self._days)
         if self._hours:
@@ -161,7 +166,7 @@ class StoredClimatology:
         if missing.any():
             first = int(missing.argmax())
             raise UserError(
-                f"{self.where}: has no value for {times[first].astype('M8[m]')}, day "
+                f"{self.where}: has no value for {self._calendar.text(times[first])}, day "
                 f"{days[first]} at {hours[first]} h: its days are {self._days[0]} to "
                 f"{self._days[-1]}"
                 + (f", its hours {', '.join(map(str, self._hours))}" if self._hours else "")
@@ -225,9 +230,6 @@ def _find_indices(available: Sequence[int], values: NDArray[np.int64]) -> Indice
     return np.asarray(order[np.searchsorted(available, values, sorter=order)])
 
 
-YEAR = np.timedelta64(365, "D")
-
-
 @final
 class ClimatologyPeriod:
     """The dates of the truth that a climatology is fitted to, with a description.
@@ -239,21 +241,29 @@ class ClimatologyPeriod:
         dates: first and last date in ISO format, or empty for the default.
         times: times of the truth.
         first_init: initial time of the first forecast.
+        calendar: of the times.
 
     Attributes:
         span: first and last date.
         description: the period in words, for the scorecard.
     """
 
-    def __init__(self, dates: tuple[str, ...], times: Times, first_init: np.datetime64) -> None:
+    def __init__(
+        self,
+        dates: tuple[str, ...],
+        times: Times,
+        first_init: np.datetime64,
+        calendar: Calendar = STANDARD,
+    ) -> None:
         earlier = times[times < first_init]
+        year = np.timedelta64(int(YEAR_LENGTHS.get(calendar.name, 365)), "D")
         if dates:
             self.span = list(dates)
-        elif len(earlier) and first_init - earlier[0] >= YEAR:
-            self.span = [format_minute(earlier[0]), format_minute(earlier[-1])]
+        elif len(earlier) and first_init - earlier[0] >= year:
+            self.span = [calendar.text(time) for time in earlier[[0, -1]]]
         else:
-            self.span = [format_minute(times[0]), format_minute(times[-1])]
-        overlaps = date_interval(self.span[1])[1] >= first_init
+            self.span = [calendar.text(time) for time in times[[0, -1]]]
+        overlaps = date_interval("climatology_dates", self.span[1], calendar)[1] >= first_init
         self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
             ", which includes dates of the forecasts" if overlaps else ""
         )

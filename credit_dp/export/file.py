@@ -225,6 +225,12 @@ class ModelMetadata:
             UserError: an entry is missing or invalid.
         """
         data = state["data"]
+        if "calendar" in data.get("fields", {}):
+            raise UserError(
+                f"{where}: was trained with dates of the {data['fields']['calendar']} calendar, "
+                "but models without their data take those of the standard calendar. Make forecasts "
+                "with `credit-dp forecast`."
+            )
         try:
             return cls(
                 kind=data["model"]["kind"],

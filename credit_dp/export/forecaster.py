@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS
+from credit_dp.data.calendar import STANDARD
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
@@ -297,9 +298,9 @@ class Forecaster(nn.Module):
         for name in self.metadata.forcing:
             if name in COMPUTED_FORCINGS:
                 # In single precision first, as a store gives them in training.
-                values = COMPUTED_FORCINGS[name](times, self.latitude, self.longitude).astype(
-                    np.float32
-                )
+                values = COMPUTED_FORCINGS[name](
+                    times, self.latitude, self.longitude, STANDARD
+                ).astype(np.float32)
                 field = torch.from_numpy(values).to(self.static)
             else:
                 field = external[:, self.forcing.index(name)].to(self.static)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
@@ -21,8 +22,7 @@ from credit_dp.errors import UserError
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, Times
 
 CONVENTIONS = "CF-1.11"
-EPOCH = np.datetime64("1900-01-01", "h")
-CALENDAR = {"units": "hours since 1900-01-01", "calendar": "proleptic_gregorian"}
+TIME_UNITS = "hours since 1900-01-01"
 LEAD_DIM = "prediction_timedelta"
 LEAD_BOUNDS = f"{LEAD_DIM}_bounds"
 # xarray decodes hours as timedelta64 only if the attribute `dtype` says so.
@@ -77,6 +77,7 @@ class ForecastFormat:
         summed: variables whose values are sums over the `span` hours before the valid time.
         span: in hours; 0 without such variables.
         model_levels: whether levels are model levels, not pressure levels.
+        calendar: of the initial times.
     """
 
     channels: tuple[Channel, ...]
@@ -89,6 +90,7 @@ class ForecastFormat:
     summed: tuple[str, ...] = ()
     span: int = 0
     model_levels: bool = False
+    calendar: Calendar = STANDARD
 
     @classmethod
     def of(
@@ -114,6 +116,7 @@ class ForecastFormat:
             span=store.config.step_hours if summed else 0,
             model_levels=not request.pressure_levels
             and any(bool(store.source.variables[name].model_levels) for name in names),
+            calendar=store.calendar,
         )
 
     @property
@@ -153,8 +156,12 @@ class ForecastFormat:
                 _coordinate_attributes("realization", "member of the ensemble", {"units": "1"}),
             ),
             "time": Coordinate(
-                (self.times.astype("M8[h]") - EPOCH).astype(np.int64),
-                _coordinate_attributes("forecast_reference_time", "initial time", CALENDAR),
+                self.calendar.hours_since_1900(self.times),
+                _coordinate_attributes(
+                    "forecast_reference_time",
+                    "initial time",
+                    {"units": TIME_UNITS, "calendar": self.calendar.cf_name},
+                ),
             ),
             LEAD_DIM: Coordinate(
                 np.array(self.hours, np.int64),
@@ -198,7 +205,7 @@ class ForecastFormat:
     def describe_field(self, job: ForecastJob, lead: int) -> str:
         """Return initial time, lead time and member as text for messages."""
         member = f", member {job.member}" if self.members else ""
-        return f"{self.times[job.time].astype('M8[h]')} +{self.hours[lead]}h{member}"
+        return f"{self.calendar.text(self.times[job.time], 'h')} +{self.hours[lead]}h{member}"
 
     def _variable_attributes(self, name: str) -> Attributes:
         unit = canonical_unit(self.units.get(name, ""))
@@ -298,7 +305,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
     return {
         "channels": [[channel.variable, channel.level] for channel in form.channels],
         "units": dict(form.units),
-        "times": [str(time.astype("M8[h]")) for time in form.times],
+        "times": [form.calendar.text(time, "h") for time in form.times],
         "hours": list(form.hours),
         "latitude": form.latitude.tolist(),
         "longitude": form.longitude.tolist(),
@@ -306,6 +313,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
         "summed": list(form.summed),
         "span": form.span,
         "model_levels": form.model_levels,
+        **({} if form.calendar.is_standard else {"calendar": form.calendar.name}),
     }
 
 
@@ -316,10 +324,12 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
         UserError: a setting is missing or invalid.
     """
     try:
+        calendar = Calendar(settings.get("calendar", STANDARD.name))
+        times = [calendar.parse("times", text) for text in settings["times"]]
         return ForecastFormat(
             channels=tuple(Channel(variable, level) for variable, level in settings["channels"]),
             units=dict(settings["units"]),
-            times=np.array(settings["times"], "M8[ns]"),
+            times=np.array(times, calendar.dtype),
             hours=tuple(map(int, settings["hours"])),
             latitude=np.array(settings["latitude"], float),
             longitude=np.array(settings["longitude"], float),
@@ -328,6 +338,7 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
             summed=tuple(settings.get("summed", ())),
             span=int(settings.get("span", 0)),
             model_levels=bool(settings.get("model_levels", False)),
+            calendar=calendar,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its settings can't be read ({error!r}).") from error

@@ -19,6 +19,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp import checks
+from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
 from credit_dp.data.rechunk.field_selection import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
@@ -67,6 +68,7 @@ class StateFile(ABC):
     Attributes:
         where: its path.
         times: valid times of its fields, rising.
+        calendar: of these times.
         latitude, longitude: `(H,)`, falling, and `(W,)`, in degrees.
     """
 
@@ -74,6 +76,7 @@ class StateFile(ABC):
     times: Times
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
+    calendar: Calendar = STANDARD
 
     @abstractmethod
     def find(
@@ -162,7 +165,7 @@ class GriddedStates(StateFile):
         counter: DatasetCounter
         open_dataset = open_zarr_dataset if path.is_dir() else open_netcdf
         dataset, counter = open_dataset(str(path))
-        dataset, self.times = _split_time(dataset, path)
+        dataset, self.times, self.calendar = _split_time(dataset, path)
         self._source = GriddedSource(dataset, counter, str(path))
         self.latitude, self.longitude = self._source.latitude, self._source.longitude
 
@@ -228,10 +231,11 @@ class InitialFiles:
         Raises:
             UserError: they have fewer times than the model needs, or more.
         """
+        calendar = self._files[0].calendar
         times = np.unique(np.concatenate([file.times for file in self._files]))
         needed = times[-1] + frame_offsets(frames, step_hours) if len(times) else times
         if not len(times) or len(times) != frames or not np.array_equal(times, np.sort(needed)):
-            found = ", ".join(str(time.astype("M8[m]")) for time in times[:4])
+            found = ", ".join(calendar.text(time) for time in times[:4])
             several = f"s {step_hours}h apart" if frames > 1 else ""
             raise UserError(
                 f"{KEY}: the model needs {frames} input state{several}, but "
@@ -239,7 +243,7 @@ class InitialFiles:
                 f"{', ...' if len(times) > 4 else ''}. Say which one to start from with "
                 f"init=TIME, or change {KEY}."
             )
-        return str(times[-1].astype("M8[h]"))
+        return calendar.text(times[-1], "h")
 
     def reader(self, store: Store, times: Times, regrid: str = CONSERVATIVE) -> "StateReader":
         """Return what reads the prognostic fields of a run at some times; nothing is read yet.
@@ -258,6 +262,12 @@ class InitialFiles:
                 f"{KEY}: {', '.join(accumulated)} of the input state is a sum over the step, "
                 "which files of one time don't have. Start from data.store."
             )
+        for file in self._files:
+            if file.calendar != store.calendar:
+                raise UserError(
+                    f"{KEY}: {file.where} has dates of the {file.calendar.name} calendar, but the "
+                    f"model's are of the {store.calendar.name} calendar. Change {KEY}."
+                )
         fields: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
         missing: dict[np.datetime64, list[Channel]] = {}
         for time in np.unique(times):
@@ -270,7 +280,7 @@ class InitialFiles:
         if missing:
             where = ", ".join(self.addresses)
             lacks = "; ".join(
-                f"at {time.astype('M8[m]')} {_describe_channels(channels)}"
+                f"at {store.calendar.text(time)} {_describe_channels(channels)}"
                 for time, channels in missing.items()
             )
             raise UserError(f"{KEY}: {where} lacks {lacks}. Add a file that has it to {KEY}.")
@@ -351,7 +361,7 @@ class StateReader:
             UserError: a value is missing or out of range.
         """
         where = f"{KEY}: {self._fields[channel, time][0].where}: {channel.name}"
-        date = str(time.astype("M8[m]"))
+        date = self._store.calendar.text(time)
         if find_missing(field[None], mask) is not None:
             missing = ~np.isfinite(field) if mask is None else ~np.isfinite(field) & mask
             row, column = np.argwhere(missing)[0]
@@ -416,8 +426,8 @@ def _check_globe(file: StateFile) -> None:
         raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
 
 
-def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times]:
-    """Return a dataset with at most one dim in time, called `time`, and its valid times.
+def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times, Calendar]:
+    """Return a dataset with at most one dim in time, called `time`, its valid times and calendar.
 
     Files of one forecast have a dim of lead times, those of one field only scalar times.
 
@@ -433,21 +443,23 @@ def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times]:
             f"{KEY}: {path} has forecasts from {dataset.sizes['time']} initial times. "
             f"Select one, or change {KEY}."
         )
-    start, valid = dataset.get("time"), dataset.get("valid_time")
-    if valid is None and start is not None:
-        valid = start if lead is None else start + _durations(dataset[lead], path)
-    if valid is None or not np.issubdtype(valid.dtype, np.datetime64):
+    valid = dataset.get("valid_time")
+    dates = dataset.get("time") if valid is None else valid
+    if dates is None or not is_time(dates):
         raise UserError(
-            f"{KEY}: {path} has no time of the standard calendar. Give it the coordinate time, or "
-            f"change {KEY}."
+            f"{KEY}: {path} has no time with dates. Give it the coordinate time, or change {KEY}."
         )
-    times = np.atleast_1d(valid.values).astype("M8[ns]")
+    calendar, times = calendar_of(dates.values), np.atleast_1d(decode_dates(dates.values))
+    if valid is None and lead is not None:
+        leads = np.atleast_1d(_durations(dataset[lead], path).values)
+        # In nanoseconds, times of other calendars would overflow.
+        times = times + (leads if calendar.is_standard else leads.astype("m8[s]"))
     dataset = dataset.drop_vars([name for name in names if name in dataset.variables])
     if not dims:
-        return dataset, times
+        return dataset, times, calendar
     if dims[0] != "time":
         dataset = dataset.rename({dims[0]: "time"})
-    return dataset.assign_coords(time=("time", times)), times
+    return dataset.assign_coords(time=("time", calendar.dates(times))), times, calendar
 
 
 def _durations(lead: xr.DataArray, path: Path) -> xr.DataArray:

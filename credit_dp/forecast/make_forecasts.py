@@ -396,7 +396,10 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
     data = with_quickstart_store(config.data, report)
     if not config.request.init_file:
         # The dates of training need not be in this store.
-        span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
+        span = [
+            config.request.calendar.text(time, "s")
+            for time in config.request.initial_times()[[0, -1]]
+        ]
         data = replace(data, dates=DatesConfig(span, span, span))
     ranges = {name: ValueRange(*limits) for name, limits in metadata["data"]["ranges"].items()}
     store = Store(open_source(data), data, ranges)
@@ -572,9 +575,9 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
 def _refuse_missing(store: Store, times: Times, what: str) -> None:
     missing = times[~np.isin(times, store.times)]
     if missing.size:
-        first, last = (str(time.astype("M8[m]")) for time in store.times[[0, -1]])
+        text = store.calendar.text
         raise UserError(
-            f"init: needs {what} at {missing.flat[0].astype('M8[m]')}, but {store.source.where} "
-            f"has {first} to {last} in steps of {store.config.step} and lacks this time. Change "
-            "init, lead or data.store."
+            f"init: needs {what} at {text(missing.flat[0])}, but {store.source.where} has "
+            f"{text(store.times[0])} to {text(store.times[-1])} in steps of "
+            f"{store.config.step} and lacks this time. Change init, lead or data.store."
         )

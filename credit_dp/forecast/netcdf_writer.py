@@ -159,7 +159,7 @@ class NetcdfWriter(ForecastWriter):
 
     def _file_name(self, job: ForecastJob, rows: slice) -> str:
         member = f"_member-{job.member:03d}" if self.form.members else ""
-        time = str(self.form.times[job.time].astype("M8[h]"))
+        time = self.form.calendar.text(self.form.times[job.time], "h")
         return f"{time}{member}_rows-{rows.start:04d}-{rows.stop - 1:04d}.nc"
 
     def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.rechunk.field_selection import CONSERVATIVE, REGRIDDING
 from credit_dp.errors import UserError
 
@@ -47,6 +47,7 @@ class ForecastRequest:
         pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
         init_file: `PATH` or `[PATH,...]` of files with the initial states; "": the run's data.
         init_regrid: one of `REGRIDDING`: how states on another grid are regridded.
+        calendar: of the model's data, in which `init` is.
     """
 
     checkpoint: str
@@ -62,6 +63,7 @@ class ForecastRequest:
     pressure_levels: str = ""
     init_file: str = ""
     init_regrid: str = CONSERVATIVE
+    calendar: Calendar = STANDARD
 
     def check(self, step_hours: int, noise: bool = False) -> None:
         """Check all values, and that lead times fit the model's step.
@@ -80,6 +82,11 @@ class ForecastRequest:
         checks.at_least("members", self.members, 0)
         checks.number_in("perturb", self.perturb, 0)
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)
+        if self.format == "grib" and not self.calendar.is_standard:
+            raise UserError(
+                f"format: GRIB has no dates of the {self.calendar.name} calendar, which those of "
+                "the training data are of. Use format=zarr or format=netcdf."
+            )
         if self.members > 1 and not self.perturb and not noise:
             raise UserError(
                 f"members: {self.members} forecasts from the same state would be the same. Set "
@@ -124,7 +131,7 @@ class ForecastRequest:
         Raises:
             UserError: `init` is neither a time, nor a list, nor a series.
         """
-        return parse_initial_times(self.init)
+        return parse_initial_times(self.init, self.calendar)
 
     def lead_hours(self, step_hours: int) -> tuple[int, ...]:
         """Return the lead times to write in hours, rising.
@@ -164,15 +171,16 @@ class ForecastConfig(Config):
     request: ForecastRequest = ForecastRequest("", "", "", "")
 
 
-def parse_initial_times(text: str) -> Times:
+def parse_initial_times(text: str, calendar: Calendar = STANDARD) -> Times:
     """Parse a time, a list in brackets, or FIRST/LAST/STRIDE.
 
     Raises:
         UserError: the text is none of these.
     """
     if "/" in text:
-        return _parse_series(text)
-    times = np.array([_parse_time(entry) for entry in parse_list(text) or [""]], "M8[ns]")
+        return _parse_series(text, calendar)
+    entries = parse_list(text) or [""]
+    times = np.array([_parse_time(entry, calendar) for entry in entries], calendar.dtype)
     if len(np.unique(times)) < len(times):
         raise UserError(f"init: needs each time once, got {text}")
     return np.sort(times)
@@ -198,29 +206,29 @@ def parse_hours(key: str, text: str) -> int:
     return int(match[1]) * HOURS_PER_UNIT[match[2]]
 
 
-def _parse_series(text: str) -> Times:
+def _parse_series(text: str, calendar: Calendar) -> Times:
     parts = [part.strip() for part in text.strip("'\"").split("/")]
     if len(parts) != 3:
         raise UserError(
             f"init: needs FIRST/LAST/STRIDE, like 2001-02-10/2001-02-12/24h, got {text!r}"
         )
-    first = _parse_time(parts[0])
-    last = _parse_time(parts[1])
+    first = _parse_time(parts[0], calendar)
+    last = _parse_time(parts[1], calendar)
     stride = np.timedelta64(parse_hours("init", parts[2]), "h")
     if not first <= last or (last - first) // stride >= MAX_INITIAL_TIMES:
         problem = "after the last"
         if first <= last:
             problem = f"more than {MAX_INITIAL_TIMES} strides before the last"
         raise UserError(f"init: the first time is {problem}, in {text}. Change init.")
-    # `arange` excludes its end; one more nanosecond includes `last`.
-    return np.arange(first, last + np.timedelta64(1, "ns"), stride)
+    # `arange` excludes its end; one more instant includes `last`.
+    return np.arange(first, last + calendar.instant, stride)
 
 
-def _parse_time(text: str) -> np.datetime64:
+def _parse_time(text: str, calendar: Calendar) -> np.datetime64:
     checks.date("init", text)
     if not re.fullmatch(r"[-\d:T. ]+", text):
         raise UserError(f"init: needs a time like 2001-02-10T06, got {text!r}")
-    time = np.datetime64(datetime.fromisoformat(text), "ns")
+    time = calendar.parse("init", text)
     if time != time.astype("M8[h]"):
         raise UserError(f"init: needs whole hours, like 2001-02-10T06, got {text!r}")
     return time

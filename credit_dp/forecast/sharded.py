@@ -16,6 +16,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.checks import expand_home
+from credit_dp.data.calendar import calendar_of, decode_dates
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
 from credit_dp.forecast.format import describe_difference
@@ -235,11 +236,17 @@ def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dat
         if missing is not None:
             raise UserError(
                 f"number={list(member)}: there is no file for the time "
-                f"{np.array(missing, 'M8[ns]').astype('M8[h]')[0]}, which other members have. Add "
-                "it."
+                f"{_first_date(joined, missing)}, which other members have. Add it."
             )
         rows.append(_concatenate([joined[time, member] for time in times], "time"))
     return _concatenate(rows, "number")
+
+
+def _first_date(joined: dict[tuple[Any, ...], xr.Dataset], times: tuple[Any, ...]) -> str:
+    """Return the first of some times as text."""
+    data = next(data for (of_data, _), data in joined.items() if of_data == times)
+    dates = np.atleast_1d(data["time"].values)
+    return calendar_of(dates).text(decode_dates(dates)[0], "h")
 
 
 def _concatenate(parts: list[xr.Dataset], dim: str) -> xr.Dataset:

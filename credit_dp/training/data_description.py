@@ -15,6 +15,7 @@ import numpy as np
 
 from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
@@ -87,6 +88,7 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
         "variables": describe_variables(store),
         # Of model levels, for fixers, which an exported model has, too.
         "hybrid": hybrid_of(store) if has_budgets(model) else {},
+        **({} if store.calendar.is_standard else {"calendar": store.calendar.name}),
     }
 
 
@@ -202,12 +204,18 @@ def check_model(use: Use, saved: DataDescription, current: DataDescription) -> N
 
 
 def check_store(use: Use, saved: DataDescription, current: DataDescription, where: str) -> None:
-    """Check that a store has the grid, units and model levels of a checkpoint.
+    """Check that a store has the calendar, grid, units and model levels of a checkpoint.
 
     Args:
         saved, current: what `describe_fields` returns, of the same channels.
         where: the address of the store.
     """
+    calendars = [calendar_of_fields(of) for of in (saved, current)]
+    if calendars[0] != calendars[1]:
+        raise UserError(
+            f"{use.subject} was trained with dates of the {calendars[0].name} calendar, but "
+            f"{where} has those of the {calendars[1].name} calendar. {use.store_advice}"
+        )
     shapes = [f"{len(of['latitude'])}x{len(of['longitude'])}" for of in (saved, current)]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -234,6 +242,11 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
                     f"{use.subject} was trained with other coefficients {name} of model levels "
                     f"than data.hybrid or {where} has. {use.store_advice}"
                 )
+
+
+def calendar_of_fields(fields: DataDescription) -> Calendar:
+    """Return the calendar of what `describe_fields` returned."""
+    return Calendar(fields.get("calendar", STANDARD.name))
 
 
 def differing_coordinate(saved: DataDescription, current: DataDescription, where: str) -> str:

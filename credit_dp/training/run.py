@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from credit_dp.config import Config, DatesConfig, as_dict
 from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.data.cache import ProgressCallback
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.dates import date_interval, times_needed
 from credit_dp.data.setup import TrainingData, prepare_training_data, with_quickstart_store
 from credit_dp.data.store import Store
@@ -43,6 +44,7 @@ from credit_dp.training.build_training import Training, build_training, check_pl
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
+from credit_dp.training.data_description import calendar_of_fields
 from credit_dp.training.loggers import Tracker, open_tracker
 from credit_dp.training.monitoring import TrainingMonitor, Validation
 from credit_dp.training.preemption import Preemption
@@ -196,22 +198,27 @@ def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
         if given.limit is None:
             dates[split] = getattr(given, split)
         else:
-            check_dates_within(split, dates[split], getattr(given, split))
+            calendar = calendar_of_fields(numbers["data"]["fields"])
+            check_dates_within(split, dates[split], getattr(given, split), calendar)
     return DatesConfig(dates["train"], dates["valid"], dates["test"])
 
 
-def check_dates_within(split: str, saved: Sequence[str], given: Sequence[str]) -> None:
+def check_dates_within(
+    split: str, saved: Sequence[str], given: Sequence[str], calendar: Calendar = STANDARD
+) -> None:
     """Refuse a checkpoint's dates of a split that are not within the given dates.
 
     Raises:
         UserError: some are not.
     """
-    if (
-        date_interval(saved[0])[0] < date_interval(given[0])[0]
-        or date_interval(saved[1])[1] > date_interval(given[1])[1]
-    ):
+    key = f"data.dates.{split}"
+    first, last = (
+        [date_interval(key, dates[end], calendar)[end] for dates in (saved, given)]
+        for end in (0, 1)
+    )
+    if first[0] < first[1] or last[0] > last[1]:
         raise UserError(
-            f"data.dates.{split}: the checkpoint has {saved[0]} to {saved[1]}, which is not within "
+            f"{key}: the checkpoint has {saved[0]} to {saved[1]}, which is not within "
             f"{given[0]} to {given[1]}. Leave it out, or start a new run."
         )
 

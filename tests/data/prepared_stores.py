@@ -9,7 +9,7 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS, PreparedMetadata
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS, PreparedMetadata
 
 STATIC = ("geopotential_at_surface", "land_sea_mask")
 
@@ -43,7 +43,7 @@ def write(data: xr.Dataset, path: Path, chunk_rows: int = 4, static: bool = True
     _create(group, "fields", fields, chunk_rows)
     if static:
         _create(group, "static", np.stack([data[name].values for name in names]), chunk_rows)
-    hours = (data["time"].values - EPOCH) // np.timedelta64(1, "h")
+    hours = (data["time"].values - np.datetime64("1900-01-01")) // np.timedelta64(1, "h")
     time = group.create_array("time", data=hours.astype("i8"))
     time.attrs["units"] = TIME_UNITS
     for name in ("latitude", "longitude"):

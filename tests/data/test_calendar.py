@@ -1,12 +1,18 @@
 """Calendars, against cftime's own dates and against straight formulas."""
 
+from datetime import timedelta
+
 import cftime
 import numpy as np
 import pytest
 import xarray as xr
 
 from credit_dp.data.calendar import STANDARD, Calendar, are_dates, calendar_of, decode_dates
+from credit_dp.data.dates import split_slice
+from credit_dp.data.sources.sums import read_time_bounds
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from tests.data import stores
 
 OTHERS = ["noleap", "all_leap", "360_day", "julian", "proleptic_gregorian"]
 YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360}
@@ -115,9 +121,63 @@ def test_hours_since_1900_are_those_of_cftime():
     assert (calendar.dates(decode_dates(dates)) == dates).all()
 
 
+def test_bounds_of_times_are_in_their_calendar():
+    """CESM dates a mean of six hours at its end."""
+    units = {"units": "days since 0001-01-01", "calendar": "noleap"}
+    ends = np.array([58.75, 59.0, 59.25])
+    bounds = (("time", "nbnd"), np.stack([ends - 0.25, ends], axis=1))
+    data = xr.Dataset(
+        {"time_bnds": bounds}, {"time": ("time", ends, {**units, "bounds": "time_bnds"})}
+    )
+    found = read_time_bounds(xr.decode_cf(data))
+    calendar = Calendar("noleap")
+    texts = [[calendar.text(time) for time in pair] for pair in found]
+    assert texts == [
+        ["0001-02-28T12:00", "0001-02-28T18:00"],
+        ["0001-02-28T18:00", "0001-03-01T00:00"],
+        ["0001-03-01T00:00", "0001-03-01T06:00"],
+    ]
+
+
 def test_missing_and_other_values_are_no_dates():
     dates = dates_in("noleap", periods=3).astype(object)
     assert are_dates(dates)
     assert are_dates(np.array(["2000"], "M8[D]"))
     dates[1] = np.nan
     assert not any(map(are_dates, (dates, np.arange(3.0), np.array("x"))))
+
+
+@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day", "julian", "standard"])
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+def test_fields_are_found_by_the_dates_of_the_calendar(tmp_path, name, suffix):
+    """Twelve times from 27 February of the year 4, in a store as xarray writes it."""
+    dates = xr.date_range("0004-02-27", periods=12, freq="6h", calendar=name, use_cftime=True)
+    data = stores.dataset().assign_coords(time=dates)
+    data["time"].encoding["units"] = "days since 0001-01-01"
+    path = tmp_path / f"store.{suffix}"
+    if suffix == "nc":
+        data.to_netcdf(path)
+    else:
+        stores.write(data, path)
+    texts = [date.isoformat()[:16] for date in dates]
+    spans = {split: [texts[4], texts[-1]] for split in ("train", "valid", "test")}
+    store = Store.open(stores.config(path, **spans))
+    assert store.calendar.name == {"standard": "gregorian"}.get(name, name)
+    assert [store.calendar.text(time) for time in store.times] == texts
+    assert split_slice(store.config, "train", store.times, store.calendar) == slice(4, 12)
+    found = store.read_states(store.times[[7]], slice(0, 12))[0]
+    wanted = [data[x].isel(time=7).values for x in ("geopotential", "2m_temperature")]
+    assert np.array_equal(found[:3], wanted[0])
+    assert np.array_equal(found[3], wanted[1])
+    absent = (dates[-1] + timedelta(hours=9)).isoformat()[:16]
+    line = f"{path.name}: has no time {absent} on step 6h"
+    with pytest.raises(UserError, match=line):
+        store.read_states(store.times[[-1]] + np.timedelta64(9, "h"), slice(0, 12))
+
+
+def test_times_that_fall_are_named_in_the_calendar(tmp_path):
+    dates = xr.date_range("0004-02-30", periods=2, calendar="360_day", use_cftime=True)[[1, 0]]
+    path = stores.write(stores.dataset(steps=2).assign_coords(time=dates), tmp_path / "s.zarr")
+    line = "time must increase throughout, but 0004-02-30T00:00 follows 0004-03-01T00:00"
+    with pytest.raises(UserError, match=line):
+        Store.open(stores.config(path))

@@ -53,6 +53,26 @@ def opened(data, path, last, **options):
     return prepare_training_data(config)
 
 
+@pytest.mark.parametrize(("name", "year"), [("noleap", 365), ("360_day", 360), ("all_leap", 366)])
+def test_seasons_are_those_of_the_calendar_s_year(tmp_path, name, year):
+    data, coefficients = seasonal(400)
+    dates = xr.date_range("0001-01-01", periods=400, calendar=name, use_cftime=True)
+    angles = 2 * np.pi * np.array([date.dayofyr - 1 for date in dates]) / year
+    basis = np.stack([np.ones(400), *(f(k * angles) for k in (1, 2) for f in (np.cos, np.sin))])
+    fields = np.einsum("kt,klhw->tlhw", basis, coefficients).astype("f4")
+    data = data.assign(temperature=(stores.DIMS, fields)).assign_coords(time=dates)
+    store = stores.write(data, tmp_path / "store.zarr")
+    spans = {split: ["0001-01-01", "0002-01-30"] for split in ("train", "valid", "test")}
+    names = {"prognostic": ["temperature"], "forcing": [], "static": []}
+    ready = prepare_training_data(stores.config(store, step="24h", **names, **spans))
+    assert ready.climatology.harmonics == 2
+    calendar = ready.store.calendar
+    for day in (58, 59, year - 1):  # over the end of February, and the last of a later year
+        time = calendar.parse("init", "0403-01-01") + day * DAY
+        found = ready.climatology.field(time, slice(0, 6))
+        assert np.allclose(found, fields[day], atol=1e-3)
+
+
 @pytest.mark.parametrize("rising", [False, True])
 @pytest.mark.parametrize("block_bytes", [1, 10**8])
 def test_fit_finds_the_seasons_it_was_given(tmp_path, monkeypatch, rising, block_bytes):

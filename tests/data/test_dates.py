@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import SPLITS
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
@@ -18,6 +19,34 @@ from tests.data import stores
 def settled(times, step="6h", **dates):
     config = DataConfig(name="zarr", store="s.zarr", step=step, dates=DatesConfig(**dates))
     return resolve_dates(config, np.asarray(times, "M8[ns]"))
+
+
+@pytest.mark.parametrize(("name", "last"), [("noleap", "12-31"), ("360_day", "12-30")])
+def test_years_are_those_of_the_calendar(name, last):
+    calendar = Calendar(name)
+    ends = (calendar.parse("init", text) for text in ("0003-01-01T12", f"0012-{last}T12"))
+    first, stop = ends
+    times = np.arange(first, stop + calendar.instant, np.timedelta64(24, "h"))
+    config = DataConfig(name="zarr", store="s.zarr", step="1d")
+    found = resolve_dates(config, times, calendar=calendar)
+    assert spans(found) == [
+        ["0003-01-01T12", f"0010-{last}T12"],
+        ["0011-01-01T12", f"0011-{last}T12"],
+        ["0012-01-01T12", f"0012-{last}T12"],
+    ]
+
+
+def test_dates_of_a_split_are_in_the_calendar():
+    calendar = Calendar("360_day")
+    first = calendar.parse("init", "2001-02-28")
+    times = first + np.timedelta64(6, "h") * np.arange(20)  # to 2 March 18:00
+    config = DataConfig(
+        name="zarr", store="s.zarr", dates=DatesConfig(train=["2001-02-29", "2001-02-30"])
+    )
+    assert split_slice(config, "train", times, calendar) == slice(4, 12)
+    line = r"data.dates.train: needs a date of the noleap calendar, .*, got 2001-02-29"
+    with pytest.raises(UserError, match=line):
+        split_slice(config, "train", times, Calendar("noleap"))
 
 
 def days(first, last, hour=0):

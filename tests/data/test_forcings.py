@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.forcings import (
     COMPUTED_FORCINGS,
     COMPUTED_STATICS,
     SOLAR_CONSTANT,
     Sun,
     insolation,
+    year_fraction,
 )
 
 HOUR = np.timedelta64(1, "h")
@@ -142,3 +144,83 @@ def test_latitude_and_longitude_are_points_on_circles():
     assert np.allclose(found["latitude_cos"][:, 1], [0, np.sqrt(0.75), 0])
     assert np.allclose(found["longitude_sin"][1], [0, 1, 0, -1])
     assert np.allclose(found["longitude_cos"][1], [1, 0, -1, 0])
+
+
+def days_of(calendar, year, count=None):
+    """Midnights of a year, or of `count` days from its start, and their fractions of the year."""
+    lengths = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365 + (year % 4 == 0)}
+    first = calendar.parse("init", f"{year:04}-01-01")
+    days = np.arange(count or lengths[calendar.name])
+    return first + 24 * HOUR * days, days / lengths[calendar.name]
+
+
+@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day", "julian"])
+@pytest.mark.parametrize("year", [1, 1999, 2000])
+def test_the_year_of_a_calendar_has_its_own_length(name, year):
+    calendar = Calendar(name)
+    times, fractions = days_of(calendar, year)
+    np.testing.assert_allclose(year_fraction(times, calendar), fractions, atol=1e-12)
+    half = year_fraction(times + 12 * HOUR, calendar) - fractions
+    np.testing.assert_allclose(half, 0.5 / len(times), atol=1e-12)
+    sine = COMPUTED_FORCINGS["day_of_year_sin"](times, EVERYWHERE, AROUND, calendar)
+    np.testing.assert_allclose(sine[:, 3, 5], np.sin(2 * np.pi * fractions), atol=1e-12)
+
+
+def kepler_insolation(days_since_equinox, year, latitude):
+    """Daily mean insolation (W m-2) on an orbit of the year 2000, Kepler's equation by bisection.
+
+    Source: Berger 1978, eqs. 8 and 10, for the daily mean; elements for 2000 by Meeus, chapter 25.
+    """
+    eccentricity, tilt, perihelion = 0.016708634, np.deg2rad(23.4393), np.deg2rad(282.9372)
+
+    def mean_anomaly(true):
+        root = np.sqrt((1 - eccentricity) / (1 + eccentricity))
+        eccentric = 2 * np.arctan(root * np.tan(true / 2))
+        return eccentric - eccentricity * np.sin(eccentric)
+
+    at_equinox = mean_anomaly(2 * np.pi - perihelion)  # of the true anomaly at longitude zero
+    wanted = (at_equinox + 2 * np.pi * days_since_equinox / year + np.pi) % (2 * np.pi) - np.pi
+    low, high = -np.pi, np.pi
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_anomaly(middle) < wanted else (low, middle)
+    declination = np.arcsin(np.sin(tilt) * np.sin(middle + perihelion))
+    distance = (1 - eccentricity**2) / (1 + eccentricity * np.cos(middle))
+    phi = np.deg2rad(latitude)
+    half_day = np.arccos(np.clip(-np.tan(phi) * np.tan(declination), -1, 1))
+    height = half_day * np.sin(phi) * np.sin(declination)
+    height += np.cos(phi) * np.cos(declination) * np.sin(half_day)
+    return SOLAR_CONSTANT / np.pi / distance**2 * height
+
+
+@pytest.mark.parametrize(
+    ("name", "year", "equinox"),
+    [("noleap", 365, 79.5), ("all_leap", 366, 80.5), ("360_day", 360, 80.5)],
+)
+def test_the_sun_of_a_calendar_has_its_equinox_on_21_march(name, year, equinox):
+    calendar = Calendar(name)
+    for day in range(5, 360, 37):
+        times = calendar.parse("init", "0003-01-01") + HOUR * (24 * day + np.arange(1, 25))
+        for latitude in (-50.0, 0.0, 35.0, 80.0):
+            found = insolation(times, np.array([latitude]), np.array([0.0]), calendar).mean()
+            expected = kepler_insolation(day + 0.5 - equinox, year, latitude)
+            assert found == pytest.approx(expected, rel=2e-3, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day"])
+def test_every_year_of_a_calendar_has_the_same_sun(name):
+    calendar = Calendar(name)
+    years = [
+        insolation(days_of(calendar, year)[0][::40], EVERYWHERE, AROUND, calendar)
+        for year in (1, 1850, 2000)
+    ]
+    np.testing.assert_allclose(years[0], years[2], atol=1e-5)
+    np.testing.assert_allclose(years[1], years[2], atol=1e-5)
+
+
+def test_the_sun_moves_on_at_the_end_of_a_calendar_s_year():
+    for name in ("noleap", "all_leap", "360_day", "julian"):
+        calendar = Calendar(name)
+        times, _ = days_of(calendar, 1996, 4 * 366)
+        declination = np.rad2deg(Sun.at(times, calendar).declination)
+        assert np.abs(np.diff(declination)).max() < 0.42  # degrees in a day, at the equinoxes

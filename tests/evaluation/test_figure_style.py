@@ -109,7 +109,7 @@ def card() -> Scorecard:
         truth="t",
         climatology="c",
         members=2,
-        initial_times=np.array(["2000-01-01"], "M8[ns]"),
+        initial_times=("2000-01-01T00:00",),
         hours=(24, 48),
         channels=(Channel("x"),),
         units=("m2 s-2",),

@@ -329,7 +329,7 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         truth="<i>t",
         climatology="<i>c",
         members=1,
-        initial_times=np.array(["2000-01-01"], "M8[ns]"),
+        initial_times=("2000-01-01T00:00",),
         hours=(24,),
         channels=(Channel(r"<b>$\frac$"),),
         units=(r"<b>$\frac$",),
@@ -459,3 +459,29 @@ def test_a_region_without_points_is_refused(
     forecasts.write(forecasts.climatology(observed), tmp_path / "climatology.zarr")
     path = forecasts.write(forecasts.forecast(observed), tmp_path / "f.zarr")
     assert message in refusal(tmp_path, path, regions=regions)
+
+
+def test_a_forecast_is_compared_with_years_beyond_those_of_nanoseconds(tmp_path: Path) -> None:
+    """The truth goes on to 13 April 2262, so that xarray has its dates as cftime's."""
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed)
+    first = np.datetime64("2262-04-10", "ns") - observed["time"].values[0]
+    far = xr.date_range("2262-04-10", periods=16, freq="6h", use_cftime=True)
+    cases = {
+        "near": (observed, made),
+        "far": (
+            observed.assign_coords(time=far),
+            made.assign_coords(time=made["time"].values + first),
+        ),
+    }
+    cards = {}
+    for case, (truth, forecast) in cases.items():
+        folder = tmp_path / case
+        folder.mkdir()
+        forecasts.write(truth, folder / "truth.zarr")
+        path = forecasts.write(forecast, folder / "forecast.zarr")
+        cards[case] = forecasts.scored(folder, path, climatology="")
+    assert cards["far"].initial_times == ("2262-04-11T00:00", "2262-04-11T12:00")
+    for score in ("rmse", "bias", "crps"):
+        near, beyond = (cards[case].scores[score][0] for case in ("near", "far"))
+        np.testing.assert_array_equal(near, beyond)

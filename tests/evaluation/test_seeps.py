@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.data.calendar import Calendar
+from credit_dp.evaluation.seeps import month_of
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import scored
 
@@ -123,6 +125,13 @@ def test_seeps_with_the_climate_of_a_store(tmp_path: Path) -> None:
     beyond = abs(p1["latitude"]) >= 20
     wanted = by_definition(made[NAME], truth, heavy, p1.where(beyond), DRY)
     assert outside[0] == pytest.approx(wanted.values, rel=1e-6)
+
+
+def test_months_are_those_of_the_calendar() -> None:
+    calendar = Calendar("360_day")
+    texts = ["0003-02-30T18", "0003-03-01", "0003-12-30", "0004-01-01"]
+    times = np.array([calendar.parse("init", text) for text in texts])
+    assert month_of(times, calendar).tolist() == [1, 2, 11, 0]
 
 
 def test_sums_over_other_spans_have_no_seeps(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ FAULTS = {
     "absent": r"no such file. Change init_file",
     "empty": r"is neither GRIB nor netCDF. Change init_file",
     "date": r"can't be read after 0 messages: month must be in 1.*Fetch it again if",
-    "timeless": r"has no time of the standard calendar. Give it the coordinate time",
+    "timeless": r"has no time with dates. Give it the coordinate time",
     "cut": r"can't be read after 6 messages: .*Fetch it again if it is cut off .*change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
     "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",

@@ -501,7 +501,7 @@ def verify_samples(selected: SelectedFields, target: RechunkTarget, seed: int) -
     """
     missing = target.missing(0, selected.shape[0])
     if missing:
-        date = selected.times[missing[0]].astype("M8[m]")
+        date = selected.calendar.text(selected.times[missing[0]])
         raise UserError(f"{target.partial}: {date} is missing. Run the same command again.")
     array = target.fields()
     random = random_stream(seed)
@@ -539,7 +539,7 @@ def same_bits(first: Fields, second: Fields) -> bool:
 def _mismatch_error(
     selected: SelectedFields, target: RechunkTarget, time: int, rows: slice, problem: str
 ) -> UserError:
-    date = selected.times[time].astype("M8[m]")
+    date = selected.calendar.text(selected.times[time])
     return UserError(
         f"{target.partial}: rows {rows.start} to {rows.stop - 1} at {date} {problem}. "
         f"Check the disk and the store, remove {target.partial}, and start again."

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import DataConfig
 from credit_dp.data.cache import fingerprint
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import date_interval
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
@@ -82,8 +83,11 @@ class SelectedFields:
         self._step_reader = StepReader(source, config, self._variables)
         check_limit_keys(config, [*self._channels, *self._static])
         self._limits = ValueLimits(source, config)
-        self._start, stop = _date_bounds(self._step_reader.times, selection.dates, source.where)
+        self._start, stop = _date_bounds(
+            self._step_reader.times, selection.dates, source.where, source.calendar
+        )
         self.times: Times = self._step_reader.times[self._start : stop]
+        self.calendar = source.calendar
         self.latitude = source.latitude
         self.longitude = source.longitude
         self._regridder: Regridder | None = None
@@ -153,6 +157,7 @@ class SelectedFields:
             "store": self._source.where,
             "store's fingerprint": fingerprint(*self._source.description(self._variables)),
             "dates": [str(self.times[0]), str(self.times[-1]), len(self.times)],
+            **({} if self.calendar.is_standard else {"calendar": self.calendar.name}),
             "data.step": self._config.step_hours,
             "variables": [channel.name for channel in (*self._channels, *self._static)],
             "summed over the step": dict(sorted(self._step_reader.summed.items())),
@@ -178,7 +183,7 @@ class SelectedFields:
 
         def describe_time(time: int) -> tuple[int, str]:
             index = int(indices[time])
-            date = self._step_reader.times[index].astype("M8[m]")
+            date = self.calendar.text(self._step_reader.times[index])
             return self._step_reader.source_index(index), f"{date}, "
 
         fields = self._step_reader.read(channels, indices, rows)
@@ -198,6 +203,7 @@ class SelectedFields:
             title=self._source.title,
             hybrid=_hybrid_as_lists(self._source),
             sum_hours=self._sum_hours(),
+            calendar=self.calendar.name,
         )
 
     def _sum_hours(self) -> dict[str, float]:
@@ -220,7 +226,9 @@ def _hybrid_as_lists(source: Source) -> dict[str, list[float]]:
     return {"a": list(map(float, a)), "b": list(map(float, b))} if len(a) else {}
 
 
-def _date_bounds(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
+def _date_bounds(
+    times: Times, dates: Sequence[str], where: str, calendar: Calendar
+) -> tuple[int, int]:
     """Return the index of the first time within `dates`, and the index after the last one.
 
     Raises:
@@ -228,12 +236,12 @@ def _date_bounds(times: Times, dates: Sequence[str], where: str) -> tuple[int, i
     """
     if not dates:
         return 0, len(times)
-    first, last = (date_interval(date) for date in dates)
+    first, last = (date_interval("dates", date, calendar) for date in dates)
     start = int(np.searchsorted(times, first[0], side="left"))
     stop = int(np.searchsorted(times, last[1], side="right"))
-    if start == stop:
+    if start >= stop:
         raise UserError(
-            f"{where}: holds {times[0].astype('M8[m]')} to {times[-1].astype('M8[m]')}, but no "
+            f"{where}: holds {calendar.text(times[0])} to {calendar.text(times[-1])}, but no "
             f"time from {dates[0]} to {dates[1]}. Change dates."
         )
     return start, stop

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.abc.codec import BytesBytesCodec
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer
@@ -29,8 +30,9 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.rechunk.field_selection import SelectedFields
-from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.data.sources.source import Fields, Times
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
@@ -170,12 +172,15 @@ def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec:
 
 def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
     attributes: dict[str, dict[str, Any]] = {
-        "time": {"units": TIME_UNITS, "calendar": "proleptic_gregorian", "standard_name": "time"},
+        "time": {
+            **{"units": TIME_UNITS, "calendar": selected.calendar.cf_name},
+            "standard_name": "time",
+        },
         "latitude": {"units": "degrees_north", "standard_name": "latitude"},
         "longitude": {"units": "degrees_east", "standard_name": "longitude"},
     }
     values = {
-        "time": hours_since_epoch(selected.times, selected.metadata.origin),
+        "time": hours_since_1900(selected.times, selected.calendar, selected.metadata.origin),
         "latitude": selected.latitude,
         "longitude": selected.longitude,
     }
@@ -190,8 +195,8 @@ def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
         )
 
 
-def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Return times as hours since `EPOCH`.
+def hours_since_1900(times: Times, calendar: Calendar, where: str) -> NDArray[np.int64]:
+    """Return times in `TIME_UNITS`.
 
     Raises:
         UserError: a time is not a full hour.
@@ -200,10 +205,10 @@ def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.
     not_whole = times[hours != times]
     if len(not_whole):
         raise UserError(
-            f"{where}: a prepared store needs full hours, but has {not_whole[0].astype('M8[s]')}. "
-            "Choose other dates, or another data.step."
+            f"{where}: a prepared store needs full hours, but has "
+            f"{calendar.text(not_whole[0], 's')}. Choose other dates, or another data.step."
         )
-    return (hours - EPOCH).astype(np.int64)
+    return calendar.hours_since_1900(times)
 
 
 @final

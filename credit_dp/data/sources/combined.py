@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import format_minute, time_spacing
+from credit_dp.data.dates import time_spacing
 from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
@@ -59,6 +59,7 @@ class FilesSource(Source):
         for source in self._sources[1:]:
             _check_same_grid(first, source)
         self.times: Times = np.concatenate([source.times for source in self._sources])
+        self.calendar = first.calendar
         # The index in `times` of each source's first time, and their number at the end.
         self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
         self.latitude: NDArray[np.float64] = first.latitude
@@ -139,8 +140,9 @@ def _check_times(sources: Sequence[Source]) -> None:
     for earlier, later in pairwise(sources):
         if later.times[0] <= earlier.times[-1]:
             raise UserError(
-                f"{later.where}: its times from {format_minute(later.times[0])} on overlap those "
-                f"of {earlier.where}, which end at {format_minute(earlier.times[-1])}. Change "
+                f"{later.where}: its times from {later.calendar.text(later.times[0])} on overlap "
+                f"those of {earlier.where}, which end at "
+                f"{earlier.calendar.text(earlier.times[-1])}. Change "
                 "data.store so that each time is in one of its files."
             )
 
@@ -233,6 +235,7 @@ class JoinedSource(Source):
             _check_grid(first, other)
         _check_common_times(sources)
         self.times: Times = reduce(np.union1d, [source.times for source in sources])
+        self.calendar = sources[0].calendar
         # A time has other indices in each store; -1 if the store lacks it.
         self._time_indices = [_indices_in(source.times, self.times) for source in sources]
         self._sources = all_sources
@@ -278,7 +281,7 @@ class JoinedSource(Source):
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """See `Source`; those of the store that the variable is read from."""
-        bounds = np.full((len(self.times), 2), np.datetime64("NaT", "ns"), dtype=self.times.dtype)
+        bounds = np.full((len(self.times), 2), np.datetime64("NaT"), dtype=self.times.dtype)
         owner = self._sources[self._owners[variable]]
         bounds[self.has_times(variable)] = owner.sum_bounds(variable, stated)
         return bounds
@@ -415,8 +418,8 @@ def _check_common_times(sources: Sequence[Source]) -> None:
     common: Times = reduce(np.intersect1d, [source.times for source in sources])
     if len(common) == 0:
         ranges = ", ".join(
-            f"{source.where} has {source.times[0].astype('M8[m]')} to "
-            f"{source.times[-1].astype('M8[m]')}"
+            f"{source.where} has {source.calendar.text(source.times[0])} to "
+            f"{source.calendar.text(source.times[-1])}"
             for source in sources
         )
         raise UserError(

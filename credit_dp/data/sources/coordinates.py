@@ -13,6 +13,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import are_dates, calendar_of, decode_dates, is_time
 from credit_dp.data.grid import FULL_CIRCLE, POLE
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
@@ -78,7 +79,7 @@ def find_coordinates(dataset: xr.Dataset, ndim: int = 1) -> dict[str, str]:
         candidates = [name for key in keys for name in by_key.get(key, ())]
         candidates += [name for name in NAMES[standard] if name in arrays]
         if standard == "time" and ndim == 1:
-            candidates += [name for name, array in arrays.items() if array.dtype.kind == "M"]
+            candidates += [name for name, array in arrays.items() if is_time(array)]
         candidates = [name for name in candidates if _fits(arrays[name], standard)]
         if not candidates and standard in HORIZONTAL:
             candidates = coordinates.cf.guess_coord_axis().cf.coordinates.get(standard, [])
@@ -323,17 +324,14 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
             f"time has {kind}, not dates: its attribute units has to be like "
             "'hours since 1900-01-01'",
         )
-    if not np.issubdtype(times.dtype, np.datetime64):
-        calendar = getattr(times.flat[0], "calendar", None) if times.size else None
-        calendar_note = f", but in {calendar}" if calendar else ""
-        raise _store_error(where, f"time is not in the standard calendar{calendar_note}")
     if len(times) == 0:
         raise _store_error(where, "has no times")
-    if np.isnat(times).any():
+    if not are_dates(times) or (times.dtype.kind == "M" and np.isnat(times).any()):
         raise _store_error(where, "time has missing values")
+    calendar, times = calendar_of(times), decode_dates(times)
     wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0, "D"))
     if len(wrong):
-        earlier, later = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
+        earlier, later = map(calendar.text, times[wrong[0] : wrong[0] + 2])
         raise _store_error(
             where,
             f"time must increase throughout, but {later} follows {earlier}; write it again from "

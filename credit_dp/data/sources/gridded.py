@@ -6,7 +6,9 @@ values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from xarray.backends import CachingFileManager, NetCDF4DataStore
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
+from credit_dp.data.calendar import calendar_of, decode_dates
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import (
     is_remote,
@@ -96,15 +99,24 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         store = CompleteStore(IntactStore(counting_store, arrays), required)
         # Without dask: it would add milliseconds to each read.
         # decode_timedelta: durations, such as sunshine in seconds, have to stay numbers.
-        dataset = xr.open_zarr(
-            store, chunks=None, consolidated=consolidated, decode_timedelta=False
-        )
+        with all_dates():
+            dataset = xr.open_zarr(
+                store, chunks=None, consolidated=consolidated, decode_timedelta=False
+            )
     except UserError:
         raise
     except Exception as error:
         undated = partial(xr.open_zarr, counting_store, chunks=None, consolidated=consolidated)
         raise dates_error(where, undated) or zarr_open_error(where, error) from error
     return dataset, counting_store
+
+
+@contextmanager
+def all_dates() -> Iterator[None]:
+    """Ignore xarray's warning of dates that numpy does not have with nanoseconds."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unable to decode time axis", xr.SerializationWarning)
+        yield
 
 
 def dates_error(where: str, open_dataset: Callable[..., xr.Dataset]) -> UserError | None:
@@ -214,7 +226,8 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     if not path.exists():
         raise UserError(f"{where}: no such file. Set data.store to one that exists.")
     try:
-        dataset = open_shared_netcdf(path, cache=False, decode_timedelta=False)
+        with all_dates():
+            dataset = open_shared_netcdf(path, cache=False, decode_timedelta=False)
     except Exception as error:
         undated = partial(open_shared_netcdf, path, cache=False)
         raise dates_error(where, undated) or UserError(
@@ -341,8 +354,9 @@ class GriddedSource(Source):
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)
-        times = dataset["time"].values if timed else np.empty(0)
-        self.times: Times = times.astype("datetime64[ns]")
+        dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
+        self.calendar = calendar_of(dates)
+        self.times: Times = decode_dates(dates)
         latitude = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
@@ -530,7 +544,9 @@ class GriddedSource(Source):
                 selected_time = selection | {"time": slice(time, time + 1)}
                 fields.append(self._read_counted(array, selected_time))
             except Exception as error:
-                raise unreadable_error(self.where, name, self.times[time], error) from error
+                raise unreadable_error(
+                    self.where, name, self.calendar.text(self.times[time]), error
+                ) from error
         return np.concatenate(fields, axis=array.dims.index("time"))
 
     def _read_counted(

@@ -50,6 +50,7 @@ def open_source(config: DataConfig) -> Source:
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
     sources = [source for entry in config.stores for source in _open_entry(entry, config)]
+    _check_same_calendar(sources)
     timed, timeless = _split_timeless(sources)
     if not timed:
         raise UserError(
@@ -59,7 +60,7 @@ def open_source(config: DataConfig) -> Source:
         )
     for source in timeless:
         if len(source.times):
-            date = source.times[0].astype("M8[m]")
+            date = source.calendar.text(source.times[0])
             logger.info("%s: its fields at %s are used as static fields", source.where, date)
     source = _join(timed, timeless, config)
     if config.hybrid:
@@ -134,6 +135,7 @@ def _open_entry(entry: str, config: DataConfig) -> list[Source]:
     sources = [x for where in expand_pattern(entry) for x in _open_address(where, config)]
     if len(sources) == 1:
         return sources
+    _check_same_calendar(sources)
     pattern = redact_secrets(entry)
     timed, timeless = _split_timeless(sources)
     groups = [timed] if _follow_in_time(timed) else _group_by_variables(timed)
@@ -173,6 +175,18 @@ def _concat_in_time(sources: Sequence[Source], where: str) -> Source:
         return sources[0]
     first, *_, last = sorted(sources, key=lambda source: source.times[0])
     return FilesSource(sources, where or f"{first.where} to {last.where}")
+
+
+def _check_same_calendar(sources: Sequence[Source]) -> None:
+    """Refuse stores in different calendars: a time would not be the same date in all of them."""
+    timed = [source for source in sources if len(source.times)]
+    for first, other in pairwise(timed):
+        if other.calendar != first.calendar:
+            raise UserError(
+                f"{other.where}: has dates of the {other.calendar.name} calendar, but "
+                f"{first.where} of the {first.calendar.name} calendar. Change data.store to stores "
+                "of one calendar."
+            )
 
 
 def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:

@@ -13,6 +13,7 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import check_coordinates
@@ -33,7 +34,6 @@ from credit_dp.errors import UserError
 METADATA_ATTRIBUTE = "credit_dp"
 FORMAT_VERSION = 1
 TIME_UNITS = "hours since 1900-01-01"
-EPOCH = np.datetime64("1900-01-01", "h")
 
 
 @final
@@ -50,6 +50,7 @@ class PreparedMetadata:
         title: the title of the source.
         hybrid: coefficients `a` and `b` of all model levels, see `Source`; empty if there are none.
         sum_hours: by accumulated variable, how many hours before each time its sums cover.
+        calendar: see `Calendar`.
     """
 
     channels: tuple[Channel, ...]
@@ -61,10 +62,14 @@ class PreparedMetadata:
     title: str = ""
     hybrid: dict[str, list[float]] = field(default_factory=dict)
     sum_hours: dict[str, float] = field(default_factory=dict)
+    calendar: str = "standard"
 
     def attributes(self) -> dict[str, Any]:
         """Return the metadata as JSON for a zarr attribute."""
-        return {"form": FORMAT_VERSION, **asdict(self)}
+        attributes = {"form": FORMAT_VERSION, **asdict(self)}
+        if Calendar(self.calendar).is_standard:
+            del attributes["calendar"]  # as before there were others
+        return attributes
 
     @classmethod
     def of(cls, attributes: Any, where: str) -> "PreparedMetadata":
@@ -86,6 +91,7 @@ class PreparedMetadata:
                 str(attributes.get("title", "")),  # absent in older stores
                 dict(attributes.get("hybrid", {})),  # absent in older stores
                 dict(attributes.get("sum_hours", {})),  # absent in older stores
+                str(attributes.get("calendar", "standard")),  # only of other calendars
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(
@@ -110,8 +116,9 @@ class PreparedSource(Source):
         if metadata.hybrid:
             a, b = (np.array(metadata.hybrid[name], np.float64) for name in ("a", "b"))
             self.hybrid = a, b
-        hours = read_array(group, "time", where).astype("timedelta64[h]")
-        self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
+        self.calendar = Calendar(metadata.calendar)
+        hours = read_array(group, "time", where)
+        self.times: Times = self.calendar.from_hours_since_1900(hours)
         self.latitude: NDArray[np.float64] = read_array(group, "latitude", where).astype(float)
         self.longitude: NDArray[np.float64] = read_array(group, "longitude", where).astype(float)
         check_coordinates(coordinate_dataset(self), where)
@@ -130,7 +137,7 @@ class PreparedSource(Source):
         open_reader = partial(open_shard_reader, address, store=store)
         fields = get_array(group, "fields", where)
         self._fields = StackedArray(
-            fields, where, self.times, change_detector, open_reader("fields")
+            fields, where, self.times, change_detector, open_reader("fields"), self.calendar
         )
         # Coordinates and attributes are separate files: a copy that was interrupted may lack some.
         self._check("fields", self._fields, (len(self.times), len(channels), *self.grid))

@@ -114,6 +114,7 @@ class SharedSource(Source):
         self.stopped = False
         self.where = source.where
         self.times: Times = source.times
+        self.calendar = source.calendar
         self.latitude: NDArray[np.float64] = source.latitude
         self.longitude: NDArray[np.float64] = source.longitude
         self.variables: Mapping[str, VariableInfo] = source.variables

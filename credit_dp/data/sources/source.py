@@ -12,6 +12,7 @@ from typing import Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.errors import counted
@@ -131,8 +132,9 @@ class Source(ABC):
 
     Attributes:
         where: its address as messages show it.
-        times: `(T,)` datetime64[ns], increasing, perhaps with gaps. A variable of a source that is
+        times: `(T,)` datetime64, increasing, perhaps with gaps. A variable of a source that is
             joined from others may lack some of them, see `has_times`.
+        calendar: of the times.
         latitude: `(H,)` degrees, decreasing.
         longitude: `(W,)` degrees, in the store's order.
         variables: metadata of the variables by their names in the config.
@@ -152,6 +154,7 @@ class Source(ABC):
     title: str = ""
     hybrid: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     time_bounds: Times | None = None
+    calendar: Calendar = STANDARD
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, zarr_open_error
 from credit_dp.data.sources.source import (
     BlockConsumer,
@@ -573,6 +574,7 @@ class StackedArray:
     Attributes:
         where: the address of the store as messages show it.
         times: of the first dim.
+        calendar: of the times.
         change_detector: counts the reads and checks the store now and then.
         fast_reader: is tried before zarr.
     """
@@ -582,6 +584,7 @@ class StackedArray:
     times: Times | None
     change_detector: StoreChangeDetector
     fast_reader: ShardReader | None = None
+    calendar: Calendar = STANDARD
 
     def read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
         """Read channels at some times: `(T, C, ...)`.
@@ -700,5 +703,5 @@ class StackedArray:
 
     def _error(self, key: str, time: int, error: Exception) -> UserError:
         contents = "the static fields" if self.times is None else "all variables"
-        date = None if self.times is None else self.times[time]
+        date = None if self.times is None else self.calendar.text(self.times[time])
         return unreadable_error(self.where, f"{key} with {contents}", date, error)

@@ -643,10 +643,10 @@ def is_blosc_array(array: "zarr.Array[Any]") -> bool:
 
 
 def unreadable_error(
-    where: str, variable: str, date: np.datetime64 | None, error: BaseException
+    where: str, variable: str, date: str | None, error: BaseException
 ) -> UserError:
     """Return an error that names file, variable and date, the problem, and what to do."""
-    date_text = "" if date is None else f" at {date.astype('M8[m]')}"
+    date_text = "" if date is None else f" at {date}"
     advice = "" if date is None else ", or choose other dates: data.dates.train, .valid and .test"
     return UserError(
         f"{redact_secrets(where)}: {variable}{date_text} can't be read: "

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
+from credit_dp.data.calendar import calendar_of, decode_dates, is_time
 from credit_dp.data.sources.source import Times
 
 TIME_METHOD = re.compile(r"\b(?:valid_)?time: (\w+)(?: \(([^)]*)\))?")
@@ -35,12 +36,17 @@ def read_time_bounds(dataset: xr.Dataset) -> Times | None:
     """
     for coordinate in dataset.coords.values():
         name = coordinate.attrs.get("bounds", coordinate.encoding.get("bounds"))
-        if coordinate.ndim != 1 or coordinate.dtype.kind != "M" or name not in dataset.variables:
+        if coordinate.ndim != 1 or name not in dataset.variables or not is_time(coordinate):
             continue
-        bounds, times = dataset[name].values, coordinate.values
-        if bounds.dtype.kind != "M" or bounds.shape != (len(times), 2) or np.isnat(bounds).any():
+        dates, bound_dates = coordinate.values, dataset[name].values
+        calendar = calendar_of(dates)
+        is_pair = is_time(dataset[name]) and bound_dates.shape == (len(dates), 2)
+        if not is_pair or calendar_of(bound_dates) != calendar:
             return None
-        bounds = np.sort(bounds.astype("M8[ns]"), axis=1)
+        times, bounds = decode_dates(dates), decode_dates(bound_dates)
+        if np.isnat(bounds).any():
+            return None
+        bounds = np.sort(bounds, axis=1)
         begins, ends = bounds.T
         # Cells without a length, or that are elsewhere, say nothing.
         usable = (begins < ends) & (begins <= times) & (times <= ends)

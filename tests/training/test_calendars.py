@@ -1,0 +1,258 @@
+"""Runs on the output of climate models in their own calendars, from inspection to scores."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.grid import row_weights
+from credit_dp.forecast import open_sharded
+from tests import commands
+from tests.data import calendar_stores
+
+ROOT = Path(__file__).parents[2]
+KEYS = (
+    "data=zarr", "data.prognostic=[TREFHT,PSL]", "data.static=[]", "data.levels=null",
+    "data.forcing=[day_of_year_sin,insolation]", "data.batch_size=4", "model.channels=[8,16]",
+    "model.groups=4", "trainer.evaluate_hours=[6,24]", "trainer.dtype=float64", "device=cpu",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A store, the dates of its splits, and initial times over the end of February."""
+
+    write: Callable[[Path], Path]
+    calendar: str
+    dates: dict[str, tuple[str, str]]
+    init: str
+    first: str
+    last_of_february: str
+
+
+def splits(year: str, last_of_february: str, last: str) -> dict[str, tuple[str, str]]:
+    return {
+        "train": (f"{year}-01-20", last_of_february),
+        "valid": (f"{year}-03-01", f"{year}-03-09"),
+        "test": (f"{year}-03-10", last),
+    }
+
+
+CASES = {
+    "noleap zarr": Case(
+        calendar_stores.cesm,
+        "noleap",
+        splits("0001", "0001-02-28", "0001-03-20"),
+        "0001-02-27/0001-03-02/12h",
+        "0001-01-20T00:00",
+        "0001-02-28",
+    ),
+    "360_day netCDF": Case(
+        calendar_stores.hadgem,
+        "360_day",
+        splits("2000", "2000-02-30", "2000-03-19"),
+        "2000-02-29/2000-03-02/12h",
+        "2000-01-20T00:00",
+        "2000-02-30",
+    ),
+}
+
+
+class Run(NamedTuple):
+    """A folder with the store, runs on one and two ranks, and a forecast."""
+
+    case: Case
+    folder: Path
+    store: Path
+
+    def command(self, *words: str) -> str:
+        """Run a command, which has to succeed, and return what it printed."""
+        done = run(self.folder, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refusal(self, *words: str) -> str:
+        """Return the only line of a command that is refused."""
+        done = run(self.folder, *words)
+        assert done.returncode == 2
+        [line] = done.stderr.splitlines()
+        return line
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        dates = (f"data.dates.{k}=[{','.join(v)}]" for k, v in self.case.dates.items())
+        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *dates, *KEYS)
+
+
+def opened(path: Path) -> xr.Dataset:
+    options = {"engine": "zarr", "consolidated": False} if path.suffix == ".zarr" else {}
+    return xr.open_dataset(path, **options)
+
+
+def run(folder: Path, *words: str):
+    environment = {**os.environ, "CREDIT_DP_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    return commands.run(words, folder, environment)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request, tmp_path_factory) -> Run:
+    case = CASES[request.param]
+    folder = tmp_path_factory.mktemp("calendar")
+    made = Run(case, folder, case.write(folder))
+    for ranks in (1, 2):
+        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
+        made.command(*made.training, *keys)
+    words = ("checkpoint=run2", f"init={case.init}", "lead=24h", "parallel.domain=2")
+    made.command("credit-dp", "forecast", *words, "out=forecast.zarr")
+    return made
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_dates_are_shown_and_checked_in_the_calendar(trained):
+    case = trained.case
+    text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
+    assert f"dates   240, from {case.first} to " in text
+    assert f"every 6 hours, no gaps, {case.calendar} calendar" in text
+    text = trained.command(*trained.training, "--check")
+    train = opened(trained.store).sel(time=slice(*case.dates["train"]))
+    assert f"samples {train.sizes['time'] - 1} for training" in text
+    assert f"{case.last_of_february}T18:00" in text
+
+
+def test_one_and_two_ranks_have_equal_logs(trained):
+    one, two = (rows_of(trained.folder / f"run{ranks}") for ranks in (1, 2))
+    assert len(one) == len(two) > 0
+    for a, b in zip(one, two, strict=True):
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-10)
+
+
+def test_a_run_resumes_on_another_mesh(trained):
+    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
+    trained.command(*trained.training, *keys)
+    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
+    resumed, straight = (rows_of(trained.folder / name)[-1] for name in ("longer", "straight"))
+    assert float(resumed["loss"]) == pytest.approx(float(straight["loss"]), rel=1e-10)
+
+
+def test_forecasts_have_the_calendar_of_the_store(trained):
+    words = ("checkpoint=run1", f"init={trained.case.init}", "lead=24h")
+    forms = {"file.nc": "netcdf_file", "folder": "netcdf"}
+    for out, form in forms.items():
+        trained.command("credit-dp", "forecast", *words, f"out={out}", f"format={form}")
+    zarr = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    start, last, _ = trained.case.init.split("/")
+    expected = xr.date_range(
+        start, last, freq="12h", calendar=trained.case.calendar, use_cftime=True
+    )
+    for data in (zarr, xr.open_dataset(trained.folder / "file.nc", decode_timedelta=True)):
+        assert data["time"].to_index().equals(expected)
+        assert data["time"].encoding["units"] == "hours since 1900-01-01"
+        np.testing.assert_allclose(data["PSL"], zarr["PSL"], rtol=1e-6)
+    assert len(list((trained.folder / "folder").glob("*.nc"))) == len(expected)
+
+
+def test_a_forecast_starts_from_a_file_of_the_calendar(trained):
+    midnight = f"{trained.case.init.split('/')[1]}T00"
+    state = opened(trained.store).sel(time=slice(midnight, midnight)).load()
+    state.drop_encoding().to_netcdf(trained.folder / "state.nc")
+    words = ("checkpoint=run2", "init_file=state.nc", "lead=24h", "out=from_file.zarr")
+    trained.command("credit-dp", "forecast", *words)
+    of_store, of_file = (
+        xr.open_zarr(trained.folder / name, decode_timedelta=True)
+        for name in ("forecast.zarr", "from_file.zarr")
+    )
+    assert of_file["time"].values == of_store["time"].values[-1:]
+    np.testing.assert_allclose(of_file["PSL"], of_store["PSL"].isel(time=[-1]), rtol=1e-6)
+
+
+def test_files_of_bands_are_joined_in_the_calendar(trained):
+    words = ("checkpoint=run2", f"init={trained.case.init}", "lead=24h", "parallel.domain=2")
+    trained.command("credit-dp", "forecast", *words, "out=bands", "format=netcdf")
+    joined = open_sharded(trained.folder / "bands")
+    zarr = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    assert joined["time"].to_index().equals(zarr["time"].to_index())
+    np.testing.assert_allclose(joined["PSL"], zarr["PSL"], rtol=1e-6)
+
+
+def test_a_prepared_store_has_the_calendar(trained):
+    start, last, _ = trained.case.init.split("/")
+    keys = [key for key in KEYS if key.startswith("data.") and "batch" not in key]
+    words = (f"store={trained.store}", "out=prepared.zarr", f"dates=[{start},{last}]", *keys)
+    trained.command("credit-dp", "data", "prepare", *words)
+    prepared = xr.open_zarr(trained.folder / "prepared.zarr", consolidated=False)
+    expected = opened(trained.store).sel(time=slice(start, last))
+    assert prepared["time"].to_index().equals(expected["time"].to_index())
+    text = trained.command("credit-dp", "data", "inspect", "store=prepared.zarr")
+    assert f"{trained.case.calendar} calendar" in text
+
+
+def test_scores_are_those_of_xarray_and_cftime(trained):
+    """The climatology is by day of the calendar's year, as xarray groups it."""
+    truth = opened(trained.store)
+    truth = truth.rename(lat="latitude", lon="longitude").sortby("latitude", ascending=False)
+    by_day = truth.groupby("time.dayofyear").mean()
+    by_day.drop_encoding().to_zarr(trained.folder / "days.zarr", zarr_format=2)
+    first, last = trained.case.last_of_february, trained.case.dates["valid"][1]
+    keys = (f"truth={trained.store}", "climatology=days.zarr", f"dates=[{first},{last}]")
+    trained.command("credit-dp", "evaluate", "forecast=forecast.zarr", *keys, "out=scores")
+    scores = json.loads((trained.folder / "scores/scores.json").read_text())["scores"]
+    forecast = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    forecast = forecast.sel(time=slice(first, last))
+    assert 1 < forecast.sizes["time"] < 7
+    area = xr.DataArray(row_weights(truth["latitude"].values), dims="latitude")
+    where = ("latitude", "longitude")
+    for name in ("TREFHT", "PSL"):
+        square, correlation = [], []
+        for start in forecast["time"].values:
+            valid = start + timedelta(hours=24)
+            day = by_day[name].sel(dayofyear=valid.dayofyr).values
+            field = forecast[name].sel(time=start, prediction_timedelta=np.timedelta64(24, "h"))
+            field = field.astype(float)
+            actual = truth[name].sel(time=valid).astype(float)
+            square.append(float(((field - actual.values) ** 2 * area).mean(where)))
+            a, b = field - day, actual.drop_vars("time") - day
+            b = b.assign_coords(latitude=a["latitude"], longitude=a["longitude"])
+            parts = (float((x * area).mean(where)) for x in (a * b, a * a, b * b))
+            product, first, second = parts
+            correlation.append(product / np.sqrt(first * second))
+        found = {key: scores[name][key]["24h"]["forecast"] for key in ("rmse", "acc")}
+        assert found["rmse"] == pytest.approx(np.sqrt(np.mean(square)), rel=1e-5)
+        assert found["acc"] == pytest.approx(np.mean(correlation), rel=1e-4)
+
+
+def test_other_calendars_are_one_line(trained, tmp_path):
+    case = trained.case
+    other = next(of for of in CASES.values() if of.calendar != case.calendar)
+    store = other.write(tmp_path)
+    kept = Run(other, trained.folder, store)
+    here, there = f"{case.calendar} calendar", f"{other.calendar} calendar"
+    line = trained.refusal(*kept.training, "run.dir=other", "resume=run1")
+    assert line.startswith("error: resume: the checkpoint was trained with dates of the ")
+    assert f"{here}, but data.store has those of the {there}" in line
+    forecast = ("credit-dp", "forecast", "checkpoint=run1", f"init={case.init}", "lead=6h")
+    line = trained.refusal(*forecast, f"data.store={store}", "out=bad.zarr")
+    assert f"was trained with dates of the {here}, but {store} has those of the {there}" in line
+    line = trained.refusal(
+        "credit-dp", "evaluate", "forecast=forecast.zarr", f"truth={store}", "out=x"
+    )
+    assert f"forecast.zarr: has dates of the {here}, but the truth {store} of the {there}" in line
+    line = trained.refusal("credit-dp", "data", "inspect", f"store=[{trained.store},{store}]")
+    assert f"{store}: has dates of the {there}, but {trained.store} of the {here}" in line
+    line = trained.refusal(*forecast, "format=grib", "out=bad.grib")
+    assert f"format: GRIB has no dates of the {here}" in line
+    line = trained.refusal(*forecast[:3], "init=2001-01-31T06:30", "lead=6h", "out=bad.zarr")
+    assert line.startswith("error: init: needs ")
+    line = trained.refusal(
+        "credit-dp", "checkpoint", "export", "run1", "--output", "model.safetensors"
+    )
+    assert f"was trained with dates of the {here}" in line

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Times = NDArray[np.datetime64]
 
+# Of a year in days; years of the calendars that are not here are those of the sun.
+YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365.25}
 EPOCH_UNITS = "seconds since 1970-01-01"
 TEXT_LENGTHS = {"D": 10, "h": 13, "m": 16, "s": 19}  # of 2001-02-28T06:00:00, up to each unit
 DATE = re.compile(r"(\d{4,})-(\d\d)-(\d\d)(?:[T ](\d\d)(?::(\d\d)(?::(\d\d))?)?)?")

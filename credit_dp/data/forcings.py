@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar
 
 SOLAR_CONSTANT = 1361.0  # W m-2 at one astronomical unit
 HOUR_ANGLE = np.pi / 12  # rotation of the earth in one hour, radians
@@ -19,7 +19,6 @@ DAYS_PER_CENTURY = 36525.0
 J2000 = np.datetime64("2000-01-01T12", "s")
 EQUINOX_2000 = np.datetime64("2000-03-20T07:35", "s")  # of spring in the northern hemisphere
 TROPICAL_YEAR = 365.24219  # days
-YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365.25}  # days
 
 Array = NDArray[np.float64]
 

@@ -4,6 +4,7 @@
 that one is fitted to, as for a run (`load_or_fit_climatology` in `credit_dp.data.setup`).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol, final
@@ -12,10 +13,9 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval
-from credit_dp.data.forcings import YEAR_LENGTHS
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
@@ -92,6 +92,13 @@ class StoredClimatology:
             longitude, dataset["longitude"].values.astype(np.float64), self.where, "climatology"
         )
         self._days = [int(day) for day in dataset["dayofyear"].values]
+        longest = math.ceil(YEAR_LENGTHS.get(calendar.name, 366))
+        if max(self._days) > longest:
+            raise UserError(
+                f"{self.where}: has a day {max(self._days)} of the year, but years of the "
+                f"{calendar.name} calendar, which the truth has, have {longest} days. Change "
+                "climatology to one of this calendar, or leave it out."
+            )
         # Empty for daily means.
         self._hours = [int(hour) for hour in dataset["hour"].values] if "hour" in dataset else []
 

@@ -177,6 +177,16 @@ def test_units_of_time_that_are_no_dates(tmp_path, units, suffix):
     assert recipe.startswith(".assign_coords(time=pandas.date_range(")
 
 
+@pytest.mark.parametrize(
+    ("first", "years"), [("0000-12-31", "0 to 1"), ("9999-12-31", "9999 to 10000")]
+)
+def test_years_that_texts_of_dates_lack(tmp_path, first, years):
+    attrs = {"units": f"days since {first}", "calendar": "noleap"}
+    data = stores.dataset(steps=3).assign_coords(time=("time", np.arange(3), attrs))
+    path = stores.write(data, tmp_path / "store.zarr")
+    assert f"store.zarr: time has the years {years}, but texts of dates have 1" in refusal(path)
+
+
 @pytest.mark.parametrize("several", ["pattern", "list"])
 def test_one_file_of_many_in_another_calendar(tmp_path, several):
     paths = []

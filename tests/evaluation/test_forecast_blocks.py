@@ -10,9 +10,11 @@ import torch
 import xarray as xr
 from zarr.storage import LocalStore
 
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.source import Times
 from credit_dp.data.sources.storage import CountingStore
+from credit_dp.errors import UserError
 from credit_dp.evaluation import forecast_blocks, score
 from credit_dp.evaluation.alignment import align
 from credit_dp.evaluation.forecast_blocks import Fields, TimeWindow
@@ -211,6 +213,10 @@ def test_a_climatology_is_read_across_the_end_of_a_year(tmp_path: Path) -> None:
     fields = found.fields(times, slice(0, 1), slice(1, 3))
     wanted = [values[0, 364], values[1, 365], values[1, 0], values[0, 364]]
     assert np.array_equal(fields[:, 0], np.stack(wanted)[:, 1:3])
+    with pytest.raises(UserError, match="has a day 366 of the year, but years of the 360_day"):
+        StoredClimatology(
+            str(path), [Channel("2m_temperature")], latitude, longitude, Calendar("360_day")
+        )
 
 
 def test_small_fields_are_computed_by_one_thread() -> None:

@@ -337,6 +337,13 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
             f"time must increase throughout, but {later} follows {earlier}; write it again from "
             "xarray, as dataset.sortby('time').drop_duplicates('time')",
         )
+    first, last = calendar.years(times[[0, -1]]).astype(int) + 1970
+    if first < 1 or last > 9999:
+        raise _store_error(
+            where,
+            f"time has the years {first} to {last}, but texts of dates have 1 to 9999; select "
+            "these, as with xarray's dataset.sel(time=slice('0001', '9999'))",
+        )
 
 
 def _check_latitude(latitude: np.ndarray, where: str) -> None:

@@ -65,7 +65,7 @@ docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html --fresh-env \
 	  --conf-dir docs --doctree-dir site/doctrees . site/html
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/bench.py
 
 # A file in the environment says what is installed there; a change of the settings makes it stale.

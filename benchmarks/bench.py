@@ -28,6 +28,7 @@ import start
 import table
 import traffic
 import training_step
+import zoo
 from pinned import DEVICE, DTYPE, LAYOUT
 from side_by_side import Row
 
@@ -55,6 +56,7 @@ def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
         "planning": planning.rows,
         "scoring": scoring.rows,
         "start": start.rows,
+        "zoo": partial(zoo.rows, rounds),
     }
 
 

@@ -1,9 +1,16 @@
-"""Compare memory and traffic of other packages' models on 4 ranks with one process.
+"""Compare other packages' models with one process: speed, memory, traffic, planning.
 
-`python benchmarks/zoo.py` prints for each model the part of the activations that a rank saves for
-backward, the bytes that all ranks send in a forward and backward, relative to the least for these
-bands, and the functions that run whole. The tensors are fake: nothing is computed, at the sizes of
-real images. It needs the extra `zoo`.
+`python benchmarks/zoo.py [NAME ...] [--rounds N]` prints a table of all or the named models, and
+writes the rows of `HOT` into docs/model-zoo.md. It needs the extra `zoo`. What it prints:
+
+- for the models of `HOT`, the speed of two ranks of one thread in a forward and backward, over one
+  process of two threads: best and median. It is left out with `--rounds 0`, as on a machine that
+  does other work; everything else is counted on fake tensors.
+- the part of the activations of one process that a rank saves for backward, on 2 and 4 ranks.
+- the bytes and the messages (with sums) that a rank sends in a forward and backward, and all bytes
+  relative to the least for these bands.
+- the seconds of its processor in which a rank plans, on 4 ranks.
+- the functions that run whole.
 
 The least (`LeastTraffic`) is found without the rules, from the definition of each function that the
 model calls, the shapes, and where the rows of its arguments and results are:
@@ -21,7 +28,10 @@ Gradients return the same bytes, if the tensor has one.
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +42,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pinned import RANKS as PINNED
+from pinned import Contestants, Mesh, team
+from side_by_side import Entry, Ratio, Row, ratio, times
+from table import machine
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
@@ -45,10 +59,19 @@ from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.function_rules import bind, function_name
 from credit_dp.domain_parallel.view.layers import CONV, INTERPOLATE, POOLS, TRANSPOSE
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, bands_of, global_tensors
+from credit_dp.files import write_text_atomic
 
-RANKS = 4
-GOAL = 0.35
-SENT_GOAL = 1.1
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import tests.zoo.packages  # noqa: E402, F401  # prepares the import of torchvision
+
+RANKS = (2, 4)
+MEMORY_GOAL = 0.30  # on four ranks
+SENT_GOAL = 1.05
+PLANNING_GOAL = 5.0
+SPEED_GOALS = (0.85, 1.0)  # by size of `HOT`
+PAGE = ROOT / "docs/model-zoo.md"
+HOT_IN_PAGE = re.compile(r"(?<=<!-- hot -->\n).*(?=<!-- /hot -->)", re.DOTALL)
 
 
 @dataclass
@@ -86,6 +109,7 @@ PRODUCTS = frozenset(["matmul", "__matmul__", "bmm"])
 NORMS = frozenset(["batch_norm", "group_norm", "instance_norm", "layer_norm"])
 POOL_NAMES = {f"{name}{count}d": names for name, _, names in POOLS for count in (1, 2, 3)}
 POOL_NAMES |= {f"max_pool{count}d_with_indices": POOLS[0][2] for count in (1, 2, 3)}
+Grid = tuple[int, int]
 # The rows of the input that a row of the output depends on.
 RowsOf = Callable[[int], Sequence[int]]
 
@@ -324,6 +348,8 @@ class Step:
         saved: bytes that autograd saves.
         sent: bytes that all ranks send in a forward and backward.
         least: the least that they have to send.
+        messages: messages and sums that this rank sends.
+        planning: seconds of the processor to convert the model.
         conversion: `layers`, `view`, or `none` for one process.
         whole_calls: functions that ran whole -> number of calls in a forward.
     """
@@ -331,8 +357,15 @@ class Step:
     saved: int
     sent: int = 0
     least: int = 0
+    messages: int = 0
+    planning: float = 0.0
     conversion: str = "none"
     whole_calls: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def excess(self) -> float:
+        """Return what is sent over the least."""
+        return self.sent / max(self.least, 1)
 
 
 def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) -> Step:
@@ -342,7 +375,9 @@ def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) 
     if ranks > 1:
         transport = CountingTransport(1, ranks)
         manager = DomainParallelManager(ranks, ranks, transport=transport)
+        begun = time.process_time()
         model = convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="allow")
+        planning = time.process_time() - begun
         local[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[1]
     with use_fake_tensors(model), torch.enable_grad(), least.watch():
         tensors = [*model.parameters(), *model.buffers()]
@@ -357,14 +392,16 @@ def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) 
     if transport is None:
         return Step(size)
     sent = sum(traffic.bytes + traffic.collective_bytes for traffic in transport.sent)
+    messages = transport.sent[1].messages + transport.sent[1].collectives
     view = attached_view(model)
-    if view is None:
-        # The plan knows the least of layers. Statistics of norms are what they send.
-        levels = plan_report(build(), shape, ranks).levels
-        statistics = sum(traffic.collective_bytes for traffic in transport.sent)
-        least_bytes = sum(level.least_bytes for level in levels) + statistics
-        return Step(size, sent, least_bytes, "layers")
-    return Step(size, sent, least.bytes, "view", dict(view.whole_calls))
+    if view is not None:
+        costs = sent, least.bytes, messages, planning
+        return Step(size, *costs, "view", dict(view.whole_calls))
+    # The plan knows the least of layers. Statistics of norms are what they send.
+    levels = plan_report(build(), shape, ranks).levels
+    statistics = sum(traffic.collective_bytes for traffic in transport.sent)
+    least_bytes = sum(level.least_bytes for level in levels) + statistics
+    return Step(size, sent, least_bytes, messages, planning, "layers")
 
 
 def _timm(name: str, **settings: Any) -> nn.Module:
@@ -398,6 +435,19 @@ def _smp(name: str, encoder: str) -> nn.Module:
     return model
 
 
+def _diffusers_unet() -> nn.Module:
+    import diffusers
+
+    class AtOneTime(diffusers.UNet2DModel):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x, 1).sample
+            return y
+
+    blocks = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3}
+    fields = {"in_channels": 3, "out_channels": 3}
+    return AtOneTime(**fields, **blocks, block_out_channels=(32, 64, 64), norm_num_groups=8)
+
+
 def _own(name: str, *settings: Any) -> nn.Module:
     from tests.zoo import weather
 
@@ -408,20 +458,17 @@ def _own(name: str, *settings: Any) -> nn.Module:
 IMAGE = (2, 3, 256, 256)
 # Name of a model, function that builds it, and the shape of its input.
 MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
-    ("smp Unet, ResNet18", partial(_smp, "Unet", "resnet18"), IMAGE),
     ("smp Unet++, ResNet18", partial(_smp, "UnetPlusPlus", "resnet18"), IMAGE),
     ("smp FPN, ResNet18", partial(_smp, "FPN", "resnet18"), IMAGE),
     ("smp DeepLabV3, ResNet18", partial(_smp, "DeepLabV3", "resnet18"), (2, 3, 512, 512)),
     ("smp DeepLabV3+, ResNet18", partial(_smp, "DeepLabV3Plus", "resnet18"), IMAGE),
     ("smp Unet, EfficientNet B0", partial(_smp, "Unet", "timm-efficientnet-b0"), IMAGE),
     ("smp Segformer, MiT B0", partial(_smp, "Segformer", "mit_b0"), IMAGE),
-    ("timm ConvNeXt atto", partial(_timm, "convnext_atto", features_only=True), IMAGE),
     ("timm EfficientNet B0", partial(_timm, "efficientnet_b0", features_only=True), IMAGE),
     ("timm ResNet18", partial(_timm, "resnet18", features_only=True), IMAGE),
     ("timm Swin", partial(_swin, "swin_tiny_patch4_window7_224", 448), (1, 3, 448, 448)),
     ("timm Swin v2", partial(_swin, "swinv2_tiny_window8_256", 256), IMAGE),
     ("timm MaxViT", partial(_timm, "maxvit_nano_rw_256"), IMAGE),
-    ("timm ViT", partial(_timm, "vit_tiny_patch16_224", img_size=256), IMAGE),
     ("timm DaViT", partial(_timm, "davit_tiny", features_only=True), (1, 3, 448, 448)),
     ("own Swin", partial(_own, "Swin"), (1, 3, 128, 256)),
     ("own CrossFormer", partial(_own, "CrossFormer"), (1, 3, 128, 256)),
@@ -431,35 +478,152 @@ MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
     ("own attentive U-Net", partial(_own, "AttentiveUNet"), (1, 3, 128, 256)),
 ]
 
-
-def main(names: list[str]) -> None:
-    """Print a line for each model."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.zoo.torchvision_operators import prepare_torchvision
-
-    prepare_torchvision()
-    titles = ("model", "by", "of the memory", "a rank sends", "over the least", "whole calls")
-    print(f"| {' | '.join(titles)} |\n|---|---|---|---|---|---|")
-    for name, build, shape in MODELS:
-        if names and not any(part.lower() in name.lower() for part in names):
-            continue
-        one, rank = measure(build, shape, 1), measure(build, shape, RANKS)
-        share, excess = rank.saved / one.saved, rank.sent / max(rank.least, 1)
-        calls = ", ".join(f"{function} {count} x" for function, count in rank.whole_calls.items())
-        cells = (
-            name,
-            rank.conversion,
-            _with_goal(share, GOAL),
-            f"{rank.sent / RANKS / 1e6:.2f} MB",
-            _with_goal(excess, SENT_GOAL),
-            calls,
-        )
-        print(f"| {' | '.join(cells)} |", flush=True)
+GRIDS = ((96, 192), (224, 448))
+# Name of a model that many researchers bring, and a function that builds it for a grid.
+HOT: dict[str, Callable[[Grid], nn.Module]] = {
+    "smp Unet, ResNet18": lambda grid: _smp("Unet", "resnet18"),
+    "timm ConvNeXt atto": lambda grid: _timm("convnext_atto"),
+    "timm Swin tiny": lambda grid: _timm("swin_tiny_patch4_window7_224", img_size=grid),
+    "diffusers UNet2D, convolutions": lambda grid: _diffusers_unet(),
+    "timm ViT tiny": lambda grid: _timm("vit_tiny_patch16_224", img_size=grid),
+}
 
 
-def _with_goal(value: float, goal: float) -> str:
-    return f"{value:.2f}" if value <= goal else f"{value:.2f} (**goal {goal}**)"
+def _grids(name: str) -> Sequence[Grid]:
+    # Swin's windows have 7 x 7 patches of 4 x 4.
+    return ((112, 224), GRIDS[1]) if "Swin" in name else GRIDS
+
+
+# ---------------------------------------------------------------- side by side
+
+
+def contestants(manager: DomainParallelManager, name: str) -> Contestants:
+    """Return a forward and backward of a model of `HOT` on each of its grids, by rows."""
+    return {str(grid[0]): _step(manager, HOT[name](grid), (1, 3, *grid)) for grid in _grids(name)}
+
+
+def _step(
+    manager: DomainParallelManager, model: nn.Module, shape: tuple[int, ...]
+) -> Callable[[], None]:
+    local = list(shape)
+    if manager.domain_parallel_size > 1:
+        model = convert_to_domain_parallel(model, manager, input_shape=shape)
+        local[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[manager.rank]
+    x = torch.randn(local)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+
+    return step
+
+
+def speeds(name: str, rounds: int) -> dict[Grid, Ratio]:
+    """Return by grid the time of two ranks of one thread over one process of two threads."""
+    if not rounds:
+        return {}
+    found = {}
+    alone = Mesh(1, 1, threads=PINNED)
+    with team(contestants, name, mesh=alone) as whole, team(contestants, name) as ranks:
+        for grid in _grids(name):
+            rows = str(grid[0])
+            teams = {"first": whole, "sharded": ranks, "second": whole}
+            entries = [Entry(label, each, rows) for label, each in teams.items()]
+            first, sharded, second = times(entries, rounds).values()
+            found[grid] = ratio(sharded, first, second)
+    return found
+
+
+def counts(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[int, Step]:
+    """Return the costs of one process and of a rank of several, by number of ranks."""
+    return {ranks: measure(build, shape, ranks) for ranks in (1, *RANKS)}
+
+
+def rows(rounds: int) -> list[Row]:
+    """Return the figures of `HOT`; memory, bytes and planning are those of the large grid."""
+    made = []
+    for name, build in HOT.items():
+        for (grid, found), goal in zip(speeds(name, rounds).items(), SPEED_GOALS, strict=True):
+            made.append(
+                Row(
+                    f"forward and backward, {name} at {grid[0]}x{grid[1]}: speed of {PINNED} ranks",
+                    f"one process x {PINNED} threads",
+                    1 / found.best,
+                    goal,
+                    1 / found.typical,
+                    found.spread,
+                    at_least=True,
+                )
+            )
+        one, *_, rank = counts(partial(build, GRIDS[1]), (1, 3, *GRIDS[1])).values()
+        what = f"{name} at {GRIDS[1][0]}x{GRIDS[1][1]}, domain {RANKS[-1]}"
+        share = rank.saved / one.saved
+        made += [
+            Row(f"activations that a rank saves, {what}", "one process", share, MEMORY_GOAL),
+            Row(f"bytes of a step, {what}", "the least for these bands", rank.excess, SENT_GOAL),
+            Row(f"convert {what}", "", rank.planning, PLANNING_GOAL, unit="s"),
+        ]
+    return made
+
+
+TITLES = (
+    "model", "rows x columns", "by", f"speed of {PINNED} ranks", "memory", "a rank sends, MB",
+    "in messages", "over the least", "planning, s", "runs whole",
+)  # fmt: skip
+
+
+def cells(
+    name: str, shape: tuple[int, ...], by_ranks: dict[int, Step], speed: Ratio | None
+) -> list[str]:
+    """Return a row of the table."""
+    one, *several = by_ranks.values()
+    calls = several[-1].whole_calls.items()
+    sent = [step.sent / ranks / 1e6 for ranks, step in zip(RANKS, several, strict=True)]
+    return [
+        name,
+        f"{shape[-2]} x {shape[-1]}",
+        several[-1].conversion,
+        f"{1 / speed.best:.2f}, {1 / speed.typical:.2f}" if speed else "",
+        ", ".join(f"{step.saved / one.saved:.2f}" for step in several),
+        ", ".join(f"{size:.2f}" for size in sent),
+        ", ".join(str(step.messages) for step in several),
+        ", ".join(f"{step.excess:.2f}" for step in several),
+        f"{several[-1].planning:.2f}",
+        ", ".join(f"`{function}` {count} x" for function, count in calls),
+    ]
+
+
+def main() -> None:
+    """Print a row for each model; write the rows of all models to the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names of models")
+    parser.add_argument("--rounds", type=int, default=10, help="of speed; 0 leaves it out")
+    arguments = parser.parse_args()
+    lines: list[str] = []
+
+    def is_named(name: str) -> bool:
+        return any(part.lower() in name.lower() for part in arguments.names or [""])
+
+    def add(line: Sequence[str]) -> None:
+        lines.append(f"| {' | '.join(line)} |\n")
+        print(lines[-1], end="", flush=True)
+
+    add(TITLES)
+    add(["---"] * len(TITLES))
+    for name, build in HOT.items():
+        if is_named(name):
+            found = speeds(name, arguments.rounds)
+            for grid in _grids(name):
+                shape = (1, 3, *grid)
+                add(cells(name, shape, counts(partial(build, grid), shape), found.get(grid)))
+    for name, other, shape in MODELS:
+        if is_named(name):
+            add(cells(name, shape, counts(other, shape), None))
+    if not arguments.names:
+        how = ", ".join(f"{key} {of}" for key, of in machine().items())
+        text = f"{''.join(lines)}\n{how}; {arguments.rounds} rounds of speed.\n"
+        write_text_atomic(PAGE, HOT_IN_PAGE.sub(lambda _: text, PAGE.read_text()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

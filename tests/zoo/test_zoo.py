@@ -57,6 +57,28 @@ def test_models_are_exact_on_two_ranks_in_evaluation(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 2, trains=False))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("smp Unet, ResNet18", 0.30),
+        ("timm ConvNeXt atto", 0.30),
+        ("timm Swin tiny", 0.30),
+        ("diffusers UNet2D, convolutions", 0.30),
+        # Its 3 heads can't be shared by 4 ranks: each holds the keys and values of all rows.
+        ("timm ViT tiny", 0.41),
+    ],
+)
+def test_a_rank_of_four_saves_its_part_of_the_activations(name: str, most: float) -> None:
+    from zoo import GRIDS, HOT, measure
+
+    one, four = (
+        measure(lambda: HOT[name](GRIDS[1]), (1, 3, *GRIDS[1]), ranks).saved for ranks in (1, 4)
+    )
+    assert four <= most * one
+
+
 def test_the_tables_have_exactly_the_families() -> None:
     for table in (TABLE, SCRIPT["MEMORY"]):
         assert sorted(json.loads(table.read_text())) == sorted(FAMILIES)

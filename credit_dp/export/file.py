@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, final, get_origin
 
+import cftime
 import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -24,6 +25,7 @@ from torch import Tensor
 from credit_dp.checks import existing_path
 from credit_dp.config import VariableConfig
 from credit_dp.config.model import MODELS
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
@@ -43,14 +45,14 @@ METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionErr
 
 USAGE_TEMPLATE = """\
 ```python
-import numpy as np
+{imports}
 import torch
 
 import credit_dp
 
 model = credit_dp.load({path!r})
 fields = torch.zeros({shape})  # put yours here: {what}
-times = np.array(["2001-01-01T00"], dtype="datetime64[h]")
+times = {times}
 with torch.no_grad():
     later = model(fields, times{forcing})  # {step} hours later, in the same units
 ```
@@ -80,6 +82,7 @@ class ModelMetadata:
         variables: settings of variables that differ from the default, by the names of
             `VariableConfig`.
         hybrid: coefficients `a` and `b` of model levels, if a fixer needs them; see `HybridLayers`.
+        calendar: of the times; see `Calendar`.
     """
 
     kind: str
@@ -101,6 +104,7 @@ class ModelMetadata:
     diagnostic: int = 0
     variables: dict[str, Any] = field(default_factory=dict)
     hybrid: dict[str, Any] = field(default_factory=dict)
+    calendar: str = STANDARD.name
 
     @property
     def states(self) -> int:
@@ -147,6 +151,7 @@ class ModelMetadata:
             kind = get_origin(entry.type) or entry.type
             if isinstance(kind, type) and type(getattr(self, entry.name)) is not kind:
                 raise TypeError(f"{entry.name} is not of type {kind.__name__}")
+        cftime.datetime(2000, 1, 1, calendar=self.calendar)  # raises if there is no such calendar
         names = [variable for variable, _ in self.channels]
         if not all(type(t) is str for t in (*names, *self.units, *self.forcing, *self.static)):
             raise TypeError("a name or a unit is not a string")
@@ -194,6 +199,8 @@ class ModelMetadata:
             "units_of_outputs": dict(zip(self.outputs, self.units, strict=True)),
             **asdict(self),
         }
+        if Calendar(self.calendar).is_standard:
+            del entries["calendar"]  # as before there were others
         return {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in entries.items()
@@ -206,6 +213,7 @@ class ModelMetadata:
         Raises:
             UserError: an entry is missing or invalid.
         """
+        texts = {"calendar": STANDARD.name, **texts}
         try:
             entries: dict[str, Any] = {
                 entry.name: (
@@ -225,12 +233,6 @@ class ModelMetadata:
             UserError: an entry is missing or invalid.
         """
         data = state["data"]
-        if "calendar" in data.get("fields", {}):
-            raise UserError(
-                f"{where}: was trained with dates of the {data['fields']['calendar']} calendar, "
-                "but models without their data take those of the standard calendar. Make forecasts "
-                "with `credit-dp forecast`."
-            )
         try:
             return cls(
                 kind=data["model"]["kind"],
@@ -537,8 +539,18 @@ def usage_text(metadata: ModelMetadata, path: Path) -> str:
     what = "(time, channel, latitude, longitude)"
     names = metadata.external_forcing
     forcing = f", torch.zeros(1, {len(names)}, {rows}, {columns})" if names else ""
+    imports, times = "import numpy as np", 'np.array(["2001-01-01T00"], dtype="datetime64[h]")'
+    if not Calendar(metadata.calendar).is_standard:
+        imports = "import cftime"
+        times = f'[cftime.datetime(2001, 1, 1, calendar="{metadata.calendar}")]'
     block = USAGE_TEMPLATE.format(
-        path=path.name, shape=shape, what=what, forcing=forcing, step=metadata.step_hours
+        path=path.name,
+        imports=imports,
+        times=times,
+        shape=shape,
+        what=what,
+        forcing=forcing,
+        step=metadata.step_hours,
     )
     forcing_note = f" The last argument is {', '.join(names)} at that time." if names else ""
     order_note = " The oldest state comes first." if metadata.frames > 1 else ""

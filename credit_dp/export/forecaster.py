@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS
-from credit_dp.data.calendar import STANDARD
+from credit_dp.data.calendar import Calendar, are_dates, calendar_of, decode_dates
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
@@ -112,8 +112,8 @@ class Forecaster(nn.Module):
 
     Shapes:
         fields `(B, frames * states, H, W)`, the oldest state first; times `(B,)`, in UTC, of the
-        newest state; forcing `(B, len(self.forcing), H, W)`, if the model needs any ->
-        `(B, len(self.variables), H, W)`.
+        newest state, those of cftime in other calendars than the standard one; forcing
+        `(B, len(self.forcing), H, W)`, if the model needs any -> `(B, len(self.variables), H, W)`.
 
     Units:
         Those of the training data, see `units`; rows from north to south. Variables without values
@@ -125,6 +125,7 @@ class Forecaster(nn.Module):
         units: of each output channel.
         latitude, longitude: `(H,)` and `(W,)`, in degrees.
         step: time between two states.
+        calendar: of the times.
         frames: number of input states.
         forcing: names of forcings that the caller gives, at the time of the newest state; those
             that depend on time and position alone are computed.
@@ -150,6 +151,7 @@ class Forecaster(nn.Module):
         self.latitude = np.array(metadata.latitude)
         self.longitude = np.array(metadata.longitude)
         self.step = np.timedelta64(metadata.step_hours, "h")
+        self.calendar = Calendar(metadata.calendar)
         self.frames = metadata.frames
         self.forcing = tuple(metadata.external_forcing)
         self.config = metadata.config
@@ -216,10 +218,11 @@ class Forecaster(nn.Module):
         Raises:
             UserError: as in `forward`.
         """
-        valid_times = _to_datetime64(times)
+        valid_times = _decode_times(times, self.calendar)
         for number in range(1, steps + 1):
-            external = None if forcing is None else forcing(valid_times)
-            output = self(fields, valid_times, external, member=member, seed=seed, number=number)
+            dates = self.calendar.dates(valid_times)
+            external = None if forcing is None else forcing(dates)
+            output = self(fields, dates, external, member=member, seed=seed, number=number)
             yield output
             # Append the new state, drop the oldest.
             fields = torch.cat([fields, output[:, : self.states]], dim=1)[:, self.states :]
@@ -247,7 +250,7 @@ class Forecaster(nn.Module):
         Raises:
             UserError: a shape or a type is invalid, or the model has no noise.
         """
-        dates = _to_datetime64(times)
+        dates = _decode_times(times, self.calendar)
         external = self._checked_forcing(fields, dates, forcing)
         shape = (len(dates), self.frames, self.states, *self.metadata.grid)
         states = self._output_normaliser.normalise(
@@ -299,7 +302,7 @@ class Forecaster(nn.Module):
             if name in COMPUTED_FORCINGS:
                 # In single precision first, as a store gives them in training.
                 values = COMPUTED_FORCINGS[name](
-                    times, self.latitude, self.longitude, STANDARD
+                    times, self.latitude, self.longitude, self.calendar
                 ).astype(np.float32)
                 field = torch.from_numpy(values).to(self.static)
             else:
@@ -361,20 +364,27 @@ def _build_fixers(trained: TrainedModel) -> Fixers | None:
     return build_fixers(ModelConfig(**keys), channels, mean, metadata.step_hours)
 
 
-def _to_datetime64(times: Times) -> np.ndarray:
-    """Return times as `(B,)` datetime64[ns].
+def _decode_times(times: Times, calendar: Calendar) -> np.ndarray:
+    """Return times as `(B,)` datetime64 of the calendar.
 
     Raises:
-        UserError: they are not dates.
+        UserError: they are not dates of the calendar.
     """
+    like = "np.datetime64"
     try:
         array = np.atleast_1d(np.asarray(times))
-        dates = array.astype("datetime64[ns]")
+        if calendar.is_standard:
+            dates = array.astype("datetime64[ns]")
+        else:
+            like = f'cftime.datetime(2001, 1, 1, calendar="{calendar.name}")'
+            if not are_dates(array) or calendar_of(array) != calendar:
+                raise ValueError
+            dates = decode_dates(array)
     except (TypeError, ValueError):
         dates = np.array(["NaT"], dtype="datetime64[ns]")
     # NumPy would take numbers for nanoseconds since 1970.
     if dates.ndim != 1 or np.isnat(dates).any() or array.dtype.kind not in "MOSU":
-        raise UserError(f"times: need a date for each sample, like np.datetime64, got {times!r}.")
+        raise UserError(f"times: need a date for each sample, like {like}, got {times!r}.")
     return dates
 
 

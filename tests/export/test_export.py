@@ -377,6 +377,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
         ({"forcing": "[1, 2, 3]"}, "has metadata that can't be read"),
         ({"latitude": "[null]"}, "has metadata that can't be read"),
         ({"variables": '{"solar": {"normalise": "quantile"}}'}, "has metadata that can't be read"),
+        ({"calendar": "lunar"}, "has metadata that can't be read"),
         ({"latitude": "[1.0]"}, "has static fields of shape"),
         ({"step": "[" * 200_000}, "has metadata that can't be read"),
     ],

@@ -3,16 +3,21 @@
 import csv
 import json
 import os
+import runpy
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cftime
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
+import credit_dp
 from credit_dp.data.grid import row_weights
+from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from tests import commands
 from tests.data import calendar_stores
@@ -90,8 +95,9 @@ class Run(NamedTuple):
         return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *dates, *KEYS)
 
 
-def opened(path: Path) -> xr.Dataset:
-    options = {"engine": "zarr", "consolidated": False} if path.suffix == ".zarr" else {}
+def opened(path: Path, **options: Any) -> xr.Dataset:
+    if path.suffix == ".zarr":
+        options |= {"engine": "zarr", "consolidated": False}
     return xr.open_dataset(path, **options)
 
 
@@ -184,6 +190,30 @@ def test_files_of_bands_are_joined_in_the_calendar(trained):
     np.testing.assert_allclose(joined["PSL"], zarr["PSL"], rtol=1e-6)
 
 
+def test_an_exported_model_forecasts_in_the_calendar(trained, monkeypatch):
+    words = ("export", "run2", "--output", "model.safetensors")
+    trained.command("credit-dp", "checkpoint", *words)
+    file = trained.folder / "model.safetensors"
+    model = credit_dp.load(file)
+    made = opened(trained.folder / "forecast.zarr", decode_timedelta=True)
+    truth = opened(trained.store).sortby("lat", ascending=False).sel(time=made["time"])
+    fields = torch.from_numpy(np.stack([truth[name] for name in model.variables], axis=1))
+    times = made["time"].values
+    with torch.no_grad():
+        for step, found in enumerate(model.rollout(fields, times, 4)):
+            wanted = made.isel(prediction_timedelta=step)
+            wanted = np.stack([wanted[name] for name in model.variables], axis=1)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for others in (np.array(["2001-01-01"], "M8[D]"), [cftime.datetime(2001, 1, 1)]):
+        with pytest.raises(UserError, match=f'calendar="{trained.case.calendar}"'):
+            model(fields[:1], others)
+    block = file.with_suffix(".md").read_text().split("```python\n")[1].split("```")[0]
+    script = trained.folder / "block.py"
+    script.write_text(block)
+    monkeypatch.chdir(trained.folder)
+    assert runpy.run_path(str(script))["later"].isfinite().all()
+
+
 def test_a_prepared_store_has_the_calendar(trained):
     start, last, _ = trained.case.init.split("/")
     keys = [key for key in KEYS if key.startswith("data.") and "batch" not in key]
@@ -252,7 +282,3 @@ def test_other_calendars_are_one_line(trained, tmp_path):
     assert f"format: GRIB has no dates of the {here}" in line
     line = trained.refusal(*forecast[:3], "init=2001-01-31T06:30", "lead=6h", "out=bad.zarr")
     assert line.startswith("error: init: needs ")
-    line = trained.refusal(
-        "credit-dp", "checkpoint", "export", "run1", "--output", "model.safetensors"
-    )
-    assert f"was trained with dates of the {here}" in line

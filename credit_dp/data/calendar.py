@@ -77,6 +77,8 @@ class Calendar:
                 date = datetime.fromisoformat(text)
                 if date.tzinfo is not None:
                     date = date.astimezone(UTC).replace(tzinfo=None)
+                if not 1678 <= date.year <= 2261:
+                    raise ValueError(text)  # NumPy would take it for another date
                 return np.datetime64(date, "ns")
             match = DATE.fullmatch(text)
             if match is None:
@@ -85,8 +87,9 @@ class Calendar:
                 cftime.datetime(*(int(x or 0) for x in match.groups()), calendar=self.name)
             )
         except ValueError:
+            years = " from 1678 to 2261" if self.is_standard else ""
             raise UserError(
-                f"{key}: needs a date of the {self.name} calendar, like 2001-02-28 or "
+                f"{key}: needs a date of the {self.name} calendar{years}, like 2001-02-28 or "
                 f"2001-02-28T06, got {text}"
             ) from None
 

@@ -102,12 +102,15 @@ def test_fractions_of_days_are_rounded_to_seconds():
         ("360_day", "2001-01-31"),
         ("all_leap", "2001-02-30"),
         ("standard", "2001-02-29"),
+        ("standard", "1677-12-31"),
+        ("standard", "2300-01-01"),
         ("360_day", "2001-W01-1"),
         ("julian", "2001-01-01T06Z"),
     ],
 )
 def test_dates_that_a_calendar_lacks_are_refused(name, text):
-    expected = f"data.dates.train: needs a date of the {name} calendar, like .*, got {text}$"
+    years = " from 1678 to 2261" if name == "standard" else ""
+    expected = f"data.dates.train: needs a date of the {name} calendar{years}, like .*, got {text}$"
     with pytest.raises(UserError, match=expected):
         Calendar(name).parse("data.dates.train", text)
 

@@ -1,4 +1,4 @@
-"""The latitude-longitude grid: its text in a config, the edges and weights of its rows, regions."""
+"""The grid of a globe: its text in a config, its rows, what two grids have in common, regions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +50,93 @@ def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     area = np.abs(np.diff(np.sin(np.deg2rad(row_edges(latitude)))))
     return np.asarray(area / area.mean(), dtype=np.float64)
+
+
+COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Rows and columns that cover the globe: beyond the outermost rows are the poles.
+
+    Attributes:
+        latitude: `(H,)` degrees, strictly falling or strictly rising.
+        longitude: `(W,)` degrees, once round the globe in equal steps, from anywhere.
+    """
+
+    latitude: NDArray[np.float64]
+    longitude: NDArray[np.float64]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the numbers of rows and columns."""
+        return len(self.latitude), len(self.longitude)
+
+    def difference(
+        self, other: "Grid", tolerance: float = COORDINATE_TOLERANCE
+    ) -> tuple[str, str] | None:
+        """Return texts of what this grid has and what `other` has instead; None if they are one.
+
+        Longitudes 360 degrees apart are the same, but columns have to begin at the same one.
+        """
+        if self.shape != other.shape:
+            shapes = ["x".join(map(str, grid.shape)) for grid in (self, other)]
+            return f"a grid of {shapes[0]}", shapes[1]
+        for name, period in (("latitude", np.inf), ("longitude", FULL_CIRCLE)):
+            values, others = getattr(self, name), getattr(other, name)
+            distance = np.abs(values - others)
+            # `not <=` instead of `>`: NaN compares as False and has to differ, too.
+            far = np.flatnonzero(~(np.minimum(distance, np.abs(period - distance)) <= tolerance))
+            if len(far):
+                index = int(far[0])
+                return f"{name} {values[index]:.9g} at index {index}", f"{others[index]:.9g}"
+        return None
+
+    def check_global(self, where: str) -> None:
+        """Refuse what area weights, and padding across poles and round circles, can't use.
+
+        Raises:
+            UserError: latitude is not monotonic or does not reach the poles in roughly equal steps,
+                or longitude does not go round the globe once in equal steps.
+        """
+        problem = self._problem_of_rows() or self._problem_of_columns()
+        if problem:
+            raise UserError(f"{where}: {problem}. Change data.store.")
+
+    def _problem_of_rows(self) -> str:
+        steps = np.diff(self.latitude)
+        first, last = self.latitude[[0, -1]]
+        if not (np.all(steps > 0) or np.all(steps < 0)):
+            return "latitude must increase or decrease throughout"
+        if np.abs(self.latitude).max() > POLE:
+            return "latitude must lie within -90 to 90 degrees"
+        if len(steps) == 0:
+            return "needs at least two rows of latitude, has one"
+        narrowest, widest = np.abs(steps).min(), np.abs(steps).max()
+        gap = POLE - min(abs(first), abs(last))  # between the outermost row and its pole
+        if first * last >= 0 or gap > 1.5 * widest or widest > 2 * narrowest:
+            return (
+                "latitude must cover the globe from pole to pole in roughly equal steps, but goes "
+                f"from {first:g} to {last:g} in steps of {narrowest:g} to {widest:g} degrees; a "
+                "regional grid can't be used"
+            )
+        return ""
+
+    def _problem_of_columns(self) -> str:
+        columns, (first, last) = len(self.longitude), self.longitude[[0, -1]]
+        steps = np.diff(np.append(self.longitude, first)) % FULL_CIRCLE
+        # Columns may go east or west, but all of them the same way.
+        signed = np.where(steps > FULL_CIRCLE / 2, steps - FULL_CIRCLE, steps)
+        step = FULL_CIRCLE / columns
+        is_even = np.all(np.abs(np.abs(signed) - step) < 1e-2 * step)
+        if columns > 2 and not (is_even and len(set(np.sign(signed))) == 1):
+            return (
+                f"longitude must go once round the globe in {columns} equal steps, without "
+                f"repeating its first column, but goes from {first:g} to {last:g}; a regional grid "
+                "can't be used"
+            )
+        return ""
 
 
 GLOBAL = "global"

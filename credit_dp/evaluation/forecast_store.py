@@ -15,7 +15,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
-from credit_dp.data.grid import FULL_CIRCLE
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     check_coordinates,
@@ -291,8 +291,6 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
     return leads
 
 
-GRID_TOLERANCE = 1e-3  # degrees; stores have coordinates in float32, or rounded
-
 Degrees = NDArray[np.float64]
 
 
@@ -307,7 +305,7 @@ def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) ->
         UserError: the latitudes differ.
     """
     # `not <=` instead of `>`: NaN compares as False and has to be refused, too.
-    if len(expected) != len(stored) or not np.abs(expected - stored).max() <= GRID_TOLERANCE:
+    if len(expected) != len(stored) or not np.abs(expected - stored).max() <= COORDINATE_TOLERANCE:
         raise _grid_error("rows", "latitude", expected, stored, where, key)
 
 
@@ -325,7 +323,7 @@ def column_indices(expected: Degrees, stored: Degrees, where: str, key: str) -> 
     distance = np.abs((stored[None, :] - expected[:, None] + half) % FULL_CIRCLE - half)
     columns: NDArray[np.intp] = distance.argmin(axis=1)
     # `not <=`: also refuses NaN.
-    if not distance[np.arange(len(expected)), columns].max() <= GRID_TOLERANCE:
+    if not distance[np.arange(len(expected)), columns].max() <= COORDINATE_TOLERANCE:
         raise _grid_error("columns", "longitude", expected, stored, where, key)
     return columns
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.rechunk.field_selection import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
-from credit_dp.data.sources.coordinates import check_coordinates
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
 from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.sources.gridded import (
@@ -101,15 +101,11 @@ class StateFile(ABC):
             store: has the grid.
             method: one of `REGRIDDING`.
         """
-        pairs = ((self.latitude, store.latitude), (self.longitude, store.longitude))
-        if all(
-            len(own) == len(other)
-            and np.abs(own - other).max() < SAME_GRID * abs(other[1] - other[0])
-            for own, other in pairs
-        ):
+        target = Grid(store.latitude, store.longitude)
+        tolerance = SAME_GRID * abs(store.longitude[1] - store.longitude[0])
+        if Grid(self.latitude, self.longitude).difference(target, tolerance) is None:
             return None
-        target = store.latitude, store.longitude
-        return Regridder(self.latitude, self.longitude, *target, method)
+        return Regridder(self.latitude, self.longitude, target.latitude, target.longitude, method)
 
 
 @final
@@ -419,9 +415,8 @@ def _open_file(path: Path) -> StateFile:
 
 def _check_globe(file: StateFile) -> None:
     """Refuse a grid that is not global, as of other stores."""
-    grid = {"latitude": file.latitude, "longitude": file.longitude}
     try:
-        check_coordinates(xr.Dataset(coords=grid), file.where, timed=False)
+        Grid(file.latitude, file.longitude).check_global(file.where)
     except UserError as error:
         raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
 

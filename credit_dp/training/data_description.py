@@ -17,6 +17,7 @@ from credit_dp.config import DiffusionConfig, ModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS, SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
 from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
@@ -216,15 +217,12 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
             f"{use.subject} was trained with dates of the {calendars[0].name} calendar, but "
             f"{where} has those of the {calendars[1].name} calendar. {use.store_advice}"
         )
-    shapes = [f"{len(of['latitude'])}x{len(of['longitude'])}" for of in (saved, current)]
-    if shapes[0] != shapes[1]:
+    differing = grid_of_fields(saved).difference(grid_of_fields(current))
+    if differing:
         raise UserError(
-            f"{use.subject} was trained on a grid of {shapes[0]}, but {where} has {shapes[1]}. "
+            f"{use.subject} was trained with {differing[0]}, but {where} has {differing[1]}. "
             f"{use.store_advice}"
         )
-    differing = differing_coordinate(saved, current, where)
-    if differing:
-        raise UserError(f"{use.subject} was trained with {differing}. {use.store_advice}")
     for (variable, level), *units in zip(
         current["channels"], saved["units"], current["units"], strict=False
     ):
@@ -249,21 +247,9 @@ def calendar_of_fields(fields: DataDescription) -> Calendar:
     return Calendar(fields.get("calendar", STANDARD.name))
 
 
-def differing_coordinate(saved: DataDescription, current: DataDescription, where: str) -> str:
-    """Return the first latitude or longitude that differs, as text; "" if none does.
-
-    Args:
-        saved, current: what `describe_fields` returns, for grids of one size.
-        where: the address of the store.
-    """
-    for name, period in (("latitude", np.inf), ("longitude", 360.0)):
-        trained, values = (np.array(of[name], float) for of in (saved, current))
-        distance = np.abs(trained - values)
-        far = np.flatnonzero(np.minimum(distance, np.abs(period - distance)) > COORDINATE_TOLERANCE)
-        if len(far):
-            index = int(far[0])
-            return f"{name} {trained[index]:g} at index {index}, but {where} has {values[index]:g}"
-    return ""
+def grid_of_fields(fields: DataDescription) -> Grid:
+    """Return the grid of what `describe_fields` returned."""
+    return Grid(*(np.array(fields[name], float) for name in ("latitude", "longitude")))
 
 
 def differing_model_keys(saved: DataDescription, current: DataDescription) -> DataDescription:
@@ -326,7 +312,6 @@ def format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-COORDINATE_TOLERANCE = 1e-3  # degrees: stores round latitudes and longitudes
 PREPROCESSING_KEYS = ("normalise", "fill")  # must be the same in training and forecasts
 # Keys of models that forecasts may change: how it was trained, how it is sampled, and what corrects
 # its fields.

@@ -35,9 +35,9 @@ from credit_dp.training.checkpoint_shards import Checkpoint, Shape
 from credit_dp.training.data_description import (
     DataDescription,
     differently_normalised_channels,
-    differing_coordinate,
     differing_model_keys,
     format_value,
+    grid_of_fields,
 )
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
@@ -147,10 +147,10 @@ def differences(saved: DataDescription, current: DataDescription) -> str:
         key: saved[key] for key in ("data.step", "model.residual") if saved[key] != current[key]
     }
     texts = [f"{key}={format_value(value)}" for key, value in keys.items()]
-    fields, own = saved["fields"], current["fields"]
+    grids = [grid_of_fields(of["fields"]) for of in (saved, current)]
     # A model may have learned where its rows and columns are; another resolution is on purpose.
-    if all(len(fields[name]) == len(own[name]) for name in ("latitude", "longitude")):
-        texts += [text for text in [differing_coordinate(fields, own, "data.store")] if text]
+    if grids[0].shape == grids[1].shape and (differing := grids[0].difference(grids[1])):
+        texts.append(f"{differing[0]}, but data.store has {differing[1]}")
     return f"; the checkpoint has {', '.join(texts)}" if texts else ""
 
 

@@ -137,7 +137,7 @@ NOTHING_WRITTEN = {
         ["data.store=LEVEL"],
         "and needs geopotential_850, which the store does not have",
     ),
-    "store grid": (["data.store=GRID"], "was trained on a grid of 17x16, but"),
+    "store grid": (["data.store=GRID"], "was trained with a grid of 17x16, but"),
     "store latitudes": (["data.store=LATITUDES"], "was trained with latitude 90 at index 0, but"),
     "store longitudes": (["data.store=LONGITUDES"], "was trained with longitude 0 at index 0"),
     "store short": (["data.store=SHORT"], "init: needs a state at 2000-01-04T12:00, but"),

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.grid import parse_grid, row_weights
+from credit_dp.data.grid import Grid, parse_grid, row_weights
 from credit_dp.errors import UserError
 
 
@@ -27,6 +27,23 @@ def test_weights_are_areas_of_bands_that_cover_the_globe(rows, poles):
     # weights are areas.
     mean = np.mean(weights * np.sin(np.deg2rad(latitude)) ** 2)
     assert abs(mean - 1 / 3) < 3 / rows**2
+
+
+LATITUDE, LONGITUDE = np.linspace(90, -90, 5), np.arange(8) * 45.0
+OTHERS = {
+    "size": (LATITUDE[1:], LONGITUDE, ("a grid of 5x8", "4x8")),
+    "latitude": (LATITUDE + [0, 0, 2, 0, 0], LONGITUDE, ("latitude 0 at index 2", "2")),
+    "begins elsewhere": (LATITUDE, LONGITUDE - 180, ("longitude 0 at index 0", "-180")),
+    "NaN": (LATITUDE * np.nan, LONGITUDE, ("latitude 90 at index 0", "nan")),
+    "rounded": (LATITUDE + 5e-4, LONGITUDE, None),
+    "from minus 180": (LATITUDE, np.where(LONGITUDE < 180, LONGITUDE, LONGITUDE - 360), None),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_how_two_grids_differ(case):
+    latitude, longitude, expected = OTHERS[case]
+    assert Grid(LATITUDE, LONGITUDE).difference(Grid(latitude, longitude)) == expected
 
 
 def test_grid_of_rows_and_columns():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
@@ -57,7 +58,7 @@ class FilesSource(Source):
         _check_times(self._sources)
         first = self._sources[0]
         for source in self._sources[1:]:
-            _check_same_grid(first, source)
+            _check_grid(first, source, 0)
         self.times: Times = np.concatenate([source.times for source in self._sources])
         self.calendar = first.calendar
         # The index in `times` of each source's first time, and their number at the end.
@@ -147,18 +148,15 @@ def _check_times(sources: Sequence[Source]) -> None:
             )
 
 
-def _check_same_grid(first: Source, other: Source) -> None:
-    for name in ("latitude", "longitude"):
-        expected, actual = getattr(first, name), getattr(other, name)
-        if not np.array_equal(expected, actual):
-            raise UserError(
-                f"{other.where}: its {name} ({_format_range(actual)}) is not exactly that of "
-                f"{first.where} ({_format_range(expected)}). Change data.store."
-            )
-
-
-def _format_range(values: NDArray[np.float64]) -> str:
-    return f"{len(values)} from {values[0]:g} to {values[-1]:g}"
+def _check_grid(first: Source, other: Source, tolerance: float) -> None:
+    grids = [Grid(source.latitude, source.longitude) for source in (other, first)]
+    differing = grids[0].difference(grids[1], tolerance)
+    if differing:
+        raise UserError(
+            f"{other.where}: is not {'' if tolerance else 'exactly '}on the grid of {first.where}: "
+            f"its {differing[0].removeprefix('a ')} is not {differing[1]}. Stores that are joined "
+            "need one grid: change data.store, or regrid one with `credit-dp data prepare`."
+        )
 
 
 def _merge_variables(sources: Sequence[Source]) -> AliasedVariables:
@@ -232,7 +230,7 @@ class JoinedSource(Source):
         self.latitude = first.latitude
         self.longitude = first.longitude
         for other in all_sources[1:]:
-            _check_grid(first, other)
+            _check_grid(first, other, GRID_TOLERANCE)
         _check_common_times(sources)
         self.times: Times = reduce(np.union1d, [source.times for source in sources])
         self.calendar = sources[0].calendar
@@ -383,24 +381,6 @@ def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
     """Return the variables of a store of static fields, marked as constant in time."""
     static = {name: replace(variables[name], has_time=False) for name in all_names(variables)}
     return AliasedVariables({name: static[name] for name in variables}, static)
-
-
-def _check_grid(first: Source, other: Source) -> None:
-    """Refuse a store whose grid differs from that of the first one."""
-    for name, expected, actual in (
-        ("latitude", first.latitude, other.latitude),
-        ("longitude", first.longitude, other.longitude),
-    ):
-        if len(expected) != len(actual) or np.abs(expected - actual).max() > GRID_TOLERANCE:
-            raise UserError(
-                f"{other.where}: is not on the grid of {first.where}: its {name} is "
-                f"{_format_axis(actual)}, not {_format_axis(expected)}. Stores that are joined "
-                "need one grid: change data.store, or regrid one with `credit-dp data prepare`."
-            )
-
-
-def _format_axis(degrees: NDArray[np.float64]) -> str:
-    return f"{len(degrees)} values from {degrees[0]:g} to {degrees[-1]:g}"
 
 
 def _indices_in(times: Times, wanted: Times) -> NDArray[np.intp]:

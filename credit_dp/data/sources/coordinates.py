@@ -14,7 +14,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import are_dates, calendar_of, decode_dates, is_time
-from credit_dp.data.grid import FULL_CIRCLE, POLE
+from credit_dp.data.grid import Grid
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
 
@@ -299,9 +299,7 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
         _check_time(dataset, where)
     else:
         _refuse_times_without_dates(dataset, where)
-    latitude = dataset["latitude"].values
-    _check_latitude(latitude, where)
-    _check_longitude(dataset["longitude"].values, where)
+    Grid(*(dataset[dim].values for dim in HORIZONTAL)).check_global(where)
 
 
 def _refuse_times_without_dates(dataset: xr.Dataset, where: str) -> None:
@@ -343,47 +341,6 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
             where,
             f"time has the years {first} to {last}, but texts of dates have 1 to 9999; select "
             "these, as with xarray's dataset.sel(time=slice('0001', '9999'))",
-        )
-
-
-def _check_latitude(latitude: np.ndarray, where: str) -> None:
-    """Refuse latitudes that area weights and pole padding could not use.
-
-    Both assume that the outermost rows are next to the poles, and that rows are equally wide.
-    """
-    steps = np.diff(latitude)
-    if not (np.all(steps > 0) or np.all(steps < 0)):
-        raise _store_error(where, "latitude must increase or decrease throughout")
-    if np.abs(latitude).max() > POLE:
-        raise _store_error(where, "latitude must lie within -90 to 90 degrees")
-    if len(latitude) < 2:
-        raise _store_error(where, "needs at least two rows of latitude, has one")
-    widest = np.abs(steps).max()
-    # Between the outermost row and its pole.
-    gap = POLE - min(abs(latitude[0]), abs(latitude[-1]))
-    if latitude[0] * latitude[-1] >= 0 or gap > 1.5 * widest or widest > 2 * np.abs(steps).min():
-        raise _store_error(
-            where,
-            f"latitude must cover the globe from pole to pole in roughly equal steps, but "
-            f"goes from {latitude[0]:g} to {latitude[-1]:g} in steps of "
-            f"{np.abs(steps).min():g} to {widest:g} degrees; a regional grid can't be used",
-        )
-
-
-def _check_longitude(longitude: np.ndarray, where: str) -> None:
-    """Refuse longitudes that don't close the circle: models pad the last column by the first."""
-    steps = np.diff(np.append(longitude, longitude[0])) % FULL_CIRCLE
-    # Columns may go east or west, but all of them the same way.
-    signed = np.where(steps > FULL_CIRCLE / 2, steps - FULL_CIRCLE, steps)
-    is_even_step = np.abs(np.abs(signed) - FULL_CIRCLE / len(longitude)) < 1e-2 * FULL_CIRCLE / len(
-        longitude
-    )
-    if len(longitude) > 2 and not (is_even_step.all() and len(set(np.sign(signed))) == 1):
-        raise _store_error(
-            where,
-            f"longitude must go once round the globe in {len(longitude)} equal steps, without "
-            f"repeating its first column, but goes from {longitude[0]:g} to {longitude[-1]:g}; "
-            "a regional grid can't be used",
         )
 
 

@@ -164,8 +164,11 @@ def test_description_is_of_each_store(pair):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda data: data.isel(latitude=slice(0, 10)), "latitude is 10 values from 90 to -72"),
-        (lambda data: data.assign_coords(longitude=data.longitude + 1e-4), "longitude is 8 values"),
+        (lambda data: data.isel(latitude=slice(0, 10)), "its grid of 10x8 is not 11x8"),
+        (
+            lambda data: data.assign_coords(longitude=data.longitude + 1e-4),
+            "its longitude 0.0001 at index 0 is not 0",
+        ),
     ],
 )
 def test_other_grids_are_refused(tmp_path, change, expected):
@@ -177,7 +180,7 @@ def test_other_grids_are_refused(tmp_path, change, expected):
     with pytest.raises(UserError) as caught:
         JoinedSource([first, other])
     message = str(caught.value)
-    assert message.startswith(f"{other.where}: is not on the grid of {first.where}: its {expected}")
+    assert message.startswith(f"{other.where}: is not on the grid of {first.where}: {expected}")
 
 
 @pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import FULL_CIRCLE, Grid
 from credit_dp.data.rechunk.field_selection import CONSERVATIVE, ReducedRegridder, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
@@ -33,6 +33,7 @@ from credit_dp.data.sources.gridded import (
     open_netcdf,
     open_zarr_dataset,
 )
+from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
@@ -144,9 +145,15 @@ class GribStates(StateFile):
 
     def regridder(self, store: Store, method: str) -> Regrid | None:
         """See `StateFile`."""
+        on_longest_row = super().regridder(store, method)
         if not self._row_lengths:
-            return super().regridder(store, method)
+            return on_longest_row
         first = float(self.longitude[0])
+        if on_longest_row is None:  # the grid as which a store of such cells is read
+            latitudes = np.repeat(self.latitude, self._row_lengths)
+            longitudes = [first + np.arange(n) * (FULL_CIRCLE / n) for n in self._row_lengths]
+            rows = CellRows(latitudes, np.concatenate(longitudes), self.where)
+            return partial(rows.fields, rows=slice(None))
         target = store.latitude, store.longitude
         return ReducedRegridder(self.latitude, self._row_lengths, first, *target, method)
 

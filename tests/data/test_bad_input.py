@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.sampling import sample_times
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -203,27 +205,15 @@ def test_one_file_of_many_in_another_calendar(tmp_path, several):
 
 def in_cells(data, dim="values"):
     """The cells of the grid in a row, as reduced Gaussian grids have them."""
-    flat = data.stack({dim: ("latitude", "longitude")}).reset_index(dim)
-    return flat.drop_vars("level")
+    return data.stack({dim: ("latitude", "longitude")}).reset_index(dim)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (in_cells, "reduced Gaussian or unstructured grid (cells along values)"),
-        (
-            lambda data: in_cells(data, "x").rename(latitude="lat", longitude="lon"),
-            "reduced Gaussian or unstructured grid (cells along x)",
-        ),
         (
             lambda data: in_cells(data, "cell").drop_vars(["latitude", "longitude"]),
             "reduced Gaussian or unstructured grid (cells along cell)",
-        ),
-        (
-            lambda data: in_cells(data).assign(
-                solar=in_cells(data)["solar"].assign_attrs(GRIB_gridType="reduced_gg")
-            ),
-            "has a reduced Gaussian grid (cells along values)",
         ),
         (
             lambda data: (
@@ -248,6 +238,28 @@ def in_cells(data, dim="values"):
 )
 def test_grids_of_other_kinds_are_refused_by_name(tmp_path, change, expected):
     assert expected in refusal(changed(tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_cells,
+        lambda data: in_cells(data, "x").rename(latitude="lat", longitude="lon"),
+        lambda data: in_cells(data).assign(
+            solar=in_cells(data)["solar"].assign_attrs(GRIB_gridType="reduced_gg")
+        ),
+    ],
+)
+def test_cells_of_a_regular_grid_are_read_like_it(tmp_path, change):
+    """Rows and columns that are one dim, as reduced Gaussian grids have it."""
+    plain = changed(tmp_path / "plain", lambda data: data)
+    channels = [Channel("temperature", 850), Channel("temperature", 500)]
+    wanted, found = (
+        open_single_source(str(path)).read(channels, slice(1, 3), slice(2, 9))
+        for path in (plain, changed(tmp_path, change))
+    )
+    assert found.shape == (2, 2, 7, 8)
+    assert np.array_equal(found, wanted)
 
 
 def test_rows_next_to_the_poles_may_lack_the_poles(tmp_path):

@@ -32,7 +32,7 @@ def test_weights_are_areas_of_bands_that_cover_the_globe(rows, poles):
 LATITUDE, LONGITUDE = np.linspace(90, -90, 5), np.arange(8) * 45.0
 OTHERS = {
     "size": (LATITUDE[1:], LONGITUDE, ("a grid of 5x8", "4x8")),
-    "latitude": (LATITUDE + [0, 0, 2, 0, 0], LONGITUDE, ("latitude 0 at index 2", "2")),
+    "latitude": (np.array([90, 45, 2, -45, -90]), LONGITUDE, ("latitude 0 at index 2", "2")),
     "begins elsewhere": (LATITUDE, LONGITUDE - 180, ("longitude 0 at index 0", "-180")),
     "NaN": (LATITUDE * np.nan, LONGITUDE, ("latitude 90 at index 0", "nan")),
     "rounded": (LATITUDE + 5e-4, LONGITUDE, None),

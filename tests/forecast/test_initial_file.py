@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.config import DatesConfig
 from credit_dp.data.grid import row_edges, row_weights
 from credit_dp.data.rechunk.field_selection import Regridder, regular_grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
@@ -16,6 +17,7 @@ from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import GribStates, InitialFiles
 from credit_dp.forecast.request import ForecastRequest
+from tests.data import cell_stores
 from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, write_grib, write_scanned
 from tests.forecast.runs import INIT, forecast, forecast_config
 
@@ -227,6 +229,18 @@ def test_a_reduced_gaussian_grid_is_regridded(config, tmp_path, regrid):
         np.deg2rad(store.longitude) - 1
     )
     assert np.abs(found - smooth).max() < 1.5
+
+
+def test_cells_are_the_rows_of_a_store_on_the_same_cells(config, tmp_path):
+    rows = write_reduced(tmp_path / "a.grib")
+    cells = cell_stores.gaussian([len(row) for _, row in rows])
+    path = cell_stores.netcdf(tmp_path, cells)
+    changes = {"prognostic": ["2m_temperature"], "levels": None, "forcing": [], "static": []}
+    dates = DatesConfig(*[["2000-01-01", "2000-01-10"]] * 3)
+    store = Store.open(replace(config.data, store=str(path), dates=dates, **changes))
+    found = states(tmp_path / "a.grib", store)[0, 0]
+    wanted = cells.on_rows(np.concatenate([row for _, row in rows]))
+    assert close(found, wanted, 1e-6)
 
 
 def test_keys_of_regridding_are_checked():

@@ -1,7 +1,4 @@
-"""Reads datasets of anemoi: all variables of a time in one array, with all grid cells in one dim.
-
-The cells have to be the points of a regular grid, so that rows of latitude can be cut out of them.
-"""
+"""Reads datasets of anemoi: all variables of a time in one array, all cells in one dim."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +6,12 @@ from typing import Any, final
 
 import numpy as np
 import zarr
-from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import are_consecutive, check_coordinates
 from credit_dp.data.sources.names import StoredNames
+from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
@@ -36,66 +33,6 @@ from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
 from credit_dp.data.sources.sums import StatedSums
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, long_name
-
-Degrees = NDArray[np.float64]
-GRID_TOLERANCE = 1e-3  # degrees within one row or column: coordinates are often stored as float32
-N320_CELLS = 542080  # ERA5's native grid
-MIN_OCTAHEDRAL = 16  # the coarsest octahedral grid in use
-
-
-def read_regular_grid(
-    group: zarr.Group, attributes: Mapping[str, Any], where: str
-) -> tuple[Degrees, Degrees]:
-    """Return `(H,)` latitudes and `(W,)` longitudes in the order of the cells.
-
-    Raises:
-        UserError: the cells are not the points of a regular grid, row after row.
-    """
-    latitudes = read_array(group, "latitudes", where).astype(np.float64)
-    longitudes = read_array(group, "longitudes", where).astype(np.float64)
-    num_cells = group["data"].shape[3]  # type: ignore[union-attr]
-    if latitudes.shape != (num_cells,) or longitudes.shape != (num_cells,):
-        raise UserError(
-            f"{where}: needs a latitude and a longitude for each of {num_cells} cells, but has "
-            f"{latitudes.shape} and {longitudes.shape}. Change data.store."
-        )
-    shape = attributes.get("field_shape") or []
-    if len(shape) == 2 and int(shape[0]) * int(shape[1]) == num_cells:
-        rows, columns = latitudes.reshape(*shape), longitudes.reshape(*shape)
-        if (
-            np.ptp(rows, axis=1).max() < GRID_TOLERANCE
-            and np.ptp(columns, axis=0).max() < GRID_TOLERANCE
-        ):
-            return rows[:, 0], columns[0]
-    raise UserError(
-        f"{where}: is on {_grid_name(num_cells, attributes)}, but a regular grid is needed: rows "
-        "of one latitude with the same longitudes, and field_shape [rows, columns]. Make the "
-        "dataset on a regular grid such as 1.0/1.0 degrees, or change data.store."
-    )
-
-
-def _grid_name(num_cells: int, attributes: Mapping[str, Any]) -> str:
-    """Return the usual name of a grid, for a message."""
-    name = str(attributes.get("resolution") or _reduced_grid_name(num_cells))
-    reduced = name[:1].lower() in ("n", "o") and name[1:].isdecimal()
-    kind = "the reduced Gaussian grid " if reduced else "the grid "
-    if not name:
-        return f"an irregular grid of {num_cells} cells"
-    return f"{kind}{name.upper()} of {num_cells} cells"
-
-
-def _reduced_grid_name(num_cells: int) -> str:
-    """Return the name of the octahedral or N320 grid with this many cells; empty if it is neither.
-
-    Row n from the pole of an octahedral grid has 4 n + 16 cells, so ON has 4 N (N + 9).
-
-    Source: ECMWF, octahedral reduced Gaussian grid.
-    """
-    if num_cells == N320_CELLS:
-        return "N320"
-    number = round((81 + num_cells) ** 0.5 / 2 - 4.5)  # solves 4 N (N + 9) = cells for N
-    is_octahedral = 4 * number * (number + 9) == num_cells and number >= MIN_OCTAHEDRAL
-    return f"O{number}" if is_octahedral else ""
 
 
 @final
@@ -174,7 +111,7 @@ def _stated_sums(metadata: Mapping[str, Any]) -> StatedSums:
 
 @final
 class AnemoiSource(Source):
-    """A source that reads one dataset on a regular grid with one ensemble member.
+    """A source that reads one dataset with one ensemble member.
 
     The dataset's missing dates are left out of `times`, so that they are gaps.
     """
@@ -191,9 +128,17 @@ class AnemoiSource(Source):
         self._present = np.flatnonzero(~np.isin(dates, missing))
         # The array has an entry for each missing date: `_present` are the indices of all others.
         self.times: Times = dates[self._present]
-        latitude, self.longitude = read_regular_grid(group, attributes, where)
-        self._flipped = bool(latitude[0] < latitude[-1])
-        self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
+        latitudes, longitudes = (
+            read_array(group, x, where).astype(np.float64) for x in ("latitudes", "longitudes")
+        )
+        if not latitudes.shape == longitudes.shape == data.shape[3:]:
+            raise UserError(
+                f"{where}: needs a latitude and a longitude for each of {data.shape[3]} cells, but "
+                f"has {latitudes.shape} and {longitudes.shape}. Change data.store."
+            )
+        name = str(attributes.get("resolution") or "")
+        self._rows = CellRows(latitudes, longitudes, where, name)
+        self.latitude, self.longitude = self._rows.grid.latitude, self._rows.grid.longitude
         check_coordinates(coordinate_dataset(self), where)
         self.variables: Mapping[str, VariableInfo] = names.variables
         self._channel_indices = names.indices
@@ -206,21 +151,16 @@ class AnemoiSource(Source):
         """Open the dataset at a path or address.
 
         Raises:
-            UserError: there is no dataset, its grid is not regular, or it has several members.
+            UserError: there is no dataset, its cells are not in rows, or it has several members.
         """
         return cls(*open_stacked(where, ("data",)), where)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`."""
-        height, width = self.grid
-        north, south, _ = rows.indices(height)
-        if self._flipped:  # rows are stored from the south
-            north, south = height - south, height - north
         indices = [self._channel_indices[channel] for channel in channels]
-        cells = slice(north * width, south * width)
+        cells = self._rows.cells(rows)
         values = self._data.read(as_slice(self._present[times]), indices, (0, cells))
-        fields = values.reshape(*values.shape[:2], south - north, width)
-        return fields[:, :, ::-1] if self._flipped else fields
+        return self._rows.fields(values, rows)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""
@@ -233,15 +173,11 @@ class AnemoiSource(Source):
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`; a chunk of cells that starts or ends within a row touches that row."""
         num_times, num_variables, _, num_cells = self._data.array.chunks
-        height, width = self.grid
-        chunk_rows = num_cells // width if num_cells % width == 0 else num_cells // width + 2
-        return num_times, num_variables, min(height, chunk_rows), width
+        return num_times, num_variables, self._rows.rows_touched(num_cells), self.grid[1]
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
-        height, width = self.grid
-        stored_row = height - 1 - row if self._flipped else row
-        cell = stored_row * width + column
+        cell = self._rows.cell(row, column)
         time = int(self._present[time])
         return (
             f"{self.where}, "

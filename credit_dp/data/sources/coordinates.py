@@ -104,6 +104,8 @@ def _importance(dataset: xr.Dataset, name: Hashable) -> int:
 def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     """Rename the dims to time, level, latitude and longitude; their order stays.
 
+    If latitude and longitude have one dim, that of cells, it becomes latitude.
+
     Coordinates that are not dims, such as the number of an ensemble member, are dropped.
 
     Raises:
@@ -123,6 +125,9 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     # By names those that have no coordinate, for the messages about them.
     dims = {x: next((y for y in names if y in dataset.dims), x) for x, names in NAMES.items()}
     dims |= {standard: str(array.dims[0]) for standard, array in values.items()}
+    are_cells = dims["latitude"] == dims["longitude"]
+    if are_cells:
+        del dims["longitude"]
     others = [name for name in dataset.coords if name not in dataset.dims]
     dataset = dataset.drop_vars({*others, *found.values(), *found} & {*dataset.variables})
     for standard, dim in dims.items():
@@ -131,6 +136,8 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
         if standard in dataset.dims and standard in values:
             array = values[standard]
             dataset = dataset.assign_coords({standard: (standard, array.values, array.attrs)})
+    if are_cells:
+        dataset = dataset.assign_coords(longitude=("latitude", values["longitude"].values))
     if "level" in dataset.coords:
         scale = _in_hpa(dataset["level"])
         if scale != 1:
@@ -250,17 +257,18 @@ def in_dim_order(values: NDArray[Any], dims: Sequence[str], order: Sequence[str]
 
 
 def _check_grid(dataset: xr.Dataset, found: Mapping[str, str], where: str) -> None:
-    """Refuse a grid that does not consist of rows and columns, and name its type."""
+    """Refuse a grid of two dims that aren't rows and columns, or of cells without coordinates."""
     grid_types = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
     grid_name = next(
         (GRID_TYPES[grid_type] for grid_type in sorted(grid_types) if grid_type in GRID_TYPES), None
     )
     of_lines = {dataset[found[standard]].dims for standard in HORIZONTAL if standard in found}
     dims = []
+    if len(of_lines) == 1 and set(HORIZONTAL) <= found.keys():
+        return  # cells, whose rows are found when they are read
     if len(of_lines) < 2:
         dims = [str(dim) for dim in dataset.dims if dim in CELLS]
-        both = set(HORIZONTAL) <= found.keys()
-        flat = find_coordinates(dataset, ndim=1 if both else 2)
+        flat = find_coordinates(dataset, ndim=2)
         dims += [", ".join(map(str, dataset[flat[x]].dims)) for x in HORIZONTAL if x in flat]
     if grid_name is None and not dims:
         return

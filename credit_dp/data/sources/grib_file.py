@@ -460,7 +460,8 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
     for variable, array in dataset.data_vars.items():
         # A message, one field of the globe, is decoded at once.
         sizes = [
-            size if dim in ("latitude", "longitude") else 1 for dim, size in array.sizes.items()
+            size if dim in ("latitude", "longitude", "values") else 1
+            for dim, size in array.sizes.items()
         ]
         dataset[variable].encoding["chunksizes"] = tuple(sizes)
     periods = {header["valid_time"]: _period(header) for header in fields.headers.values()}

@@ -32,6 +32,7 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.coordinates import (
+    HORIZONTAL,
     NAMES,
     check_coordinates,
     find_coordinates,
@@ -44,6 +45,7 @@ from credit_dp.data.sources.coordinates import (
 )
 from credit_dp.data.sources.grib_file import open_grib
 from credit_dp.data.sources.names import StoredNames
+from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import (
     TIME_BOUNDS,
     Fields,
@@ -353,14 +355,23 @@ class GriddedSource(Source):
         sums_by = GRIB_STEPS if GRIB_STEPS in dataset.coords else TIME_BOUNDS
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
-        check_coordinates(dataset, self.where, timed)
+        coordinates = dataset
+        self._rows: CellRows | None = None
+        if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
+            latitudes, longitudes = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
+            self._rows = CellRows(latitudes, longitudes, self.where)
+            grid = self._rows.grid
+            coordinates = dataset.drop_dims("latitude").assign_coords(
+                latitude=grid.latitude, longitude=grid.longitude
+            )
+        check_coordinates(coordinates, self.where, timed)
         dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
         self.calendar = calendar_of(dates)
         self.times: Times = decode_dates(dates)
-        latitude = dataset["latitude"].values.astype(np.float64)
+        latitude = coordinates["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
-        self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
+        self.longitude: NDArray[np.float64] = coordinates["longitude"].values.astype(np.float64)
         bounds_by = "" if self.time_bounds is None else sums_by
         stored_variables = _variables(dataset, self.where, model_levels, bounds_by)
         self._names = StoredNames.of(stored_variables, static, only_level)
@@ -434,6 +445,8 @@ class GriddedSource(Source):
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
         time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
+        if self._rows is not None:
+            rows, columns = self._rows.rows_touched(rows), self.grid[1]
         return time, level, rows, columns
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
@@ -448,6 +461,8 @@ class GriddedSource(Source):
             "latitude": self.grid[0] - 1 - row if self._flipped else row,
             "longitude": column,
         }
+        if self._rows is not None:
+            indices["latitude"] = self._rows.cell(row, column)
         encoding = array.encoding
         sizes = encoding.get("shards") or encoding.get("chunks") or encoding.get("chunksizes")
         if not sizes:
@@ -493,6 +508,8 @@ class GriddedSource(Source):
         stored_rows = (
             slice(height - south, height - north) if self._flipped else slice(north, south)
         )
+        if self._rows is not None:
+            stored_rows = self._rows.cells(rows)
         array = self._dataset.variables[name]
         selection: dict[str, Indexer] = {"latitude": stored_rows}
         if "time" in array.dims:
@@ -510,6 +527,8 @@ class GriddedSource(Source):
             dims.remove(EXPVER)
         values = in_dim_order(values, dims, ORDER)
         fields = np.asarray(values, dtype=np.float32)
+        if self._rows is not None:
+            return self._rows.fields(fields[..., 0], rows)
         return fields[:, :, ::-1] if self._flipped else fields
 
     def _read_selection(
@@ -573,6 +592,7 @@ def _variables(
 ) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = whole_number_levels(dataset, where, "data.store")
+    horizontal = [name for name in HORIZONTAL if name in dataset.dims]
     variables = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
@@ -582,7 +602,7 @@ def _variables(
             levels=levels if "level" in dims else (),
             units=str(array.attrs.get("units", "")).strip(),
             standard_name=str(array.attrs.get("standard_name", "")),
-            problem=_problem(array, dims),
+            problem=_problem(array, dims, horizontal),
             model_levels=model_levels if "level" in dims else False,
             sums_stated_by=sums.by,
             sum_hours=sums.hours,
@@ -590,8 +610,8 @@ def _variables(
     return variables
 
 
-def _problem(array: xr.DataArray, dims: list[str]) -> str:
-    if not {"latitude", "longitude"} <= set(dims) <= {*ORDER, EXPVER}:
+def _problem(array: xr.DataArray, dims: list[str], horizontal: Sequence[str]) -> str:
+    if not set(horizontal) <= set(dims) <= {*ORDER, EXPVER}:
         if "step" in dims:
             return f"has the dims {', '.join(dims)}: {STEP_ADVICE}"
         return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"

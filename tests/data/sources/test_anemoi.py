@@ -125,18 +125,15 @@ SPIRAL = np.linspace(90, -90, 88)
 BAD = {
     "reduced": (
         {"arrays": {"latitudes": REDUCED}, "field_shape": [88], "resolution": "o96"},
-        "the reduced Gaussian grid O96 of 88 cells, but a regular grid is needed",
+        "the reduced Gaussian grid O96 of 88 cells, but cells are needed row by row",
     ),
     "irregular": (
         {"arrays": {"latitudes": SPIRAL}, "resolution": None},
         "is on an irregular grid of 88 cells",
     ),
-    "no shape": ({"field_shape": None}, "is on the grid 30.0 of 88 cells"),
-    "wrong shape": ({"field_shape": [8, 8]}, "is on the grid 30.0 of 88 cells"),
-    "transposed": ({"field_shape": [8, 11]}, "but a regular grid is needed"),
     "other columns in each row": (
         {"arrays": {"longitudes": np.linspace(0, 359, 88)}},
-        "but a regular grid is needed",
+        "not in equal steps eastward round the globe",
     ),
     "members": ({"arrays": {"data": np.zeros((12, 10, 2, 88), "f4")}}, "ensemble of 2 members"),
     "dims": ({"arrays": {"data": np.zeros((12, 10, 88), "f4")}}, "has 3 dims"),
@@ -151,6 +148,13 @@ BAD = {
         "has no times",
     ),
 }
+
+
+@pytest.mark.parametrize("shape", [None, [88], [8, 8], [8, 11]])
+def test_rows_are_those_of_the_coordinates(tmp_path, shape):
+    source = opened(anemoi_stores.write(DATA, tmp_path / "a.zarr", field_shape=shape))
+    assert source.grid == (11, 8)
+    assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(0, 11)), FIELDS)
 
 
 @pytest.mark.parametrize("case", BAD)

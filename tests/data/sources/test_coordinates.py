@@ -104,8 +104,6 @@ def test_levels_in_other_units_of_pressure(tmp_path):
 
 
 def test_grids_without_rows_are_refused(tmp_path):
-    flat = DATA.stack(points=("latitude", "longitude")).reset_index("points")
-    flat["latitude"].attrs = NORTH
     two = DATA.rename(latitude="y", longitude="x").drop_vars(["y", "x"])
     mesh = np.meshgrid(DATA["latitude"], DATA["longitude"], indexing="ij")
     two = two.assign(nav_lat=(("y", "x"), mesh[0]), nav_lon=(("y", "x"), mesh[1]))
@@ -114,7 +112,6 @@ def test_grids_without_rows_are_refused(tmp_path):
     rotated["rlon"].attrs = {"standard_name": "grid_longitude", "axis": "X"}
     rotated["lat"], rotated["lon"] = (("rlat", "rlon"), mesh[0]), (("rlat", "rlon"), mesh[1])
     for kind, data, said in (
-        ("flat", flat, r"unstructured grid \(cells along points\)"),
         ("two", two, r"curvilinear or regional grid \(cells along y, x\)"),
         ("rotated", rotated, r"curvilinear or regional grid \(cells along rlat, rlon\)"),
     ):

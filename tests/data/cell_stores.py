@@ -1,0 +1,119 @@
+"""Grids of cells along one dim, as ECMWF and HEALPix number them, and stores on them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+from numpy.polynomial.legendre import leggauss
+
+from tests.data import anemoi_stores, stores
+
+STEPS = 40
+NAMES = ("2m_temperature", "mean_sea_level_pressure")
+SHORT = {"2m_temperature": "2t", "mean_sea_level_pressure": "msl"}
+
+
+class Cells(NamedTuple):
+    """Rows of cells: a latitude, the number of cells and the first longitude of each."""
+
+    latitude: np.ndarray
+    lengths: tuple[int, ...]
+    firsts: np.ndarray
+
+    @property
+    def latitudes(self) -> np.ndarray:
+        return np.repeat(self.latitude, self.lengths)
+
+    @property
+    def longitudes(self) -> np.ndarray:
+        rows = zip(self.firsts, self.lengths, strict=True)
+        return np.concatenate([first + np.arange(n) * 360 / n for first, n in rows])
+
+    def on_rows(self, values: np.ndarray) -> np.ndarray:
+        """Return `(N,)` as `(H, W)`: each row by numpy's interpolation along a circle."""
+        width = max(self.lengths)
+        columns = np.arange(width) * 360 / width
+        rows = np.split(values.astype(float), np.cumsum(self.lengths)[:-1])
+        return np.stack(
+            [
+                np.interp(columns, first + np.arange(n) * 360 / n, row, period=360)
+                for first, n, row in zip(self.firsts, self.lengths, rows, strict=True)
+            ]
+        )
+
+
+def gaussian(lengths: Sequence[int]) -> Cells:
+    """A reduced Gaussian grid: its latitudes are the zeros of a Legendre polynomial."""
+    latitude = np.degrees(np.arcsin(leggauss(len(lengths))[0]))[::-1]
+    return Cells(latitude, tuple(lengths), np.zeros(len(lengths)))
+
+
+def octahedral(number: int) -> Cells:
+    """ECMWF's ON: 20 cells next to the pole, and 4 more in each row towards the equator."""
+    north = [20 + 4 * row for row in range(number)]
+    return gaussian(north + north[::-1])
+
+
+def healpix(nside: int) -> Cells:
+    """HEALPix in RING order. Source: Gorski et al. 2005, equations 4 to 9."""
+    sines, lengths, firsts = [], [], []
+    for ring in range(1, 2 * nside + 1):
+        cap = ring < nside
+        sines.append(1 - ring**2 / (3 * nside**2) if cap else 4 / 3 - 2 * ring / (3 * nside))
+        lengths.append(4 * min(ring, nside))
+        shift = 1 if cap or (ring - nside) % 2 == 0 else 0
+        firsts.append(shift * 180 / lengths[-1])
+    latitude = np.degrees(np.arcsin([*sines, *(-sine for sine in sines[-2::-1])]))
+    return Cells(latitude, (*lengths, *lengths[-2::-1]), np.array([*firsts, *firsts[-2::-1]]))
+
+
+def waves(cells: Cells) -> xr.Dataset:
+    """Ten days, six-hourly, of a temperature and a pressure: `(time, values)`."""
+    phi, wave = np.deg2rad(cells.latitudes), np.deg2rad(cells.longitudes)
+    days = np.arange(STEPS)[:, None] / 4
+    noise = np.random.default_rng(0).normal(size=(2, STEPS, len(phi)))
+    fields = (
+        285 + 20 * np.cos(phi) + 5 * np.cos(phi) * np.sin(2 * wave - 0.6 * days) + 0.3 * noise[0],
+        101000 + 900 * np.cos(phi) ** 2 * np.cos(3 * wave - 0.9 * days) + 30 * noise[1],
+    )
+    units = ("K", "Pa")
+    return xr.Dataset(
+        {
+            name: (("time", "values"), field.astype("f4"), {"units": unit})
+            for name, field, unit in zip(NAMES, fields, units, strict=True)
+        },
+        {
+            "time": stores.times(STEPS),
+            "latitude": ("values", cells.latitudes, {"units": "degrees_north"}),
+            "longitude": ("values", cells.longitudes, {"units": "degrees_east"}),
+        },
+    )
+
+
+def anemoi(folder: Path, cells: Cells, **attributes: Any) -> Path:
+    """Write a dataset of anemoi, one chunk for each time."""
+    data = waves(cells)
+    # A grid of one row, as far as the writer is concerned; the coordinates say what it is.
+    flat = data.drop_vars(["latitude", "longitude"]).rename(values="longitude")
+    flat = flat.expand_dims("latitude", axis=1).assign_coords(
+        latitude=[0.0], longitude=np.arange(len(cells.latitudes))
+    )
+    about = {SHORT[name]: {"units": data[name].attrs["units"]} for name in NAMES}
+    changes = {"field_shape": [len(cells.latitudes)], "variables_metadata": about, **attributes}
+    arrays = {"latitudes": cells.latitudes, "longitudes": cells.longitudes}
+    return anemoi_stores.write(flat, folder / "anemoi.zarr", None, arrays, SHORT, **changes)
+
+
+def netcdf(folder: Path, cells: Cells) -> Path:
+    """Write a netCDF file with the dims time and values."""
+    path = folder / "cells.nc"
+    waves(cells).to_netcdf(path)
+    return path
+
+
+def zarr(folder: Path, cells: Cells) -> Path:
+    """Write a zarr store with the dims time and cell, as for HEALPix."""
+    data = waves(cells).rename(values="cell", latitude="lat", longitude="lon")
+    return stores.write(data, folder / "cells.zarr")

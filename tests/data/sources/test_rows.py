@@ -1,0 +1,205 @@
+"""Reduced Gaussian grids and HEALPix as rows. The right values are those of `numpy.interp`."""
+
+import numpy as np
+import pytest
+
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.opening import open_single_source, open_source
+from credit_dp.data.sources.rows import CellRows
+from credit_dp.errors import UserError
+from tests.data import cell_stores, stores
+
+N320_ROWS = 640
+
+
+def n320():
+    """ECMWF's own row lengths, from the samples that come with ecCodes."""
+    eccodes = pytest.importorskip("eccodes")
+    handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_320_grib2")
+    lengths = eccodes.codes_get_array(handle, "pl")
+    eccodes.codes_release(handle)
+    return cell_stores.gaussian([int(length) for length in lengths])
+
+
+# Cells, rows and longest row, as ECMWF and the HEALPix papers give them.
+GRIDS = {
+    "O96": (lambda: cell_stores.octahedral(96), (40320, 192, 400)),
+    "N320": (n320, (542080, N320_ROWS, 1280)),
+    "HEALPix 1": (lambda: cell_stores.healpix(1), (12, 3, 4)),
+    "HEALPix 8": (lambda: cell_stores.healpix(8), (768, 31, 32)),
+    "HEALPix 64": (lambda: cell_stores.healpix(64), (49152, 255, 256)),
+}
+
+
+@pytest.fixture(params=GRIDS)
+def cells(request):
+    return GRIDS[request.param][0]()
+
+
+def rows_of(cells):
+    return CellRows(cells.latitudes, cells.longitudes, "a.zarr")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_sizes_of_known_grids(name):
+    make, (count, height, width) = GRIDS[name]
+    cells = make()
+    assert len(cells.latitudes) == count
+    grid = rows_of(cells).grid
+    assert grid.shape == (height, width)
+    assert np.array_equal(grid.latitude, cells.latitude)
+    assert np.array_equal(grid.longitude, np.arange(width) * 360 / width)
+
+
+@pytest.mark.parametrize("stored_as", ["f4", "f8"])
+@pytest.mark.parametrize("rising", [False, True])
+def test_rows_are_interpolated_as_by_numpy(cells, rising, stored_as):
+    values = np.random.default_rng(0).normal(size=(2, len(cells.latitudes))).astype("f4")
+    wanted = np.stack([cells.on_rows(field) for field in values])
+    order = np.arange(values.shape[1])
+    if rising:  # rows from the south, each still eastward
+        order = np.concatenate(np.split(order, np.cumsum(cells.lengths)[:-1])[::-1])
+    coordinates = (x[order].astype(stored_as) for x in (cells.latitudes, cells.longitudes))
+    rows = CellRows(*(x.astype(float) for x in coordinates), "a.zarr")
+    stored = values[:, order]
+    height = len(cells.latitude)
+    for band in (slice(0, height), slice(0, 1), slice(height // 3, height // 3 + 2)):
+        part = rows.cells(band)
+        found = rows.fields(stored[:, part], band)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, wanted[:, band], rtol=0, atol=2e-6)
+        # A rank reads the cells of its rows only.
+        assert part.stop - part.start == sum(cells.lengths[band])
+
+
+def test_constants_and_whole_rows_stay_bit_for_bit(cells):
+    rows, whole = rows_of(cells), slice(None)
+    constant = np.full((1, len(cells.latitudes)), 273.16, "f4")
+    assert np.unique(rows.fields(constant, whole)) == constant[0, :1]
+    values = np.random.default_rng(1).normal(size=len(cells.latitudes)).astype("f4")
+    values[::7] = -0.0
+    found = rows.fields(values, whole)
+    full = [
+        row
+        for row, (first, length) in enumerate(zip(cells.firsts, cells.lengths, strict=True))
+        if length == max(cells.lengths) and first == 0
+    ]
+    assert full
+    parts = np.split(values, np.cumsum(cells.lengths)[:-1])
+    assert all(found[row].tobytes() == parts[row].tobytes() for row in full)
+
+
+@pytest.mark.parametrize("cells", [cell_stores.octahedral(16), cell_stores.healpix(4)])
+def test_a_missing_cell_leaves_its_weight_to_the_other(cells):
+    values = np.random.default_rng(2).normal(size=len(cells.latitudes)).astype("f4")
+    values[np.random.default_rng(3).random(len(values)) < 0.3] = np.nan
+    found = rows_of(cells).fields(values, slice(None))
+    parts = np.split(values, np.cumsum(cells.lengths)[:-1])
+    width = max(cells.lengths)
+    for row, (first, part) in enumerate(zip(cells.firsts, parts, strict=True)):
+        for column in range(width):
+            place = (column * 360 / width - first) * len(part) / 360
+            near = round(place)
+            if abs(place - near) < 1e-9:
+                wanted = part[near % len(part)]
+            else:
+                west = int(np.floor(place))
+                pair = np.array([part[west % len(part)], part[(west + 1) % len(part)]])
+                weights = np.array([west + 1 - place, place - west]) * ~np.isnan(pair)
+                wanted = np.nan if not weights.any() else np.nansum(pair * weights) / weights.sum()
+            np.testing.assert_allclose(found[row, column], wanted, rtol=1e-5, atol=1e-6)
+
+
+def nested(nside=4):
+    """Cells in an order in which latitudes go back and forth, as in NESTED."""
+    cells = cell_stores.healpix(nside)
+    order = np.random.default_rng(0).permutation(len(cells.latitudes))
+    return cells.latitudes[order], cells.longitudes[order]
+
+
+def with_hole():
+    cells = cell_stores.octahedral(16)
+    return np.delete(cells.latitudes, 70), np.delete(cells.longitudes, 70)
+
+
+def westward():
+    cells = cell_stores.octahedral(16)
+    return cells.latitudes, -cells.longitudes
+
+
+def regional():
+    cells = cell_stores.octahedral(16)
+    north = cells.latitudes > 0
+    return cells.latitudes[north], cells.longitudes[north]
+
+
+BAD = {
+    "nested": (nested, "HEALPix in RING order: they go back from latitude"),
+    "hole": (with_hole, "the row at latitude 74.7445 has 27, not in equal steps eastward"),
+    "westward": (westward, "not in equal steps eastward round the globe"),
+    "NaN": (lambda: (regional()[0], regional()[1] * np.nan), "not in equal steps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_cells_without_whole_rows_are_one_line(case):
+    make, expected = BAD[case]
+    with pytest.raises(UserError) as caught:
+        CellRows(*make(), "a.zarr")
+    message = str(caught.value)
+    assert message.startswith("a.zarr: is on ")
+    assert expected in message
+    assert "\n" not in message
+
+
+FORMS = {
+    "anemoi": (cell_stores.anemoi, cell_stores.octahedral(16)),
+    "netCDF": (cell_stores.netcdf, cell_stores.octahedral(16)),
+    "zarr": (cell_stores.zarr, cell_stores.healpix(8)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stores_of_cells_are_read_as_rows(tmp_path, form):
+    write, cells = FORMS[form]
+    source = open_single_source(str(write(tmp_path, cells)))
+    assert source.grid == (len(cells.latitude), max(cells.lengths))
+    data = cell_stores.waves(cells)
+    channels = [Channel(name) for name in reversed(cell_stores.NAMES)]
+    for times in (slice(2, 3), slice(1, 9, 4), np.array([4, 1])):
+        for rows in (slice(0, source.grid[0]), slice(0, 1), slice(9, 20)):
+            found = source.read(channels, times, rows)
+            wanted = [
+                [cells.on_rows(field)[rows] for field in data[channel.variable].values[times]]
+                for channel in channels
+            ]
+            np.testing.assert_allclose(found, np.swapaxes(wanted, 0, 1), rtol=1e-6)
+
+
+def test_a_region_of_cells_is_refused(tmp_path):
+    data = cell_stores.waves(cell_stores.octahedral(16))
+    data.isel(values=data["latitude"].values > 0).to_netcdf(tmp_path / "north.nc")
+    with pytest.raises(UserError, match=r"north\.nc: latitude must cover the globe"):
+        open_single_source(str(tmp_path / "north.nc"))
+
+
+def test_reduced_grib_is_read_as_rows(tmp_path):
+    eccodes = pytest.importorskip("eccodes")
+    handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
+    cells = cell_stores.gaussian([int(x) for x in eccodes.codes_get_array(handle, "pl")])
+    fields = cell_stores.waves(cells)["2m_temperature"].values[:2]
+    for time, field in enumerate(fields):
+        keys = {"dataDate": 20000101, "dataTime": 600 * time, "shortName": "2t"}
+        keys |= {"typeOfLevel": "heightAboveGround", "level": 2, "bitsPerValue": 24}
+        for key, value in keys.items():
+            eccodes.codes_set(handle, key, value)
+        eccodes.codes_set_values(handle, field.astype(float))
+        with (tmp_path / "a.grib").open("ab") as file:
+            file.write(eccodes.codes_get_message(handle))
+    eccodes.codes_release(handle)
+    config = stores.config(tmp_path / "a.grib", static=[], forcing=[])
+    source = open_source(config)
+    np.testing.assert_allclose(source.latitude, cells.latitude, atol=1e-5)
+    found = source.read([Channel("2m_temperature")], slice(0, 2), slice(3, 40))[:, 0]
+    wanted = np.stack([cells.on_rows(field) for field in fields])[:, 3:40]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)

@@ -1,0 +1,167 @@
+"""Runs on reduced Gaussian grids and HEALPix, from inspection to scores."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests import commands
+from tests.data import cell_stores, stores
+from tests.data.cell_stores import NAMES, Cells
+
+ROOT = Path(__file__).parents[2]
+KEYS = (
+    "data=zarr", f"data.prognostic=[{','.join(NAMES)}]", "data.static=[]", "data.levels=null",
+    "data.forcing=[day_of_year_sin]", "data.batch_size=4", "model.channels=[8,16]",
+    "model.groups=4", "trainer.evaluate_hours=[6]", "trainer.dtype=float64", "device=cpu",
+    "data.dates.train=[2000-01-01,2000-01-07]", "data.dates.valid=[2000-01-08,2000-01-08]",
+    "data.dates.test=[2000-01-09,2000-01-10]",
+)  # fmt: skip
+CASES: dict[str, tuple[Callable[[Path, Cells], Path], Cells]] = {
+    "O16 anemoi": (cell_stores.anemoi, cell_stores.octahedral(16)),
+    "O16 netCDF": (cell_stores.netcdf, cell_stores.octahedral(16)),
+    "HEALPix zarr": (cell_stores.zarr, cell_stores.healpix(8)),
+}
+
+
+class Run(NamedTuple):
+    """A folder with the store, runs on one and two ranks, and a forecast."""
+
+    folder: Path
+    store: Path
+    cells: Cells
+
+    def command(self, *words: str) -> str:
+        """Run a command, which has to succeed, and return what it printed."""
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run(self, *words: str):
+        environment = {
+            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        return commands.run(words, self.folder, environment)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
+
+    def rows(self, name: str) -> np.ndarray:
+        """Return a variable at all times on rows, by numpy's interpolation."""
+        fields = cell_stores.waves(self.cells)[name].values
+        return np.stack([self.cells.on_rows(field) for field in fields]).astype("f4").astype(float)
+
+    def areas(self) -> np.ndarray:
+        """Return the area of each row between the latitudes halfway to its neighbours."""
+        latitude = self.cells.latitude
+        edges = np.array([90, *(latitude[1:] + latitude[:-1]) / 2, -90])
+        return -np.diff(np.sin(np.deg2rad(edges))) / 2
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, marks=() if case == "O16 anemoi" else pytest.mark.slow) for case in CASES
+    ],
+)
+def trained(request, tmp_path_factory) -> Run:
+    write, cells = CASES[request.param]
+    folder = tmp_path_factory.mktemp("cells")
+    made = Run(folder, write(folder, cells), cells)
+    for ranks in (1, 2):
+        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
+        made.command(*made.training, *keys)
+    words = ("checkpoint=run2", "init=2000-01-08/2000-01-09/12h", "lead=24h", "parallel.domain=2")
+    made.command("credit-dp", "forecast", *words, "out=forecast.zarr")
+    return made
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "metrics.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_inspection_and_check_have_the_grid_of_rows(trained):
+    height, width = len(trained.cells.latitude), max(trained.cells.lengths)
+    text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
+    assert f"grid    {height} x {width} without rows on the poles" in text
+    text = trained.command(*trained.training, "--check")
+    assert f"{height}" in text
+    assert f"{width}" in text
+
+
+def test_two_ranks_have_the_log_of_one(trained):
+    one = losses(trained.folder / "run1")
+    assert losses(trained.folder / "run2") == pytest.approx(one, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_three_ranks_have_the_log_of_one(trained):
+    trained.command(*trained.training, "run.dir=run3", "parallel.domain=3", "trainer.steps=4")
+    one = losses(trained.folder / "run1")
+    assert losses(trained.folder / "run3") == pytest.approx(one, rel=1e-10)
+
+
+def test_statistics_are_those_of_the_rows(trained):
+    [state] = sorted(trained.folder.glob("run1/**/state.json"))[-1:]
+    found = json.loads(state.read_text())["data"]["statistics"]
+    for index, name in enumerate(NAMES):
+        fields = trained.rows(name)[:28]  # seven days of training
+        mean = np.average(fields.mean(axis=(0, 2)), weights=trained.areas())
+        square = np.average(((fields - mean) ** 2).mean(axis=(0, 2)), weights=trained.areas())
+        assert found["mean"][index] == pytest.approx(mean, rel=1e-6)
+        assert found["std"][index] == pytest.approx(np.sqrt(square), rel=1e-5)
+
+
+def test_a_run_resumes_on_another_mesh(trained):
+    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
+    trained.command(*trained.training, *keys)
+    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
+    resumed, straight = (losses(trained.folder / name)[-1] for name in ("longer", "straight"))
+    assert resumed == pytest.approx(straight, rel=1e-10)
+
+
+def test_scores_are_those_of_numpy(trained):
+    keys = (f"truth={trained.store}", "out=scores")
+    trained.command("credit-dp", "evaluate", "forecast=forecast.zarr", *keys)
+    scores = json.loads((trained.folder / "scores/scores.json").read_text())["scores"]
+    forecast = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    np.testing.assert_array_equal(forecast["latitude"], trained.cells.latitude)
+    assert forecast.sizes["longitude"] == max(trained.cells.lengths)
+    day = np.timedelta64(24, "h")
+    valid = np.searchsorted(stores.times(cell_stores.STEPS), forecast["time"].values + day)
+    for name in NAMES:
+        fields = forecast[name].sel(prediction_timedelta=day)
+        fields = fields.transpose("time", "latitude", "longitude").values.astype(float)
+        square = ((fields - trained.rows(name)[valid]) ** 2).mean(axis=(0, 2))
+        rmse = np.sqrt(np.average(square, weights=trained.areas()))
+        assert scores[name]["rmse"]["24h"]["forecast"] == pytest.approx(rmse, rel=1e-5)
+
+
+def test_a_forecast_starts_from_a_file_of_cells(trained):
+    state = cell_stores.waves(trained.cells).sel(time=slice("2000-01-09T00", "2000-01-09T00"))
+    state.to_netcdf(trained.folder / "state.nc")
+    words = ("checkpoint=run2", "init_file=state.nc", "lead=24h", "out=from_file.zarr")
+    trained.command("credit-dp", "forecast", *words)
+    of_store, of_file = (
+        xr.open_zarr(trained.folder / name, decode_timedelta=True)
+        for name in ("forecast.zarr", "from_file.zarr")
+    )
+    for name in NAMES:
+        np.testing.assert_allclose(of_file[name], of_store[name].isel(time=[-1]), rtol=1e-6)
+
+
+def test_other_cells_are_one_line(trained, tmp_path):
+    store = cell_stores.anemoi(tmp_path, cell_stores.octahedral(17))
+    done = trained.run(*trained.training, f"data.store={store}", "run.dir=other", "resume=run1")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    shape = f"{len(trained.cells.latitude)}x{max(trained.cells.lengths)}"
+    assert f"resume: the checkpoint was trained with data.grid={shape}" in line

@@ -283,12 +283,24 @@ class _Normalise(torch.autograd.Function):
             return grad_x, grad_weight, grad_bias, *(None,) * 5
         standard = _standardise(reduction.by_group(x), mean, rstd)
         # Gradients of parameters are this band's share; the trainer sums them over the domain.
+        product = by_group * standard
         if needs_weight:
-            grad_weight = _summed_to(by_group * standard, weight.shape, shape).to(weight.dtype)
+            grad_weight = _summed_to(product, weight.shape, shape).to(weight.dtype)
         if needs_x:  # the same on every rank, as the input's gradient is a collective
-            scaled = by_group if weight is None else by_group * _reshaped(weight, shape)
-            grad_x = _gradient_through_moments(scaled, standard, mean is not None, reduction)
-            grad_x = reduction.ungroup(grad_x.mul_(rstd)).to(x.dtype)
+            scaled, scale = by_group, rstd
+            if weight is not None:
+                weight = _reshaped(weight, shape)
+                # A weight that is the same in all entries of a moment may be multiplied last.
+                both = torch.broadcast_shapes(weight.shape, rstd.shape)  # type: ignore[no-untyped-call]
+                if both == rstd.shape:
+                    scale = rstd * weight
+                else:
+                    scaled = by_group * weight
+                    product = scaled * standard
+            grad_x = _gradient_through_moments(
+                scaled, standard, product, mean is not None, reduction
+            )
+            grad_x = reduction.ungroup(grad_x.mul_(scale)).to(x.dtype)
         return grad_x, grad_weight, grad_bias, *(None,) * 5
 
 
@@ -327,15 +339,14 @@ def _standardise(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def _gradient_through_moments(
-    scaled: Tensor, standard: Tensor, centred: bool, reduction: GlobalReduction
+    scaled: Tensor, standard: Tensor, product: Tensor, centred: bool, reduction: GlobalReduction
 ) -> Tensor:
     """Return the gradient of the standardised output, projected for the moments; a collective.
 
     With `g` the scaled gradient and `s` the standardised input, both over N entries of the globe:
     `g - s * sum(g * s) / N - sum(g) / N`, the last term only if the mean was subtracted. The sums
-    cover all bands.
+    cover all bands. `product` is `g * s`, and is overwritten.
     """
-    product = scaled * standard
     # One all-reduce for both sums.
     parts = [product.sum(reduction.dims, True)]
     if centred:

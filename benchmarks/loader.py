@@ -4,14 +4,15 @@ Reads a prepared store from the system's cache. First it compares the throughput
 one thread with other ways to read the same numbers; the fastest round counts. Then it measures the
 bytes per second of one rank with two threads, compares the check of limits with a search for
 missing values only, and measures the share of time that training of the tiny U-Net waits for data.
-Last it reads the same store with zarr and tensorstore, which check no values and don't normalise.
+Then it reads the same store with zarr and tensorstore, which check no values and don't normalise.
+Last it reads datasets of anemoi on O96, whose rows are interpolated, and on a regular grid.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -274,6 +275,7 @@ def rows(codec: str = "none") -> list[Row]:
                 Row(what, "looking for missing values alone", 1 / cost, 0.98, at_least=True)
             )
         made += reader_rows(Path(folder), GRIDS[-1])
+        made += cells_rows(Path(folder))
         for ranks in (1, 2):
             share = max(on_pinned_ranks(waiting, configs[GRIDS[0]], GRIDS[0], ranks=ranks))
             what = f"unet_tiny at {GRIDS[0][0]}x{GRIDS[0][1]}, {ranks} ranks: wait for data"
@@ -323,6 +325,51 @@ def reader_rows(folder: Path, grid: tuple[int, int]) -> list[Row]:
             cost = f"{processor:.2f} s/GB of processor time"
             made.append(Row(what, cost, 1 / clock, None, unit="GB/s"))
     return made
+
+
+def cells_rows(folder: Path) -> list[Row]:
+    """Return what reading datasets on O96 and on a regular grid as large costs."""
+    made = []
+    north = [20 + 4 * row for row in range(96)]
+    for name, lengths in (("O96", north + north[::-1]), ("a regular grid", [400] * 192)):
+        config = write_cells(folder / f"{name}.zarr", lengths)
+        processor, clock = on_pinned_ranks(
+            processor_and_clock, config, (192, 400), "loader", ranks=1
+        )[0]
+        what = f"loader reads a dataset of anemoi on {name} as 192x400"
+        cost = f"{processor:.2f} s/GB of processor time"
+        made.append(Row(what, cost, 1 / clock, None, unit="GB/s"))
+    return made
+
+
+def write_cells(path: Path, lengths: Sequence[int]) -> DataConfig:
+    """Write a dataset of anemoi of smooth fields, on rows of so many cells."""
+    latitude = np.degrees(np.arcsin(np.polynomial.legendre.leggauss(len(lengths))[0]))[::-1]
+    names = [channel.name for channel in SURFACE]
+    fields = np.cumsum(
+        np.random.default_rng(0).normal(size=(TIMES, CHANNELS, 1, sum(lengths))), axis=-1
+    )
+    start = np.datetime64("2000-01-01T00", "s")
+    group = zarr.create_group(path, zarr_format=2, attributes={"variables": names})
+    for name, values in (
+        ("data", fields.astype(np.float32)),
+        ("dates", start + np.timedelta64(6, "h") * np.arange(TIMES)),
+        ("latitudes", np.repeat(latitude, lengths)),
+        ("longitudes", np.concatenate([np.arange(count) * 360 / count for count in lengths])),
+    ):
+        chunks = (1, *values.shape[1:]) if name == "data" else values.shape
+        options = {"shape": values.shape, "dtype": values.dtype, "chunks": chunks}
+        group.create_array(name, compressors=None, **options)[...] = values
+    dates = [str(start), str(start + np.timedelta64(6, "h") * (TIMES - 1))]
+    return DataConfig(
+        name="anemoi",
+        store=str(path),
+        cache=str(path.parent / f"cache of {path.stem}"),
+        prognostic=names,
+        batch_size=1,
+        workers=1,
+        dates=DatesConfig(train=dates, valid=dates, test=dates),
+    )
 
 
 if __name__ == "__main__":

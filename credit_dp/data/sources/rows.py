@@ -119,14 +119,22 @@ class CellRows:
         share = (position - west).astype(np.float32)
         west = west.astype(np.intp)
         east = np.where(share > 0, west + 1, west)
-        left, right = values[..., begin + west % lengths], values[..., begin + east % lengths]
+        left: Fields
+        right: Fields
+        left, right = (
+            np.take(values, begin + cell % lengths, axis=-1, mode="clip") for cell in (west, east)
+        )
         if np.isnan(values).any():
             left, right = (
                 np.where(np.isnan(left), right, left),
                 np.where(np.isnan(right), left, right),
             )
         # In this form a constant remains what it is.
-        return np.where(share > 0, left + share * (right - left), left)
+        right -= left
+        right *= share
+        right += left
+        np.copyto(right, left, where=share == 0)
+        return right
 
     def _stored_rows(self, rows: slice) -> tuple[int, int]:
         height = self.grid.shape[0]

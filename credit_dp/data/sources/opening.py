@@ -30,6 +30,7 @@ from credit_dp.data.sources.gridded import GriddedSource, is_netcdf
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.source import Source, describe_sums, with_model_levels
 from credit_dp.data.sources.storage import open_zarr_store
+from credit_dp.data.sources.virtual import is_reference
 from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, canonical_name
@@ -259,7 +260,7 @@ def _check_groups(groups: Sequence[Sequence[Source]], pattern: str) -> None:
 
 def _open_group(where: str) -> zarr.Group:
     """Open the zarr group at a path or address."""
-    if not is_remote(where) and local_path(where).is_file():
+    if not is_remote(where) and local_path(where).is_file() and not is_reference(where):
         raise UserError(
             f"{where}: is a file, but neither GRIB nor a netCDF file by its name (.nc). Set "
             "data.store to a zarr store or to such a file."

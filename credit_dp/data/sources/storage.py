@@ -29,13 +29,14 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, final
+from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, cast, final
 
 import google_crc32c
 import numcodecs
 import numpy as np
 import zarr
 import zarr.core.sync
+from fsspec.spec import AbstractFileSystem
 from zarr.abc.codec import BytesBytesCodec
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
@@ -53,6 +54,14 @@ from credit_dp.data.sources.address import (
     redact_secrets,
     storage_options,
     zarr_open_error,
+)
+from credit_dp.data.sources.virtual import (
+    ReferenceStore,
+    is_icechunk,
+    is_reference,
+    open_icechunk,
+    open_references,
+    snapshot_id,
 )
 from credit_dp.errors import UserError
 
@@ -187,6 +196,10 @@ def open_zarr_store(where: str) -> CountingStore:
         UserError: the path does not exist, or the address can't be used.
     """
     check_address(where)
+    if is_icechunk(where):
+        return CountingStore(open_icechunk(where))
+    if is_reference(where):
+        return CountingStore(open_references(where))
     if is_remote(where):
         filesystem(where)  # raises a UserError for an unknown protocol or a missing package
         return CountingStore(
@@ -276,8 +289,11 @@ def resolved_address(where: str) -> str:
 def version_stamp(where: str | Path) -> str:
     """Return a text that changes when a store is rewritten: its root metadata and their ages.
 
-    For a single file, such as netCDF, it is its size and age.
+    For a single file, such as netCDF, it is its size and age; for an Icechunk repository, the
+    number of the snapshot.
     """
+    if is_icechunk(str(where)):
+        return snapshot_id(str(where))
     if isinstance(where, str) and is_remote(where):
         return _remote_version_stamp(where)
     path = local_path(str(where))
@@ -302,7 +318,8 @@ def content_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
     Raises:
         UserError: the store can't be read or reached.
     """
-    if not is_remote(where) and local_path(where).is_file():
+    is_file = not is_remote(where) and local_path(where).is_file()
+    if is_icechunk(where) or (is_file and not is_reference(where)):
         return version_stamp(where)
     # The arrays' own metadata, unless each would cost a round trip.
     consolidated = None if is_remote(where) else False
@@ -318,7 +335,14 @@ def content_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
             if isinstance(array, zarr.Array)
             for key in _sampled_keys(array, sample)
         ]
-        stamps = _remote_stamps(where, keys) if is_remote(where) else _local_stamps(where, keys)
+        stamps: list[Any]
+        if is_reference(where):
+            stamps = _remote_stamps(_targets(store, keys))
+        elif is_remote(where):
+            system, root = filesystem(where)
+            stamps = _remote_stamps({key: (system, f"{root.rstrip('/')}/{key}") for key in keys})
+        else:
+            stamps = _local_stamps(where, keys)
     except UserError:
         raise
     except Exception as error:
@@ -348,26 +372,38 @@ def _local_stamps(where: str, keys: Sequence[str]) -> list[tuple[str, int, int]]
     return stamps
 
 
-def _remote_stamps(where: str, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return keys and what the server says about those files: size, checksum, age."""
-    system, root = filesystem(where)
+def _targets(
+    store: CountingStore, keys: Sequence[str]
+) -> dict[str, tuple[AbstractFileSystem, str]]:
+    """Return the files that kerchunk's references name for some keys, by their addresses."""
+    references = cast(ReferenceStore, store._store)
+    addresses = sorted({address for key in keys if (address := references.target(key))})
+    return {address: filesystem(address) for address in addresses}
+
+
+def _remote_stamps(
+    files: Mapping[str, tuple[AbstractFileSystem, str]],
+) -> list[tuple[str, list[str]]]:
+    """Return keys and what the server says about their files: size, checksum, age."""
 
     def stamp(key: str) -> tuple[str, list[str]]:
+        system, path = files[key]
         try:
-            status = system.info(f"{root.rstrip('/')}/{key}")
+            status = system.info(path)
         # Without the right to list a bucket, an absent file is a forbidden one.
         except (FileNotFoundError, PermissionError):
             return key, []
         return key, [str(status[name]) for name in STATUS if name in status]
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-        return list(pool.map(stamp, keys))
+        return list(pool.map(stamp, files))
 
 
 def _remote_version_stamp(where: str) -> str:
     """Return the root metadata without ages, which not every server knows."""
     system, root = filesystem(where)
     paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
+    paths |= {root: ""} if is_reference(where) and where.endswith(".json") else {}
     contents = system.cat(list(paths), on_error="omit")
     return "\n".join(
         f"{paths[path]} {contents[path].decode()}" for path in paths if path in contents

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tests.data import anemoi_stores, prepared_stores
+from tests.data import anemoi_stores, prepared_stores, virtual_stores
 
 START = np.datetime64("2019-12-28", "ns")
 STEP = np.timedelta64(6, "h")
@@ -214,6 +214,31 @@ def _prepared(data: xr.Dataset, folder: Path) -> list[str]:
     return [str(prepared_stores.write(data, folder / "prepared.zarr"))]
 
 
+def _icechunk(data: xr.Dataset, folder: Path) -> list[str]:
+    """Its own chunks, committed in two steps to a branch that is not the default one."""
+    repository = virtual_stores.repository(folder / "era5")
+    repository.create_branch("analysis", repository.lookup_branch("main"))
+    for part, options in ((slice(0, 15), {}), (slice(15, None), {"append_dim": "time"})):
+        session = repository.writable_session("analysis")
+        times = data.isel(time=part)
+        times = times.drop_vars(STATICS) if options else times
+        times.to_zarr(session.store, consolidated=False, **options)
+        session.commit("More times")
+    return [f"{folder}/era5@branch.analysis"]
+
+
+def _kerchunk(data: xr.Dataset, folder: Path) -> list[str]:
+    return [str(virtual_stores.write_json(data, folder))]
+
+
+def _kerchunk_parquet(data: xr.Dataset, folder: Path) -> list[str]:
+    return [str(virtual_stores.write_parquet(data, folder))]
+
+
+def _virtual_icechunk(data: xr.Dataset, folder: Path) -> list[str]:
+    return [str(virtual_stores.write_icechunk(data, folder))]
+
+
 FORMS: Mapping[str, Callable[[xr.Dataset, Path], list[str]]] = {
     "weatherbench2": _weatherbench,
     "arco": _arco,
@@ -225,5 +250,11 @@ FORMS: Mapping[str, Callable[[xr.Dataset, Path], list[str]]] = {
     "without levels": _flat,
     "anemoi": _anemoi,
     "prepared": _prepared,
+    "icechunk": _icechunk,
+    "kerchunk": _kerchunk,
+    "kerchunk, parquet": _kerchunk_parquet,
+    "icechunk, virtual": _virtual_icechunk,
 }
 PACKED = ("cds before 2024",)
+VERSIONED = ("icechunk", "icechunk, virtual", "kerchunk", "kerchunk, parquet")
+WITH_NAMES_OF_ERA5 = ("weatherbench2", "arco", "anemoi", "prepared", *VERSIONED)

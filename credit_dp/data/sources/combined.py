@@ -279,7 +279,7 @@ class JoinedSource(Source):
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """See `Source`; those of the store that the variable is read from."""
-        bounds = np.full((len(self.times), 2), np.datetime64("NaT"), dtype=self.times.dtype)
+        bounds = np.full((len(self.times), 2), np.datetime64("NaT", "ns"), dtype=self.times.dtype)
         owner = self._sources[self._owners[variable]]
         bounds[self.has_times(variable)] = owner.sum_bounds(variable, stated)
         return bounds

@@ -161,7 +161,9 @@ def _credentials(prefix: str) -> Any:
         return from_env if has_credentials else icechunk.s3_anonymous_credentials()
     if prefix.startswith("gs://") and has_credentials:
         return icechunk.gcs_from_env_credentials()
-    return None
+    # Icechunk 2 has a word for each way to need none, instead of None.
+    ways = {"file": "LocalFileSystemAccess", "http": "HttpAccess", "https": "HttpAccess"}
+    return getattr(icechunk.credentials, ways.get(urlsplit(prefix).scheme, ""), None)
 
 
 @final

@@ -214,7 +214,7 @@ def broadcast_tensors(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Tensors that are expanded to their common shape."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))  # type: ignore[no-untyped-call]
-    return [x.expand(shape) for x in tensors]
+    return [x if x.shape == shape else x.expand(shape) for x in tensors]
 
 
 @rule_for("meshgrid")

@@ -22,6 +22,7 @@ from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.filling import lay_out
 from credit_dp.domain_parallel.view.memory import (
     arguments_of_write,
+    as_argument,
     is_assigned_to_itself,
     note_views,
     writing,
@@ -263,7 +264,7 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not args or not is_in_place(func, kwargs):
         tensors = global_tensors((args, kwargs))
         orders = [x.view_.lost_orders for x in tensors[:1]]
-        results = _compute(func, args, kwargs)
+        results = as_argument(func, _compute(func, args, kwargs), args)
         if orders != [x.view_.lost_orders for x in tensors[:1]] or any(
             x.has_lost_order for x in tensors
         ):
@@ -440,7 +441,7 @@ def _cut_again(x: Any, bands: Sequence[GlobalTensor]) -> Any:
     Where rows are in the result is not known, and need not be: a tensor may be cut along any
     dimension, as its layout says which. A dimension as large as the rows are is the likeliest one.
     """
-    if type(x) is not GlobalTensor:
+    if type(x) is not GlobalTensor or x.rows is not None:
         return x
     for band in bands:
         layout = layout_of(band)
@@ -450,7 +451,7 @@ def _cut_again(x: Any, bands: Sequence[GlobalTensor]) -> Any:
             near = min(candidates, key=lambda d: (d != layout.dim, d - x.ndim != from_end))
             layout = layout.at(near)
             part = GlobalTensor(cut(x.local, layout, x.view_), layout, x.view_)
-            part.has_order = x.has_order
+            part.has_order, part.is_view = x.has_order, x.is_view
             return part
     return x
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.view.tensor import (
+    WITHOUT_GAPS,
     GlobalTensor,
     Layout,
     Link,
@@ -61,8 +62,6 @@ RESHAPES = (
 PERMUTATIONS = (
     "permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims",
 )  # fmt: skip
-# Those of `RESHAPES` whose results have no gaps, and so never an entry of memory twice.
-WITHOUT_GAPS = ("contiguous", "ravel")
 SPLITS = ("chunk", "split", "tensor_split", "split_with_sizes")
 
 
@@ -139,6 +138,28 @@ Path = tuple[ViewStep, ...]
 # ---------------------------------------------------------------- noting views
 
 
+def as_argument(func: Any, results: Any, args: tuple[Any, ...]) -> Any:
+    """Return the first argument if a function has returned it as it is, otherwise the results.
+
+    Hooks, `autograd.grad` and `is` know it, as on one process.
+    """
+    source = args[0] if args else None
+    if type(results) is GlobalTensor and type(source) is GlobalTensor and func not in VIEWS:
+        is_same = results.rows == source.rows and results.local is source.local
+        return source if is_same else results
+    return results
+
+
+def is_certain_copy(x: GlobalTensor) -> bool:
+    """Return whether `contiguous` copies on one process; False if that is not certain."""
+    if not x.path or x.memory is None:
+        return False
+    part = torch.empty(x.memory.base.shape, dtype=x.dtype, device="meta")
+    for step in x.path:
+        part = step.apply(part)
+    return not part.is_contiguous()
+
+
 def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note which results of a function share memory with its first argument on one process."""
     source = args[0] if args else None
@@ -153,7 +174,7 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
             continue
         if x.memory is not None and x.memory is source.memory:  # an inner call has noted it
             continue
-        if func not in VIEWS and not shares_storage(x, source):
+        if func not in VIEWS and not (x.is_view or shares_storage(x, source)):
             continue
         step = view_step(func, args, kwargs, None if is_one else i)
         step = step._replace(grows=math.prod(x.shape) > math.prod(source.shape))

@@ -23,6 +23,7 @@ from credit_dp.domain_parallel.view.function_rules import (
     require_whole,
     rule_for,
 )
+from credit_dp.domain_parallel.view.memory import is_certain_copy
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
@@ -65,6 +66,8 @@ POINTWISE = (
     "__floordiv__", "__rdiv__", "__div__", "__rfloordiv__", "__rand__", "__ror__", "__rxor__",
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__",
 )  # fmt: skip
+
+CONTIGUOUS = frozenset(functions_named("contiguous"))
 
 
 def common_layout(bands: Sequence[GlobalTensor]) -> Layout:
@@ -137,7 +140,10 @@ def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     layout = None if is_in_place(func, kwargs) else _layout_of_all(args, kwargs)
     if layout is not None:
         result = func(*map(local_of, args), **kwargs)
-        view = next(x.view_ for x in args if type(x) is GlobalTensor)
+        source = next(x for x in args if type(x) is GlobalTensor)
+        view = source.view_
+        if func in CONTIGUOUS and result is source.local and is_certain_copy(source):
+            result = result.view_as(result)  # another tensor for autograd
         return GlobalTensor(result, layout, view) if isinstance(result, Tensor) else result
     bands = bands_of((args, kwargs))
     view = bands[0].view_

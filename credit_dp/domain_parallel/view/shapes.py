@@ -280,6 +280,8 @@ def flatten(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = defaults | bind(("input", "start_dim", "end_dim"), args, kwargs)
     x = arguments["input"]
     start, end = arguments["start_dim"] % x.ndim, arguments["end_dim"] % x.ndim
+    if start == end:
+        return x
     return reshape_to(x, (*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :]))
 
 

@@ -305,6 +305,7 @@ class GlobalTensor(torch.Tensor):
         is_created: whether the model has made it, to fill it: see `filling`.
         set_aside: its part, while it is not known whether it was changed with another tensor.
         read_outdated: computes the part of a tensor that was changed with another one.
+        is_view: whether a function that ran whole returned it as a view of its argument.
         has_order: whether dimensions are in memory in the order that they have on one process, as
             far as is known: rows that were moved or gathered, and what runs whole, may differ.
         has_lost_order: whether results of functions of it may have their dimensions in another
@@ -326,6 +327,7 @@ class GlobalTensor(torch.Tensor):
     is_created: bool = False
     set_aside: Tensor | None = None
     read_outdated: ClassVar[Callable[[GlobalTensor], Tensor]]
+    is_view: bool = False
     has_order: bool = True
     has_lost_order: bool = False
     hooks: object
@@ -740,6 +742,11 @@ def note_whole_call(
     return nullcontext() if view.recorder is None else view.recorder.whole_call(name, tensors)
 
 
+# Reshapes whose results have no gaps, and so never an entry of memory twice. Whether they return
+# their argument depends on the order of its entries, which may be another one on one process.
+WITHOUT_GAPS = ("contiguous", "ravel")
+
+
 def call_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function as on one process: on gathered tensors, with the result on every rank."""
     tensors = global_tensors((args, kwargs))
@@ -761,11 +768,19 @@ def call_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 f"{name}: changes its arguments in place, which can't be done where rows are "
                 "sharded. Use a function that returns new tensors."
             )
-        results = wrap(results, None, view)
         has_order = all(x.rows is None and x.has_order for x in tensors)
-        for x in global_tensors(results):
+        is_certain = name not in WITHOUT_GAPS
+        arguments = {id(gathered[id(x)]): x for x in tensors} if is_certain else {}
+
+        def show_result(y: Any) -> Any:
+            if id(y) in arguments or not isinstance(y, Tensor):
+                return arguments.get(id(y), y)  # a function may return its argument as it is
+            x = GlobalTensor(y, None, view)
             x.has_order = has_order
-        return results
+            x.is_view = any(is_alias(y, copy) for copy in copies)
+            return x
+
+        return map_values(show_result, results)
 
 
 def _version(x: Tensor) -> int:

@@ -829,3 +829,73 @@ def test_rows_move_once_to_where_they_are_changed_and_once_back():
     both = on_threads(3, _messages, _of_rows_and_back)
     assert sum(n for n, _ in both) == 2 * sum(n for n, _ in there) > 0
     assert all(not whole for _, whole in both)
+
+
+# Functions that return their argument as it is.
+AS_IT_IS = {
+    "flatten one dimension": lambda x: x.flatten(1, 1),
+    "sum_to_size": lambda x: x.sum_to_size(x.shape),
+    "atleast_1d": torch.atleast_1d,
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x)[1],
+    "double": lambda x: x.double(),
+    "dropout": lambda x: F.dropout(x, 0.5, False),
+    "real": lambda x: x.real,
+    "plus": lambda x: +x,
+}
+# The same, a view, or a copy: of a field and of a part of its rows.
+SAME_OR_NOT = AS_IT_IS | {
+    "contiguous": lambda x: x.contiguous(),
+    "reshape": lambda x: x.reshape(x.shape),
+    "alias": torch.ops.aten.alias,
+    "clone": torch.clone,
+}
+
+
+def hook_of_result(function):
+    def run(model, x):
+        y = function(x)
+        y.register_hook(lambda grad: 1.5 * grad)
+        return y * 2, x * 3
+
+    return run
+
+
+def gradient_of_result(function):
+    def run(model, x):
+        y = function(x)
+        return torch.autograd.grad((y**3).sum() + x.sin().sum(), y, create_graph=True)[0] * 2
+
+    return run
+
+
+def write_to_result(function):
+    def run(model, x):
+        x = x * 1
+        y = function(x)
+        y.mul_(2)
+        return y * 1, x * 1
+
+    return run
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["field", "rows"])
+@pytest.mark.parametrize("use", [hook_of_result, gradient_of_result, write_to_result])
+@pytest.mark.parametrize("name", SAME_OR_NOT)
+def test_results_are_the_argument_where_they_are_on_one_process(name, use, is_part):
+    run = use(SAME_OR_NOT[name])
+    check(
+        (lambda model, x: run(model, x[:, :, 1:8])) if is_part else run,
+        (2, CHANNELS, 13, COLUMNS),
+        3,
+        whole=None,
+    )
+
+
+@pytest.mark.parametrize("name", AS_IT_IS)
+def test_a_field_that_is_returned_as_it_is_is_the_same(name):
+    check(
+        lambda model, x: x * (2.0 if AS_IT_IS[name](x) is x else 3.0),
+        (2, CHANNELS, 13, COLUMNS),
+        3,
+        whole=None,
+    )

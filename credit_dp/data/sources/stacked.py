@@ -109,8 +109,9 @@ def read_array(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
 
 def coordinate_dataset(source: Source) -> xr.Dataset:
     """Return the coordinates of a source as the dataset that `check_coordinates` needs."""
+    times = source.calendar.dates(source.times)
     return xr.Dataset(
-        coords={"time": source.times, "latitude": source.latitude, "longitude": source.longitude}
+        coords={"time": times, "latitude": source.latitude, "longitude": source.longitude}
     )
 
 

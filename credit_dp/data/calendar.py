@@ -1,9 +1,9 @@
 """Calendars: the standard one, and those of climate models, such as noleap and 360_day.
 
 Inside the package a time is a datetime64 that counts the time since 1970-01-01 of its store's
-calendar, so that differences, steps and the order of times are right in every calendar. A
-`Calendar` is asked wherever a time becomes text, a year, a month or a day, and the other way round.
-In the standard calendar that is numpy's own reading of a datetime64; of any other it is cftime's.
+calendar, so that differences, steps and the order of times are right in every calendar. Texts,
+years, months and days of times come from their `Calendar`: in the standard one they are numpy's own
+reading of a datetime64, in any other cftime's.
 """
 
 import re

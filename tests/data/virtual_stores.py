@@ -4,7 +4,6 @@ import json
 import warnings
 from pathlib import Path
 
-import pytest
 import xarray as xr
 
 
@@ -31,7 +30,6 @@ def write_netcdf(data: xr.Dataset, path: Path) -> Path:
 
 def references(data: xr.Dataset, folder: Path) -> dict:
     """Write a netCDF file, and return kerchunk's references to it."""
-    pytest.importorskip("h5py")
     from kerchunk.hdf import SingleHdf5ToZarr
 
     path = write_netcdf(data, folder / "era5.nc")
@@ -45,8 +43,6 @@ def write_json(data: xr.Dataset, folder: Path) -> Path:
 
 
 def write_parquet(data: xr.Dataset, folder: Path) -> Path:
-    pytest.importorskip("fastparquet")
-    pytest.importorskip("pyarrow")
     from kerchunk.df import refs_to_dataframe
 
     path = folder / "era5.parq"
@@ -59,7 +55,6 @@ def write_parquet(data: xr.Dataset, folder: Path) -> Path:
 
 def write_icechunk(data: xr.Dataset, folder: Path) -> Path:
     """Write a netCDF file, and a repository with virtual chunks in it, as VirtualiZarr does."""
-    pytest.importorskip("h5py")
     import icechunk
     from obspec_utils.registry import ObjectStoreRegistry
     from obstore.store import LocalStore

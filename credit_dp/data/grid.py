@@ -1,9 +1,13 @@
-"""The grid of a globe: its text in a config, its rows, what two grids have in common, regions."""
+"""The grid of the globe or a region: its text in a config, its coordinates and the areas of cells.
+
+`Grid` is what readers, models and scores ask; `Region` selects points of it for scores.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +17,9 @@ from credit_dp.errors import UserError
 
 POLE = 90.0  # degrees
 FULL_CIRCLE = 360.0  # degrees
+
+Degrees = NDArray[np.float64]
+Field = NDArray[np.float64]
 
 
 def parse_grid(text: str) -> tuple[int, int]:
@@ -48,30 +55,163 @@ def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
 
     Source: WeatherBench 2 (Rasp et al. 2024), section 3.2.
     """
-    area = np.abs(np.diff(np.sin(np.deg2rad(row_edges(latitude)))))
+    return area_weights(row_edges(latitude))
+
+
+def area_weights(edges: Degrees) -> Field:
+    """Return the areas between circles of latitude divided by their mean: `(H + 1,)` -> `(H,)`."""
+    area = np.abs(np.diff(np.sin(np.deg2rad(edges))))
     return np.asarray(area / area.mean(), dtype=np.float64)
+
+
+def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> Field:
+    """Return the areas of the cells of a grid with two-dimensional coordinates, divided by R^2.
+
+    A cell is the spherical quadrilateral between four corners. A corner is the mean of the four
+    centres around it; beyond the outermost rows and columns, centres are continued by parabolas in
+    space. On conformal projections areas are right to 1e-9 inside and 1e-5 at the edges, where
+    centres are 50 km apart, and to 1e-8 where they are 3 km apart; coordinates that are rounded to
+    float32 have more effect.
+
+    Needs three rows and three columns.
+
+    Shapes:
+        `(H, W)` degrees each -> `(H, W)`.
+
+    Source: Eriksson 1990, "On the measure of solid angles", for the areas of triangles.
+    """
+    phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
+    centres = np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+    for axis in (1, 2):
+        edges = np.take(centres, [0, 1, 2, -1, -2, -3], axis)
+        one, two, three, last, second, third = np.split(edges, 6, axis)
+        beyond = 3 * (one - two) + three, 3 * (last - second) + third
+        centres = np.concatenate([beyond[0], centres, beyond[1]], axis)
+    corners = centres[:, 1:, 1:] + centres[:, 1:, :-1] + centres[:, :-1, 1:] + centres[:, :-1, :-1]
+    corners /= np.linalg.norm(corners, axis=0)
+    north_west, north_east = corners[:, :-1, :-1], corners[:, :-1, 1:]
+    south_west, south_east = corners[:, 1:, :-1], corners[:, 1:, 1:]
+    halves = [(north_west, north_east, south_east), (north_west, south_east, south_west)]
+    return np.asarray(sum(_triangle_area(*half) for half in halves), dtype=np.float64)
+
+
+def _triangle_area(a: Field, b: Field, c: Field) -> Field:
+    """Return the signed areas of spherical triangles between unit vectors `(3, ...)`."""
+    # Differences of vectors instead of the vectors: cells of few kilometres keep their digits.
+    volume = (a * np.cross(b - a, c - a, axis=0)).sum(axis=0)
+    products = (a * b).sum(axis=0) + (b * c).sum(axis=0) + (c * a).sum(axis=0)
+    return np.asarray(2 * np.arctan2(volume, 1 + products), dtype=np.float64)
+
+
+class Axis(NamedTuple):
+    """A dim of rows or columns on a projection: its name, coordinate and attributes.
+
+    `values` are empty if the file has none.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    attributes: Mapping[str, Any]
+
+
+class Projection(NamedTuple):
+    """What a file says of the projection on which rows and columns are in equal steps.
+
+    Attributes:
+        name: of the CF variable `grid_mapping`; empty if the file has none.
+        attributes: of that variable.
+        rows, columns: the dims.
+    """
+
+    name: str
+    attributes: Mapping[str, Any]
+    rows: Axis
+    columns: Axis
+
+    def flipped(self) -> "Projection":
+        """Return the projection with its rows in the opposite order."""
+        return self._replace(rows=self.rows._replace(values=self.rows.values[::-1]))
 
 
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """Rows and columns that cover the globe: beyond the outermost rows are the poles.
+class Grid(tuple[int, int]):
+    """Rows and columns of cells; as a tuple, their numbers.
+
+    It covers the globe or a region. Beyond the outermost rows of the globe are the poles, and its
+    columns go round in a circle; beyond the edges of a region is nothing.
 
     Attributes:
-        latitude: `(H,)` degrees, strictly falling or strictly rising.
-        longitude: `(W,)` degrees, once round the globe in equal steps, from anywhere.
+        latitude: `(H,)` degrees, strictly falling or strictly rising, or `(H, W)` on a projection.
+        longitude: `(W,)` degrees in equal steps, from anywhere, or `(H, W)`.
+        projection: of a grid with two-dimensional coordinates, if it is known.
     """
 
-    latitude: NDArray[np.float64]
-    longitude: NDArray[np.float64]
+    latitude: Degrees
+    longitude: Degrees
+    projection: Projection | None
+
+    def __new__(
+        cls, latitude: Degrees, longitude: Degrees, projection: Projection | None = None
+    ) -> Self:
+        """Return the grid of coordinates."""
+        grid = super().__new__(cls, (len(latitude), longitude.shape[-1]))
+        grid.latitude, grid.longitude = latitude, longitude
+        grid.projection = projection
+        return grid
+
+    def __getnewargs__(self) -> tuple[Degrees, Degrees, Projection | None]:
+        """Return the arguments that a copy is made with."""
+        return self.latitude, self.longitude, self.projection
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns."""
-        return len(self.latitude), len(self.longitude)
+        """The numbers of rows and columns, as a plain tuple."""
+        return self[0], self[1]
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether coordinates are two-dimensional."""
+        return self.latitude.ndim == 2
+
+    @cached_property
+    def is_global(self) -> bool:
+        """Whether the grid reaches from pole to pole and once round the globe."""
+        return not (self.is_projected or self._problem_of_rows() or self._problem_of_columns())
+
+    @cached_property
+    def weights(self) -> Field:
+        """The areas of the cells divided by their mean: `(H,)`, or `(H, W)` on a projection.
+
+        The outermost rows of a region extend as far outward as inward; for projections see
+        `cell_areas`.
+        """
+        if self.is_projected:
+            area = np.abs(cell_areas(self.latitude, self.longitude))
+            return np.asarray(area / area.mean(), dtype=np.float64)
+        return area_weights(self.row_edges)
+
+    @property
+    def row_edges(self) -> Degrees:
+        """The edges of rows of latitude, `(H + 1,)` degrees in the order of the rows."""
+        edges = row_edges(self.latitude)
+        if not self.is_global:
+            half = (self.latitude[1] - self.latitude[0]) / 2, np.diff(self.latitude[-2:])[0] / 2
+            edges[[0, -1]] = self.latitude[0] - half[0], self.latitude[-1] + half[1]
+        return np.clip(edges, -POLE, POLE)
+
+    @property
+    def rises(self) -> bool:
+        """Whether rows go from south to north."""
+        return bool(self.latitude[0].mean() < self.latitude[-1].mean())
+
+    def flipped(self) -> "Grid":
+        """Return the grid with its rows in the opposite order."""
+        longitude = self.longitude[::-1] if self.is_projected else self.longitude
+        projection = self.projection and self.projection.flipped()
+        return Grid(self.latitude[::-1], longitude, projection)
 
     def difference(
         self, other: "Grid", tolerance: float = COORDINATE_TOLERANCE
@@ -80,17 +220,21 @@ class Grid:
 
         Longitudes 360 degrees apart are the same, but columns have to begin at the same one.
         """
-        if self.shape != other.shape:
-            shapes = ["x".join(map(str, grid.shape)) for grid in (self, other)]
-            return f"a grid of {shapes[0]}", shapes[1]
+        if self != other or self.is_projected != other.is_projected:
+            texts = [
+                f"{'x'.join(map(str, grid))}{' of 2-D coordinates' if grid.is_projected else ''}"
+                for grid in (self, other)
+            ]
+            return f"a grid of {texts[0]}", texts[1]
         for name, period in (("latitude", np.inf), ("longitude", FULL_CIRCLE)):
             values, others = getattr(self, name), getattr(other, name)
             distance = np.abs(values - others)
             # `not <=` instead of `>`: NaN compares as False and has to differ, too.
-            far = np.flatnonzero(~(np.minimum(distance, np.abs(period - distance)) <= tolerance))
+            far = np.argwhere(~(np.minimum(distance, np.abs(period - distance)) <= tolerance))
             if len(far):
-                index = int(far[0])
-                return f"{name} {values[index]:.9g} at index {index}", f"{others[index]:.9g}"
+                index = tuple(far[0].tolist())
+                shown = index if self.is_projected else index[0]
+                return f"{name} {values[index]:.9g} at index {shown}", f"{others[index]:.9g}"
         return None
 
     def check_global(self, where: str) -> None:
@@ -124,7 +268,7 @@ class Grid:
         return ""
 
     def _problem_of_columns(self) -> str:
-        columns, (first, last) = len(self.longitude), self.longitude[[0, -1]]
+        columns, (first, last) = self[1], self.longitude[[0, -1]]
         steps = np.diff(np.append(self.longitude, first)) % FULL_CIRCLE
         # Columns may go east or west, but all of them the same way.
         signed = np.where(steps > FULL_CIRCLE / 2, steps - FULL_CIRCLE, steps)

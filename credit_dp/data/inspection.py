@@ -138,7 +138,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
     return StoreReport(
         where=source.where,
         form=type(source).__name__.removesuffix("Source").lower(),
-        grid=source.grid,
+        grid=source.grid.shape,
         latitude=(float(source.latitude[0]), float(source.latitude[-1])),
         longitude=(float(source.longitude[0]), float(source.longitude[-1])),
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),

@@ -20,6 +20,7 @@ from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.grid import Degrees
 from credit_dp.data.limits import (
     ValueLimits,
     ValueRange,
@@ -57,8 +58,7 @@ class Store:
         stored_forcing: the forcing channels that are read; the others are computed.
         times: `(T,)` datetime64, on the config's step, rising, possibly with gaps.
         num_skipped: times left out because a sum over the step before them lacks a time.
-        latitude: `(H,)` degrees, falling.
-        longitude: `(W,)` degrees, in the store's order.
+        grid: of the source.
         levels: of the variables on levels, in channel order.
         limits: the range that each channel's values must lie in.
         filled_channels: those that change in time and whose variables have a fill.
@@ -90,8 +90,6 @@ class Store:
         self.source = source
         self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
-        self.latitude = source.latitude
-        self.longitude = source.longitude
         self.grid = source.grid
         self.stored_forcing = [
             Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS
@@ -136,6 +134,16 @@ class Store:
         store = copy(self)
         store.masks = masks
         return store
+
+    @property
+    def latitude(self) -> Degrees:
+        """Degrees, falling from row to row: `(H,)`, or `(H, W)` on a projection."""
+        return self.grid.latitude
+
+    @property
+    def longitude(self) -> Degrees:
+        """Degrees in the store's order: `(W,)`, or `(H, W)` on a projection."""
+        return self.grid.longitude
 
     @property
     def channels_without_range(self) -> list[Channel]:

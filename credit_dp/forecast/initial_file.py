@@ -70,13 +70,12 @@ class StateFile(ABC):
         where: its path.
         times: valid times of its fields, rising.
         calendar: of these times.
-        latitude, longitude: `(H,)`, falling, and `(W,)`, in degrees.
+        grid: with its rows from the north.
     """
 
     where: str
     times: Times
-    latitude: NDArray[np.float64]
-    longitude: NDArray[np.float64]
+    grid: Grid
     calendar: Calendar = STANDARD
 
     @abstractmethod
@@ -102,11 +101,11 @@ class StateFile(ABC):
             store: has the grid.
             method: one of `REGRIDDING`.
         """
-        target = Grid(store.latitude, store.longitude)
         tolerance = SAME_GRID * abs(store.longitude[1] - store.longitude[0])
-        if Grid(self.latitude, self.longitude).difference(target, tolerance) is None:
+        if self.grid.difference(store.grid, tolerance) is None:
             return None
-        return Regridder(self.latitude, self.longitude, target.latitude, target.longitude, method)
+        old, new = self.grid, store.grid
+        return Regridder(old.latitude, old.longitude, new.latitude, new.longitude, method)
 
 
 @final
@@ -116,7 +115,8 @@ class GribStates(StateFile):
     def __init__(self, path: Path) -> None:
         self._file = GribFile.open(path, KEY)
         self.where = str(path)
-        self.latitude, self.longitude, self._row_lengths = self._file.read_grid(reduced=True)
+        latitude, longitude, self._row_lengths = self._file.read_grid(reduced=True)
+        self.grid = Grid(latitude, longitude)
         messages = self._file.messages("instant")
         self.times = np.unique(np.array([x.valid for x in messages], "M8[ns]"))
         self._messages: dict[tuple[str, str, int, np.datetime64], list[Message]] = {}
@@ -148,14 +148,14 @@ class GribStates(StateFile):
         on_longest_row = super().regridder(store, method)
         if not self._row_lengths:
             return on_longest_row
-        first = float(self.longitude[0])
+        latitude, first = self.grid.latitude, float(self.grid.longitude[0])
         if on_longest_row is None:  # the grid as which a store of such cells is read
-            latitudes = np.repeat(self.latitude, self._row_lengths)
+            latitudes = np.repeat(latitude, self._row_lengths)
             longitudes = [first + np.arange(n) * (FULL_CIRCLE / n) for n in self._row_lengths]
             rows = CellRows(latitudes, np.concatenate(longitudes), self.where)
             return partial(rows.fields, rows=slice(None))
         target = store.latitude, store.longitude
-        return ReducedRegridder(self.latitude, self._row_lengths, first, *target, method)
+        return ReducedRegridder(latitude, self._row_lengths, first, *target, method)
 
 
 @final
@@ -170,7 +170,7 @@ class GriddedStates(StateFile):
         dataset, counter = open_dataset(str(path))
         dataset, self.times, self.calendar = _split_time(dataset, path)
         self._source = GriddedSource(dataset, counter, str(path))
-        self.latitude, self.longitude = self._source.latitude, self._source.longitude
+        self.grid = self._source.grid
 
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
@@ -423,7 +423,7 @@ def _open_file(path: Path) -> StateFile:
 def _check_globe(file: StateFile) -> None:
     """Refuse a grid that is not global, as of other stores."""
     try:
-        Grid(file.latitude, file.longitude).check_global(file.where)
+        file.grid.check_global(file.where)
     except UserError as error:
         raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
 

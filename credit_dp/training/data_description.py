@@ -249,7 +249,8 @@ def calendar_of_fields(fields: DataDescription) -> Calendar:
 
 def grid_of_fields(fields: DataDescription) -> Grid:
     """Return the grid of what `describe_fields` returned."""
-    return Grid(*(np.array(fields[name], float) for name in ("latitude", "longitude")))
+    latitude, longitude = (np.array(fields[name], float) for name in ("latitude", "longitude"))
+    return Grid(latitude, longitude)
 
 
 def differing_model_keys(saved: DataDescription, current: DataDescription) -> DataDescription:

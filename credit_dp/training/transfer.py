@@ -149,7 +149,7 @@ def differences(saved: DataDescription, current: DataDescription) -> str:
     texts = [f"{key}={format_value(value)}" for key, value in keys.items()]
     grids = [grid_of_fields(of["fields"]) for of in (saved, current)]
     # A model may have learned where its rows and columns are; another resolution is on purpose.
-    if grids[0].shape == grids[1].shape and (differing := grids[0].difference(grids[1])):
+    if grids[0] == grids[1] and (differing := grids[0].difference(grids[1])):
         texts.append(f"{differing[0]}, but data.store has {differing[1]}")
     return f"; the checkpoint has {', '.join(texts)}" if texts else ""
 

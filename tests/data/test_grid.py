@@ -1,10 +1,13 @@
+import copy
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.grid import Grid, parse_grid, row_weights
+from credit_dp.data.grid import Grid, cell_areas, parse_grid, row_weights
 from credit_dp.errors import UserError
+from tests.data.region_grids import RADIUS, Lambert, polar_stereographic, rotated
 
 
 def test_weights_of_three_rows_by_hand():
@@ -54,3 +57,66 @@ def test_grid_of_rows_and_columns():
 def test_malformed_grid_is_refused(text):
     with pytest.raises(UserError, match=r"data\.grid"):
         parse_grid(text)
+
+
+def test_cells_of_the_globe_have_the_areas_of_rows():
+    grid = Grid(LATITUDE, LONGITUDE)
+    assert grid == (len(LATITUDE), len(LONGITUDE))
+    assert grid.is_global
+    assert np.array_equal(grid.weights, row_weights(LATITUDE))
+
+
+def test_cells_of_a_box_end_half_a_step_beyond_its_outermost_rows():
+    grid = Grid(np.arange(60.0, 39, -5), np.arange(350.0, 380, 10) % 360)
+    assert not grid.is_global
+    area = [np.sin(np.radians(phi + 2.5)) - np.sin(np.radians(phi - 2.5)) for phi in grid.latitude]
+    assert np.allclose(grid.weights, area / np.mean(area), rtol=1e-13)
+    at_pole = Grid(np.array([90.0, 80, 70]), np.arange(0.0, 30, 10))
+    assert np.array_equal(at_pole.row_edges, [90, 85, 75, 65])
+
+
+@pytest.mark.parametrize("step", [3e3, 5e4])
+@pytest.mark.parametrize("projection", ["lambert", "polar stereographic"])
+def test_areas_on_a_projection_follow_its_map_factor(projection, step):
+    y, x = (np.arange(n) * step - n / 2 * step + shift for n, shift in [(21, 4e5), (30, 7e5)])
+    if projection == "lambert":
+        latitude, longitude = Lambert().coordinates(y, x)
+        scale = Lambert().scale(latitude)
+    else:
+        latitude, longitude, scale = polar_stereographic(y, x)
+    area = (step / scale / RADIUS) ** 2
+    # The error is of second order: of the step divided by the radius.
+    tolerance = 3 * (step / RADIUS) ** 2 + 1e-8
+    assert np.allclose(np.abs(cell_areas(latitude, longitude)), area, rtol=tolerance, atol=0)
+    weights = Grid(latitude, longitude).weights
+    assert np.allclose(weights, area / area.mean(), rtol=tolerance, atol=0)
+
+
+def test_areas_on_a_rotated_pole_are_those_of_its_own_rows():
+    rlat, rlon = np.arange(-10.0, 11, 0.5), np.arange(-15.0, 16, 0.5)
+    grid = Grid(*rotated(rlat, rlon, (39.25, -162.0)))
+    edges = np.append(rlat - 0.25, rlat[-1] + 0.25)
+    area = np.diff(np.sin(np.radians(edges))) * np.radians(0.5)
+    assert np.allclose(
+        np.abs(cell_areas(grid.latitude, grid.longitude)), area[:, None], rtol=1e-4, atol=0
+    )
+
+
+def test_two_dimensional_coordinates_are_compared_along_circles():
+    latitude, longitude = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
+    grid = Grid(latitude, longitude)
+    assert grid.difference(Grid(latitude, longitude % 360)) is None
+    moved = latitude.copy()
+    moved[3, 4] += 0.1
+    expected = (f"latitude {latitude[3, 4]:.9g} at index (3, 4)", f"{moved[3, 4]:.9g}")
+    assert grid.difference(Grid(moved, longitude)) == expected
+    assert grid.difference(Grid(latitude[:, 0], longitude[0])) == (
+        "a grid of 21x31 of 2-D coordinates",
+        "21x31",
+    )
+
+
+def test_grids_are_copied_with_their_coordinates():
+    latitude, longitude = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
+    grid = copy.deepcopy(Grid(latitude, longitude))
+    assert grid.difference(Grid(latitude, longitude), 0) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from credit_dp.config import Config, VariableConfig
+from credit_dp.data.grid import Grid
 from credit_dp.data.loader import Batch
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
@@ -275,7 +276,7 @@ def test_what_can_not_be_turned_is_refused(folder, data):
         assert said in str(error.value)
         assert "\n" not in str(error.value)
     lopsided = with_config(data.store, data.store.config)
-    lopsided.latitude = data.store.latitude - 1.0
+    lopsided.grid = Grid(data.store.latitude - 1.0, data.store.longitude)
     with pytest.raises(UserError, match=r"trainer.mirror: needs latitudes that are the same in"):
         build_augmentation(
             config_of(folder, {"mirror": 0.5}), replace(data, store=lopsided), alone(), LIKE

@@ -138,7 +138,7 @@ class AnemoiSource(Source):
             )
         name = str(attributes.get("resolution") or "")
         self._rows = CellRows(latitudes, longitudes, where, name)
-        self.latitude, self.longitude = self._rows.grid.latitude, self._rows.grid.longitude
+        self.grid = self._rows.grid
         check_coordinates(coordinate_dataset(self), where)
         self.variables: Mapping[str, VariableInfo] = names.variables
         self._channel_indices = names.indices

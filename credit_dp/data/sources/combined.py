@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
-from credit_dp.data.grid import Grid
 from credit_dp.data.sources.source import (
     AliasedVariables,
     Fields,
@@ -63,8 +62,7 @@ class FilesSource(Source):
         self.calendar = first.calendar
         # The index in `times` of each source's first time, and their number at the end.
         self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
-        self.latitude: NDArray[np.float64] = first.latitude
-        self.longitude: NDArray[np.float64] = first.longitude
+        self.grid = first.grid
         self.title = first.title
         self.hybrid = first.hybrid
         self.counters = [counter for source in sources for counter in source.counters]
@@ -149,8 +147,7 @@ def _check_times(sources: Sequence[Source]) -> None:
 
 
 def _check_grid(first: Source, other: Source, tolerance: float) -> None:
-    grids = [Grid(source.latitude, source.longitude) for source in (other, first)]
-    differing = grids[0].difference(grids[1], tolerance)
+    differing = other.grid.difference(first.grid, tolerance)
     if differing:
         raise UserError(
             f"{other.where}: is not {'' if tolerance else 'exactly '}on the grid of {first.where}: "
@@ -227,8 +224,7 @@ class JoinedSource(Source):
         first = all_sources[0]
         # The variables of a GRIB file are sources of one address.
         self.where = " with ".join(dict.fromkeys(source.where for source in all_sources))
-        self.latitude = first.latitude
-        self.longitude = first.longitude
+        self.grid = first.grid
         for other in all_sources[1:]:
             _check_grid(first, other, GRID_TOLERANCE)
         _check_common_times(sources)

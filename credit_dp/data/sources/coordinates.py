@@ -307,7 +307,8 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
         _check_time(dataset, where)
     else:
         _refuse_times_without_dates(dataset, where)
-    Grid(*(dataset[dim].values for dim in HORIZONTAL)).check_global(where)
+    latitude, longitude = (dataset[dim].values for dim in HORIZONTAL)
+    Grid(latitude, longitude).check_global(where)
 
 
 def _refuse_times_without_dates(dataset: xr.Dataset, where: str) -> None:

@@ -24,6 +24,7 @@ from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from credit_dp.data.calendar import calendar_of, decode_dates
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.address import (
     is_remote,
     local_path,
@@ -360,18 +361,18 @@ class GriddedSource(Source):
         if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
             latitudes, longitudes = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
             self._rows = CellRows(latitudes, longitudes, self.where)
-            grid = self._rows.grid
+            cells = self._rows.grid
             coordinates = dataset.drop_dims("latitude").assign_coords(
-                latitude=grid.latitude, longitude=grid.longitude
+                latitude=cells.latitude, longitude=cells.longitude
             )
         check_coordinates(coordinates, self.where, timed)
         dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
         self.calendar = calendar_of(dates)
         self.times: Times = decode_dates(dates)
-        latitude = coordinates["latitude"].values.astype(np.float64)
-        self._flipped = bool(latitude[0] < latitude[-1])
-        self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
-        self.longitude: NDArray[np.float64] = coordinates["longitude"].values.astype(np.float64)
+        latitude, longitude = (coordinates[x].values.astype(np.float64) for x in HORIZONTAL)
+        grid = Grid(latitude, longitude)
+        self._flipped = grid.rises
+        self.grid = grid.flipped() if self._flipped else grid
         bounds_by = "" if self.time_bounds is None else sums_by
         stored_variables = _variables(dataset, self.where, model_levels, bounds_by)
         self._names = StoredNames.of(stored_variables, static, only_level)

@@ -11,10 +11,10 @@ from typing import Any, final
 
 import numpy as np
 import zarr
-from numpy.typing import NDArray
 
 from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import check_coordinates
 from credit_dp.data.sources.names import StoredNames
@@ -119,10 +119,12 @@ class PreparedSource(Source):
         self.calendar = Calendar(metadata.calendar)
         hours = read_array(group, "time", where)
         self.times: Times = self.calendar.from_hours_since_1900(hours)
-        self.latitude: NDArray[np.float64] = read_array(group, "latitude", where).astype(float)
-        self.longitude: NDArray[np.float64] = read_array(group, "longitude", where).astype(float)
+        latitude, longitude = (
+            read_array(group, name, where).astype(float) for name in ("latitude", "longitude")
+        )
+        self.grid = Grid(latitude, longitude)
         check_coordinates(coordinate_dataset(self), where)
-        if self.latitude[0] < self.latitude[-1]:
+        if self.grid.rises:
             raise UserError(
                 f"{where}: latitude has to decrease in a prepared store, but increases. Prepare it "
                 "again with `credit-dp data prepare`."

@@ -115,8 +115,7 @@ class SharedSource(Source):
         self.where = source.where
         self.times: Times = source.times
         self.calendar = source.calendar
-        self.latitude: NDArray[np.float64] = source.latitude
-        self.longitude: NDArray[np.float64] = source.longitude
+        self.grid = source.grid
         self.variables: Mapping[str, VariableInfo] = source.variables
         self.counters = source.counters
         self.hybrid = source.hybrid

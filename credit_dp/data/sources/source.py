@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
+from credit_dp.data.grid import Degrees, Grid
 from credit_dp.errors import counted
 
 Fields = NDArray[np.float32]
@@ -135,8 +136,7 @@ class Source(ABC):
         times: `(T,)` datetime64, increasing, perhaps with gaps. A variable of a source that is
             joined from others may lack some of them, see `has_times`.
         calendar: of the times.
-        latitude: `(H,)` degrees, decreasing.
-        longitude: `(W,)` degrees, in the store's order.
+        grid: its rows from the north, its columns in the store's order.
         variables: metadata of the variables by their names in the config.
         counters: one counter of reads for each store that is read.
         title: the store's own title; empty if it has none.
@@ -147,8 +147,7 @@ class Source(ABC):
 
     where: str
     times: Times
-    latitude: NDArray[np.float64]
-    longitude: NDArray[np.float64]
+    grid: Grid
     variables: Mapping[str, VariableInfo]
     counters: Sequence[ReadCounter]
     title: str = ""
@@ -157,9 +156,14 @@ class Source(ABC):
     calendar: Calendar = STANDARD
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Return the numbers of rows and columns."""
-        return len(self.latitude), len(self.longitude)
+    def latitude(self) -> Degrees:
+        """Degrees, falling from row to row: `(H,)`, or `(H, W)` on a projection."""
+        return self.grid.latitude
+
+    @property
+    def longitude(self) -> Degrees:
+        """Degrees in the store's order: `(W,)`, or `(H, W)` on a projection."""
+        return self.grid.longitude
 
     @abstractmethod
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:

@@ -1,7 +1,26 @@
-"""The layout of a model's input and output channels."""
+"""What a model is built for: the layout of its input and output channels, and its grid."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
+
+
+@final
+class GridShape(tuple[int, int]):
+    """The numbers of rows and columns of the grid that a model is built for.
+
+    Attributes:
+        is_global: whether rows go from pole to pole, and columns once round the globe. If not, the
+            grid is a region: nothing lies beyond its edges.
+    """
+
+    is_global: bool
+
+    def __new__(cls, shape: Iterable[int], is_global: bool = True) -> Self:
+        """Return the shape (rows, columns)."""
+        grid = super().__new__(cls, shape)
+        grid.is_global = is_global
+        return grid
 
 
 @final

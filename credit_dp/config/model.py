@@ -15,8 +15,10 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.fields import GridShape
 from credit_dp.plugins import Plugin, PluginKind
 
+EDGES = ("replicate", "reflect", "zeros")
 UNET_POLES = ("reflect", "zeros", "mirror", "earth")
 UNET_BLOCKS = ("residual", "global_depthwise")
 UNET_UPSAMPLING = ("transpose", "nearest", "bilinear")
@@ -117,8 +119,10 @@ class OwnModelConfig(ModelConfig, Plugin):
 
     plugin_kind = PluginKind("model", "credit_dp.models")
 
-    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
+    def build(self, in_channels: int, out_channels: int, grid: GridShape) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
+
+        `grid.is_global` is false for a region, whose columns do not go round the globe.
 
         The module's class may have `row_rules`: module type -> name of a sharding rule, or a rule.
         Derived from `credit_dp.models.segments.SegmentedModel`, it can run in a pipeline.
@@ -131,7 +135,12 @@ class OwnModelConfig(ModelConfig, Plugin):
 
 @dataclass
 class BlocksConfig(ModelConfig):
-    """The keys that all models of this package have: regularisation and recomputation."""
+    """The keys that all models of this package have: regularisation, recomputation and edges.
+
+    The default of `edges` continues a field with its outermost values. That leaves constants as
+    they are, where zeros make a step, and it leaves half of the difference across an edge, which
+    reflection makes zero; and it has no limit: kernels may be larger than the grid.
+    """
 
     dropout: float = 0.0  # share of values that each block sets to zero in training
     stochastic_depth: float = 0.0  # rate of the last block; rates rise linearly from 0 at the first
@@ -139,10 +148,12 @@ class BlocksConfig(ModelConfig):
     # random numbers of a sample and member that scale and shift the channels after the norms of
     # blocks, e.g. 32; 0: none. Above 0 needs trainer.members
     noise: int = 0
+    edges: str = "replicate"  # replicate | reflect | zeros: padding on all four sides of a region
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.at_least("model.noise", self.noise, 0)
+        checks.one_of("model.edges", self.edges, EDGES)
         checks.number_in("model.dropout", self.dropout, 0, 0.99)
         checks.number_in("model.stochastic_depth", self.stochastic_depth, 0, 0.99)
 

@@ -196,7 +196,7 @@ RULES: dict[Any, Any] = {
         ),
         _keep,
     ),
-    # Names for the `row_rules` of models.
+    # Names for the `row_rules` of models. Those that pad may have a `column_mode`.
     "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
     "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
     "long_range_conv": DomainParallelLongRangeConv2d,  # a depthwise Conv2d with `column_padding`

@@ -22,7 +22,7 @@ from credit_dp.config.model import (
     UNetConfig,
 )
 from credit_dp.errors import UserError
-from credit_dp.fields import Fields
+from credit_dp.fields import Fields, GridShape
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import build_unet
@@ -30,7 +30,7 @@ from credit_dp.plugins import report_plugin_errors
 from credit_dp.torch_private import apply_to_tensors
 
 # Called with a config of this class, the fields and the grid.
-BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, tuple[int, int]], nn.Module]] = {
+BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, GridShape], nn.Module]] = {
     UNetConfig: build_unet,
     DiffusionConfig: build_unet,
     PanguConfig: Pangu,
@@ -41,6 +41,8 @@ BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, tuple[int, int]], nn.Mo
 def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
     """Return the model of a config for these channels and a grid of (rows, columns).
 
+    A grid with an attribute `is_global` that is false is a region; any other is the globe.
+
     Shapes:
         the model maps `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 
@@ -49,11 +51,12 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
             other fields, or a plug-in's `build` fails.
     """
     # Subclasses, too: a config may derive from one of this package's and keep its model.
+    shape = GridShape(grid, getattr(grid, "is_global", True))
     build = next((build for kind, build in BUILDERS.items() if isinstance(config, kind)), None)
     if build is not None:
-        return build(config, fields, grid)
+        return build(config, fields, shape)
     if isinstance(config, OwnModelConfig):
-        return _build_plugin_model(config, fields, grid)
+        return _build_plugin_model(config, fields, shape)
     raise UserError(
         f"model: {type(config).__name__} can't be built. Derive the config from "
         "credit_dp.config.OwnModelConfig."
@@ -75,7 +78,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
+def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: GridShape) -> nn.Module:
     """Return what the user's `build` returns; its errors become a `UserError` of one line.
 
     Raises:

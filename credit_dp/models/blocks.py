@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from credit_dp.config.model import CrossFormerConfig, UNetConfig
 from credit_dp.constants import constant_tensor
 from credit_dp.random_streams import random_stream
 from credit_dp.torch_private import DropoutNd
@@ -248,6 +249,15 @@ def _with_draws(
 
 
 POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")
+COLUMN_PADDINGS = ("circular", "zeros", "replicate", "reflect")
+
+
+def padding_modes(config: UNetConfig | CrossFormerConfig, is_global: bool) -> tuple[str, str]:
+    """Return how a model pads beyond the first and last row, and beyond the first and last column.
+
+    On a region there are no poles, and columns do not go round: see `model.edges`.
+    """
+    return (config.poles, "circular") if is_global else (config.edges, config.edges)
 
 
 def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
@@ -261,10 +271,8 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
     """
     if not width:
         return x
-    if poles == "zeros":
-        return F.pad(x, (0, 0, width, width))
-    if poles == "replicate":
-        return F.pad(x, (0, 0, width, width), mode="replicate")
+    if poles in ("zeros", "replicate"):
+        return F.pad(x, (0, 0, width, width), mode="constant" if poles == "zeros" else poles)
     rows = x.shape[-2]
     widest = rows - 1 if poles == "reflect" else rows  # `reflect` leaves out the last row
     if width > widest:
@@ -284,30 +292,37 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
     return torch.cat([north, x, south], -2)
 
 
-def pad_columns(x: Tensor, columns: int) -> Tensor:
-    """Return a field with `columns` more columns on both sides, periodic in longitude.
+def pad_columns(x: Tensor, columns: int, mode: str = "circular") -> Tensor:
+    """Return a field with `columns` more columns on both sides; by default periodic in longitude.
 
-    As `F.pad` with `mode="circular"`, but forward is one copy, which keeps the memory format.
+    As `F.pad` with this mode, but forward of `circular` is one copy, which keeps the memory format.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, H, W + 2 * columns)`.
 
     Raises:
-        ValueError: the globe has fewer columns than that.
+        ValueError: the grid has fewer columns than the padding repeats.
     """
     if not columns:
         return x
-    if columns > x.shape[-1]:
+    if mode in ("zeros", "replicate"):
+        return F.pad(x, (columns, columns, 0, 0), mode="constant" if mode == "zeros" else mode)
+    widest = x.shape[-1] - (mode == "reflect")  # `reflect` leaves out the last column
+    if columns > widest:
         raise ValueError(
-            f"pad_columns: {columns} columns on both sides need as many on the globe, which has "
-            f"{x.shape[-1]}. Use a finer grid or less padding."
+            f"pad_columns: {columns} columns on both sides need as many on the grid, but for "
+            f"{mode} padding it has {widest}. Use a finer grid or less padding."
         )
+    if mode == "reflect":
+        return F.pad(x, (columns, columns, 0, 0), mode="reflect")
     return torch.cat([x[..., -columns:], x, x[..., :columns]], -1)
 
 
 @final
 class PolePad(nn.Module):
     """Pads a field on the globe: across the poles in latitude, periodically in longitude.
+
+    A region is padded by other modes: it has no poles, and its columns do not go round.
 
     A path across a pole continues on the opposite meridian: it meets the same rows in the opposite
     order, at longitudes shifted by 180 degrees. `poles="earth"` pads like this. Scalars keep their
@@ -320,22 +335,32 @@ class PolePad(nn.Module):
             `mirror`: the same rows, not rolled; `reflect`: as `mirror` without the last row, for
             grids with a row on the pole; `replicate`: the last row; `zeros`.
         columns: columns beyond the first and the last one; by default `width`.
+        column_mode: their values: `circular`, `zeros`, `replicate` or `reflect`.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, H + 2 * width, W + 2 * columns)`.
 
     Raises:
-        ValueError: `poles` is unknown, a width is negative, or the globe has too few rows.
+        ValueError: a mode is unknown, a width is negative, or the grid has too few rows or columns.
     """
 
-    def __init__(self, width: int, poles: str = "mirror", columns: int | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        poles: str = "mirror",
+        columns: int | None = None,
+        column_mode: str = "circular",
+    ) -> None:
         super().__init__()
-        if poles not in POLE_PADDINGS:
-            raise ValueError(
-                f"PolePad: poles has to be one of {', '.join(POLE_PADDINGS)}, got {poles}"
-            )
+        for name, mode, modes in (
+            ("poles", poles, POLE_PADDINGS),
+            ("column_mode", column_mode, COLUMN_PADDINGS),
+        ):
+            if mode not in modes:
+                raise ValueError(f"PolePad: {name} has to be one of {', '.join(modes)}, got {mode}")
         self.width = width
         self.poles = poles
+        self.column_mode = column_mode
         self.columns = width if columns is None else columns
         if min(self.width, self.columns) < 0:
             raise ValueError(f"PolePad: widths can't be negative, got {self.extra_repr()}")
@@ -343,8 +368,9 @@ class PolePad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the padded field."""
         x = pad_poles(x, self.width, self.poles)
-        return pad_columns(x, self.columns)
+        return pad_columns(x, self.columns, self.column_mode)
 
     def extra_repr(self) -> str:
         """Describe the padding."""
-        return f"width={self.width}, poles={self.poles}, columns={self.columns}"
+        text = f"width={self.width}, poles={self.poles}, columns={self.columns}"
+        return text if self.column_mode == "circular" else f"{text}, column_mode={self.column_mode}"

@@ -21,11 +21,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from credit_dp.config.model import CrossFormerConfig
 from credit_dp.errors import UserError
-from credit_dp.fields import Fields
+from credit_dp.fields import Fields, GridShape
 from credit_dp.models.blocks import (
     NoiseModulation,
     PolePad,
     StochasticDepth,
+    padding_modes,
     run_block,
     stochastic_depth_or_identity,
     stochastic_depth_rates,
@@ -47,7 +48,7 @@ class CrossScaleEmbedding(nn.Module):
         out_channels: channels of the output.
         kernels: sizes of the kernels; each has the parity of the stride.
         stride: step in rows and columns.
-        poles: padding beyond the poles, see `PolePad`.
+        poles, column_mode: padding beyond rows and columns, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H / stride, W / stride)`.
@@ -62,11 +63,12 @@ class CrossScaleEmbedding(nn.Module):
         kernels: Sequence[int],
         stride: int,
         poles: str,
+        column_mode: str = "circular",
     ) -> None:
         super().__init__()
         shares = split_in_halves(out_channels, len(kernels))
         self.branches = nn.ModuleList(
-            PeriodicConv2d(in_channels, share, kernel, stride, poles)
+            PeriodicConv2d(in_channels, share, kernel, stride, poles, column_mode)
             for kernel, share in zip(sorted(kernels), shares, strict=True)
         )
 
@@ -258,7 +260,11 @@ def _build_block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn
 
 
 def build_level(
-    config: CrossFormerConfig, level: int, in_channels: int, depth_rates: Sequence[float]
+    config: CrossFormerConfig,
+    level: int,
+    in_channels: int,
+    depth_rates: Sequence[float],
+    modes: tuple[str, str],
 ) -> nn.ModuleDict:
     """Return one level: its `embedding` and its `blocks` of attention.
 
@@ -267,6 +273,7 @@ def build_level(
         level: its number; 0 is the finest.
         in_channels: channels of the finer level, or of the model's input.
         depth_rates: rates of stochastic depth, one for each block.
+        modes: of padding, see `padding_modes`.
 
     Shapes:
         embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`;
@@ -274,9 +281,7 @@ def build_level(
     """
     channels = config.channels[level]
     stride = config.strides[level]
-    embedding = CrossScaleEmbedding(
-        in_channels, channels, config.kernels[level], stride, config.poles
-    )
+    embedding = CrossScaleEmbedding(in_channels, channels, config.kernels[level], stride, *modes)
     blocks = nn.ModuleList(_build_block(config, level, rate) for rate in depth_rates)
     return nn.ModuleDict({"embedding": embedding, "blocks": blocks})
 
@@ -292,7 +297,7 @@ class SubPixelConv(nn.Module):
         in_channels: channels of the input.
         out_channels: channels of the output.
         factor: ratio of the resolutions of output and input.
-        poles: padding beyond the poles, see `PolePad`.
+        poles, column_mode: padding beyond rows and columns, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
@@ -300,9 +305,16 @@ class SubPixelConv(nn.Module):
     Source: Shi et al. 2016; initial weights as in Aitken et al. 2017.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, factor: int, poles: str) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        factor: int,
+        poles: str,
+        column_mode: str = "circular",
+    ) -> None:
         super().__init__()
-        self.conv = PeriodicConv2d(in_channels, out_channels * factor**2, poles=poles)
+        self.conv = PeriodicConv2d(in_channels, out_channels * factor**2, 3, 1, poles, column_mode)
         self.shuffle = nn.PixelShuffle(factor)
         # Pixel shuffle takes the factor**2 points of an output channel from consecutive channels of
         # the convolution: give these the same weights.
@@ -325,7 +337,7 @@ class UpBlock(nn.Module):
         out_channels: channels of the output, a multiple of `groups`.
         factor: ratio of the resolutions of output and input.
         groups: of the group norms.
-        poles: padding beyond the poles, see `PolePad`.
+        modes: of padding, see `padding_modes`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
@@ -334,15 +346,20 @@ class UpBlock(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, factor: int, groups: int, poles: str
+        self,
+        in_channels: int,
+        out_channels: int,
+        factor: int,
+        groups: int,
+        modes: tuple[str, str],
     ) -> None:
         super().__init__()
-        self.up = SubPixelConv(in_channels, out_channels, factor, poles)
+        self.up = SubPixelConv(in_channels, out_channels, factor, *modes)
         stages = (
             layer
             for _ in range(2)
             for layer in (
-                PeriodicConv2d(out_channels, out_channels, poles=poles),
+                PeriodicConv2d(out_channels, out_channels, 3, 1, *modes),
                 nn.GroupNorm(groups, out_channels),
                 nn.SiLU(),
             )
@@ -359,18 +376,18 @@ class UpBlock(nn.Module):
 class CrossFormer(SegmentedModel):
     """Predicts a state, or its tendency over one step, from the input channels.
 
-    The globe is padded so that whole windows cover it at every level, and cropped at the end.
+    The grid is padded so that whole windows cover it at every level, and cropped at the end.
 
     Args:
         config: of the model.
         fields: layout of the input and output channels.
-        grid: rows and columns of the globe.
+        grid: rows and columns.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 
     Raises:
-        UserError: the globe has too few rows or columns for the padding or the kernels.
+        UserError: the grid has too few rows or columns for the padding or the kernels.
 
     Source: Wang et al. 2021; Schreck et al. 2024 (arXiv 2411.07814).
     """
@@ -383,19 +400,23 @@ class CrossFormer(SegmentedModel):
         StochasticDepth: "stochastic_depth",
     }
 
-    def __init__(self, config: CrossFormerConfig, fields: Fields, grid: tuple[int, int]) -> None:
+    def __init__(self, config: CrossFormerConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()
         self.checkpointing = config.activation_checkpointing
-        padded = _padded_grid(config, grid)
-        _check_kernels(config, padded)
+        modes = padding_modes(config, grid.is_global)
+        # `reflect` repeats all rows and columns but the outermost.
+        unrepeated = int(modes[0] == "reflect")
+        padded = _padded_grid(config, grid, unrepeated)
+        _check_kernels(config, padded, unrepeated)
         widths = config.channels
         strides = config.strides
-        poles = config.poles
         rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
-        self.enlarge = _build_padding(grid, padded, poles)
+        self.enlarge = _build_padding(grid, padded, modes)
         self.crop = _build_crop(grid, padded)
         self.levels = nn.ModuleList(
-            build_level(config, level, in_channels, list(islice(rates, config.depths[level])))
+            build_level(
+                config, level, in_channels, list(islice(rates, config.depths[level])), modes
+            )
             for level, in_channels in enumerate([fields.inputs, *widths[:-1]])
         )
         # (channels of the coarser level, channels of the finer level, stride), finest first.
@@ -403,13 +424,13 @@ class CrossFormer(SegmentedModel):
         coarsest = len(steps) - 1
         # Each step but the first gets the previous one's output and its skip connection.
         self.decoder = nn.ModuleList(
-            UpBlock(a if index == coarsest else 2 * a, b, stride, config.groups, poles)
+            UpBlock(a if index == coarsest else 2 * a, b, stride, config.groups, modes)
             for index, (a, b, stride) in reversed(list(enumerate(steps)))
         )
         last = 2 * widths[0] if steps else widths[0]
         self.head = nn.Sequential(
-            SubPixelConv(last, fields.outputs, strides[0], poles),
-            PeriodicConv2d(fields.outputs, fields.outputs, poles=poles),
+            SubPixelConv(last, fields.outputs, strides[0], *modes),
+            PeriodicConv2d(fields.outputs, fields.outputs, 3, 1, *modes),
         )
         if config.spectral_norm:
             # Weights of noise stay small at first: divided like others, they would be large.
@@ -463,9 +484,12 @@ class CrossFormer(SegmentedModel):
         return (self.crop(self.head(state[0])),)
 
 
-def _padded_grid(config: CrossFormerConfig, grid: tuple[int, int]) -> tuple[int, int]:
+def _padded_grid(
+    config: CrossFormerConfig, grid: tuple[int, int], unrepeated: int
+) -> tuple[int, int]:
     rows, columns = (-(-size // config.grid_multiple) * config.grid_multiple for size in grid)
-    if any(-(-(wide - size) // 2) > size for wide, size in zip((rows, columns), grid, strict=True)):
+    missing = [wide - size for wide, size in zip((rows, columns), grid, strict=True)]
+    if any(-(-n // 2) > size - unrepeated for n, size in zip(missing, grid, strict=True)):
         raise UserError(
             f"model.local_windows: with model.global_windows and model.strides, whole windows need "
             f"a multiple of {config.grid_multiple} rows and columns, but the grid of "
@@ -475,10 +499,15 @@ def _padded_grid(config: CrossFormerConfig, grid: tuple[int, int]) -> tuple[int,
     return rows, columns
 
 
-def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int]) -> None:
-    """Refuse kernels whose padding is wider than their level's grid."""
+def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int], unrepeated: int) -> None:
+    """Refuse kernels whose padding is wider than their level's grid, without what is unrepeated."""
+    if unrepeated and min(padded) == prod(config.strides):
+        raise UserError(
+            "model.edges: reflect needs at least two rows and columns at the coarsest level, which "
+            "has one. Use model.edges=replicate or a finer data.grid."
+        )
     for level, kernels in enumerate(config.kernels):
-        size = min(padded) // prod(config.strides[:level])
+        size = min(padded) // prod(config.strides[:level]) - unrepeated
         if max(kernels) // 2 > size:
             raise UserError(
                 f"model.kernels: those of level {level} can have up to {2 * size} rows on this "
@@ -486,7 +515,9 @@ def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int]) -> None:
             )
 
 
-def _build_padding(grid: tuple[int, int], padded: tuple[int, int], poles: str) -> nn.Sequential:
+def _build_padding(
+    grid: tuple[int, int], padded: tuple[int, int], modes: tuple[str, str]
+) -> nn.Sequential:
     """Return the padding of the grid to `padded` rows and columns, on both sides alike."""
     if grid == padded:
         return nn.Sequential()
@@ -494,7 +525,7 @@ def _build_padding(grid: tuple[int, int], padded: tuple[int, int], poles: str) -
     rows, columns = (-(-count // 2) for count in missing)
     # An odd number is rounded up, and the surplus cut off in the south or east.
     surplus = (0, -(missing[1] % 2), 0, -(missing[0] % 2))
-    layers: list[nn.Module] = [PolePad(rows, poles, columns)]
+    layers: list[nn.Module] = [PolePad(rows, modes[0], columns, modes[1])]
     return nn.Sequential(*layers, *([nn.ZeroPad2d(surplus)] if any(surplus) else []))
 
 

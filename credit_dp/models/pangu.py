@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from credit_dp.config.model import PanguConfig
 from credit_dp.errors import UserError
-from credit_dp.fields import Fields
+from credit_dp.fields import Fields, GridShape
 from credit_dp.models.blocks import (
     NoiseModulation,
     StochasticDepth,
@@ -55,6 +55,7 @@ def window_columns(window: int, columns: int) -> int:
 
     The largest divisor of the globe's columns, so that shifted windows wrap around it without a
     gap. If that is less than half of `window`, the full window: the globe is padded in the east.
+    On a region, too: a divisor needs no padding.
     """
     widest = min(window, columns)
     divisor = max(size for size in range(1, widest + 1) if columns % size == 0)
@@ -75,8 +76,9 @@ class EarthAttention(GroupedRows):
             in the east pad it to a multiple of the window, and take part in the attention.
         window: levels, rows and columns.
         shifted: whether windows begin half a window later, in each dim with several windows. They
-            wrap around in longitude. In levels and rows the last window wraps around as well, but
-            tokens of opposite ends are masked from each other.
+            wrap around in longitude. In levels and rows, and in the columns of a region, the last
+            window wraps around as well, but tokens of opposite ends are masked from each other.
+        is_global: whether the grid is the globe, not a region.
 
     Shapes:
         `(B, levels, H, columns, width)` -> the same.
@@ -86,9 +88,18 @@ class EarthAttention(GroupedRows):
 
     row_dim: ClassVar[int] = -3
 
-    def __init__(self, width: int, heads: int, globe: Size, window: Size, shifted: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        globe: Size,
+        window: Size,
+        shifted: bool,
+        is_global: bool = True,
+    ) -> None:
         super().__init__()
         self.heads = heads
+        self.is_global = is_global
         self.globe = globe
         levels, rows = map(min, window[:2], globe[:2])
         columns = window_columns(window[2], globe[2])
@@ -161,17 +172,37 @@ class EarthAttention(GroupedRows):
         # Windows along a circle of latitude share their biases: folded into the samples, they get
         # them by broadcasting, without a copy. All others are folded into the heads.
         qkv = qkv.permute(7, 0, 5, 1, 3, 8, 2, 4, 6, 9)
-        samples = batch * column_windows
-        folded = (samples, level_windows * row_windows * heads, prod(window), head_width)
-        query, key, value = qkv.reshape(3, *folded).unbind(0)
-        bias = self.bias(groups).to(query.dtype)
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+        folded = (level_windows * row_windows * heads, prod(window), head_width)
+        qkv = qkv.reshape(3, batch, column_windows, *folded)
+        if self.is_global or not self.shift[2]:
+            x = self._attend_in_windows(qkv, groups)
+        else:
+            # Only the last window of columns has tokens of both ends: its mask is another.
+            several = self._attend_in_windows(qkv[:, :, :-1], groups)
+            x = torch.cat([several, self._attend_in_windows(qkv[:, :, -1:], groups, True)], 1)
         x = x.reshape(batch, column_windows, level_windows, row_windows, heads, *window, head_width)
         x = x.permute(0, 2, 5, 3, 6, 1, 7, 4, 8)
         return x.reshape(batch, levels, rows, columns, heads * head_width)
 
-    def bias(self, groups: slice) -> Tensor:
+    def _attend_in_windows(
+        self, qkv: Tensor, groups: slice, splits_columns: bool = False
+    ) -> Tensor:
+        """Return the attention in windows of columns; see `bias` for the arguments.
+
+        Shapes:
+            `(3, B, column windows, ...)` -> `(B, column windows, ...)`.
+        """
+        query, key, value = qkv.flatten(1, 2).unbind(0)
+        bias = self.bias(groups, splits_columns).to(query.dtype)
+        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+        return torch.unflatten(x, 0, qkv.shape[1:3])
+
+    def bias(self, groups: slice, splits_columns: bool = False) -> Tensor:
         """Return the bias of the logits of each pair of tokens; minus infinity for masked pairs.
+
+        Args:
+            groups: windows of rows.
+            splits_columns: whether to mask tokens of a region's opposite ends in columns.
 
         Shapes:
             `(windows of levels * windows of rows * heads, T, T)`, for these windows of rows.
@@ -179,27 +210,28 @@ class EarthAttention(GroupedRows):
         tokens = prod(self.window)
         table = self.table[:, groups].flatten(0, 2)
         bias = table.index_select(1, cast(Tensor, self.index)).view(len(table), tokens, tokens)
-        if not any(self.shift[:2]):
+        if not any(self.shift[:2]) and not splits_columns:
             return bias
-        return bias.masked_fill(self._masked_pairs(groups), float("-inf"))
+        return bias.masked_fill(self._masked_pairs(groups, splits_columns), float("-inf"))
 
-    def _masked_pairs(self, groups: slice) -> Tensor:
+    def _masked_pairs(self, groups: slice, splits_columns: bool) -> Tensor:
         """Return which pairs of tokens share a shifted window, but are not adjacent on the globe.
 
         Shapes:
             as `bias`.
         """
-        # Only the last window of levels, or of rows, wraps around: its last `shift` levels, or
-        # rows, are the globe's first ones. True marks these.
-        levels, rows = (
+        # Only the last window of levels, rows or columns wraps around: its last `shift` levels,
+        # rows or columns are the globe's first ones. True marks these.
+        levels, rows, columns = (
             (torch.arange(n * w, device=self.table.device) >= n * w - s).view(n, w)
-            for n, w, s in zip(self.counts[:2], self.window[:2], self.shift[:2], strict=True)
+            for n, w, s in zip(self.counts, self.window, self.shift, strict=True)
         )
         rows = rows[groups]
-        # A number from 0 to 3 for each token: pairs with different numbers are masked.
+        # A number from 0 to 7 for each token: pairs with different numbers are masked.
         region = levels[:, None, None, :, None, None] + 2 * rows[None, :, None, None, :, None]
+        region = region + 4 * (columns[-1] & splits_columns)
         per_window = (len(levels) * len(rows), 1, *self.window)
-        region = region.expand(-1, -1, -1, -1, -1, self.window[2]).reshape(per_window).flatten(2)
+        region = region.reshape(per_window).flatten(2)
         region = region.expand(-1, self.heads, -1).flatten(0, 1)
         return region[:, :, None] != region[:, None]
 
@@ -222,6 +254,11 @@ def cube_padding(size: Size, patch: Size, sign: int) -> tuple[int, ...]:
     return tuple(chain(*((0, pad) for pad in reversed(tuple(missing)))))
 
 
+# By padding mode: on the globe zeros, on a region `model.edges`.
+PAD_2D = {"zeros": nn.ZeroPad2d, "replicate": nn.ReplicationPad2d, "reflect": nn.ReflectionPad2d}
+PAD_3D = {"zeros": nn.ZeroPad3d, "replicate": nn.ReplicationPad3d, "reflect": nn.ReflectionPad3d}
+
+
 @final
 class CubeEmbedding(nn.Module):
     """Embeds cubes of upper-air fields, and patches of surface fields, as tokens.
@@ -232,8 +269,9 @@ class CubeEmbedding(nn.Module):
     Args:
         fields: layout of the channels.
         size: levels, rows and columns of the globe.
-        patch: levels, rows and columns of a cube. Zeros pad the globe to whole cubes.
+        patch: levels, rows and columns of a cube. Padding completes the last cubes.
         width: channels of a token.
+        edges: the padding: `zeros`, `replicate` or `reflect`.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, width, levels, rows, columns)`.
@@ -241,7 +279,9 @@ class CubeEmbedding(nn.Module):
     Source: Bi et al. 2023.
     """
 
-    def __init__(self, fields: Fields, size: Size, patch: Size, width: int) -> None:
+    def __init__(
+        self, fields: Fields, size: Size, patch: Size, width: int, edges: str = "zeros"
+    ) -> None:
         super().__init__()
         starts = [frame * fields.states for frame in range(fields.frames)]
         upper = [start + channel for start in starts for channel in chain(*fields.upper)]
@@ -252,13 +292,13 @@ class CubeEmbedding(nn.Module):
         self.register_buffer("surface_channels", torch.tensor(surface), persistent=False)
         pads = cube_padding(size, patch, 1)
         self.upper = nn.Sequential(
-            nn.ZeroPad3d(cast(tuple[int, int, int, int, int, int], pads)),
+            PAD_3D[edges](cast(tuple[int, int, int, int, int, int], pads)),
             nn.Conv3d(len(upper) // size[0], width, patch, patch),
         )
         self.surface = None
         if surface:
             self.surface = nn.Sequential(
-                nn.ZeroPad2d(cast(tuple[int, int, int, int], pads[:4])),
+                PAD_2D[edges](cast(tuple[int, int, int, int], pads[:4])),
                 nn.Conv2d(len(surface), width, patch[1:], patch[1:]),
             )
 
@@ -371,13 +411,16 @@ class EarthBlock(nn.Module):
 class DownSample(nn.Module):
     """Halves the resolution: joins 2 x 2 tokens of a level into one of twice the channels.
 
+    Odd rows and columns are padded by one more, by default of zeros.
+
     Shapes:
         `(B, levels, H, W, width)` -> `(B, levels, ceil(H / 2), ceil(W / 2), 2 * width)`.
     """
 
-    def __init__(self, width: int, rows: int, columns: int) -> None:
+    def __init__(self, width: int, rows: int, columns: int, edges: str = "zeros") -> None:
         super().__init__()
-        self.join = nn.Sequential(nn.ZeroPad2d((0, columns % 2, 0, rows % 2)), nn.PixelUnshuffle(2))
+        pad = PAD_3D[edges]((0, columns % 2, 0, rows % 2, 0, 0))  # of five dims, two come first
+        self.join = nn.Sequential(pad, nn.PixelUnshuffle(2))
         self.mix = nn.Sequential(
             nn.LayerNorm(4 * width), nn.Linear(4 * width, 2 * width, bias=False)
         )
@@ -418,7 +461,7 @@ class Pangu(SegmentedModel):
     Args:
         config: of the model.
         fields: layout of the channels, with the levels of each variable.
-        grid: rows and columns of the globe.
+        grid: rows and columns.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
@@ -435,15 +478,16 @@ class Pangu(SegmentedModel):
         StochasticDepth: "stochastic_depth",
     }
 
-    def __init__(self, config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
+    def __init__(self, config: PanguConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()
         _check_fit(config, fields, grid)
+        edges = "zeros" if grid.is_global else config.edges
         size = (fields.levels, *grid)
         patch = cast(Size, tuple(config.patch))
         fine = cube_counts(size, patch)
         width = config.width
         self.checkpointing = config.activation_checkpointing
-        self.embedding = CubeEmbedding(fields, size, patch, width)
+        self.embedding = CubeEmbedding(fields, size, patch, width, edges)
         levels = fine[0] + (self.embedding.surface is not None)
         # Levels, rows and columns of tokens at the finer and the coarser resolution.
         globes = [(levels, *fine[1:]), (levels, -(-fine[1] // 2), -(-fine[2] // 2))]
@@ -457,6 +501,7 @@ class Pangu(SegmentedModel):
                         globes[factor - 1],
                         cast(Size, tuple(config.window)),
                         shifted=block % 2 == 1,
+                        is_global=grid.is_global,
                     ),
                     factor * width,
                     config,
@@ -466,7 +511,7 @@ class Pangu(SegmentedModel):
             )
             for stage, factor in enumerate((1, 2, 2, 1))
         )
-        self.down = DownSample(width, *fine[1:])
+        self.down = DownSample(width, *fine[1:], edges)
         self.up = UpSample(width, *fine[1:])
         self.recovery = CubeRecovery(fields, size, patch, 2 * width)
         self.apply(_initialise)
@@ -505,11 +550,17 @@ class Pangu(SegmentedModel):
         return (self.recovery(torch.cat([skip, x], -1).permute(0, 4, 1, 2, 3)),)
 
 
-def _check_fit(config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
+def _check_fit(config: PanguConfig, fields: Fields, grid: GridShape) -> None:
     if not fields.levels:
         raise UserError(
             "model.name: pangu needs variables on levels, but data.prognostic has none. Add "
             "temperature, or another variable on levels, to data.prognostic, or use model=unet."
+        )
+    padding = cube_padding((fields.levels, *grid), cast(Size, tuple(config.patch)), 1)[-1]
+    if not grid.is_global and config.edges == "reflect" and padding >= fields.levels:
+        raise UserError(
+            f"model.edges: reflect can't complete cubes of {config.patch[0]} levels from "
+            f"{fields.levels}. Use a smaller model.patch or model.edges=replicate."
         )
     if min(-(-n // p) for n, p in zip(grid, config.patch[1:], strict=True)) < 3:
         rows, columns = (2 * patch + 1 for patch in config.patch[1:])

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from credit_dp.config.model import UNetConfig
 from credit_dp.errors import UserError
-from credit_dp.fields import Fields
+from credit_dp.fields import Fields, GridShape
 from credit_dp.models.blocks import (
     NoiseModulation,
     StochasticDepth,
     pad_columns,
     pad_poles,
+    padding_modes,
     run_block,
     stochastic_depth_rates,
 )
@@ -116,15 +117,27 @@ class LongRangeConv2d(nn.Conv2d):
         channels: of the input.
         kernel: odd numbers of rows and columns. More columns than the globe has wrap around it
             several times.
+        column_mode: `circular` on the globe; on a region `zeros`, `replicate` or `reflect`, which
+            pads rows, too.
 
     Shapes:
         `(B, channels, H, W)` -> the same.
     """
 
-    def __init__(self, channels: int, kernel: tuple[int, int]) -> None:
-        rows, columns = kernel
-        super().__init__(channels, channels, kernel, padding=(rows // 2, 0), groups=channels)
-        self.column_padding = columns // 2
+    def __init__(
+        self, channels: int, kernel: tuple[int, int], column_mode: str = "circular"
+    ) -> None:
+        rows, columns = (size // 2 for size in kernel)
+        is_circular = column_mode == "circular"
+        super().__init__(
+            channels,
+            channels,
+            kernel,
+            padding=(rows, 0 if is_circular else columns),
+            groups=channels,
+            padding_mode="zeros" if is_circular else column_mode,  # type: ignore[arg-type]
+        )
+        self.column_padding = columns if is_circular else 0  # circular, added in `forward`
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
@@ -147,6 +160,7 @@ class GlobalDepthwiseBlock(nn.Module):
         out_channels: channels of the output.
         config: size of the kernel, groups of the norm, dropout, noise, and whether there is a gate.
         rate: of stochastic depth.
+        modes: of padding, see `padding_modes`; on the globe zeros lie beyond the poles.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -155,14 +169,19 @@ class GlobalDepthwiseBlock(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, config: UNetConfig, rate: float
+        self,
+        in_channels: int,
+        out_channels: int,
+        config: UNetConfig,
+        rate: float,
+        modes: tuple[str, str],
     ) -> None:
         super().__init__()
         rows, columns = config.kernel
         hidden = EXPANSION * out_channels
         self.norm = nn.GroupNorm(config.groups, in_channels)
         self.noise = NoiseModulation(config.noise, in_channels) if config.noise else None
-        self.mix = LongRangeConv2d(in_channels, (rows, columns))
+        self.mix = LongRangeConv2d(in_channels, (rows, columns), modes[1])
         self.expand = nn.Conv2d(in_channels, hidden, 1)
         self.project = nn.Conv2d(hidden, out_channels, 1)
         same = in_channels == out_channels
@@ -185,12 +204,15 @@ class GlobalDepthwiseBlock(nn.Module):
 class PeriodicConv2d(nn.Module):
     """A convolution on the globe: circular in longitude, `poles` in latitude.
 
+    On a region both modes of padding are its `model.edges`.
+
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
         kernel_size: number of rows and columns; even ones need an even stride.
         stride: step in rows and columns.
         poles: padding beyond the first and last row, see `PolePad`.
+        column_mode: padding beyond the first and last column, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, ceil(H / stride), ceil(W / stride))`; rounded
@@ -207,6 +229,7 @@ class PeriodicConv2d(nn.Module):
         kernel_size: int = 3,
         stride: int = 1,
         poles: str = "reflect",
+        column_mode: str = "circular",
     ) -> None:
         super().__init__()
         is_odd = kernel_size % 2 == 1
@@ -214,12 +237,14 @@ class PeriodicConv2d(nn.Module):
             raise ValueError(f"PeriodicConv2d: kernel_size has to be odd, got {kernel_size}")
         self.padding = kernel_size // 2 if is_odd else (kernel_size - stride) // 2
         self.poles = poles
+        self.column_mode = column_mode
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
         x = pad_poles(x, self.padding, self.poles)
-        return self.conv(pad_columns(x, self.padding))  # type: ignore[no-any-return]
+        x = pad_columns(x, self.padding, self.column_mode)
+        return self.conv(x)  # type: ignore[no-any-return]
 
 
 @final
@@ -231,20 +256,22 @@ class PeriodicUpsample(nn.Module):
 
     Args:
         poles: padding beyond the poles, see `PolePad`.
+        column_mode: padding beyond the first and last column, see `PolePad`.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, 2 * H, 2 * W)`.
     """
 
-    def __init__(self, poles: str = "reflect") -> None:
+    def __init__(self, poles: str = "reflect", column_mode: str = "circular") -> None:
         super().__init__()
         self.poles = poles
+        self.column_mode = column_mode
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the finer field."""
         # One more row or column on each side, and the two finer ones of each cut off again. Slices
         # would have gaps in memory, and gradients that lose the memory format.
-        finer = self.refine(pad_columns(pad_poles(x, 1, self.poles), 1))
+        finer = self.refine(pad_columns(pad_poles(x, 1, self.poles), 1, self.column_mode))
         return F.pad(finer, (-2, -2, -2, -2))
 
     @staticmethod
@@ -273,8 +300,9 @@ class ResidualBlock(nn.Module):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        config: groups of the norms, poles, dropout, noise, and whether there is a gate.
+        config: groups of the norms, dropout, noise, and whether there is a gate.
         rate: of stochastic depth.
+        modes: of padding, see `padding_modes`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -283,14 +311,18 @@ class ResidualBlock(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, config: UNetConfig, rate: float
+        self,
+        in_channels: int,
+        out_channels: int,
+        config: UNetConfig,
+        rate: float,
+        modes: tuple[str, str],
     ) -> None:
         super().__init__()
-        poles = config.poles
         self.norm1 = nn.GroupNorm(config.groups, in_channels)
-        self.conv1 = PeriodicConv2d(in_channels, out_channels, poles=poles)
+        self.conv1 = PeriodicConv2d(in_channels, out_channels, 3, 1, *modes)
         self.norm2 = nn.GroupNorm(config.groups, out_channels)
-        self.conv2 = PeriodicConv2d(out_channels, out_channels, poles=poles)
+        self.conv2 = PeriodicConv2d(out_channels, out_channels, 3, 1, *modes)
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
         # None, not an identity, if an option is off: the model then has the same modules as models
@@ -320,13 +352,13 @@ BLOCK_TYPES: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
 
 
 def _build_level(
-    first: int, channels: int, config: UNetConfig, rates: Sequence[float]
+    first: int, channels: int, config: UNetConfig, rates: Sequence[float], modes: tuple[str, str]
 ) -> nn.Sequential:
     """Return the blocks of one level, whose input has `first` channels."""
     widths = pairwise([first] + [channels] * config.blocks)
     block_type = BLOCK_TYPES[config.block]
     blocks = zip(widths, rates, strict=True)
-    return nn.Sequential(*(block_type(a, b, config, rate) for (a, b), rate in blocks))
+    return nn.Sequential(*(block_type(a, b, config, rate, modes) for (a, b), rate in blocks))
 
 
 @final
@@ -340,6 +372,7 @@ class UNet(SegmentedModel):
         config: of the model.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic and diagnostic channels.
+        is_global: whether the grid is the globe, not a region.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -355,24 +388,30 @@ class UNet(SegmentedModel):
         StochasticDepth: "stochastic_depth",
     }
 
-    def __init__(self, config: UNetConfig, in_channels: int, out_channels: int) -> None:
+    def __init__(
+        self,
+        config: UNetConfig,
+        in_channels: int,
+        out_channels: int,
+        is_global: bool = True,
+    ) -> None:
         super().__init__()
         widths = config.channels
-        poles = config.poles
+        modes = padding_modes(config, is_global)
         steps = list(pairwise(widths))  # (finer, coarser), finest first
         encoder_rates, decoder_rates = _level_depth_rates(config)
         self.checkpointing = config.activation_checkpointing
-        self.stem = PeriodicConv2d(in_channels, widths[0], poles=poles)
+        self.stem = PeriodicConv2d(in_channels, widths[0], 3, 1, *modes)
         self.encoder = nn.ModuleList(
-            _build_level(w, w, config, rates)
+            _build_level(w, w, config, rates, modes)
             for w, rates in zip(widths, encoder_rates, strict=True)
         )
-        self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
-        self.up = nn.ModuleList(_build_upsampling(b, a, config) for a, b in steps)
+        self.down = nn.ModuleList(PeriodicConv2d(a, b, 3, 2, *modes) for a, b in steps)
+        self.up = nn.ModuleList(_build_upsampling(b, a, config.upsample, modes) for a, b in steps)
         # One layer for each height of the grid.
         self.crop = nn.ModuleList(MatchRows() for _ in steps)
         self.decoder = nn.ModuleList(
-            _build_level(2 * a, a, config, rates)
+            _build_level(2 * a, a, config, rates, modes)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, widths[0])
@@ -441,14 +480,15 @@ class UNet(SegmentedModel):
         return (self.head(F.silu(self.norm(state[0]))),)
 
 
-def _build_upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.Module:
+def _build_upsampling(
+    in_channels: int, out_channels: int, method: str, modes: tuple[str, str]
+) -> nn.Module:
     """Return the module that doubles rows and columns and reduces the number of channels."""
-    if config.upsample == "transpose":
+    if method == "transpose":
         return nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
-    nearest = config.upsample == "nearest"
-    resize = nn.Upsample(scale_factor=2) if nearest else PeriodicUpsample(config.poles)
+    resize = nn.Upsample(scale_factor=2) if method == "nearest" else PeriodicUpsample(*modes)
     # The 1x1 convolution mixes the channels of a point, resizing mixes the points of a channel: the
-    # two commute, except where zeros lie beyond the poles. Before resizing it costs a quarter.
+    # two commute, except where zeros lie beyond an edge. Before resizing it costs a quarter.
     return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), resize)
 
 
@@ -468,7 +508,7 @@ def _build_conditioning(config: UNetConfig) -> GlobalConditioning | None:
     return GlobalConditioning(coarsest, finer)
 
 
-def build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> UNet:
+def build_unet(config: UNetConfig, fields: Fields, grid: GridShape) -> UNet:
     """Build the U-Net for these fields.
 
     Raises:
@@ -483,6 +523,13 @@ def build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> UNe
             f"columns, but the grid has {rows}x{columns}. Give fewer entries in model.channels, or "
             "a finer data.grid."
         )
+    is_reflected = not grid.is_global and config.edges == "reflect"
+    if is_reflected and config.block == "global_depthwise" and max(config.kernel) > 2 * coarsest:
+        raise UserError(
+            f"model.kernel: can have up to {2 * coarsest - 1} rows and columns with model.edges="
+            f"reflect, as the coarsest level has {coarsest}, got {max(config.kernel)}. Use a "
+            "smaller model.kernel or model.edges=replicate."
+        )
     if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
         logger.warning(
             "model=%s with %d channels is meant for small grids, but this one has %d rows; "
@@ -492,4 +539,4 @@ def build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> UNe
             rows,
             config.name,
         )
-    return UNet(config, fields.inputs, fields.outputs)
+    return UNet(config, fields.inputs, fields.outputs, grid.is_global)

@@ -44,7 +44,7 @@ FIELDS = Fields.flat(2, 1)
 
 
 def _model(grid, **options):
-    return CrossFormer(CrossFormerConfig(**{**NARROW, **options}), FIELDS, grid)
+    return build_model(CrossFormerConfig(**{**NARROW, **options}), FIELDS, grid)
 
 
 def _same(manager, rows, columns=13, batch=2, **options):

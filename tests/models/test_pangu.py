@@ -39,7 +39,7 @@ CONFIG = {
 
 
 def _pangu(grid, fields=FIELDS, **changes):
-    return Pangu(PanguConfig(**{**CONFIG, **changes}), fields, grid)
+    return build_model(PanguConfig(**{**CONFIG, **changes}), fields, grid)
 
 
 SLOW = pytest.mark.slow
@@ -113,11 +113,14 @@ def test_the_bias_depends_on_levels_rows_and_the_distance_of_columns():
     assert sorted(entry.values()) == list(range(levels**2 * rows**2 * (2 * columns - 1)))
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_attention_equals_a_loop_over_windows(shifted):
-    layer = EarthAttention(4, 2, (3, 5, 6), (2, 2, 3), shifted).double()
+@pytest.mark.parametrize(
+    ("shifted", "is_global", "columns"),
+    [(False, True, 6), (True, True, 6), (False, False, 6), (True, False, 6), (True, False, 7)],
+)
+def test_attention_equals_a_loop_over_windows(shifted, is_global, columns):
+    layer = EarthAttention(4, 2, (3, 5, columns), (2, 2, 3), shifted, is_global).double()
     torch.nn.init.normal_(layer.table)
-    x = torch.randn(2, 3, 5, 6, 4, dtype=torch.float64)
+    x = torch.randn(2, 3, 5, columns, 4, dtype=torch.float64)
     torch.testing.assert_close(layer(x), _slow_attention(layer, x))
 
 
@@ -133,15 +136,17 @@ def _slow_attention(layer, x):
     moved = {p: [(i - s) % n for i, s, n in zip(p, shift, full, strict=True)] for p in places}
     windows = {p: tuple(i // w for i, w in zip(m, wide, strict=True)) for p, m in moved.items()}
     within = {p: [i % w for i, w in zip(m, wide, strict=True)] for p, m in moved.items()}
-    sides = {p: (p[0] < shift[0], p[1] < shift[1]) for p in places}  # brought here from afar
+    sides = {p: [i < s for i, s in zip(p, shift, strict=True)] for p in places}  # from afar
     out = torch.zeros_like(padded)
     for p in places:
-        level, row, _ = windows[p]
+        level, row, column = windows[p]
         near = [q for q in places if windows[q] == windows[p]]
         if level == tall[0] - 1:
             near = [q for q in near if sides[q][0] == sides[p][0]]
         if row == tall[1] - 1:
             near = [q for q in near if sides[q][1] == sides[p][1]]
+        if column == tall[2] - 1 and not layer.is_global:
+            near = [q for q in near if sides[q][2] == sides[p][2]]
         entries = [_entry(within[p], within[q], wide) for q in near]
         at = tuple(torch.tensor(near).T)
         logits = (query[:, *p][:, None] * key[:, *at]).sum(-1) / query.shape[-1] ** 0.5

@@ -41,7 +41,7 @@ from credit_dp.domain_parallel.layers.conv_bands import (
     convolve_band,
     convolve_band_operator,
 )
-from credit_dp.domain_parallel.layers.pad import ColumnPadding
+from credit_dp.domain_parallel.layers.pad import ColumnPadding, column_padding_of
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.errors import UserError
@@ -397,9 +397,10 @@ class DomainParallelPeriodicConv2d(_RowConv):
     """A longitude-periodic convolution on one band of rows, equal to it on the whole globe.
 
     Args:
-        periodic_conv: a module that pads by `padding` on all sides, circular in longitude, and then
-            applies `conv`, an `nn.Conv2d` without padding. Its `poles` attribute is the padding in
-            latitude: `reflect` (the default), `zeros`, `mirror` or `earth`.
+        periodic_conv: a module that pads by `padding` on all sides and then applies `conv`, an
+            `nn.Conv2d` without padding. Its `poles` attribute is the padding in latitude: `reflect`
+            (the default), `zeros`, `replicate`, `mirror` or `earth`; its `column_mode` that in
+            longitude: `circular` (the default), `zeros`, `replicate` or `reflect`.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -428,7 +429,7 @@ class DomainParallelPeriodicConv2d(_RowConv):
         self.padding: int = periodic_conv.padding
         self.pole_mode = getattr(periodic_conv, "poles", "reflect")
         # Padding in longitude needs no messages: bands hold complete rows.
-        self.column_padding = ColumnPadding((self.padding, self.padding, 0, 0), "circular")
+        self.column_padding = column_padding_of(periodic_conv, self.padding)
         self.zeros = (0, 0)
 
     @property

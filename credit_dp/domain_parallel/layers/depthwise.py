@@ -293,13 +293,14 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
 
 @final
 class DomainParallelLongRangeConv2d(DepthwiseLayer):
-    """A depthwise convolution that is circular in longitude, on one band of rows.
+    """A depthwise convolution, by default circular in longitude, on one band of rows.
 
     Padding in longitude sends nothing: each rank pads its own rows.
 
     Args:
-        layer: an `nn.Conv2d` with one group per channel and zeros in latitude. Its forward first
-            pads `column_padding` circular columns on both sides, maybe more than the globe has.
+        layer: an `nn.Conv2d` with one group per channel. Its forward first pads `column_padding`
+            circular columns on both sides, maybe more than the globe has; if 0, columns are padded
+            as rows are, by the convolution.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -319,9 +320,10 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
     ) -> None:
         super().__init__(layer, shard_dim, manager)
         width = layer.column_padding
-        self.padding_widths = (width, width, self.north, self.south)
-        self.column_padding = ColumnPadding((width, width, 0, 0), "circular")
-        self.zeros = (0, 0)
+        if width:
+            self.padding_widths = (width, width, self.north, self.south)
+            self.column_padding = ColumnPadding((width, width, 0, 0), "circular")
+            self.zeros = (0, 0)
 
     def _refuse_overridden_behaviour(self, wrapped: nn.Module) -> None:
         """Accept the overridden forward: this class reproduces it."""

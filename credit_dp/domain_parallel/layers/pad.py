@@ -125,6 +125,12 @@ class ColumnPadding:
             return torch.autograd.grad(self.pad(x), x, grad)[0]
 
 
+def column_padding_of(layer: Any, columns: int) -> ColumnPadding:
+    """Return the padding by `columns` on both sides in a layer's `column_mode`, or circular."""
+    mode = getattr(layer, "column_mode", "circular")
+    return ColumnPadding((columns, columns, 0, 0), "constant" if mode == "zeros" else mode)
+
+
 def padded_rows(out: slice, height: int, north: int, south: int, mode: str) -> tuple[RowRange, ...]:
     """Return the global rows that the rows `out` of a padded globe show; negative widths crop.
 
@@ -300,8 +306,9 @@ class DomainParallelPolePad(StencilLayer):
 
     Args:
         pad: a module that adds `width` rows beyond each pole, in the mode `poles` (`zeros`,
-            `replicate`, `reflect`, `mirror` or `earth`), and then `columns` circular columns on
-            both sides, as `credit_dp.models.blocks.PolePad` does.
+            `replicate`, `reflect`, `mirror` or `earth`), and then `columns` columns on both sides
+            in the mode `column_mode` (by default `circular`), as
+            `credit_dp.models.blocks.PolePad` does.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -315,6 +322,7 @@ class DomainParallelPolePad(StencilLayer):
     ) -> None:
         super().__init__(pad, shard_dim, manager, halo_width=pad.width)
         self.pole_mode = pad.poles
+        self.column_padding = column_padding_of(pad, pad.columns)
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the height of the padded globe."""
@@ -327,8 +335,7 @@ class DomainParallelPolePad(StencilLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
         # Columns last: rows beyond a pole may be rolled in longitude, which needs the plain globe.
-        rows = self.fetch(x, bands)
-        return pad_circularly(rows, (self.columns, self.columns, 0, 0))
+        return self.column_padding.pad(self.fetch(x, bands))
 
 
 @final

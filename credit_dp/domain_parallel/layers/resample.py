@@ -22,7 +22,7 @@ from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
-from credit_dp.domain_parallel.layers.pad import pad_circularly
+from credit_dp.domain_parallel.layers.pad import column_padding_of
 from credit_dp.domain_parallel.layers.pool import (
     ADAPTIVE_SPATIAL_NDIM,
     AdaptiveAvgPool,
@@ -550,9 +550,9 @@ class DomainParallelPeriodicUpsample(StencilLayer):
     """Doubling of rows and columns around the globe on one band, equal to it on the whole globe.
 
     Args:
-        upsample: a module that adds a row beyond each pole in the mode `poles` and a circular
-            column on both sides, calls its `refine`, which doubles rows and columns, and crops the
-            two finer rows and columns of each added one, as
+        upsample: a module that adds a row beyond each pole in the mode `poles` and a column on both
+            sides in the mode `column_mode` (by default `circular`), calls its `refine`, which
+            doubles rows and columns, and crops the two finer rows and columns of each added one, as
             `credit_dp.models.unet.PeriodicUpsample` does.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
@@ -570,6 +570,7 @@ class DomainParallelPeriodicUpsample(StencilLayer):
     ) -> None:
         super().__init__(upsample, shard_dim, manager, halo_width=1)
         self.pole_mode = upsample.poles
+        self.column_padding = column_padding_of(upsample, 1)
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return twice the rows."""
@@ -583,7 +584,7 @@ class DomainParallelPeriodicUpsample(StencilLayer):
         """Return this rank's output rows."""
         out = bands.output.rows(self.manager.domain_rank)
         first, stop = self.input_span(out, bands.input.height)
-        finer = self.refine(pad_circularly(self.fetch(x, bands), (1, 1, 0, 0)))
+        finer = self.refine(self.column_padding.pad(self.fetch(x, bands)))
         # One copy crops rows and columns, and keeps the memory format.
         return F.pad(finer, (-2, -2, 2 * first - out.start, out.stop - 2 * stop))
 

@@ -21,11 +21,12 @@ class _Model(nn.Sequential):
     row_rules = {PeriodicConv2d: "periodic_conv"}  # noqa: RUF012
 
 
-def _periodic(kernel, stride, poles):
-    return _Model(PeriodicConv2d(2, 3, kernel, stride, poles))
+def _periodic(kernel, stride, poles, column_mode="circular"):
+    return _Model(PeriodicConv2d(2, 3, kernel, stride, poles, column_mode))
 
 
 POLES = ["reflect", "zeros", "mirror", "earth"]
+EDGES = ["replicate", "reflect", "zeros"]  # of regions
 
 
 @pytest.mark.usefixtures("overlap")
@@ -40,6 +41,20 @@ def test_periodic_conv(ranks, height, kernel, stride, poles):
     assume((height - 1) // stride + 1 >= ranks)
     shape = (2, 2, height, 7)
     on_threads(ranks, assert_same_as_whole_globe, _periodic, (kernel, stride, poles), shape)
+
+
+@pytest.mark.usefixtures("overlap")
+@given(
+    ranks=st.sampled_from([2, 3, 4, 8]),
+    height=st.integers(5, 20),
+    kernel=st.sampled_from([1, 3, 5, 7]),
+    stride=st.integers(1, 3),
+    edges=st.sampled_from(EDGES),
+)
+def test_conv_on_a_region(ranks, height, kernel, stride, edges):
+    assume((height - 1) // stride + 1 >= ranks)
+    args = (_periodic, (kernel, stride, edges, edges), (2, 2, height, 7))
+    on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
 @pytest.mark.usefixtures("overlap")

@@ -28,6 +28,7 @@ from credit_dp.config.model import MODELS
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import Grid
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
@@ -141,9 +142,9 @@ class ModelMetadata:
         return Statistics(**arrays)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Return the number of rows and columns."""
-        return len(self.latitude), len(self.longitude)
+    def grid(self) -> Grid:
+        """Return the grid, which knows whether it is a region."""
+        return Grid(np.array(self.latitude, float), np.array(self.longitude, float))
 
     def __post_init__(self) -> None:
         # The values come from a file that anybody may have written: check them all.

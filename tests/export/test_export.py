@@ -31,7 +31,9 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.export.file import read_safetensors, write_safetensors
+from credit_dp.export.forecaster import build_forecaster, build_model_config
 from credit_dp.models.blocks import NoiseModulation
+from credit_dp.models.unet import PeriodicConv2d
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build_training import Training
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
@@ -96,6 +98,20 @@ def forecast(config: Config, training: Training, count: int) -> tuple[list[objec
     place = prepared.store.channels.forcing.index(SOLAR)
     given = [fields.reshape(count, -1, *fields.shape[2:]), times, forcing[:, [place]]]
     return given, dates.normaliser.denormalise(wanted)
+
+
+def test_a_model_of_a_region_loads_as_one(file):
+    """Whether it is one follows from the coordinates, which the file has."""
+    trained_model = read_safetensors(file)
+    metadata = trained_model.metadata
+    for longitude, mode in (
+        (metadata.longitude, "circular"),
+        ([degrees / 4 for degrees in metadata.longitude], "replicate"),
+    ):
+        region = replace(trained_model, metadata=replace(metadata, longitude=longitude))
+        model = build_forecaster("", region, build_model_config("", region.metadata))
+        layers = [layer for layer in model.modules() if isinstance(layer, PeriodicConv2d)]
+        assert {layer.column_mode for layer in layers} == {mode}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from credit_dp.domain_parallel.view.tensor import (
 )
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
+    NN_FUNCTIONS,
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
@@ -218,12 +219,28 @@ def _is_in_place_by_name(name: str) -> bool:
     return name in IN_PLACE_OPERATORS or is_method
 
 
+OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+@cache
+def _function_of_operator(func: Function) -> Function:
+    """Return the function that `torch.ops.aten.relu` is, as others call it; itself if none is.
+
+    Only functions in C have the parameters of their operators.
+    """
+    library, name, *_ = str(func).split(".")
+    namespaces = (torch, Tensor, NN_FUNCTIONS) if library == "aten" else ()
+    functions = [getattr(namespace, name, None) for namespace in namespaces]
+    in_c = (BuiltinFunctionType, MethodDescriptorType)
+    return next((each for each in functions if isinstance(each, in_c)), func)
+
+
 def is_custom_operator(func: Function) -> bool:
     """Return whether a function is an operator of a library, with a backward that may be anything.
 
     It need not be linear in the gradient, as that of the user's `autograd.Function`s.
     """
-    if not isinstance(func, (OpOverload, OpOverloadPacket)):
+    if not isinstance(func, OPERATORS):
         return False
     return str(func).split(".")[0] not in ("aten", "prims", "prim")
 
@@ -248,6 +265,8 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     if not args:
         args, kwargs = _first_by_position(kwargs)
+    if isinstance(func, OPERATORS):
+        func = _function_of_operator(func)
     out = kwargs.pop("out", None)
     if out is not None:
         return _write_out(out, func, args, kwargs)
@@ -338,7 +357,7 @@ def _write_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return a call's arguments with the first parameter by position, whatever its name."""
-    for name in ("input", "tensor", "tensors", *ALIASES):
+    for name in ("input", "self", "tensor", "tensors", *ALIASES):
         if isinstance(kwargs.get(name), Tensor) or (name == "tensors" and name in kwargs):
             return (kwargs[name],), {k: x for k, x in kwargs.items() if k != name}
     return (), kwargs

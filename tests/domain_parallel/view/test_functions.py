@@ -621,6 +621,12 @@ INDEXING = {
         F.channel_shuffle(x, 4),
         F.pixel_shuffle(x[None], upscale_factor=2),
     ),
+    "operators": lambda m, x: (
+        torch.ops.aten.relu(x),
+        torch.ops.aten.add_.Tensor(x * 1, m.scale[:, None, None], alpha=2),
+        torch.ops.aten.sum.dim_IntList(x, [2], keepdim=True),
+        torch.ops.aten.gelu.default(self=x, approximate="tanh"),
+    ),
     "meshgrid": lambda m, x: (
         torch.meshgrid(x[0, 0, :, 0], m.scale, indexing="xy"),
         torch.meshgrid(m.scale, x[0, 0, :, 0], indexing="ij"),

@@ -155,8 +155,14 @@ RunningMode.register_hook = register_hook
 # ---------------------------------------------------------------- autograd.grad
 
 
-def _gradients(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _gradients_of_fields(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    return gradients(global_tensors((args, kwargs))[0].view_, *args, **kwargs)
+
+
+def gradients(view: GlobalView, *args: Any, **kwargs: Any) -> Any:
     """Return gradients inside of a model, as on one process; differentiable if they should be.
+
+    Also those between plain tensors: bands may lie between them, and hooks see whole gradients.
 
     Raises:
         UserError: a batch of gradients is wanted.
@@ -171,16 +177,16 @@ def _gradients(func: Function, args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = _as_list(arguments.pop("outputs")), _as_list(arguments.pop("inputs"))
     grad_outputs = arguments.pop("grad_outputs", None)
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
-    view = global_tensors((outputs, inputs, given))[0].view_
     shares = [
         _output_gradient(y, gradient, view) for y, gradient in zip(outputs, given, strict=True)
     ]
     local_inputs = [local_of(x) for x in inputs]
-    gradients = func([local_of(y) for y in outputs], local_inputs, shares, **arguments)
-    return tuple(_total(x, share, view) for x, share in zip(inputs, gradients, strict=True))
+    results = torch.autograd.grad(list(map(local_of, outputs)), local_inputs, shares, **arguments)
+    return tuple(_total(x, share, view) for x, share in zip(inputs, results, strict=True))
 
 
-RULES[torch.autograd.grad] = _gradients
+RULES[torch.autograd.grad] = _gradients_of_fields
+RunningMode.gradients = gradients
 RULES_FOR_WHOLE.add(torch.autograd.grad)
 
 

@@ -126,6 +126,7 @@ class RunningMode(TorchFunctionMode):
     """Sees every function of torch while a model runs."""
 
     register_hook: RegisterHook | None = None
+    gradients: Callable[..., Any] | None = None  # for `autograd.grad`, set like it
 
     def __init__(self, view: GlobalView) -> None:
         super().__init__()
@@ -162,6 +163,10 @@ class RunningMode(TorchFunctionMode):
         is_hook = func is Tensor.register_hook and running is None
         if is_hook and RunningMode.register_hook is not None:
             return RunningMode.register_hook(self.view, *args, **kwargs)
+        is_grad = func is torch.autograd.grad and running is None
+        if is_grad and all(isinstance(x, Tensor) for x in (*args[0], *args[1])):
+            assert RunningMode.gradients is not None
+            return RunningMode.gradients(self.view, *args, **kwargs)
         result = func(*args, **kwargs)
         if func in CREATORS or len(self.view.created):
             note_created(func, args, kwargs, result, self.view)

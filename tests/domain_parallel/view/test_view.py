@@ -220,6 +220,19 @@ def _hook_tensors(model, x):
     return x * model.linear.bias[:, None, None]
 
 
+def _hook_tensors_without_rows(model, x):
+    """Return the field times gradients of plain tensors, which hooks that are not linear change."""
+    if not x.requires_grad:
+        return x
+    bias, filled = model.linear.bias * 1, torch.zeros(x.shape[1], 1, x.shape[3], dtype=x.dtype)
+    filled[:] = x[0, :, :1]
+    for y in (bias, filled):
+        y.register_hook(lambda grad: grad.clamp(-0.1, 0.1) + grad**2)
+    (of_bias,) = torch.autograd.grad(bias.exp().sum(), bias, create_graph=True)
+    (of_filled,) = torch.autograd.grad((filled**3).sum(), filled, create_graph=True)
+    return x * of_bias[:, None, None] * of_filled
+
+
 def _hook_modules(model, x):
     handles = [
         model.linear.register_full_backward_hook(lambda m, gi, go: (gi[0] * go[0].mean(),)),
@@ -262,6 +275,7 @@ FUNCTIONS = {
     "autograd.grad of a parameter": _gradient_of_a_parameter,
     "autograd.grad of a shared parameter": _gradient_of_a_shared_parameter,
     "hooks of tensors": _hook_tensors,
+    "hooks of tensors without rows": _hook_tensors_without_rows,
     "hooks of modules": _hook_modules,
     "checkpoint within another": _checkpoint_within,
     "strides": _use_strides,

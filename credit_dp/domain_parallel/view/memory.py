@@ -150,6 +150,14 @@ def as_argument(func: Any, results: Any, args: tuple[Any, ...]) -> Any:
     return results
 
 
+def as_copy(x: GlobalTensor, source: GlobalTensor) -> GlobalTensor:
+    """Return a tensor without shared memory, also if it was computed as a view of another one."""
+    local = x.local.clone() if shares_storage(x, source) else x.local
+    copy = GlobalTensor(local, x.rows, x.view_)
+    copy.has_order = x.has_order
+    return copy
+
+
 def is_certain_copy(x: GlobalTensor) -> bool:
     """Return whether `contiguous` copies on one process; False if that is not certain."""
     if not x.path or x.memory is None:

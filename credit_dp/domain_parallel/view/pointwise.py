@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel.rules import RULES
@@ -206,12 +207,17 @@ def prelu(func: Function, args: Args, kwargs: Kwargs) -> Any:
     return wrap(func(x.local, local_of(weight)), layout, x.view_)
 
 
+# Functions that return a view of fewer dimensions, as they add one and remove it.
+DIMS_WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
+
+
 @rule_for("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 def channel_dropout(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Drop whole channels, the same on all ranks of the domain."""
-    if _keeps_all(args, kwargs, is_training=True):
-        return args[0]
     x = args[0]
+    if _keeps_all(args, kwargs, is_training=True):
+        is_batched = x.ndim == DIMS_WITH_BATCH.get(func, x.ndim)
+        return x if is_batched or kwargs.get("inplace") else x.view_as(x)
     options = {name: value for name, value in kwargs.items() if name != "inplace"}
     mask = torch.ones(x.shape[:2], dtype=x.dtype, device=x.device)
     mask = mask.view(*x.shape[:2], *[1] * (x.ndim - 2))

@@ -848,6 +848,15 @@ SAME_OR_NOT = AS_IT_IS | {
     "reshape": lambda x: x.reshape(x.shape),
     "alias": torch.ops.aten.alias,
     "clone": torch.clone,
+    "dropout of one sample": lambda x: F.dropout3d(x, 0.5, False),
+    "dropout of nothing": lambda x: F.dropout1d(x[0, 0], 0.0),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 1),
+    "pixel_shuffle of columns": lambda x: F.pixel_shuffle(x.mT, 1),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 1),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, CHANNELS),
+    "operator contiguous": torch.ops.aten.contiguous,
+    "operator contiguous of one type": lambda x: torch.ops.aten.contiguous.default(self=x),
+    "operator reshape": lambda x: torch.ops.aten.reshape(x.mT, (*x.shape[:2], -1)),
 }
 
 

@@ -475,8 +475,20 @@ def _outdate_linked(memory: SharedMemory, origin: Link | None) -> None:
             continue
         link.writer = memory
         for x in other.alive():
+            if link.path[-1].detaches:
+                _note_changed_past_autograd(x)
             _outdate(x, is_certain=False)
         _outdate_linked(other, link)
+
+
+def _note_changed_past_autograd(x: GlobalTensor) -> None:
+    """Let torch refuse to compute gradients by what autograd has saved, which one process changes.
+
+    Here the values that were saved remain.
+    """
+    local = x.__dict__.get("local", x.set_aside)
+    if local is not None and not local.is_inference():
+        torch.autograd.graph.increment_version(local)
 
 
 def is_assigned_to_itself(x: Any, index: Any, value: Any) -> bool:

@@ -900,6 +900,43 @@ def test_results_are_the_argument_where_they_are_on_one_process(name, use, is_pa
     )
 
 
+def saved_by_a_function(x):
+    y = x.sin().exp()
+    y.data.mul_(2)
+    return y
+
+
+def saved_by_a_write(x):
+    y = x * 1
+    data = y.data
+    y.tanh_()
+    data[:, 0] = 0.5
+    return y
+
+
+def saved_by_a_reader(x):
+    y = x * 1
+    z = y.square()
+    y.detach()[:, :, :1] = 0.5
+    return z
+
+
+@pytest.mark.parametrize("write", [saved_by_a_function, saved_by_a_write, saved_by_a_reader])
+def test_refuses_gradients_by_saved_values_that_were_changed_past_autograd(write):
+    def run(manager, x):
+        model = Model(lambda m, x: write(x)).double()
+        attach_view(model, manager, [tuple(x.shape)])
+        y = model(shard_tensor(x, manager=manager))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        return y.detach()
+
+    x = torch.randn(2, CHANNELS, 7, COLUMNS, dtype=torch.float64)
+    torch.manual_seed(0)
+    bands = on_threads(2, run, x)
+    assert [band.shape[2] for band in bands] == [4, 3]
+
+
 @pytest.mark.parametrize("name", AS_IT_IS)
 def test_a_field_that_is_returned_as_it_is_is_the_same(name):
     check(

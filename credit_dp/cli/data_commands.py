@@ -215,6 +215,9 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
 def _grid(report: "StoreReport") -> list[str]:
     rows, columns = report.grid
     kind = "with rows on the poles" if report.poles else "without rows on the poles"
+    if not report.is_global:
+        kind = " ".join(["region", *(["on", report.projection] if report.projection else [])])
+        kind += f", {report.spacing}"
     north, south = report.latitude
     west, east = report.longitude
     return [

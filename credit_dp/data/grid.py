@@ -80,8 +80,7 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
 
     Source: Eriksson 1990, "On the measure of solid angles", for the areas of triangles.
     """
-    phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
-    centres = np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+    centres = _unit_vectors(latitude, longitude)
     for axis in (1, 2):
         edges = np.take(centres, [0, 1, 2, -1, -2, -3], axis)
         one, two, three, last, second, third = np.split(edges, 6, axis)
@@ -89,6 +88,17 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
         centres = np.concatenate([beyond[0], centres, beyond[1]], axis)
     corners = centres[:, 1:, 1:] + centres[:, 1:, :-1] + centres[:, :-1, 1:] + centres[:, :-1, :-1]
     corners /= np.linalg.norm(corners, axis=0)
+    return np.abs(_quadrilateral_areas(corners))
+
+
+def _unit_vectors(latitude: Degrees, longitude: Degrees) -> Field:
+    """Return the points of a sphere of radius 1: `(H, W)` degrees -> `(3, H, W)`."""
+    phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
+    return np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+
+
+def _quadrilateral_areas(corners: Field) -> Field:
+    """Return signed areas between neighbouring points: `(3, H, W)` -> `(H - 1, W - 1)`."""
     north_west, north_east = corners[:, :-1, :-1], corners[:, :-1, 1:]
     south_west, south_east = corners[:, 1:, :-1], corners[:, 1:, 1:]
     halves = [(north_west, north_east, south_east), (north_west, south_east, south_west)]
@@ -134,6 +144,8 @@ class Projection(NamedTuple):
 
 
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
+ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
+SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 
 
 @final
@@ -179,7 +191,7 @@ class Grid(tuple[int, int]):
     @cached_property
     def is_global(self) -> bool:
         """Whether the grid reaches from pole to pole and once round the globe."""
-        return not (self.is_projected or self._problem_of_rows() or self._problem_of_columns())
+        return not self.is_projected and self._goes_from_pole_to_pole() and self._goes_round()
 
     @cached_property
     def weights(self) -> Field:
@@ -189,7 +201,7 @@ class Grid(tuple[int, int]):
         `cell_areas`.
         """
         if self.is_projected:
-            area = np.abs(cell_areas(self.latitude, self.longitude))
+            area = cell_areas(self.latitude, self.longitude)
             return np.asarray(area / area.mean(), dtype=np.float64)
         return area_weights(self.row_edges)
 
@@ -237,20 +249,66 @@ class Grid(tuple[int, int]):
                 return f"{name} {values[index]:.9g} at index {shown}", f"{others[index]:.9g}"
         return None
 
-    def check_global(self, where: str) -> None:
-        """Refuse what area weights, and padding across poles and round circles, can't use.
+    def check(self, where: str) -> None:
+        """Refuse coordinates that don't make a grid of rows and columns.
 
         Raises:
-            UserError: latitude is not monotonic or does not reach the poles in roughly equal steps,
-                or longitude does not go round the globe once in equal steps.
+            UserError: rows cross, or are not in roughly equal steps; columns are not in equal steps
+                or go round the globe more than once; a coordinate is missing.
         """
-        problem = self._problem_of_rows() or self._problem_of_columns()
+        if self.is_projected:
+            problem = self._problem_of_plane()
+        else:
+            problem = self._problem_of_rows() or self._problem_of_columns()
         if problem:
             raise UserError(f"{where}: {problem}. Change data.store.")
 
+    def check_global(self, where: str, remedy: str = "Change data.store.") -> None:
+        """Refuse a region where poles and whole circles of latitude are needed."""
+        if not self.is_global:
+            raise UserError(f"{where}: a global grid is needed here, but this is {self}. {remedy}")
+
+    def __str__(self) -> str:
+        """Return size and extent in words."""
+        size = "x".join(map(str, self))
+        if self.is_global:
+            return size
+        (north, south), (west, east) = self.extent
+        return (
+            f"a region of {size}, latitude {north:g} to {south:g}, longitude {west:g} to {east:g}"
+        )
+
+    @property
+    def extent(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """First and last latitude and longitude; on a projection, the largest and smallest."""
+        latitude, longitude = self.latitude, self.longitude
+        if not self.is_projected:
+            return (
+                (float(latitude[0]), float(latitude[-1])),
+                (float(longitude[0]), float(longitude[-1])),
+            )
+        middle, half = longitude[self[0] // 2, self[1] // 2], FULL_CIRCLE / 2
+        around = (longitude - middle + half) % FULL_CIRCLE - half + middle
+        return (
+            (float(latitude.max()), float(latitude.min())),
+            (float(around.min()), float(around.max())),
+        )
+
+    def _goes_from_pole_to_pole(self) -> bool:
+        """Whether rows, which are checked, leave no more than one and a half steps at the poles."""
+        first, last = self.latitude[[0, -1]]
+        gap = POLE - min(abs(first), abs(last))  # between the outermost row and its pole
+        return bool(first * last < 0 and gap <= 1.5 * np.abs(np.diff(self.latitude)).max())
+
+    def _goes_round(self) -> bool:
+        """Whether columns, which are checked, go once round the globe."""
+        steps = turns(np.append(self.longitude, self.longitude[0]))
+        step = FULL_CIRCLE / self[1]
+        is_even = np.all(np.abs(np.abs(steps) - step) < 1e-2 * step)
+        return self[1] <= 2 or bool(is_even and len(set(np.sign(steps))) == 1)
+
     def _problem_of_rows(self) -> str:
         steps = np.diff(self.latitude)
-        first, last = self.latitude[[0, -1]]
         if not (np.all(steps > 0) or np.all(steps < 0)):
             return "latitude must increase or decrease throughout"
         if np.abs(self.latitude).max() > POLE:
@@ -258,29 +316,63 @@ class Grid(tuple[int, int]):
         if len(steps) == 0:
             return "needs at least two rows of latitude, has one"
         narrowest, widest = np.abs(steps).min(), np.abs(steps).max()
-        gap = POLE - min(abs(first), abs(last))  # between the outermost row and its pole
-        if first * last >= 0 or gap > 1.5 * widest or widest > 2 * narrowest:
+        if widest > 2 * narrowest:
+            first, last = self.latitude[[0, -1]]
             return (
-                "latitude must cover the globe from pole to pole in roughly equal steps, but goes "
-                f"from {first:g} to {last:g} in steps of {narrowest:g} to {widest:g} degrees; a "
-                "regional grid can't be used"
+                f"latitude must go in roughly equal steps, but goes from {first:g} to {last:g} in "
+                f"steps of {narrowest:g} to {widest:g} degrees"
             )
         return ""
 
     def _problem_of_columns(self) -> str:
-        columns, (first, last) = self[1], self.longitude[[0, -1]]
-        steps = np.diff(np.append(self.longitude, first)) % FULL_CIRCLE
-        # Columns may go east or west, but all of them the same way.
-        signed = np.where(steps > FULL_CIRCLE / 2, steps - FULL_CIRCLE, steps)
-        step = FULL_CIRCLE / columns
-        is_even = np.all(np.abs(np.abs(signed) - step) < 1e-2 * step)
-        if columns > 2 and not (is_even and len(set(np.sign(signed))) == 1):
+        if self._goes_round():
+            return ""
+        steps = turns(self.longitude)
+        size = np.abs(steps)
+        uneven = not np.ptp(size) < 1e-2 * size.mean() + ROUNDING  # `not <`: also of NaN
+        if uneven or len(set(np.sign(steps))) > 1 or size.sum() > FULL_CIRCLE - size.mean() / 2:
+            first, last = self.longitude[[0, -1]]
             return (
-                f"longitude must go once round the globe in {columns} equal steps, without "
-                f"repeating its first column, but goes from {first:g} to {last:g}; a regional grid "
-                "can't be used"
+                "longitude must go in equal steps, at most once round the globe and without "
+                f"repeating its first column, but goes from {first:g} to {last:g} in {self[1]} "
+                f"columns with steps of {size.min():g} to {size.max():g} degrees"
             )
         return ""
+
+    def _problem_of_plane(self) -> str:
+        if min(self) < SMALLEST_PLANE:
+            size = "x".join(map(str, self))
+            return f"a projection needs at least {SMALLEST_PLANE} rows and columns, has {size}"
+        for name in ("latitude", "longitude"):
+            missing = np.argwhere(~np.isfinite(getattr(self, name)))
+            if len(missing):
+                row, column = missing[0]
+                return f"{name} is missing at row {row} and column {column} of the file"
+        if np.abs(self.latitude).max() > POLE:
+            return "latitude must lie within -90 to 90 degrees"
+        centres = _unit_vectors(self.latitude, self.longitude)
+        areas = _quadrilateral_areas(centres)
+        wrong = np.argwhere(~(areas * np.sign(np.median(areas)) > 0))
+        if len(wrong):
+            row, column = wrong[0]
+            return (
+                "rows and columns must not cross or repeat, but they do between rows "
+                f"{row} and {row + 1}, columns {column} and {column + 1} of the file"
+            )
+        across = np.linalg.norm(centres[:, :, 0] - centres[:, :, -1], axis=0)
+        step = np.linalg.norm(centres[:, :, 1] - centres[:, :, 0], axis=0)
+        if np.median(across / step) < 2:
+            return (
+                "a curvilinear grid that goes round the globe can't be used: regrid it to one with "
+                "a row for each latitude and a column for each longitude first"
+            )
+        return ""
+
+
+def turns(longitude: Degrees) -> Degrees:
+    """Return the steps from column to column along the circle, -180 to 180."""
+    half = FULL_CIRCLE / 2
+    return np.asarray(half - (half - np.diff(longitude)) % FULL_CIRCLE, dtype=np.float64)
 
 
 GLOBAL = "global"

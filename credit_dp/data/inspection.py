@@ -14,12 +14,13 @@ from credit_dp.bands import max_rows_touched, row_amplification
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
-from credit_dp.data.grid import POLE
+from credit_dp.data.grid import POLE, Grid, turns
 from credit_dp.data.sources.source import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a float32 value
 AT_POLE = 1e-3  # degrees
+EARTH_RADIUS_KM = 6371.0
 
 
 @final
@@ -99,8 +100,11 @@ class StoreReport:
         where: its address.
         form: kind of source, such as `zarr`.
         grid: rows, columns.
-        latitude, longitude: first and last, in reading order.
+        latitude, longitude: first and last, in reading order; see `Grid.extent`.
         poles: whether there are rows on the poles.
+        is_global: whether the grid covers the globe.
+        projection: the CF name of the projection of a region; empty without one.
+        spacing: of the region's rows and columns.
         dates: the time axis.
         variables: in the store's order.
         long_names: the long names that a config may use, with the store's own name of each.
@@ -114,6 +118,9 @@ class StoreReport:
     latitude: tuple[float, float]
     longitude: tuple[float, float]
     poles: bool
+    is_global: bool
+    projection: str
+    spacing: str
     dates: TimeAxisReport
     variables: tuple[VariableReport, ...]
     long_names: dict[str, str]
@@ -135,13 +142,17 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
     readable = [variable for variable in variables if variable.chunks is not None]
     cells = {v.name: max(1, len(v.levels)) * math.prod(source.grid) for v in readable}
     total_cells = sum(cells.values())
+    latitude, longitude = source.grid.extent
     return StoreReport(
         where=source.where,
         form=type(source).__name__.removesuffix("Source").lower(),
         grid=source.grid.shape,
-        latitude=(float(source.latitude[0]), float(source.latitude[-1])),
-        longitude=(float(source.longitude[0]), float(source.longitude[-1])),
+        latitude=latitude,
+        longitude=longitude,
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),
+        is_global=source.grid.is_global,
+        projection=_projection(source.grid),
+        spacing=_spacing(source.grid),
         dates=report_time_axis(_common_times(source), source.calendar),
         variables=variables,
         long_names={
@@ -160,6 +171,31 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
             for ranks in possible_ranks
         },
     )
+
+
+def _projection(grid: Grid) -> str:
+    """Return the name of the projection of two-dimensional coordinates, if the file has one."""
+    if not grid.is_projected:
+        return ""
+    attributes = {} if grid.projection is None else grid.projection.attributes
+    return str(attributes.get("grid_mapping_name") or "unnamed projection")
+
+
+def _spacing(grid: Grid) -> str:
+    """Return how far rows and columns of a region are apart."""
+    if grid.is_global:
+        return ""
+    if not grid.is_projected:
+        steps = (np.abs(turns(axis)).mean() for axis in (grid.latitude, grid.longitude))
+        return " x ".join(f"{step:.4g}" for step in steps) + " degrees"
+    row, column = (size // 2 for size in grid)
+    near = slice(row - 1, row + 1), slice(column - 1, column + 1)
+    phi, lam = np.deg2rad(grid.latitude[near]), np.deg2rad(grid.longitude[near])
+    points = np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+    apart = [
+        np.linalg.norm(points[:, 1, 1] - other) for other in (points[:, 0, 1], points[:, 1, 0])
+    ]
+    return " x ".join(f"{EARTH_RADIUS_KM * step:.4g}" for step in apart) + " km in the middle"
 
 
 def _common_times(source: Source) -> Times:

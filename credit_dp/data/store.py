@@ -117,6 +117,7 @@ class Store:
             UserError: variables, dims, units, coordinates, levels or dates don't fit the config.
         """
         store = cls(open_source(config), config)
+        store.grid.check_global(store.source.where)
         check_units(store.source, store.config)
         store.resolve_dates(needed)
         for split in SPLITS:

@@ -104,6 +104,9 @@ class StateFile(ABC):
         tolerance = SAME_GRID * abs(store.longitude[1] - store.longitude[0])
         if self.grid.difference(store.grid, tolerance) is None:
             return None
+        self.grid.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
+        remedy = f"Set {KEY} to a file on this grid."
+        store.grid.check_global(store.source.where, remedy)
         old, new = self.grid, store.grid
         return Regridder(old.latitude, old.longitude, new.latitude, new.longitude, method)
 
@@ -123,7 +126,7 @@ class GribStates(StateFile):
         for message in messages:
             about = (message.kind, message.name, message.level, message.valid)
             self._messages.setdefault(about, []).append(message)
-        _check_globe(self)
+        _check_grid(self)
 
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
@@ -420,10 +423,10 @@ def _open_file(path: Path) -> StateFile:
         raise UserError(f"{KEY}: {text}") from error
 
 
-def _check_globe(file: StateFile) -> None:
-    """Refuse a grid that is not global, as of other stores."""
+def _check_grid(file: StateFile) -> None:
+    """Refuse a grid as that of other stores."""
     try:
-        file.grid.check_global(file.where)
+        file.grid.check(file.where)
     except UserError as error:
         raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
 

@@ -139,12 +139,12 @@ def test_dates_between_two_times(good):
             "latitude must increase or decrease",
         ),
         ("latitude", np.linspace(100, -90, 12), "within -90 to 90"),
-        ("latitude", np.linspace(60, 20, 12), "cover the globe from pole to pole"),
-        ("latitude", np.linspace(90, -30, 12), "cover the globe from pole to pole"),
+        ("latitude", np.linspace(60, 20, 12), "a global grid is needed here"),
+        ("latitude", np.linspace(90, -30, 12), "a global grid is needed here"),
         ("latitude", np.r_[90:70:6j, -70:-90:6j], "in roughly equal steps"),
         ("level", np.array([0.1, 0.5, 500]), "levels must be whole numbers"),
         ("longitude", np.linspace(0, 360, 8), "equal steps"),
-        ("longitude", np.linspace(0, 180, 8), "equal steps"),
+        ("longitude", np.linspace(0, 180, 8), "a global grid is needed here"),
         ("longitude", np.array([0, 45, 90, 135, 180, 225, 271, 315.0]), "equal steps"),
         ("time", stores.times(12)[::-1], "time must increase"),
         (
@@ -224,15 +224,15 @@ def in_cells(data, dim="values"):
                     longitude=(("y", "x"), np.zeros((12, 8))),
                 )
             ),
-            "curvilinear or regional grid (cells along y, x)",
+            "latitude must increase or decrease throughout",
         ),
         (
             lambda data: data.isel(longitude=slice(0, 5)),
-            "a regional grid can't be used",
+            "a global grid is needed here",
         ),
         (
             lambda data: data.isel(latitude=slice(2, 10)),
-            "a regional grid can't be used",
+            "a global grid is needed here",
         ),
     ],
 )

@@ -379,7 +379,7 @@ FAULTS = {
     "cut": r"can't be read after 6 messages: .*Fetch it again if it is cut off .*change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
     "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",
-    "region": r"latitude must cover the globe .*Change init_file",
+    "region": r"a global grid is needed here, but this is a region of 5x.*Change init_file",
     "grids": r"has messages on more than one grid, or is damaged",
     "twice": r"has 2t at 2000-01-04T00:00 more than once. Select one",
     "gaps": r"2m_temperature has no value at 2000-01-04T00:00, row 3, column 5, and 1 such point",

@@ -105,6 +105,8 @@ class SelectedFields:
             UserError: it lacks a requested variable, level or date.
         """
         source = open_source(selection.config)
+        if selection.grid is not None or source.grid.is_projected:
+            source.grid.check_global(source.where, "Leave out grid, or train on the store itself.")
         config = without_absent_statics(source, selection.config)
         return cls(source, replace(selection, config=config))
 

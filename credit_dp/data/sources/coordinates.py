@@ -14,7 +14,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import are_dates, calendar_of, decode_dates, is_time
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import Axis, Grid, Projection
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
 
@@ -90,7 +90,7 @@ def find_coordinates(dataset: xr.Dataset, ndim: int = 1) -> dict[str, str]:
 
 def _fits(array: xr.Variable, standard: str) -> bool:
     """Whether a coordinate on the axis of a standard one can be that one."""
-    if standard == "level" and canonical_unit(str(array.attrs.get("units", ""))) in LENGTHS:
+    if standard != "time" and canonical_unit(str(array.attrs.get("units", ""))) in LENGTHS:
         return False
     return not OTHER_AXES.search(str(array.attrs.get("standard_name", "")))
 
@@ -101,10 +101,77 @@ def _importance(dataset: xr.Dataset, name: Hashable) -> int:
     return sum(dims <= set(array.dims) for array in dataset.variables.values())
 
 
+def projected_grid(dataset: xr.Dataset) -> Grid | None:
+    """Return the grid of two-dimensional coordinates in the stored order of rows.
+
+    Call this before `standardise_dims` renames the dims. None if the dataset has no such
+    coordinates, or has one-dimensional ones.
+    """
+    plane = _plane_coordinates(dataset)
+    if not plane:
+        return None
+    dims = _plane_dims(dataset, plane)
+    latitude, longitude = (
+        dataset[plane[x]].transpose(*dims).values.astype(np.float64) for x in HORIZONTAL
+    )
+    lines = latitude[:, 0], longitude[0]
+    if np.isclose(latitude, lines[0][:, None]).all() and np.isclose(longitude, lines[1]).all():
+        return Grid(*lines)  # the same as one-dimensional ones
+    rows, columns = (_axis(dataset, dim) for dim in dims)
+    mapping = _grid_mapping(dataset)
+    attributes = dataset.variables[mapping].attrs if mapping else {}
+    return Grid(latitude, longitude, Projection(mapping, _plain(attributes), rows, columns))
+
+
+def _plane_coordinates(dataset: xr.Dataset) -> dict[str, str]:
+    """Return the names of two-dimensional latitudes and longitudes that fields lie along."""
+    lines = find_coordinates(dataset)
+    if any("degree" in str(dataset[lines[x]].attrs.get("units")) for x in HORIZONTAL if x in lines):
+        return {}
+    plane = {x: name for x, name in find_coordinates(dataset, ndim=2).items() if x in HORIZONTAL}
+    dims = [set(dataset[name].dims) for name in plane.values()]
+    return plane if len(dims) == 2 and dims[0] == dims[1] else {}
+
+
+def _plane_dims(dataset: xr.Dataset, plane: Mapping[str, str]) -> tuple[str, str]:
+    """Return the dims of rows and of columns: those of latitude, or in the opposite order."""
+    rows, columns = map(str, dataset[plane["latitude"]].dims)
+    attributes = dataset[rows].attrs if rows in dataset.variables else {}
+    of_columns = attributes.get("axis") == "X" or str(attributes.get("standard_name")) in (
+        *("projection_x_coordinate", "grid_longitude"),
+    )
+    return (columns, rows) if of_columns else (rows, columns)
+
+
+def _axis(dataset: xr.Dataset, dim: str) -> Axis:
+    """Return a dim of a projection with its coordinate, if that has numbers."""
+    axis = dataset.variables.get(dim)
+    if axis is None or axis.dtype.kind not in "iuf":
+        return Axis(dim, np.empty(0), {})
+    return Axis(dim, axis.values.astype(np.float64), _plain(axis.attrs))
+
+
+def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return attributes with lists and numbers of Python, which JSON has."""
+    return {str(name): np.asarray(value).tolist() for name, value in attributes.items()}
+
+
+def _grid_mapping(dataset: xr.Dataset) -> str:
+    """Return the name of the variable that says which projection fields are on; "" without."""
+    names = (
+        str(array.attrs.get("grid_mapping") or array.encoding.get("grid_mapping") or "")
+        for array in dataset.variables.values()
+    )
+    # CF also allows `crs: x y`.
+    named = (name.split()[0].rstrip(":") for name in names if name)
+    return next((name for name in named if name in dataset.variables), "")
+
+
 def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     """Rename the dims to time, level, latitude and longitude; their order stays.
 
-    If latitude and longitude have one dim, that of cells, it becomes latitude.
+    If latitude and longitude have one dim, that of cells, it becomes latitude. If they have two,
+    these get the names latitude and longitude, without coordinates; see `projected_grid`.
 
     Coordinates that are not dims, such as the number of an ensemble member, are dropped.
 
@@ -120,16 +187,26 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
         dataset = dataset.rename({time_dim: "time"} if time_dim != "time" else {})
         dataset = dataset.assign_coords(time=("time", valid.values))
     found = find_coordinates(dataset)
-    _check_grid(dataset, found, where)
+    plane = _plane_coordinates(dataset)
+    if plane:
+        found = {standard: name for standard, name in found.items() if standard not in HORIZONTAL}
+        mapping = _grid_mapping(dataset)
+        dataset = dataset.drop_vars([mapping] if mapping else [])
+    else:
+        _check_grid(dataset, found, where)
     values = {standard: dataset.variables[name] for standard, name in found.items()}
     # By names those that have no coordinate, for the messages about them.
     dims = {x: next((y for y in names if y in dataset.dims), x) for x, names in NAMES.items()}
     dims |= {standard: str(array.dims[0]) for standard, array in values.items()}
+    if plane:
+        dims |= zip(HORIZONTAL, _plane_dims(dataset, plane), strict=True)
     are_cells = dims["latitude"] == dims["longitude"]
     if are_cells:
         del dims["longitude"]
     others = [name for name in dataset.coords if name not in dataset.dims]
-    dataset = dataset.drop_vars({*others, *found.values(), *found} & {*dataset.variables})
+    dataset = dataset.drop_vars(
+        {*others, *found.values(), *found, *plane.values()} & {*dataset.variables}
+    )
     for standard, dim in dims.items():
         if dim != standard and standard not in dataset.dims:
             dataset = dataset.drop_vars(dim, errors="ignore").rename({dim: standard})
@@ -283,19 +360,22 @@ def _check_grid(dataset: xr.Dataset, found: Mapping[str, str], where: str) -> No
     )
 
 
-def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> None:
+def check_coordinates(
+    dataset: xr.Dataset, where: str, timed: bool = True, grid: Grid | None = None
+) -> None:
     """Refuse coordinates with which row, column or time indices would mean something else.
 
     Args:
         dataset: with standard names of dims.
         where: its address as messages show it.
         timed: whether it needs times.
+        grid: with None, that of the dataset's one-dimensional coordinates.
 
     Raises:
-        UserError: a coordinate is missing, latitude or time is not monotonic, or longitude does
-            not go round the globe once in equal steps.
+        UserError: a coordinate is missing, time does not increase, or see `Grid.check`.
     """
-    for dim in ("time", *HORIZONTAL) if timed else HORIZONTAL:
+    needed = [*(["time"] if timed else []), *(HORIZONTAL if grid is None else ())]
+    for dim in needed:
         if dim not in dataset.dims or dim not in dataset.coords:
             raise _store_error(
                 where,
@@ -307,8 +387,10 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
         _check_time(dataset, where)
     else:
         _refuse_times_without_dates(dataset, where)
-    latitude, longitude = (dataset[dim].values for dim in HORIZONTAL)
-    Grid(latitude, longitude).check_global(where)
+    if grid is None:
+        latitude, longitude = (dataset[dim].values for dim in HORIZONTAL)
+        grid = Grid(latitude, longitude)
+    grid.check(where)
 
 
 def _refuse_times_without_dates(dataset: xr.Dataset, where: str) -> None:

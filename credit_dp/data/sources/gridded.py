@@ -39,6 +39,7 @@ from credit_dp.data.sources.coordinates import (
     find_coordinates,
     has_model_levels,
     in_dim_order,
+    projected_grid,
     scalar_level,
     squeeze_other_dims,
     standardise_dims,
@@ -354,23 +355,22 @@ class GriddedSource(Source):
         self.hybrid = hybrid_coefficients(dataset)
         self.time_bounds = read_time_bounds(dataset)
         sums_by = GRIB_STEPS if GRIB_STEPS in dataset.coords else TIME_BOUNDS
-        dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
+        dataset = squeeze_other_dims(dataset)
+        grid = projected_grid(dataset)
+        dataset = standardise_dims(dataset, self.where)
         timed = "time" in dataset.dims
-        coordinates = dataset
         self._rows: CellRows | None = None
         if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
             latitudes, longitudes = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
             self._rows = CellRows(latitudes, longitudes, self.where)
-            cells = self._rows.grid
-            coordinates = dataset.drop_dims("latitude").assign_coords(
-                latitude=cells.latitude, longitude=cells.longitude
-            )
-        check_coordinates(coordinates, self.where, timed)
+            grid = self._rows.grid
+        check_coordinates(dataset, self.where, timed, grid)
         dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
         self.calendar = calendar_of(dates)
         self.times: Times = decode_dates(dates)
-        latitude, longitude = (coordinates[x].values.astype(np.float64) for x in HORIZONTAL)
-        grid = Grid(latitude, longitude)
+        if grid is None:
+            latitude, longitude = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
+            grid = Grid(latitude, longitude)
         self._flipped = grid.rises
         self.grid = grid.flipped() if self._flipped else grid
         bounds_by = "" if self.time_bounds is None else sums_by

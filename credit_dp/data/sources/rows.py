@@ -80,6 +80,8 @@ class CellRows:
             longitude = np.arange(width) * FULL_CIRCLE / width
             logger.info("%s, read as %d rows of %d columns", self._where, len(latitude), width)
         self.grid = Grid(latitude[::-1] if self._flipped else latitude, longitude)
+        if not self._is_regular:
+            self.grid.check_global(where)
 
     def cells(self, rows: slice) -> slice:
         """Return which cells rows consist of; they are counted from the north."""

@@ -103,7 +103,7 @@ def test_levels_in_other_units_of_pressure(tmp_path):
         assert source.variables["temperature"].levels == tuple(DATA["level"].values.tolist())
 
 
-def test_grids_without_rows_are_refused(tmp_path):
+def test_two_dimensional_coordinates_of_rows_and_columns_are_those(tmp_path):
     two = DATA.rename(latitude="y", longitude="x").drop_vars(["y", "x"])
     mesh = np.meshgrid(DATA["latitude"], DATA["longitude"], indexing="ij")
     two = two.assign(nav_lat=(("y", "x"), mesh[0]), nav_lon=(("y", "x"), mesh[1]))
@@ -111,12 +111,20 @@ def test_grids_without_rows_are_refused(tmp_path):
     rotated["rlat"].attrs = {"standard_name": "grid_latitude", "axis": "Y"}
     rotated["rlon"].attrs = {"standard_name": "grid_longitude", "axis": "X"}
     rotated["lat"], rotated["lon"] = (("rlat", "rlon"), mesh[0]), (("rlat", "rlon"), mesh[1])
-    for kind, data, said in (
-        ("two", two, r"curvilinear or regional grid \(cells along y, x\)"),
-        ("rotated", rotated, r"curvilinear or regional grid \(cells along rlat, rlon\)"),
-    ):
-        with pytest.raises(UserError, match=said):
-            open_single_source(str(written(data, tmp_path / kind, "netcdf")))
+    for kind, data in (("two", two), ("rotated", rotated)):
+        grid = open_single_source(str(written(data, tmp_path / kind, "netcdf"))).grid
+        assert grid.is_global
+        assert np.array_equal(grid.latitude, DATA["latitude"].values)
+        assert np.array_equal(grid.longitude, DATA["longitude"].values)
+
+
+def test_curvilinear_grids_round_the_globe_are_refused(tmp_path):
+    data = DATA.rename(latitude="y", longitude="x").drop_vars(["y", "x"])
+    latitude, longitude = np.meshgrid(np.linspace(80, -80, 9), DATA["longitude"], indexing="ij")
+    latitude += 5 * np.sin(np.deg2rad(longitude))
+    data = data.assign(nav_lat=(("y", "x"), latitude), nav_lon=(("y", "x"), longitude))
+    with pytest.raises(UserError, match=r"a curvilinear grid that goes round the globe can't"):
+        open_single_source(str(written(data, tmp_path, "netcdf")))
 
 
 def test_forecasts_are_found_by_their_standard_names(tmp_path):

@@ -1,0 +1,141 @@
+"""Regions: boxes and projections are read with their coordinates, others refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.channels import Channel
+from credit_dp.data.inspection import inspect_source
+from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.errors import UserError
+from tests.cli.invocation import answer
+from tests.data import region_stores
+from tests.data.region_stores import KINDS, ROWS
+
+NAMES = {"box": ("latitude", "longitude"), "lambert": ("latitude", "longitude")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_is_read_from_the_north_with_its_coordinates(kind: str, tmp_path: Path) -> None:
+    data = region_stores.dataset(kind)
+    source = GriddedSource.open(str(region_stores.write(kind, tmp_path)))
+    latitude, longitude = (data[name].values for name in NAMES.get(kind, ("lat", "lon")))
+    order = slice(None, None, -1) if kind == "lambert" else slice(None)
+    assert not source.grid.is_global
+    assert source.grid.is_projected == (kind != "box")
+    assert np.array_equal(source.latitude, latitude[order])
+    columns = longitude if kind == "box" else longitude[order]
+    assert np.array_equal(source.longitude, columns)
+    assert set(source.variables) == {"geopotential", "2m_temperature", "land_sea_mask"}
+    assert not any(variable.problem for variable in source.variables.values())
+    rows = slice(2, 7)
+    read = source.read([Channel("geopotential")], slice(3, 5), rows)
+    assert np.array_equal(read[:, 0], data["geopotential"].values[3:5, order][:, rows])
+    assert np.allclose(
+        source.grid.weights.reshape(ROWS, -1), region_stores.areas(kind), rtol=2e-3, atol=0
+    )
+
+
+def test_the_projection_is_kept(tmp_path: Path) -> None:
+    data = region_stores.dataset("lambert")
+    projection = GriddedSource.open(str(region_stores.write("lambert", tmp_path))).grid.projection
+    assert projection is not None
+    assert projection.name == "crs"
+    assert projection.attributes == data["crs"].attrs
+    assert json.loads(json.dumps(projection.attributes)) == projection.attributes
+    assert projection.rows.name == "projection_y_coordinate"
+    assert np.array_equal(projection.rows.values, data["projection_y_coordinate"].values[::-1])
+    assert np.array_equal(projection.columns.values, data["projection_x_coordinate"].values)
+    assert projection.columns.attributes["units"] == "m"
+
+
+def test_columns_may_come_before_rows(tmp_path: Path) -> None:
+    data = region_stores.dataset("lambert")
+    swapped = data.transpose("projection_x_coordinate", "projection_y_coordinate", "time")
+    swapped.to_zarr(tmp_path / "swapped.zarr", zarr_format=2)
+    source = GriddedSource.open(str(tmp_path / "swapped.zarr"))
+    assert np.array_equal(source.latitude, data["latitude"].values[::-1])
+    read = source.read([Channel("2m_temperature")], slice(0, 2), slice(0, 3))
+    assert np.array_equal(read[:, 0], data["2m_temperature"].values[:2, ::-1][:, :3])
+
+
+def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:
+    data = region_stores.dataset("box")
+    data = data.assign_coords(longitude=(170 + 1.5 * np.arange(16) + 180) % 360 - 180)
+    data.to_zarr(tmp_path / "box.zarr", zarr_format=2)
+    source = GriddedSource.open(str(tmp_path / "box.zarr"))
+    assert not source.grid.is_global
+    assert source.longitude[[0, -1]].tolist() == [170, -167.5]
+    assert inspect_source(source, [1]).spacing == "1.5 x 1.5 degrees"
+
+
+def hole(data: xr.Dataset) -> xr.Dataset:
+    latitude = data["lat"].values.copy()
+    latitude[3, 4] = np.nan
+    return data.assign_coords(lat=(("rlat", "rlon"), latitude, data["lat"].attrs))
+
+
+def crossing(data: xr.Dataset) -> xr.Dataset:
+    order = [0, 1, 2, 4, 3, *range(5, ROWS)]
+    return data.assign_coords(
+        {
+            name: (("rlat", "rlon"), data[name].values[order], data[name].attrs)
+            for name in ("lat", "lon")
+        }
+    )
+
+
+def uneven(data: xr.Dataset) -> xr.Dataset:
+    longitude = data["longitude"].values.copy()
+    longitude[5] += 0.1
+    return data.assign_coords(longitude=longitude)
+
+
+def jumping(data: xr.Dataset) -> xr.Dataset:
+    return data.isel(latitude=[0, 1, 2, 6, 7])
+
+
+def around(data: xr.Dataset) -> xr.Dataset:
+    return data.assign_coords(longitude=24.0 * np.arange(16))
+
+
+BAD = {
+    hole: "latitude is missing at row 3 and column 4 of the file",
+    crossing: "rows and columns must not cross or repeat, but they do between rows 3 and 4",
+    uneven: "longitude must go in equal steps, at most once round the globe",
+    around: "without repeating its first column",
+    jumping: "latitude must go in roughly equal steps, but goes from 60 to 49.5 in steps of 1.5",
+}
+
+
+@pytest.mark.parametrize("change", BAD)
+def test_coordinates_that_make_no_grid_are_refused(change: Any, tmp_path: Path) -> None:
+    kind = "rotated" if change in (hole, crossing) else "box"
+    path = tmp_path / "bad.nc"
+    change(region_stores.dataset(kind)).to_netcdf(path)
+    with pytest.raises(UserError) as error:
+        GriddedSource.open(str(path))
+    assert BAD[change] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("Change data.store.")
+
+
+SHOWN = {
+    "box": "13 x 16 region, 1.5 x 1.5 degrees, latitude 60 to 42, longitude -12 to 10.5",
+    "lambert": "13 x 16 region on lambert_conformal_conic, 120 x 120 km in the middle, latitude",
+    "rotated": "13 x 16 region on rotated_latitude_longitude, 111.2 x 111.2 km in the middle",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_shows_the_region(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = region_stores.write(kind, tmp_path)
+    code, said, complaints = answer(monkeypatch, "data", "inspect", f"store={path}", program="")
+    assert (code, complaints) == (0, "")
+    assert SHOWN[kind] in said

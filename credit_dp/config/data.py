@@ -154,6 +154,8 @@ class DataConfig:
     # folder for the quickstart's store, statistics and climatologies, shared by all runs
     cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
     grid: str | None = None  # "ROWSxCOLUMNS", e.g. 121x240; null: the store's own
+    # of a region: rows and columns at each edge that are given to the model, not predicted
+    boundary: int = 0
     prognostic: list[str] = MISSING  # variables in the input and the output
     diagnostic: list[str] = field(default_factory=list)  # variables in the output only
     forcing: list[str] = field(default_factory=list)  # variables in the input only
@@ -185,6 +187,7 @@ class DataConfig:
         self._check_store()
         self._check_statistics()
         checks.grid("data.grid", self.grid)
+        checks.at_least("data.boundary", self.boundary, 0)
         checks.not_empty("data.prognostic", self.prognostic)
         if self.levels is not None and not self.levels:
             raise UserError(

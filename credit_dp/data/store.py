@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
+from credit_dp.data.boundary import check_boundary, rim_mask
 from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
@@ -91,6 +92,7 @@ class Store:
         self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
         self.grid = source.grid
+        check_boundary(config.boundary, self.grid, source.where)
         self.stored_forcing = [
             Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS
         ]
@@ -324,6 +326,23 @@ class Store:
             if self._has_fill(channel):
                 masks[index] = self.masks[channel][band]
         return masks
+
+    def rim(self, rows: slice) -> NDArray[np.bool_] | None:
+        """Return which points `data.boundary` makes a rim, `(rows, W)`; None without one."""
+        if not self.config.boundary:
+            return None
+        return rim_mask(self.grid, self.config.boundary)[rows]
+
+    def scored_mask(self, rows: slice) -> NDArray[np.bool_] | None:
+        """Return where the output channels count, `(outputs, rows, W)`; None if everywhere.
+
+        That is where they have values, but not on the rim.
+        """
+        valid, rim = self.valid_mask(rows), self.rim(rows)
+        if rim is None:
+            return valid
+        masks = np.broadcast_to(~rim, (self.channels.num_outputs, *rim.shape))
+        return masks.copy() if valid is None else masks & valid
 
     def blocks(
         self, channels: Sequence[Channel], span: slice, rows: slice, *, checked: bool = True

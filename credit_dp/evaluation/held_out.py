@@ -91,7 +91,7 @@ class HeldOutData:
     Attributes:
         hours, lead_steps: lead times, rising, in hours and in steps of `step`.
         area_weights: `(h,)`; their mean over the globe is 1.
-        points: points with values; None: all points have values.
+        points: points that count: those with values, without the rim of a region; None: all.
         initial_times: the split contains all input states of each and all steps to the longest
             lead time.
 
@@ -119,7 +119,7 @@ class HeldOutData:
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_offsets(frames, config.data.step_hours)
         self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
-        self.points = ValidPoints.of(prepared.store.valid_mask(rows), like)
+        self.points = ValidPoints.of(prepared.store.scored_mask(rows), like)
         self._nonlinear_channels = nonlinear_channels(prepared)
         self._static = self.normaliser.normalise_static(prepared.store.read_static(rows))
         self._check_readable()
@@ -368,9 +368,11 @@ class HeldOutFields(ScoredFields):
         return fields if self._normalised else self._held_out.denormalise(fields)
 
 
-# (initial times, initial states, forcing of each step, static) -> members after each step,
-# `(B, M, channels, h, W)`.
-Rollout = Callable[[Times, Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
+# (initial times, initial states, forcing of each step, static, states after each step whose rim is
+# given) -> members after each step, `(B, M, channels, h, W)`.
+Rollout = Callable[
+    [Times, Tensor, Iterable[Tensor], Tensor, Iterable[Tensor] | None], Iterator[Tensor]
+]
 
 
 @torch.no_grad()
@@ -467,11 +469,13 @@ def run_forecasts(
     Args:
         start: the initial states of `times`, as `HeldOutData.initial_states` returns them.
     """
-    # A generator: the forcing of a step is read when the rollout gets there.
-    forcings = (
-        held_out.forcing(times + lead * held_out.step) for lead in range(held_out.lead_steps[-1])
-    )
-    return rollout(times, start, forcings, held_out.static(len(times)))
+    # Generators: what a step needs is read when the rollout gets there.
+    steps = held_out.lead_steps[-1]
+    forcings = (held_out.forcing(times + lead * held_out.step) for lead in range(steps))
+    given = None
+    if held_out.prepared.store.config.boundary:
+        given = (held_out.states(times + lead * held_out.step) for lead in range(1, steps + 1))
+    return rollout(times, start, forcings, held_out.static(len(times)), given)
 
 
 def last_forecast(rollout: Rollout, held_out: HeldOutData, times: Times) -> Tensor:

@@ -234,6 +234,12 @@ class ModelMetadata:
             UserError: an entry is missing or invalid.
         """
         data = state["data"]
+        if data.get("fields", {}).get("boundary"):
+            raise UserError(
+                f"{where}: was trained with data.boundary={data['fields']['boundary']}: it needs "
+                "the rim of its region at each step, which a model without data can't get. Use "
+                "`credit-dp forecast` with boundary=."
+            )
         try:
             return cls(
                 kind=data["model"]["kind"],

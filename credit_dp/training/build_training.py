@@ -187,12 +187,16 @@ def build_forecast_step_and_loss(
     normaliser = Normaliser.of(prepared, like.dtype, like.device)
     tendency = normaliser.tendency_scale[: store.channels.num_states]
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
-    points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.all_reduce)
+    points = ValidPoints.of(store.valid_mask(rows), like)
+    scored = ValidPoints.of(store.scored_mask(rows), like, manager.transport.all_reduce)
     pressures = pressures_of(store) if config.loss.level_weight else None
     loss = build_loss(
-        config.loss, store.channels, store.latitude, rows, scale, points, manager, pressures
+        config.loss, store.channels, store.latitude, rows, scale, scored, manager, pressures
     )
-    return build_forecast_step(config.model, prepared, manager, model, normaliser, points), loss
+    step = build_forecast_step(
+        config.model, prepared, manager, model, normaliser, points, store.rim(rows)
+    )
+    return step, loss
 
 
 def batch_selection_of_rank(model: ModelConfig, manager: DomainParallelManager) -> BatchSelection:

@@ -4,8 +4,10 @@ Everything acts on the rank's band of rows: the globe is never gathered between 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import final
 
 import numpy as np
@@ -51,6 +53,7 @@ class ForecastStep:
             model was trained with, so that the next step starts from inputs of the same kind.
         fixers: correct the fields after a step, given the last state; collective if a budget is
             among them.
+        rim: the points of a region, `(h, W)`, whose state is given after each step of a rollout.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class ForecastStep:
         residual: bool = True,
         fill: Callable[[Tensor], Tensor] | None = None,
         fixers: Fixers | None = None,
+        rim: Tensor | None = None,
     ) -> None:
         self.model = model
         self.tendency_scale = tendency_scale
         self.residual = residual
         self.fill = fill
         self.fixers = fixers
+        self.rim = rim
 
     @property
     def states(self) -> int:
@@ -74,11 +79,15 @@ class ForecastStep:
 
     def with_model(self, model: Model) -> "ForecastStep":
         """Return the same step with another model."""
-        return ForecastStep(model, self.tendency_scale, self.residual, self.fill, self.fixers)
+        step = copy(self)
+        step.model = model
+        return step
 
     def without_fixers(self) -> "ForecastStep":
         """Return the same step without fixers."""
-        return ForecastStep(self.model, self.tendency_scale, self.residual, self.fill)
+        step = copy(self)
+        step.fixers = None
+        return step
 
     def __call__(self, state: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """Return the fields one step after `state`; points without values are not filled."""
@@ -106,23 +115,36 @@ class ForecastStep:
         state = last + state * self.tendency_scale
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
+    def _with_rim(self, fields: Tensor, given: Tensor, rim: Tensor) -> Tensor:
+        """Return fields with the given state on the rim; diagnostic channels stay as they are."""
+        state, diagnostic = fields[:, : self.states], fields[:, self.states :]
+        state = torch.where(rim, given[:, : self.states], state)
+        return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
+
     def rollout(
         self,
         state: Tensor,
         forcings: Iterable[Tensor],
         static: Tensor,
         begin: Callable[[int], None] | None = None,
+        given: Iterable[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Yield the fields after one step, two steps and so on, one for each forcing.
 
         Each forcing is that of the time from which its step starts. If `state` has several states,
         each step drops the oldest. `begin` is called with the number of each step, from 1, before
-        it.
+        it. With a rim, `given` are the states after each step, `(B, C or more, h, W)`, of which the
+        rim replaces the predicted one.
         """
-        for step, forcing in enumerate(forcings, start=1):
+        if self.rim is not None and given is None:
+            raise ValueError("the rim of each state has to be given")
+        after = repeat(None) if self.rim is None or given is None else given
+        for step, (forcing, truth) in enumerate(zip(forcings, after, strict=False), start=1):
             if begin is not None:
                 begin(step)
             fields = self(state, forcing, static)
+            if truth is not None and self.rim is not None:
+                fields = self._with_rim(fields, truth, self.rim)
             if self.fill is not None:
                 fields = self.fill(fields)
             yield fields
@@ -173,6 +195,7 @@ class EnsembleForecast:
         state: Tensor,
         forcings: Iterable[Tensor],
         static: Tensor,
+        given: Iterable[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Yield the members after one step, two steps and so on, one for each forcing.
 
@@ -183,6 +206,7 @@ class EnsembleForecast:
             state: of these times; all arguments are those of `ForecastStep.rollout`.
             forcings: of each step.
             static: for each sample.
+            given: states after each step, of whose rim each is the start of the next.
 
         Shapes:
             each of the results is `(B, M, C + D, h, W)`, with the members of all ranks.
@@ -196,8 +220,9 @@ class EnsembleForecast:
 
         count = len(self.members)
         repeated = (repeat_members(forcing, count) for forcing in forcings)
+        rims = None if given is None else (repeat_members(fields, count) for fields in given)
         state, static = repeat_members(state, count), repeat_members(static, count)
-        for fields in self.step.rollout(state, repeated, static, begin):
+        for fields in self.step.rollout(state, repeated, static, begin, rims):
             of_ranks = self.ensemble.all_gather(split_members(fields, count))
             yield of_ranks.transpose(0, 1).flatten(1, 2)
 
@@ -209,6 +234,7 @@ def build_forecast_step(
     model: Model,
     normaliser: Normaliser,
     points: ValidPoints | None,
+    rim: NDArray[np.bool_] | None = None,
 ) -> ForecastStep:
     """Return the forecast step around a model, of training and of forecasts alike.
 
@@ -216,6 +242,7 @@ def build_forecast_step(
         config: of the model.
         normaliser: on the device of the model's output.
         points: with values, on this rank's rows; None: all of them.
+        rim: the points of this rank's rows that are given; see `Store.rim`.
 
     Raises:
         UserError: see `fixers_of_run`.
@@ -228,4 +255,5 @@ def build_forecast_step(
         config.residual,
         fill,
         fixers_of_run(config, prepared, manager, tendency.device),
+        None if rim is None else torch.from_numpy(rim).to(tendency.device),
     )

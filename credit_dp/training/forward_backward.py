@@ -274,7 +274,8 @@ class ModelForwardBackward(ForwardBackward):
         targets = part.target.tensor_split(steps, dim=1)
         forcings = (repeat_members(x, members) for x in part.forcing.tensor_split(steps, dim=1))
         state, static = repeat_members(part.state, members), repeat_members(part.static, members)
-        forecasts = self.forecast.rollout(state, forcings, static, begin)
+        given = (repeat_members(x, members) for x in targets)
+        forecasts = self.forecast.rollout(state, forcings, static, begin, given)
         # Targets first: `zip` then ends before the rollout computes a state that nobody needs.
         pairs = zip(targets, forecasts, strict=False)
         return torch.stack([self.loss.by_channel(forecast, target) for target, forecast in pairs])

@@ -194,7 +194,7 @@ def build_model_parts(
         return parts
     store = prepared.store
     rows = manager.rows(store.grid[0])
-    points = ValidPoints.of(store.valid_mask(rows), like)
+    points = ValidPoints.of(store.scored_mask(rows), like)
     outputs = store.channels.num_outputs
     sampler = Sampler(config.model, parts.network, parts.parts, outputs, rows, points)
     return replace(parts, sampler=sampler)

@@ -58,6 +58,7 @@ class DataArguments(NamedTuple):
         return self.run.data
 
 
+SHORT_KEYS = ("store", "grid", "regrid")  # store= is short for data.store=
 GROUPS = ("data", "experiment")  # of the config, which choose stores and variables
 
 
@@ -66,7 +67,7 @@ def read_data_arguments(
 ) -> DataArguments | None:
     """Parse a command line and compose its data config; None after printing the help, if requested.
 
-    `store=` is short for `data.store=`. Without `data=` the config is that of `data=zarr`.
+    `SHORT_KEYS` are those of `data`. Without `data=` the config is that of `data=zarr`.
 
     Args:
         arguments: keys and options, in any order.
@@ -87,11 +88,12 @@ def read_data_arguments(
     data_overrides = []
     for text in others:
         key, _, value = text.partition("=")
-        if key == "store":
-            data_overrides.append(f"data.store={_quote_store(value)}")
+        if key in SHORT_KEYS:
+            quoted = _quote_store(value) if key == "store" else value
+            data_overrides.append(f"data.{key}={quoted}")
         # Keys of the config have a dot (data.NAME); any other word is a mistake, as is a bare path.
         elif ("." not in key and key not in GROUPS) or "=" not in text:
-            known = [*command_keys, "store", *GROUPS]
+            known = [*command_keys, *SHORT_KEYS, *GROUPS]
             raise UserError(
                 f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."
                 f"{did_you_mean(key, known)}"
@@ -329,7 +331,8 @@ ranks read fastest: all variables in one array, chunked by latitude, with a chec
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
   dates=[1979-01-01,2020-12-31]   first and last; all without it
   domains=[1,2,4,8]   values of parallel.domain whose bands the chunks should fit
-  grid=121x240        regrid conservatively to this many rows and columns
+  grid=121x240        regrid to this many rows and columns
+  regrid=conservative how: conservative or bilinear
   codec=auto          none, lz4, zstd, zstd3 or zstd-plain; auto: the one that is read fastest here
   workers=4           processes on this machine
   scheduler=tcp://HOST:PORT   use the workers of a distributed dask scheduler instead
@@ -347,7 +350,6 @@ PREPARE_KEYS: Mapping[str, Any] = {
     "out": "",
     "dates": None,
     "domains": [1, 2, 4, 8],
-    "grid": None,
     "codec": "auto",
     "workers": 0,
     "scheduler": "",
@@ -458,7 +460,6 @@ def _request(parsed: DataArguments) -> "RechunkRequest":
         selection=FieldSelection(
             config=parsed.config,
             dates=_parse_dates(keys["dates"]),
-            grid=None if keys["grid"] is None else str(keys["grid"]),
         ),
         out=keys["out"],
         domains=to_whole_numbers("domains", keys["domains"]),

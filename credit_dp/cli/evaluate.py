@@ -37,6 +37,8 @@ compared with the stores that it started from. Persistence and climatology are s
 FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page,
 and for ensembles rank_histograms.csv.
 
+  grid=121x240               regrid the truth to this many rows and columns while it is read, with
+                             regrid=conservative or bilinear; by default as the forecast's data were
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
   climatology_dates=[A,B]    compute it from these dates of the truth; without either key, from
                              dates before the first forecast, or all if that is less than a year
@@ -57,6 +59,8 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "forecast": "",
     "truth": "",
     "out": "",
+    "grid": None,
+    "regrid": None,
     "climatology": "",
     "climatology_dates": [],
     "dates": [],
@@ -93,7 +97,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     forecast = open_forecast(request.forecast)
     if not keys["out"]:  # after a forecast that does not exist, which is the first key
         raise UserError("out: needs the folder to write, like out=scores.")
-    request = replace(request, truth=request.truth or truth_stores(forecast))
+    request = with_truth(request, forecast)
     # Made before scoring, so that a folder that can't be written is refused at once.
     folder = ScoreFolder(checks.expand_home("out", keys["out"]))
     with folder.cleanup_on_failure():
@@ -121,21 +125,26 @@ def open_forecast(where: str) -> "ForecastStore":
         return ForecastStore.open(where)
 
 
-def truth_stores(forecast: "ForecastStore") -> tuple[str, ...]:
-    """Return the stores that the forecasts started from, which have later times as well.
+def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequest":
+    """Return a request with the stores and the grid that the forecasts started from, by default.
+
+    The stores have later times as well.
 
     Raises:
-        UserError: the forecasts do not name their stores.
+        UserError: there is no truth, and the forecasts do not name their stores.
     """
-    from credit_dp.forecast.writer import source_stores
+    from credit_dp.forecast.writer import read_settings_attribute
 
-    stores = source_stores(forecast.attributes)
+    settings = read_settings_attribute(forecast.attributes)
+    stores = request.truth or tuple(settings.get("stores", ()))
     if not stores:
         raise UserError(
             "truth: needs the store to compare forecasts with, like truth=era5.zarr, because "
             f"{forecast.where} does not say what it started from."
         )
-    return stores
+    if request.grid is None:
+        request = replace(request, grid=settings.get("grid"), regrid=settings.get("regrid"))
+    return replace(request, truth=stores)
 
 
 def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
@@ -169,6 +178,8 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         variables=to_texts("variables", keys["variables"]),
         levels=to_whole_numbers("levels", keys["levels"]),
         hours=to_whole_numbers("hours", keys["hours"]),
+        grid=keys["grid"],
+        regrid=keys["regrid"],
         climatology=keys["climatology"],
         masked=to_texts("masked", keys["masked"]),
         limits=keys["limits"],

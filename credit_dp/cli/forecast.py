@@ -31,7 +31,8 @@ HELP = """\
                     FIRST/LAST/STRIDE, like 2001-02-10/2001-02-14/24h
   init_file=STATE.grib   initial states from GRIB or netCDF files, [A,B] for several; init is then
                     their time, and need not be given
-  init_regrid=bilinear   of states on another grid: conservative (cell means) or bilinear
+  regrid=bilinear   how states of init_file come to the model's grid from another one:
+                    conservative (cell means) or bilinear; by default as data.regrid
   lead=240h         how far, in hours or days
   every=24h         the lead times to write; by default every step
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
@@ -72,7 +73,7 @@ FORECAST_KEYS: Mapping[str, Any] = {
     "diagnostics": "",
     "pressure_levels": "",
     "init_file": "",
-    "init_regrid": "conservative",
+    "regrid": "",
 }
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",

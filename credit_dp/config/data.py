@@ -22,6 +22,8 @@ SPLITS = ("train", "valid", "test")
 AUTO = "auto"  # dates of a split that follow from the times of the store
 NORMALISERS = ("standard", "std", "minmax", "none", "sqrt", "quantile", "log1p")
 LOG1P_PATTERN = re.compile(r"log1p\(([^()]+)\)")
+ROWS, CONSERVATIVE, BILINEAR = "rows", "conservative", "bilinear"
+REGRIDDING = (CONSERVATIVE, BILINEAR)  # to rows and columns of another grid
 STEP_PATTERN = re.compile(r"([1-9]\d{0,5})([hd])")
 HOURS_PER_UNIT = {"h": 1, "d": 24}
 
@@ -153,7 +155,12 @@ class DataConfig:
     store: Any = None  # path, glob or URL of a store, or a list; the quickstart generates its own
     # folder for the quickstart's store, statistics and climatologies, shared by all runs
     cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
-    grid: str | None = None  # "ROWSxCOLUMNS", e.g. 121x240; null: the store's own
+    # "ROWSxCOLUMNS", e.g. 121x240: the quickstart's grid, and the one that any other store is
+    # regridded to while it is read; null: the store's own
+    grid: str | None = None
+    # how: conservative | bilinear, with a grid | rows, without one: cells become rows of the length
+    # of the longest; null: conservative with a grid, otherwise rows
+    regrid: str | None = None
     # of a region: rows and columns at each edge that are given to the model, not predicted
     boundary: int = 0
     prognostic: list[str] = MISSING  # variables in the input and the output
@@ -187,6 +194,7 @@ class DataConfig:
         self._check_store()
         self._check_statistics()
         checks.grid("data.grid", self.grid)
+        self._check_regrid()
         checks.at_least("data.boundary", self.boundary, 0)
         checks.not_empty("data.prognostic", self.prognostic)
         if self.levels is not None and not self.levels:
@@ -213,6 +221,17 @@ class DataConfig:
         entries = self.store if isinstance(self.store, list) else [self.store]
         if not entries or not all(isinstance(entry, str | None) for entry in entries):
             raise UserError(f"data.store: needs a path or a list of them, got {self.store!r}")
+
+    def _check_regrid(self) -> None:
+        if self.regrid is None:
+            return
+        checks.one_of("data.regrid", self.regrid, (ROWS, *REGRIDDING))
+        if (self.regrid == ROWS) == (self.grid is not None):
+            problem = "is for cells without" if self.grid else "needs"
+            raise UserError(
+                f"data.regrid: {self.regrid} {problem} a grid, but data.grid is "
+                f"{self.grid or 'null'}. Change data.grid or data.regrid."
+            )
 
     def _check_hybrid(self) -> None:
         if not self.hybrid:

@@ -17,6 +17,7 @@ from credit_dp.errors import UserError
 
 POLE = 90.0  # degrees
 FULL_CIRCLE = 360.0  # degrees
+COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
 
 Degrees = NDArray[np.float64]
 Field = NDArray[np.float64]
@@ -36,18 +37,39 @@ def parse_grid(text: str) -> tuple[int, int]:
 def row_edges(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the edges of rows in degrees: halfway between them, and at the poles.
 
+    The rows of HEALPix have the area of their cells, which are all equally large.
+
     Shapes:
         `(H,)`, strictly falling or strictly rising -> `(H + 1,)` in the same order.
     """
+    nside = (len(latitude) + 1) // 4
+    if 4 * nside == len(latitude) + 1:
+        falling, lengths = healpix_rows(nside)
+        direction = 1 if latitude[0] >= latitude[-1] else -1
+        if np.abs(latitude[::direction] - falling).max() < COORDINATE_TOLERANCE:
+            north = np.append(0, np.cumsum(lengths)) / (12 * nside**2)  # part of the sphere
+            edges = np.rad2deg(np.arcsin(1 - 2 * north))
+            return np.asarray(edges[::direction], dtype=np.float64)
     middle = (latitude[1:] + latitude[:-1]) / 2
     first = POLE if latitude[0] >= latitude[-1] else -POLE
     return np.asarray(np.concatenate([[first], middle, [-first]]), dtype=np.float64)
 
 
+def healpix_rows(nside: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the latitudes of the rows of HEALPix, falling, and their numbers of cells.
+
+    Source: Gorski et al. 2005, equations 4 to 8.
+    """
+    row = np.arange(1, 2 * nside + 1)
+    sine = np.where(row < nside, 1 - row**2 / (3 * nside**2), (4 - 2 * row / nside) / 3)
+    sine, lengths = np.append(sine, -sine[-2::-1]), 4 * np.minimum(row, nside)
+    return np.rad2deg(np.arcsin(sine)), np.append(lengths, lengths[-2::-1])
+
+
 def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the area of each latitude row divided by the mean area.
 
-    A row extends from midpoint to midpoint, and the outermost rows extend to the poles. A row on a
+    A row extends from edge to edge, see `row_edges`. A row on a
     pole therefore has the area of its half cell, where cos(latitude) would give it zero weight.
 
     Shapes:
@@ -143,7 +165,6 @@ class Projection(NamedTuple):
         return self._replace(rows=self.rows._replace(values=self.rows.values[::-1]))
 
 
-COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
 ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
 SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 

@@ -17,7 +17,6 @@ from credit_dp.config.data import ROLES
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
 from credit_dp.data.dates import SumWindows, indices_on_step, sum_windows, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import parse_grid
 from credit_dp.data.sources.source import (
     Fields,
     Source,
@@ -46,7 +45,6 @@ def select_channels(source: Source, config: DataConfig) -> Channels:
     Raises:
         UserError: a variable is missing, named twice or in the wrong list, or a level is missing.
     """
-    _check_grid(source, config)
     _check_variables(source, config)
     check_variable_keys(config)
     levels = _select_levels(source, config)
@@ -101,16 +99,6 @@ def check_variable_keys(config: DataConfig) -> None:
                 f"data.variables.{key}: {key} is computed, not read: nothing can be set for it. "
                 "Take it out of data.variables."
             )
-
-
-def _check_grid(source: Source, config: DataConfig) -> None:
-    if config.grid is not None and parse_grid(config.grid) != source.grid:
-        rows, columns = source.grid
-        raise UserError(
-            f"{source.where}: has {rows}x{columns} rows and columns, but data.grid is "
-            f"{config.grid}, and stores are not regridded while they are read. Set data.grid=null, "
-            "or prepare another store with `credit-dp data prepare`."
-        )
 
 
 def _check_variables(source: Source, config: DataConfig) -> None:

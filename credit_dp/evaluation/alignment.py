@@ -45,6 +45,8 @@ MESSAGE_REPLACEMENTS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
     "data.limits": "limits",
+    "data.grid": "grid",
+    "data.regrid": "regrid",
     "no list of the data config has a variable": "there is no scored variable",
     "Change limits, or add it to a list": "Change limits or variables",
     "Change data.step": "Change dates or hours",
@@ -69,6 +71,7 @@ class ScoreRequest:
 
     Attributes:
         truth: paths or addresses, as in `data.store`.
+        grid, regrid: what the truth is regridded to and how; see `DataConfig`.
         cache: folder for a fitted climatology.
         dates: first and last initial time, in ISO format.
         hours: lead times in hours.
@@ -93,6 +96,8 @@ class ScoreRequest:
     masked: tuple[str, ...] = ()
     limits: Mapping[str, Any] = field(default_factory=dict)
     regions: tuple[str, ...] = ()
+    grid: str | None = None
+    regrid: str | None = None
 
 
 @contextmanager
@@ -246,6 +251,8 @@ def align(
             name="zarr",
             store=list(request.truth),
             cache=request.cache,
+            grid=request.grid,
+            regrid=request.regrid,
             prognostic=names,
             step=f"{truth_step_hours(forecast, names, times, leads)}h",
             # A fill declares the variable as masked: its missing points are not refused.

@@ -266,13 +266,14 @@ def settings_of(
         stores: addresses of the initial states.
     """
     request = config.request
-    variables = config.data.variables
+    data = config.data
     return {
         "checkpoint": str(Path(request.checkpoint).expanduser().absolute()),
         "weights": weights,
         "stores": list(stores),
+        **({"grid": data.grid, "regrid": data.regrid} if data.grid else {}),
         "dtype": config.trainer.dtype,
-        "variables": {name: asdict(variables[name]) for name in sorted(variables)},
+        "variables": {name: asdict(data.variables[name]) for name in sorted(data.variables)},
         "perturb": request.perturb,
         "perturb_seed": request.perturb_seed,
         # Missing in forecasts without, as in those of earlier versions.

@@ -19,10 +19,11 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp import checks
+from credit_dp.config.data import CONSERVATIVE
 from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, Grid
-from credit_dp.data.rechunk.field_selection import CONSERVATIVE, ReducedRegridder, Regridder
+from credit_dp.data.regrid import Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
@@ -54,10 +55,7 @@ Regrid = Callable[[NDArray[np.floating]], NDArray[np.floating]]
 
 
 class FoundField(NamedTuple):
-    """A field in a file: its unit as the file gives it, and how to read it, `(H, W)`.
-
-    A field on a reduced grid is `(N,)`.
-    """
+    """A field in a file: its unit as the file gives it, and how to read its values, `(N,)`."""
 
     unit: str
     read: Callable[[], Field]
@@ -71,12 +69,14 @@ class StateFile(ABC):
         times: valid times of its fields, rising.
         calendar: of these times.
         grid: with its rows from the north.
+        cells: how cells become rows; None in a file of rows and columns.
     """
 
     where: str
     times: Times
     grid: Grid
     calendar: Calendar = STANDARD
+    cells: CellRows | None = None
 
     @abstractmethod
     def find(
@@ -94,21 +94,24 @@ class StateFile(ABC):
             UserError: the file has the field twice, or in a form that can't be read.
         """
 
-    def regridder(self, store: Store, method: str) -> Regrid | None:
-        """Return what brings fields to the grid of a store; None if they are on it.
+    def regridder(self, store: Store, method: str) -> Regrid:
+        """Return what brings the values of a field to the grid of a store, `(N,)` -> `(H, W)`.
 
         Args:
             store: has the grid.
-            method: one of `REGRIDDING`.
+            method: one of `REGRIDDING`, for another grid than the store's.
         """
         tolerance = SAME_GRID * abs(store.longitude[1] - store.longitude[0])
-        if self.grid.difference(store.grid, tolerance) is None:
-            return None
+        is_same = self.grid.difference(store.grid, tolerance) is None
+        if is_same and self.cells is None:
+            return partial(np.reshape, shape=self.grid.shape)
+        if is_same and self.cells is not None:  # the grid as which a store of such cells is read
+            return partial(self.cells.fields, rows=slice(None))
         self.grid.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
         remedy = f"Set {KEY} to a file on this grid."
         store.grid.check_global(store.source.where, remedy)
-        old, new = self.grid, store.grid
-        return Regridder(old.latitude, old.longitude, new.latitude, new.longitude, method)
+        layout = RowLayout.of(self.grid) if self.cells is None else self.cells.layout
+        return Regridder(layout, store.grid, method)
 
 
 @final
@@ -118,15 +121,19 @@ class GribStates(StateFile):
     def __init__(self, path: Path) -> None:
         self._file = GribFile.open(path, KEY)
         self.where = str(path)
-        latitude, longitude, self._row_lengths = self._file.read_grid(reduced=True)
+        latitude, longitude, lengths = self._file.read_grid(reduced=True)
         self.grid = Grid(latitude, longitude)
+        if lengths:
+            latitudes = np.repeat(latitude, lengths)
+            longitudes = [longitude[0] + np.arange(n) * (FULL_CIRCLE / n) for n in lengths]
+            self.cells = CellRows(latitudes, np.concatenate(longitudes), self.where)
         messages = self._file.messages("instant")
         self.times = np.unique(np.array([x.valid for x in messages], "M8[ns]"))
         self._messages: dict[tuple[str, str, int, np.datetime64], list[Message]] = {}
         for message in messages:
             about = (message.kind, message.name, message.level, message.valid)
             self._messages.setdefault(about, []).append(message)
-        _check_grid(self)
+        self.grid.check(self.where)
 
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
@@ -143,22 +150,11 @@ class GribStates(StateFile):
                     "Select one, for example with `grib_copy -w`."
                 )
             for message in messages:
-                return FoundField(message.unit, partial(self._file.read, message))
+                return FoundField(message.unit, partial(self._read, message))
         return None
 
-    def regridder(self, store: Store, method: str) -> Regrid | None:
-        """See `StateFile`."""
-        on_longest_row = super().regridder(store, method)
-        if not self._row_lengths:
-            return on_longest_row
-        latitude, first = self.grid.latitude, float(self.grid.longitude[0])
-        if on_longest_row is None:  # the grid as which a store of such cells is read
-            latitudes = np.repeat(latitude, self._row_lengths)
-            longitudes = [first + np.arange(n) * (FULL_CIRCLE / n) for n in self._row_lengths]
-            rows = CellRows(latitudes, np.concatenate(longitudes), self.where)
-            return partial(rows.fields, rows=slice(None))
-        target = store.latitude, store.longitude
-        return ReducedRegridder(latitude, self._row_lengths, first, *target, method)
+    def _read(self, message: Message) -> Field:
+        return self._file.read(message).ravel()
 
 
 @final
@@ -173,7 +169,7 @@ class GriddedStates(StateFile):
         dataset, counter = open_dataset(str(path))
         dataset, self.times, self.calendar = _split_time(dataset, path)
         self._source = GriddedSource(dataset, counter, str(path))
-        self.grid = self._source.grid
+        self.grid, self.cells = self._source.grid, self._source.cells
 
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
@@ -199,7 +195,8 @@ class GriddedStates(StateFile):
         return None
 
     def _read(self, channel: Channel, index: int) -> Field:
-        field: Field = self._source.read([channel], slice(index, index + 1), slice(None))[0, 0]
+        times = slice(index, index + 1)
+        field: Field = self._source.read_values([channel], times, slice(None))[0, 0]
         return field
 
 
@@ -349,9 +346,7 @@ class StateReader:
         file, found = self._fields[channel, time]
         scale, offset = self._conversions[channel, time]
         field = found.read().astype(np.float64) * scale + offset
-        regridder = self._regridders[file.where]
-        # The whole globe, of which each rank takes its rows: so their values are the same bits.
-        return np.asarray(field if regridder is None else regridder(field), dtype=np.float32)
+        return np.asarray(self._regridders[file.where](field), dtype=np.float32)
 
     def _check(
         self,
@@ -410,25 +405,16 @@ def _check_paths(text: str) -> list[str]:
 def _open_file(path: Path) -> StateFile:
     if not path.exists():
         raise UserError(f"{KEY}: {path}: no such file. Change {KEY}.")
-    if path.is_file() and is_grib(path):
-        return GribStates(path)
-    if path.is_file():
+    grib = path.is_file() and is_grib(path)
+    if path.is_file() and not grib:
         with path.open("rb") as file:
             if not file.read(4).startswith(NETCDF_SIGNATURES):
                 raise UserError(f"{KEY}: {path} is neither GRIB nor netCDF. Change {KEY}.")
     try:
-        return GriddedStates(path)
+        return GribStates(path) if grib else GriddedStates(path)
     except UserError as error:  # its advice is about the key of a run's data
         text = str(error).removeprefix(f"{KEY}: ").replace("data.store", KEY)
         raise UserError(f"{KEY}: {text}") from error
-
-
-def _check_grid(file: StateFile) -> None:
-    """Refuse a grid as that of other stores."""
-    try:
-        file.grid.check(file.where)
-    except UserError as error:
-        raise UserError(f"{KEY}: {str(error).replace('data.store', KEY)}") from error
 
 
 def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times, Calendar]:

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import Config, DatesConfig, microbatches_per_step
+from credit_dp.config.data import CONSERVATIVE, REGRIDDING
 from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
-from credit_dp.data.rechunk.field_selection import CONSERVATIVE
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
@@ -195,8 +195,8 @@ class ForecastSetup:
         settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
         if files is not None:
             settings["init_file"] = files.stamps
-            if request.init_regrid != CONSERVATIVE:
-                settings["init_regrid"] = request.init_regrid
+            if regridding(config) != CONSERVATIVE:
+                settings["regrid"] = regridding(config)
         writer = WRITERS[request.format](request.target, form, settings)
         run_on_all_ranks(writer.check)
         # Before `device` changes: a layout may put the model's output on another device.
@@ -416,7 +416,13 @@ def _state_reader(
         return None
     offsets = frame_offsets(config.model.frames, store.config.step_hours)
     times = (config.request.initial_times()[:, None] + offsets).ravel()
-    return files.reader(store, times, config.request.init_regrid)
+    return files.reader(store, times, regridding(config))
+
+
+def regridding(config: ForecastConfig) -> str:
+    """Return how states of `init_file` on another grid are regridded."""
+    methods = (config.request.regrid, config.data.regrid)
+    return next((method for method in methods if method in REGRIDDING), CONSERVATIVE)
 
 
 def statistics_of(metadata: Metadata) -> Statistics:

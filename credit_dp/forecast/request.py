@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config import Config
-from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
+from credit_dp.config.data import HOURS_PER_UNIT, REGRIDDING, STEP_PATTERN
 from credit_dp.data.calendar import STANDARD, Calendar
-from credit_dp.data.rechunk.field_selection import CONSERVATIVE, REGRIDDING
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file", "grib")
@@ -46,7 +45,8 @@ class ForecastRequest:
         diagnostics: `NAME` or `[NAME,...]` of `DIAGNOSTICS`, which are written, too.
         pressure_levels: `HPA` or `[HPA,...]`, on which variables on model levels are written.
         init_file: `PATH` or `[PATH,...]` of files with the initial states; "": the run's data.
-        init_regrid: one of `REGRIDDING`: how states on another grid are regridded.
+        regrid: one of `REGRIDDING`: how states of `init_file` on another grid are regridded; "": as
+            `data.regrid` says, by default conservatively.
         calendar: of the model's data, in which `init` is.
     """
 
@@ -62,7 +62,7 @@ class ForecastRequest:
     diagnostics: str = ""
     pressure_levels: str = ""
     init_file: str = ""
-    init_regrid: str = CONSERVATIVE
+    regrid: str = ""
     calendar: Calendar = STANDARD
 
     def check(self, step_hours: int, noise: bool = False) -> None:
@@ -73,12 +73,13 @@ class ForecastRequest:
             noise: whether the model has noise, so that members differ from the same state.
         """
         checks.one_of("format", self.format, FORMATS)
-        checks.one_of("init_regrid", self.init_regrid, REGRIDDING)
-        if self.init_regrid != CONSERVATIVE and not self.init_file:
-            raise UserError(
-                f"init_regrid: {self.init_regrid} is for states of init_file, which is empty. "
-                "Leave it out, or give init_file."
-            )
+        if self.regrid:
+            checks.one_of("regrid", self.regrid, REGRIDDING)
+            if not self.init_file:
+                raise UserError(
+                    f"regrid: {self.regrid} is for states of init_file, which is empty. "
+                    "Leave it out, or give init_file."
+                )
         checks.at_least("members", self.members, 0)
         checks.number_in("perturb", self.perturb, 0)
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)

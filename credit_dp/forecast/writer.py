@@ -273,9 +273,9 @@ def describe_missing(form: ForecastFormat, field: MissingField) -> str:
     return f"{form.describe_field(field.job, field.lead)}, rows {rows.start} to {rows.stop - 1}"
 
 
-def source_stores(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return the stores that a forecast started from, by its attributes; empty if not stated."""
+def read_settings_attribute(attributes: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return what `settings_of` returned for a forecast; empty if it does not say so."""
     try:
-        return tuple(map(str, json.loads(attributes[SETTINGS_ATTRIBUTE])["stores"]))
+        return dict(json.loads(attributes[SETTINGS_ATTRIBUTE]))
     except (KeyError, TypeError, ValueError):
-        return ()
+        return {}

@@ -31,6 +31,13 @@ class Cells(NamedTuple):
         rows = zip(self.firsts, self.lengths, strict=True)
         return np.concatenate([first + np.arange(n) * 360 / n for first, n in rows])
 
+    @property
+    def edges(self) -> np.ndarray:
+        """Edges of rows in sin(latitude): those of HEALPix have the area of their cells."""
+        if self.lengths[0] == 4:
+            return 1 - 2 * np.append(0, np.cumsum(self.lengths)) / sum(self.lengths)
+        return bounds(self.latitude)
+
     def on_rows(self, values: np.ndarray) -> np.ndarray:
         """Return `(N,)` as `(H, W)`: each row by numpy's interpolation along a circle."""
         width = max(self.lengths)
@@ -42,6 +49,39 @@ class Cells(NamedTuple):
                 for first, n, row in zip(self.firsts, self.lengths, rows, strict=True)
             ]
         )
+
+
+def bounds(latitude: np.ndarray) -> np.ndarray:
+    """Edges of rows in sin(latitude): halfway between latitudes, and at the poles."""
+    return np.sin(np.deg2rad([90, *((latitude[1:] + latitude[:-1]) / 2), -90]))
+
+
+def means_over_areas(cells: Cells, values: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Return the means over the valid part of each cell of a grid, `(..., N)` -> `(..., H, W)`.
+
+    The area of each cell within each new one is measured, cell by cell. Columns begin at longitude
+    0; an odd number of rows has rows on the poles.
+    """
+    height, width = grid
+    latitude = 90 - (np.arange(height) + 0.5) * 180 / height
+    new_edges = bounds(np.linspace(90, -90, height) if height % 2 else latitude)
+    result = np.full((*values.shape[:-1], height, width), np.nan)
+    for row, column in np.ndindex(grid):
+        west, east = ((column + side) * 360 / width for side in (-0.5, 0.5))
+        areas = []
+        for number, (count, first) in enumerate(zip(cells.lengths, cells.firsts, strict=True)):
+            north = min(new_edges[row], cells.edges[number])
+            overlap = max(0.0, north - max(new_edges[row + 1], cells.edges[number + 1]))
+            for cell in range(count if overlap > 1e-12 else 0):
+                middle, half = first + cell * 360 / count, 180 / count
+                spans = [(middle - half + turn, middle + half + turn) for turn in (-360, 0, 360)]
+                shared = (min(east, end) - max(west, begin) for begin, end in spans)
+                areas.append(overlap * sum(max(0.0, degrees) for degrees in shared))
+            areas += [] if overlap > 1e-12 else [0.0] * count
+        weights = np.where(np.isnan(values), 0, np.where(np.array(areas) > 1e-12, areas, 0))
+        total, covered = (np.nan_to_num(values) * weights).sum(axis=-1), weights.sum(axis=-1)
+        np.divide(total, covered, out=result[..., row, column], where=covered > 0)
+    return result
 
 
 def gaussian(lengths: Sequence[int]) -> Cells:

@@ -288,12 +288,19 @@ def test_longitude_may_start_anywhere_and_go_either_way(tmp_path, start, sign):
     assert np.array_equal(Store.open(stores.config(path)).longitude, longitude)
 
 
-def test_other_grid_than_the_store_has(good):
-    message = refusal(good, grid="121x240")
-    assert "12x8" in message
-    assert "121x240" in message
-    assert "data.grid" in message
-    assert Store.open(stores.config(good, grid="12x8")).grid == (12, 8)
+def test_ways_of_regridding_that_do_not_fit(good):
+    assert "data.regrid: needs one of rows, conservative, bilinear" in refusal(good, regrid="bi")
+    assert "data.regrid: bilinear needs a grid, but data.grid is null" in refusal(
+        good, regrid="bilinear"
+    )
+    assert "data.regrid: rows is for cells without a grid, but data.grid is 9x8" in refusal(
+        good, regrid="rows", grid="9x8"
+    )
+    assert "data.regrid=rows is for cells in rows of different lengths" in refusal(
+        good, regrid="rows"
+    )
+    assert "data.grid: needs ROWSxCOLUMNS" in refusal(good, grid="nonsense")
+    assert "data.grid: needs at least two rows" in refusal(good, grid="1x8")
 
 
 @pytest.mark.slow

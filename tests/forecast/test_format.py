@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import format_from_json
-from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, source_stores
+from credit_dp.forecast.writer import read_settings_attribute
 from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.data import stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
@@ -165,9 +165,8 @@ def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_p
     settings = forecast_config(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
     settings = replace(settings, data=replace(settings.data, store=store.name))
     with xr.open_zarr(forecast(settings)) as found:
-        assert source_stores(found.attrs) == (str(store),)
-    assert source_stores({SETTINGS_ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
-    assert source_stores({}) == ()
+        assert read_settings_attribute(found.attrs)["stores"] == [str(store)]
+    assert read_settings_attribute({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import DatesConfig
-from credit_dp.data.grid import row_edges, row_weights
-from credit_dp.data.rechunk.field_selection import Regridder, regular_grid
+from credit_dp.data.grid import Grid, row_edges, row_weights
+from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
@@ -122,10 +122,16 @@ def test_times_of_datasets(data, store, tmp_path, kind):
 
 def _on_grid(state, rows, columns, west=0.0):
     """Put fields on a grid of another size, with the westernmost column at `west`."""
-    old = state["latitude"].values, state["longitude"].values
-    latitude, longitude = regular_grid(rows, columns)
-    regrid = Regridder(*old, latitude, longitude + west)
-    fields = {name: (state[name].dims, regrid(state[name].values.astype(float))) for name in ECMWF}
+    old = Grid(state["latitude"].values, state["longitude"].values)
+    usual = regular_grid(rows, columns)
+    latitude, longitude = usual.latitude, usual.longitude
+    regrid = Regridder(RowLayout.of(old), Grid(latitude, longitude + west))
+    fields = {
+        name: (dims, regrid(field.reshape(*field.shape[:-2], -1)))
+        for name, dims, field in (
+            (name, state[name].dims, state[name].values.astype(float)) for name in ECMWF
+        )
+    }
     coords = {"time": state["time"], "level": state["level"], "latitude": latitude}
     return xr.Dataset(fields, {**coords, "longitude": longitude + west})
 
@@ -142,11 +148,11 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     path = write_grib(tmp_path / "a.grib", state)
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)[0]
     if not west:
-        old = np.sort(state["latitude"].values)[::-1], state["longitude"].values
-        regrid = Regridder(*old, store.latitude, store.longitude)
+        old = Grid(np.sort(state["latitude"].values)[::-1], state["longitude"].values)
+        regrid = Regridder(RowLayout.of(old), store.grid)
         flip = slice(None, None, -1 if northward else 1)
         fields = [
-            regrid(state[name].values.reshape(-1, *grid)[:, flip])
+            regrid(state[name].values.reshape(-1, *grid)[:, flip].reshape(-1, np.prod(grid)))
             for name in store.channels.variables
         ]
         wanted = np.concatenate(fields)
@@ -245,10 +251,10 @@ def test_cells_are_the_rows_of_a_store_on_the_same_cells(config, tmp_path):
 
 def test_keys_of_regridding_are_checked():
     keys = {"checkpoint": "run", "init": "2000-01-01", "lead": "6h", "out": "f"}
-    with pytest.raises(UserError, match=r"^init_regrid: needs one of conservative, bilinear"):
-        ForecastRequest(**keys, init_file="a.grib", init_regrid="nearest").check(6)
-    with pytest.raises(UserError, match=r"^init_regrid: bilinear is for states of init_file"):
-        ForecastRequest(**keys, init_regrid="bilinear").check(6)
+    with pytest.raises(UserError, match=r"^regrid: needs one of conservative, bilinear"):
+        ForecastRequest(**keys, init_file="a.grib", regrid="nearest").check(6)
+    with pytest.raises(UserError, match=r"^regrid: bilinear is for states of init_file"):
+        ForecastRequest(**keys, regrid="bilinear").check(6)
 
 
 @pytest.mark.parametrize("order", SCANNING)

@@ -1,4 +1,4 @@
-"""Runs on reduced Gaussian grids and HEALPix, from inspection to scores."""
+"""Runs on reduced Gaussian grids and HEALPix, as rows or regridded, from inspection to scores."""
 
 import csv
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
@@ -23,11 +24,31 @@ KEYS = (
     "data.dates.train=[2000-01-01,2000-01-07]", "data.dates.valid=[2000-01-08,2000-01-08]",
     "data.dates.test=[2000-01-09,2000-01-10]",
 )  # fmt: skip
-CASES: dict[str, tuple[Callable[[Path, Cells], Path], Cells]] = {
-    "O16 anemoi": (cell_stores.anemoi, cell_stores.octahedral(16)),
-    "O16 netCDF": (cell_stores.netcdf, cell_stores.octahedral(16)),
-    "HEALPix zarr": (cell_stores.zarr, cell_stores.healpix(8)),
+
+
+def columns(folder: Path, cells: Cells) -> Path:
+    """Write a zarr store of rows and columns."""
+    shape = {"latitude": cells.latitude, "longitude": cells.longitudes[: cells.lengths[0]]}
+    flat = cell_stores.waves(cells).drop_vars(["latitude", "longitude"])
+    order = pd.MultiIndex.from_product(shape.values(), names=list(shape))
+    data = flat.assign_coords(xr.Coordinates.from_pandas_multiindex(order, "values"))
+    return stores.write(data.unstack("values"), folder / "columns.zarr")
+
+
+REGULAR = Cells(np.linspace(84, -84, 15), (30,) * 15, np.full(15, 0.5))
+# The grid is a size, or None for rows.
+CASES: dict[str, tuple[Callable[[Path, Cells], Path], Cells, tuple[int, int] | None]] = {
+    "O16 anemoi": (cell_stores.anemoi, cell_stores.octahedral(16), None),
+    "O16 netCDF": (cell_stores.netcdf, cell_stores.octahedral(16), None),
+    "HEALPix zarr": (cell_stores.zarr, cell_stores.healpix(8), None),
+    "O16 on 17x16": (cell_stores.anemoi, cell_stores.octahedral(16), (17, 16)),
+    "regular on 12x24": (columns, REGULAR, (12, 24)),
 }
+PARAMETERS = [
+    pytest.param(case, marks=() if case in ("O16 anemoi", "O16 on 17x16") else pytest.mark.slow)
+    for case in CASES
+]
+ON_GRID = [x for x in PARAMETERS if CASES[x.values[0]][2] is not None]
 
 
 class Run(NamedTuple):
@@ -36,6 +57,7 @@ class Run(NamedTuple):
     folder: Path
     store: Path
     cells: Cells
+    grid: tuple[int, int] | None
 
     def command(self, *words: str) -> str:
         """Run a command, which has to succeed, and return what it printed."""
@@ -51,30 +73,43 @@ class Run(NamedTuple):
 
     @property
     def training(self) -> tuple[str, ...]:
-        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
+        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS, *self.on_grid)
+
+    @property
+    def on_grid(self) -> tuple[str, ...]:
+        return (f"data.grid={self.grid[0]}x{self.grid[1]}",) if self.grid else ()
+
+    @property
+    def latitude(self) -> np.ndarray:
+        if self.grid is None:
+            return self.cells.latitude
+        height = self.grid[0]
+        without_poles = 90 - (np.arange(height) + 0.5) * 180 / height
+        return np.linspace(90, -90, height) if height % 2 else without_poles
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.grid or (len(self.latitude), max(self.cells.lengths))
 
     def rows(self, name: str) -> np.ndarray:
-        """Return a variable at all times on rows, by numpy's interpolation."""
+        """Return a variable at all times on rows, by numpy's interpolation, or on the grid."""
         fields = cell_stores.waves(self.cells)[name].values
+        if self.grid is not None:
+            on_grid = cell_stores.means_over_areas(self.cells, fields.astype(float), self.grid)
+            return on_grid.astype("f4").astype(float)
         return np.stack([self.cells.on_rows(field) for field in fields]).astype("f4").astype(float)
 
     def areas(self) -> np.ndarray:
-        """Return the area of each row between the latitudes halfway to its neighbours."""
-        latitude = self.cells.latitude
-        edges = np.array([90, *(latitude[1:] + latitude[:-1]) / 2, -90])
-        return -np.diff(np.sin(np.deg2rad(edges))) / 2
+        """Return the part of the sphere that each row covers."""
+        edges = self.cells.edges if self.grid is None else cell_stores.bounds(self.latitude)
+        return -np.diff(edges) / 2
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(case, marks=() if case == "O16 anemoi" else pytest.mark.slow) for case in CASES
-    ],
-)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def trained(request, tmp_path_factory) -> Run:
-    write, cells = CASES[request.param]
+    write, cells, grid = CASES[request.param]
     folder = tmp_path_factory.mktemp("cells")
-    made = Run(folder, write(folder, cells), cells)
+    made = Run(folder, write(folder, cells), cells, grid)
     for ranks in (1, 2):
         keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
         made.command(*made.training, *keys)
@@ -89,9 +124,11 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_inspection_and_check_have_the_grid_of_rows(trained):
-    height, width = len(trained.cells.latitude), max(trained.cells.lengths)
-    text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
-    assert f"grid    {height} x {width} without rows on the poles" in text
+    height, width = trained.shape
+    words = (f"store={trained.store}", *trained.on_grid)
+    text = trained.command("credit-dp", "data", "inspect", *words)
+    poles = "with" if trained.latitude[0] == 90 else "without"
+    assert f"grid    {height} x {width} {poles} rows on the poles" in text
     text = trained.command(*trained.training, "--check")
     assert f"{height}" in text
     assert f"{width}" in text
@@ -129,12 +166,17 @@ def test_a_run_resumes_on_another_mesh(trained):
 
 
 def test_scores_are_those_of_numpy(trained):
-    keys = (f"truth={trained.store}", "out=scores")
+    # Of the grid of the forecast, or as it is.
+    keys = ("out=scores",) if trained.grid else (f"truth={trained.store}", "out=scores")
     trained.command("credit-dp", "evaluate", "forecast=forecast.zarr", *keys)
     scores = json.loads((trained.folder / "scores/scores.json").read_text())["scores"]
+    if trained.grid:
+        words = (f"truth={trained.store}", f"grid={trained.grid[0]}x{trained.grid[1]}", "out=named")
+        trained.command("credit-dp", "evaluate", "forecast=forecast.zarr", *words)
+        assert json.loads((trained.folder / "named/scores.json").read_text())["scores"] == scores
     forecast = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
-    np.testing.assert_array_equal(forecast["latitude"], trained.cells.latitude)
-    assert forecast.sizes["longitude"] == max(trained.cells.lengths)
+    np.testing.assert_allclose(forecast["latitude"], trained.latitude, rtol=1e-15)
+    assert forecast.sizes["longitude"] == trained.shape[1]
     day = np.timedelta64(24, "h")
     valid = np.searchsorted(stores.times(cell_stores.STEPS), forecast["time"].values + day)
     for name in NAMES:
@@ -163,5 +205,35 @@ def test_other_cells_are_one_line(trained, tmp_path):
     done = trained.run(*trained.training, f"data.store={store}", "run.dir=other", "resume=run1")
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    shape = f"{len(trained.cells.latitude)}x{max(trained.cells.lengths)}"
-    assert f"resume: the checkpoint was trained with data.grid={shape}" in line
+    if trained.grid is None:
+        shape = "x".join(map(str, trained.shape))
+        assert f"resume: the checkpoint was trained with data.grid={shape}" in line
+    else:
+        assert "resume: the checkpoint was trained with another mean of the fields" in line
+
+
+@pytest.mark.parametrize("trained", ON_GRID, indirect=True)
+def test_another_grid_or_way_is_one_line(trained):
+    height, width = trained.grid
+    cases = {
+        f"data.grid={height + 1}x{width}": f"was trained with data.grid={height}x{width}",
+        "data.regrid=bilinear": "was trained with another mean of the fields",
+        "data.grid=null": f"was trained with data.grid={height}x{width}",
+    }
+    for key, expected in cases.items():
+        done = trained.run(*trained.training, key, "run.dir=other", "resume=run1")
+        assert done.returncode == 2
+        [line] = done.stderr.splitlines()
+        assert expected in line
+
+
+@pytest.mark.parametrize("trained", ON_GRID, indirect=True)
+def test_a_prepared_copy_trains_as_the_store_does(trained):
+    grid = trained.on_grid[0].removeprefix("data.")
+    names = f"data.prognostic=[{','.join(NAMES)}]"
+    keys = (grid, "out=copy.zarr", names, "data.static=[]", "data.levels=null")
+    trained.command("credit-dp", "data", "prepare", f"store={trained.store}", *keys)
+    train, _, *others = trained.training[1:]
+    keys = ("data=prepared", "data.store=copy.zarr", "data.grid=null", "run.dir=copied")
+    trained.command("python", train, *others[1:], *keys, "trainer.steps=4")
+    assert losses(trained.folder / "copied") == losses(trained.folder / "run1")

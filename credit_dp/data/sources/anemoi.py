@@ -116,6 +116,8 @@ class AnemoiSource(Source):
     The dataset's missing dates are left out of `times`, so that they are gaps.
     """
 
+    cells: CellRows
+
     def __init__(self, group: zarr.Group, store: CountingStore, address: str) -> None:
         where = redact_secrets(address)
         self.where = where
@@ -137,8 +139,8 @@ class AnemoiSource(Source):
                 f"has {latitudes.shape} and {longitudes.shape}. Change data.store."
             )
         name = str(attributes.get("resolution") or "")
-        self._rows = CellRows(latitudes, longitudes, where, name)
-        self.grid = self._rows.grid
+        self.cells = CellRows(latitudes, longitudes, where, name)
+        self.grid = self.cells.grid
         check_coordinates(coordinate_dataset(self), where)
         self.variables: Mapping[str, VariableInfo] = names.variables
         self._channel_indices = names.indices
@@ -157,10 +159,13 @@ class AnemoiSource(Source):
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`."""
+        return self.cells.fields(self.read_values(channels, times, rows), rows)
+
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`."""
         indices = [self._channel_indices[channel] for channel in channels]
-        cells = self._rows.cells(rows)
-        values = self._data.read(as_slice(self._present[times]), indices, (0, cells))
-        return self._rows.fields(values, rows)
+        cells = self.cells.cells(rows)
+        return self._data.read(as_slice(self._present[times]), indices, (0, cells))
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""
@@ -173,11 +178,11 @@ class AnemoiSource(Source):
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`; a chunk of cells that starts or ends within a row touches that row."""
         num_times, num_variables, _, num_cells = self._data.array.chunks
-        return num_times, num_variables, self._rows.rows_touched(num_cells), self.grid[1]
+        return num_times, num_variables, self.cells.rows_touched(num_cells), self.grid[1]
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
-        cell = self._rows.cell(row, column)
+        cell = self.cells.cell(row, column)
         time = int(self._present[time])
         return (
             f"{self.where}, "

@@ -359,11 +359,10 @@ class GriddedSource(Source):
         grid = projected_grid(dataset)
         dataset = standardise_dims(dataset, self.where)
         timed = "time" in dataset.dims
-        self._rows: CellRows | None = None
         if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
             latitudes, longitudes = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
-            self._rows = CellRows(latitudes, longitudes, self.where)
-            grid = self._rows.grid
+            self.cells = CellRows(latitudes, longitudes, self.where)
+            grid = self.cells.grid
         check_coordinates(dataset, self.where, timed, grid)
         dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
         self.calendar = calendar_of(dates)
@@ -420,6 +419,17 @@ class GriddedSource(Source):
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: variable by variable."""
+        if self.cells is not None:
+            return self.cells.fields(self.read_values(channels, times, rows), rows)
+        return self._read(channels, times, rows)
+
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`."""
+        fields = self._read(channels, times, rows)
+        return fields.reshape(*fields.shape[:2], -1)
+
+    def _read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """Read rows and columns `(T, C, rows, W)`, or cells `(T, C, n, 1)` as they are stored."""
         parts = []
         # Adjacent channels of one variable are one read, with several levels.
         stored_channels = map(self._names.stored_channel, channels)
@@ -446,8 +456,8 @@ class GriddedSource(Source):
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
         time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
-        if self._rows is not None:
-            rows, columns = self._rows.rows_touched(rows), self.grid[1]
+        if self.cells is not None:
+            rows, columns = self.cells.rows_touched(rows), self.grid[1]
         return time, level, rows, columns
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
@@ -462,8 +472,8 @@ class GriddedSource(Source):
             "latitude": self.grid[0] - 1 - row if self._flipped else row,
             "longitude": column,
         }
-        if self._rows is not None:
-            indices["latitude"] = self._rows.cell(row, column)
+        if self.cells is not None:
+            indices["latitude"] = self.cells.cell(row, column)
         encoding = array.encoding
         sizes = encoding.get("shards") or encoding.get("chunks") or encoding.get("chunksizes")
         if not sizes:
@@ -503,14 +513,14 @@ class GriddedSource(Source):
         return self._names.stored_channel(channel).variable
 
     def _read_variable(self, name: str, levels: list[int], times: Indexer, rows: slice) -> Fields:
-        """Read one variable: `(T, levels, rows, W)`, with length 1 for dims that it lacks."""
+        """Read one variable, see `_read`, with length 1 for dims that it lacks."""
         height = self.grid[0]
         north, south, _ = rows.indices(height)
         stored_rows = (
             slice(height - south, height - north) if self._flipped else slice(north, south)
         )
-        if self._rows is not None:
-            stored_rows = self._rows.cells(rows)
+        if self.cells is not None:
+            stored_rows = self.cells.cells(rows)
         array = self._dataset.variables[name]
         selection: dict[str, Indexer] = {"latitude": stored_rows}
         if "time" in array.dims:
@@ -528,9 +538,7 @@ class GriddedSource(Source):
             dims.remove(EXPVER)
         values = in_dim_order(values, dims, ORDER)
         fields = np.asarray(values, dtype=np.float32)
-        if self._rows is not None:
-            return self._rows.fields(fields[..., 0], rows)
-        return fields[:, :, ::-1] if self._flipped else fields
+        return fields[:, :, ::-1] if self._flipped and self.cells is None else fields
 
     def _read_selection(
         self, array: xr.Variable, selection: dict[str, Indexer], name: str

@@ -1,7 +1,7 @@
 """Opens what `data.store` names: one store, several, or patterns of files.
 
 1. Every entry is expanded (`expand_pattern`), and each address is opened by the class for its
-   format (`open_single_source`).
+   format (`open_single_source`), and regridded if `data.grid` is another grid (`regridded`).
 2. Stores without times hold static fields; they are set apart (`_split_timeless`).
 3. Stores that follow each other in time become one `FilesSource`; stores with different variables
    become one `JoinedSource` (`_join`); both are in `combined.py`.
@@ -28,6 +28,7 @@ from credit_dp.data.sources.combined import FilesSource, JoinedSource
 from credit_dp.data.sources.grib_file import is_grib
 from credit_dp.data.sources.gridded import GriddedSource, is_netcdf
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
+from credit_dp.data.sources.regridded import regridded
 from credit_dp.data.sources.source import Source, describe_sums, with_model_levels
 from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.virtual import is_reference
@@ -149,11 +150,14 @@ def _open_entry(entry: str, config: DataConfig) -> list[Source]:
 
 
 def _open_address(where: str, config: DataConfig) -> Sequence[Source]:
-    """Open the store at an address; a GRIB file becomes a source for each variable."""
+    """Open the store at an address, on `data.grid`; a GRIB file becomes a source per variable."""
     check_address(where)
+    sources: Sequence[Source]
     if not is_remote(where) and local_path(where).is_file() and is_grib(local_path(where)):
-        return GriddedSource.open_grib(where, config.static)
-    return [open_single_source(where, config.static)]
+        sources = GriddedSource.open_grib(where, config.static)
+    else:
+        sources = [open_single_source(where, config.static)]
+    return [regridded(source, config) for source in sources]
 
 
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:

@@ -5,17 +5,19 @@ the rows in the coordinates, and interpolates each along its circle to the lengt
 """
 
 import logging
+from dataclasses import replace
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
-from credit_dp.data.sources.source import Fields
+from credit_dp.data.regrid import RowLayout
 from credit_dp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+Fields = NDArray[np.float32]
 Degrees = NDArray[np.float64]
 N320_CELLS = 542080  # ERA5's native grid
 MIN_OCTAHEDRAL = 16  # the coarsest octahedral grid in use
@@ -32,6 +34,8 @@ class CellRows:
 
     Attributes:
         grid: of the fields, from the north.
+        layout: of the cells.
+        is_regular: whether nothing is interpolated.
     """
 
     def __init__(self, latitudes: Degrees, longitudes: Degrees, where: str, name: str = "") -> None:
@@ -66,13 +70,13 @@ class CellRows:
             raise self._error(f"the row at latitude {latitude[row]:g} has {self._lengths[row]}")
         self._flipped = bool(latitude[0] < latitude[-1])
         width = int(self._lengths.max())
-        self._is_regular = bool((self._lengths == width).all()) and bool(
+        self.is_regular = bool((self._lengths == width).all()) and bool(
             np.ptp(longitudes.reshape(-1, width), axis=0).max() < COORDINATE_TOLERANCE
         )
         # Of the first cell of each row, in cells.
         self._firsts = longitudes[self._starts[:-1]] / FULL_CIRCLE * self._lengths
         longitude = longitudes[:width]
-        if not self._is_regular:
+        if not self.is_regular:
             self._check_circles(latitude, longitudes)
             # Stored degrees are rounded, but rows begin at longitude 0 or half a cell east of it.
             halves = np.rint(2 * self._firsts) / 2
@@ -80,8 +84,17 @@ class CellRows:
             longitude = np.arange(width) * FULL_CIRCLE / width
             logger.info("%s, read as %d rows of %d columns", self._where, len(latitude), width)
         self.grid = Grid(latitude[::-1] if self._flipped else latitude, longitude)
-        if not self._is_regular:
+        if not self.is_regular:
             self.grid.check_global(where)
+        order = -1 if self._flipped else 1
+        in_columns = RowLayout.of(self.grid)
+        firsts = self._firsts * FULL_CIRCLE / self._lengths
+        self.layout = replace(
+            in_columns,
+            lengths=tuple(self._lengths[::order].tolist()),
+            firsts=in_columns.firsts if self.is_regular else tuple(firsts[::order].tolist()),
+            starts=tuple(self._starts[:-1][::order].tolist()),
+        )
 
     def cells(self, rows: slice) -> slice:
         """Return which cells rows consist of; they are counted from the north."""
@@ -96,14 +109,14 @@ class CellRows:
     def rows_touched(self, cells: int) -> int:
         """Return how many rows a chunk of so many cells touches, about."""
         height, width = self.grid.shape
-        if self._is_regular and cells % width == 0:
+        if self.is_regular and cells % width == 0:
             return min(height, cells // width)
         return min(height, int(cells * height // self._starts[-1]) + 2)
 
     def fields(self, values: Fields, rows: slice) -> Fields:
         """Return the rows of the values of `cells(rows)`: `(..., n)` -> `(..., rows, W)`."""
         first, last = self._stored_rows(rows)
-        if self._is_regular:
+        if self.is_regular:
             fields = values.reshape(*values.shape[:-1], last - first, self.grid.shape[1])
         else:
             fields = self._interpolate(values, slice(first, last))

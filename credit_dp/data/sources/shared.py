@@ -15,7 +15,7 @@ Every rank enters 4 and 5 equally often and in the same order, or the exchange w
 why a rank that fails still takes part in one `gather_problems`, by `fail`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.source import Fields, Indexer, Source, Times, VariableInfo, as_slice
+from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper, as_slice
 from credit_dp.errors import UserError
 
 SHARING_THRESHOLD = 1.05  # reading is shared above this amplification
@@ -92,7 +92,7 @@ class _DecodedChunk:
 
 
 @final
-class SharedSource(Source):
+class SharedSource(SourceWrapper):
     """A source that reads one rank's band, with the work of decoding shared among ranks.
 
     Every rank reads the same channels and times in the same order, in one thread. Fields without
@@ -104,7 +104,7 @@ class SharedSource(Source):
     """
 
     def __init__(self, source: Source, exchange: ChunkExchange) -> None:
-        self._source = source
+        super().__init__(source)
         self._exchange = exchange
         self._ranks = len(exchange.bounds) - 1
         # Kept between reads, so that reads of few pieces don't all go to the first ranks. It is the
@@ -112,45 +112,6 @@ class SharedSource(Source):
         self._next_decoder = 0
         self._error: Exception | None = None
         self.stopped = False
-        self.where = source.where
-        self.times: Times = source.times
-        self.calendar = source.calendar
-        self.grid = source.grid
-        self.variables: Mapping[str, VariableInfo] = source.variables
-        self.counters = source.counters
-        self.hybrid = source.hybrid
-
-    def has_times(self, variable: str) -> NDArray[np.bool_]:
-        """See `Source`."""
-        return self._source.has_times(variable)
-
-    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
-        """See `Source`."""
-        return self._source.sum_bounds(variable, stated)
-
-    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`."""
-        return self._source.group_by_chunk(channels)
-
-    def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
-        return self._source.times_per_file(channel)
-
-    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
-        return self._source.chunk_shape(channel)
-
-    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
-        return self._source.location(channel, time, row, column)
-
-    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
-        """See `Source`."""
-        return self._source.chunk_numbers(channel, times)
-
-    def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
-        return self._source.description(variables)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`; `rows` has to be this rank's band.

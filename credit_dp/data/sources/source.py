@@ -16,6 +16,8 @@ from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.data.grid import Degrees, Grid
+from credit_dp.data.regrid import RowLayout
+from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import counted
 
 Fields = NDArray[np.float32]
@@ -143,6 +145,7 @@ class Source(ABC):
         hybrid: coefficients a, in Pa, and b at the interfaces of all model levels, from the top,
             `(L + 1,)` each; None if the store has none.
         time_bounds: `(T, 2)`, begin and end of the cells of `times`; None if the store has none.
+        cells: how a store of cells becomes rows; None for one of rows and columns.
     """
 
     where: str
@@ -154,6 +157,7 @@ class Source(ABC):
     hybrid: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
     time_bounds: Times | None = None
     calendar: Calendar = STANDARD
+    cells: CellRows | None = None
 
     @property
     def latitude(self) -> Degrees:
@@ -180,6 +184,17 @@ class Source(ABC):
         Raises:
             UserError: the store can't be read; the message names file, variable and date.
         """
+
+    def row_layout(self) -> RowLayout:
+        """Return where the values of `read_values` are."""
+        if self.cells is not None:
+            return self.cells.layout
+        return RowLayout.of(self.grid)
+
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """Read as `read` does, but cells as they are stored: `(T, C, n)`, see `row_layout`."""
+        fields = self.read(channels, times, rows)
+        return fields.reshape(*fields.shape[:2], -1)
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
         """Return at which of `times` a variable can be read, `(T,)`."""
@@ -263,6 +278,54 @@ class Source(ABC):
     def chunk_reads(self) -> int:
         """Return how many chunks (or inner chunks of shards) were read since opening."""
         return sum(counter.chunk_reads for counter in self.counters)
+
+
+class SourceWrapper(Source):
+    """A source that reads another one in its own way, and is otherwise like it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.where = source.where
+        self.times = source.times
+        self.calendar = source.calendar
+        self.grid = source.grid
+        self.variables = source.variables
+        self.counters = source.counters
+        self.title = source.title
+        self.hybrid = source.hybrid
+        self.time_bounds = source.time_bounds
+
+    def has_times(self, variable: str) -> NDArray[np.bool_]:
+        """See `Source`."""
+        return self._source.has_times(variable)
+
+    def sum_bounds(self, variable: str, stated: bool = True) -> Times:
+        """See `Source`."""
+        return self._source.sum_bounds(variable, stated)
+
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """See `Source`."""
+        return self._source.group_by_chunk(channels)
+
+    def times_per_file(self, channel: Channel) -> int:
+        """See `Source`."""
+        return self._source.times_per_file(channel)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        return self._source.chunk_shape(channel)
+
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`."""
+        return self._source.location(channel, time, row, column)
+
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`."""
+        return self._source.chunk_numbers(channel, times)
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`."""
+        return self._source.description(variables)
 
 
 def hours_of(duration: np.timedelta64) -> float:

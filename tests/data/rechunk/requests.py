@@ -35,7 +35,7 @@ def config(store: Path, **changes: Any) -> DataConfig:
 
 
 def request(store: Path, out: Path, **changes: Any) -> RechunkRequest:
-    selection = {key: changes.pop(key) for key in ("dates", "grid") if key in changes}
+    selection = {"dates": changes.pop("dates")} if "dates" in changes else {}
     data = changes.pop("data", {})
     return RechunkRequest(
         FieldSelection(config(store, **data), **selection), str(out), **({"codec": "lz4"} | changes)

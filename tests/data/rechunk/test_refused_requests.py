@@ -34,8 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another unit": ({"data": {"variables": FAHRENHEIT}}, r"2m_temperature.*degF"),
     "another codec": ({"codec": "zst"}, r"codec: needs one of auto, none.*Did you mean zstd"),
     "no worker": ({"workers": WorkerConfig(0)}, r"workers: needs 1 or more"),
-    "a grid of one row": ({"grid": "1x4"}, r"grid: needs at least two rows"),
-    "no grid": ({"grid": "12"}, r"grid: needs ROWSxCOLUMNS"),
+    "a grid of one row": ({"data": {"grid": "1x4"}}, r"grid: needs at least two rows"),
     "other dates": ({"dates": ("1990-01-01", "1991-01-01")}, r"holds 2000-01-01.*Change dates"),
     "no dates": ({"dates": ("x", "y")}, r"dates: needs \[first, last\]"),
 }
@@ -82,7 +81,7 @@ def test_what_is_no_prepared_store_is_never_removed(
         ({"domains": (1,)}, r"rows of a chunk.* 2, now it is 9"),
         ({"dates": ("2000-01-01", "2000-01-01")}, "dates"),
         ({"data": {"levels": [500]}}, "variables"),
-        ({"grid": "8x4"}, "grid"),
+        ({"data": {"grid": "8x4"}}, r"grid \[9, 4\], now it is \[8, 4\]"),
         ({"data": {"step": "12h"}}, "dates|step"),
     ],
 )

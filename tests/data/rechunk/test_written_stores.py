@@ -10,6 +10,7 @@ import zarr
 
 from credit_dp.bands import balanced_bounds, row_amplification, rows_touched
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.rechunk import copy_fields, target
 from credit_dp.data.rechunk.copy_fields import (
     RechunkJob,
@@ -17,7 +18,8 @@ from credit_dp.data.rechunk.copy_fields import (
     group_blocks,
     max_read_excess,
 )
-from credit_dp.data.rechunk.field_selection import FieldSelection, Regridder, regular_grid
+from credit_dp.data.rechunk.field_selection import FieldSelection
+from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
@@ -230,18 +232,19 @@ def test_sums_over_the_step_are_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("grid", ["8x6", "5x12"])
 def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
-    out = prepared(small, tmp_path / "out.zarr", grid=grid, domains=(1, 2))
+    out = prepared(small, tmp_path / "out.zarr", data={"grid": grid}, domains=(1, 2))
     source = PreparedSource.open(str(out))
     rows, columns = map(int, grid.split("x"))
-    latitude, longitude = regular_grid(rows, columns)
-    assert np.array_equal(source.latitude, latitude)
-    assert np.array_equal(source.longitude, longitude)
+    target = regular_grid(rows, columns)
+    assert np.array_equal(source.latitude, target.latitude)
+    assert np.array_equal(source.longitude, target.longitude)
     data = stores.dataset(rows=9, columns=4, steps=7)
-    using = Regridder(data["latitude"].values, data["longitude"].values, latitude, longitude)
+    grid = Grid(data["latitude"].values, data["longitude"].values)
+    using = Regridder(RowLayout.of(grid), target)
     found = source.read([channel_of(source, "solar")], slice(0, 7), slice(1, 3))[:, 0]
-    assert np.array_equal(found, using(data["solar"].values)[:, 1:3])
+    assert np.array_equal(found, using(data["solar"].values.reshape(7, -1))[:, 1:3])
     static = source.read([channel_of(source, "land_sea_mask")], slice(0, 1), slice(0, rows))
-    assert np.array_equal(static[0, 0], using(data["land_sea_mask"].values))
+    assert np.array_equal(static[0, 0], using(data["land_sea_mask"].values.ravel()))
 
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:

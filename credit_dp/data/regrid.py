@@ -1,0 +1,255 @@
+"""Regrids fields from rows of cells to rows and columns, for any band of target rows.
+
+`RowLayout` says where the cells of a source lie, `Regridder` gives their weights in each target
+cell. The weights of rows and of columns are independent: first every source row is brought to the
+target's columns, then the rows are combined. Each target cell is the same sum, in the same order,
+whichever rows are asked for, so that bands have the same bits as the globe.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.config.data import CONSERVATIVE
+from credit_dp.data.grid import FULL_CIRCLE, POLE, Grid, row_edges
+
+Array = NDArray[np.float64]
+ROUNDING = 1e-11  # of a cell's width: edges and points this near to each other are one
+LEAST_OVERLAP = 1e-13  # in sin(latitude)
+LEAST_VALID = 1e-9  # of a target cell: below it, rounding leaves weight where there is none
+
+
+@final
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the cells of rows are, on the globe and in a flat array; rows may differ in length.
+
+    Attributes:
+        latitude: `(H,)` degrees, falling.
+        lengths: number of cells of each row, `(H,)`, in equal steps round the globe.
+        firsts: longitude of the first cell of each row, `(H,)` degrees.
+        starts: index of this cell in the flat array, `(H,)`.
+        eastward: whether the cells of a row go east.
+    """
+
+    latitude: tuple[float, ...]
+    lengths: tuple[int, ...]
+    firsts: tuple[float, ...]
+    starts: tuple[int, ...]
+    eastward: bool = True
+
+    @classmethod
+    def of(cls, grid: Grid) -> "RowLayout":
+        """Return the layout of a grid's rows and columns, one row after the other."""
+        latitude, longitude = grid.latitude, grid.longitude
+        height, width = grid
+        turn = (longitude[1] - longitude[0]) % FULL_CIRCLE if width > 1 else 0.0
+        return cls(
+            latitude=tuple(latitude.tolist()),
+            lengths=(width,) * height,
+            firsts=(float(longitude[0]),) * height,
+            starts=tuple(range(0, height * width, width)),
+            eastward=bool(turn <= FULL_CIRCLE / 2),
+        )
+
+    def cells(self, rows: slice) -> slice:
+        """Return which cells of the flat array rows consist of."""
+        starts, lengths = np.array(self.starts[rows]), np.array(self.lengths[rows])
+        return slice(int(starts.min()), int((starts + lengths).max()))
+
+
+class Weights(NamedTuple):
+    """The values that each target value is a weighted mean of.
+
+    Attributes:
+        at: indices of the values, `(..., K)`, with repeats where there are fewer than K.
+        weight: `(..., K)`; 0 of repeats.
+    """
+
+    at: NDArray[np.intp]
+    weight: Array
+
+
+class _Band(NamedTuple):
+    """The weights of a band: of cells in each target column, of these rows in each target row."""
+
+    columns: Weights
+    rows: Weights
+
+
+@final
+class Regridder:
+    """Regridding to rows and columns, by default first-order conservative.
+
+    Conservative: global means are preserved. A target cell is the mean over the source's cells;
+    with NaN over the valid part of its area, and NaN if no part is valid. The global mean is then
+    preserved only where target cells are valid entirely or not at all.
+
+    Bilinear: a target point is interpolated linearly between the rows and columns around it, around
+    the globe in longitude; poleward of the outermost row it has the values of that row. With NaN
+    the valid ones of the four points share the weight; NaN if none is valid.
+
+    Args:
+        layout: of the source. Rows extend as `row_edges` says, and the cells of a row are equally
+            wide.
+        grid: the target; it covers the globe, with its rows from the north.
+        method: conservative or bilinear.
+    """
+
+    def __init__(self, layout: RowLayout, grid: Grid, method: str = CONSERVATIVE) -> None:
+        self.grid = grid
+        self._layout = layout
+        self._method = method
+        between = _overlapping_rows if method == CONSERVATIVE else _rows_around
+        self._rows = between(np.array(layout.latitude), grid.latitude)
+        # A rank reads the same band again and again.
+        self._weights_of = lru_cache(maxsize=8)(self._weights)
+
+    def source_rows(self, rows: slice) -> slice:
+        """Return which rows of the source target rows need."""
+        index = self._rows.at[rows]
+        return slice(int(index.min()), int(index.max()) + 1)
+
+    def __call__(
+        self, values: NDArray[np.floating], rows: slice = slice(None)
+    ) -> NDArray[np.floating]:
+        """Regrid fields one by one in float64; the result has the input's dtype.
+
+        Shapes:
+            `(..., n)`, the cells of `source_rows(rows)` -> `(..., rows, W)`.
+        """
+        north, south, _ = rows.indices(self.grid[0])
+        band = self._weights_of(north, south)
+        shape = (*values.shape[:-1], south - north, self.grid[1])
+        result = np.empty(shape, dtype=values.dtype)
+        for index in np.ndindex(values.shape[:-1]):
+            result[index] = _means_of_valid(values[index].astype(np.float64), band)
+        return result
+
+    def _weights(self, north: int, south: int) -> _Band:
+        target = slice(north, south)
+        source = self.source_rows(target)
+        layout = self._layout
+        # Rows of the same length that begin at the same longitude share their weights.
+        circles = list(zip(layout.lengths[source], layout.firsts[source], strict=True))
+        kinds = {circle: number for number, circle in enumerate(dict.fromkeys(circles))}
+        lengths, firsts = (np.array(x)[:, None] for x in zip(*kinds, strict=True))
+        steps = (1 if layout.eastward else -1) * FULL_CIRCLE / lengths
+        between = _overlapping_columns if self._method == CONSERVATIVE else _columns_around
+        columns = between(lengths, firsts, steps, self.grid.longitude)
+        of_kind = [kinds[circle] for circle in circles]
+        starts = np.array(layout.starts[source]) - layout.cells(source).start
+        index = columns.at[of_kind] + starts[:, None, None]
+        rows = Weights(self._rows.at[target] - source.start, self._rows.weight[target])
+        # Of equal rows, the weights are stored once.
+        weight = columns.weight if len(kinds) == 1 else columns.weight[of_kind]
+        return _Band(Weights(index, weight), rows)
+
+
+@lru_cache(maxsize=8)
+def regridder_to(layout: RowLayout, rows: int, columns: int, method: str) -> Regridder:
+    """Return the regridder to the usual grid of a size, which files on one grid share."""
+    return Regridder(layout, regular_grid(rows, columns), method)
+
+
+def regular_grid(rows: int, columns: int) -> Grid:
+    """Return the usual grid of this size, from the north and from longitude 0 eastward.
+
+    An odd number of rows includes the poles and the equator, an even number includes neither.
+    """
+    latitude = np.linspace(POLE, -POLE, rows, dtype=np.float64)
+    if rows % 2 == 0:
+        latitude = POLE - (np.arange(rows, dtype=np.float64) + 0.5) * (2 * POLE / rows)
+    return Grid(latitude, np.arange(columns) * FULL_CIRCLE / columns)
+
+
+def _means_of_valid(values: Array, band: _Band) -> Array:
+    """Return the weighted means of values, `(n,)`, of the valid ones where some are NaN."""
+    missing = np.isnan(values)
+    if not missing.any():
+        return _means(values, band)
+    total = _means(np.where(missing, 0.0, values), band)
+    covered = 1 - _means(missing.astype(np.float64), band)
+    # Where all values are valid, `covered` is 1 exactly: as in a band without any NaN.
+    has_valid = covered > LEAST_VALID
+    return np.where(has_valid, total / np.where(has_valid, covered, 1.0), np.nan)
+
+
+def _means(values: Array, band: _Band) -> Array:
+    columns, rows = band
+    on_columns = _weighted_sum(values, columns.at, columns.weight)
+    return _weighted_sum(on_columns, rows.at, rows.weight[:, None])
+
+
+def _weighted_sum(values: Array, index: NDArray[np.intp], weight: Array) -> Array:
+    """Return the sum of `values[index]` with weights over the last dim of both."""
+    # Not a matrix product, in which the order of the sums depends on the number of rows.
+    total: Array = values[index[..., 0]] * weight[..., 0]
+    for number in range(1, index.shape[-1]):
+        total += values[index[..., number]] * weight[..., number]
+    return total
+
+
+def _overlapping_rows(old: Array, new: Array) -> Weights:
+    """Return the shares of old rows in the area of each new one; latitudes fall."""
+    # The area between two latitudes is proportional to the difference of their sines.
+    edges, new_edges = (np.sin(np.deg2rad(row_edges(latitude))) for latitude in (old, new))
+    upper = np.minimum(new_edges[:-1, None], edges[:-1])
+    overlap = upper - np.maximum(new_edges[1:, None], edges[1:])
+    overlap[overlap < LEAST_OVERLAP] = 0
+    first = (overlap > 0).argmax(axis=1)
+    index = first[:, None] + np.arange((overlap > 0).sum(axis=1).max())
+    weight = np.pad(overlap, ((0, 0), (0, index.shape[1])))[np.arange(len(new))[:, None], index]
+    last = first + (overlap > 0).sum(axis=1) - 1
+    return Weights(np.minimum(index, last[:, None]), weight / weight.sum(axis=1, keepdims=True))
+
+
+def _rows_around(old: Array, new: Array) -> Weights:
+    """Return the shares of the old rows north and south of each new one; latitudes fall."""
+    south = np.clip(np.searchsorted(-old, -new), 1, len(old) - 1)
+    share = np.clip((old[south - 1] - new) / (old[south - 1] - old[south]), 0, 1)
+    return _pairs(south - 1, south, share)
+
+
+def _overlapping_columns(
+    lengths: NDArray[np.intp], firsts: Array, steps: Array, new: Array
+) -> Weights:
+    """Return the shares of the cells of rows in each new column, `(rows, W, K)`.
+
+    Args:
+        lengths: number of cells of each row, `(rows, 1)`.
+        firsts, steps: longitude of its first cell, and of the next minus this, `(rows, 1)`.
+        new: longitudes of the columns, `(W,)`.
+    """
+    # In cells of a row, of which number i reaches from i to i + 1.
+    middle = (new - firsts) / steps + 0.5
+    low, high = (_rounded(middle + side * lengths / (2 * len(new))) for side in (-1, 1))
+    first, last = np.floor(low), np.ceil(high) - 1
+    cell = first[..., None] + np.arange((last - first).max() + 1)
+    overlap = np.minimum(high[..., None], cell + 1) - np.maximum(low[..., None], cell)
+    weight = np.maximum(overlap, 0)
+    index = np.minimum(cell, last[..., None]).astype(np.intp) % lengths[..., None]
+    return Weights(index, weight / (high - low)[..., None])
+
+
+def _columns_around(lengths: NDArray[np.intp], firsts: Array, steps: Array, new: Array) -> Weights:
+    """Return the shares of the two cells around each new column; see `_overlapping_columns`."""
+    position = _rounded((new - firsts) / steps)
+    first = np.floor(position)
+    west = first.astype(np.intp)
+    return _pairs(west % lengths, (west + 1) % lengths, position - first)
+
+
+def _rounded(position: Array) -> Array:
+    """Return positions, those that rounding has moved from a whole number back on it."""
+    whole = np.rint(position)
+    return np.where(np.abs(position - whole) < ROUNDING, whole, position)
+
+
+def _pairs(first: NDArray[np.intp], second: NDArray[np.intp], share: Array) -> Weights:
+    """Return weights of two values; `share` is that of the second."""
+    second = np.where(share > 0, second, first)
+    return Weights(np.stack([first, second], axis=-1), np.stack([1 - share, share], axis=-1))

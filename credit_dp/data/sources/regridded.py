@@ -1,0 +1,73 @@
+"""Regrids a store while it is read: each rank reads the source rows that its target rows need."""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from credit_dp.config import DataConfig
+from credit_dp.config.data import CONSERVATIVE, ROWS
+from credit_dp.data.channels import Channel
+from credit_dp.data.grid import parse_grid
+from credit_dp.data.regrid import regridder_to, regular_grid
+from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper
+from credit_dp.errors import UserError
+
+
+def regridded(source: Source, config: DataConfig) -> Source:
+    """Return a source on `data.grid`; the source itself if it is on it, or without a grid.
+
+    Raises:
+        UserError: `data.regrid=rows` is set for a source without such cells, or the grid has only
+            one row.
+    """
+    is_reduced = source.cells is not None and not source.cells.is_regular
+    if config.regrid == ROWS and not is_reduced:
+        raise UserError(
+            f"{source.where}: data.regrid={ROWS} is for cells in rows of different lengths, but "
+            f"its rows all have {source.grid[1]} columns. Leave data.regrid out."
+        )
+    if config.grid is None:
+        return source
+    rows, columns = parse_grid(config.grid)
+    if rows < 2:
+        raise UserError(f"data.grid: needs at least two rows, got {config.grid}. Change data.grid.")
+    source.grid.check_global(f"{source.where}: data.grid={config.grid}", "Leave data.grid out.")
+    if not is_reduced and source.grid.difference(regular_grid(rows, columns)) is None:
+        return source
+    return RegriddedSource(source, rows, columns, config.regrid or CONSERVATIVE)
+
+
+@final
+class RegriddedSource(SourceWrapper):
+    """A source on the usual grid of some size, regridded from a source on another one."""
+
+    def __init__(self, source: Source, rows: int, columns: int, method: str) -> None:
+        super().__init__(source)
+        self._method = method
+        self._regridder = regridder_to(source.row_layout(), rows, columns, method)
+        self.grid = self._regridder.grid
+
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`."""
+        values = self._source.read_values(channels, times, self._regridder.source_rows(rows))
+        return np.asarray(self._regridder(values, rows), dtype=np.float32)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`: about the part of the target grid that a chunk covers."""
+        times, channels, *sizes = self._source.chunk_shape(channel)
+        rows, columns = (
+            min(new, -(-size * new // old))
+            for size, new, old in zip(sizes, self.grid, self._source.grid, strict=True)
+        )
+        return times, channels, rows, columns
+
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`: that of the nearest value."""
+        away = abs((self._source.longitude - self.longitude[column] + 180) % 360 - 180)
+        row = int(abs(self._source.latitude - self.latitude[row]).argmin())
+        return self._source.location(channel, time, row, int(away.argmin()))
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`."""
+        return [*super().description(variables), [self._method, *self.grid]]

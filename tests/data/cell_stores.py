@@ -38,6 +38,12 @@ class Cells(NamedTuple):
             return 1 - 2 * np.append(0, np.cumsum(self.lengths)) / sum(self.lengths)
         return bounds(self.latitude)
 
+    @property
+    def positions(self) -> np.ndarray:
+        """Unit vectors, `(N, 3)`."""
+        phi, lam = np.deg2rad(self.latitudes), np.deg2rad(self.longitudes)
+        return np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)], -1)
+
     def on_rows(self, values: np.ndarray) -> np.ndarray:
         """Return `(N,)` as `(H, W)`: each row by numpy's interpolation along a circle."""
         width = max(self.lengths)
@@ -107,6 +113,24 @@ def healpix(nside: int) -> Cells:
         firsts.append(shift * 180 / lengths[-1])
     latitude = np.degrees(np.arcsin([*sines, *(-sine for sine in sines[-2::-1])]))
     return Cells(latitude, (*lengths, *lengths[-2::-1]), np.array([*firsts, *firsts[-2::-1]]))
+
+
+def nested(nside: int) -> np.ndarray:
+    """Return which cell of RING order each one of HEALPix in NESTED order is.
+
+    The four cells of the next finer grid within a cell follow each other: south, east, west, north.
+    """
+    if nside == 1:
+        return np.arange(12)
+    coarse, fine = healpix(nside // 2), healpix(nside)
+    parents, order = nested(nside // 2), []
+    nearest = (fine.positions @ coarse.positions[parents].T).argmax(axis=1)
+    for number, longitude in enumerate(coarse.longitudes[parents]):
+        within = np.flatnonzero(nearest == number)
+        south, *middle, north = within[np.argsort(fine.latitudes[within])]
+        west, east = sorted(middle, key=lambda x: (fine.longitudes[x] - longitude + 180) % 360)
+        order += [south, east, west, north]
+    return np.array(order)
 
 
 def waves(cells: Cells) -> xr.Dataset:

@@ -165,7 +165,8 @@ class AnemoiSource(Source):
         """See `Source`."""
         indices = [self._channel_indices[channel] for channel in channels]
         cells = self.cells.cells(rows)
-        return self._data.read(as_slice(self._present[times]), indices, (0, cells))
+        values = self._data.read(as_slice(self._present[times]), indices, (0, cells))
+        return self.cells.in_order(values, rows)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""

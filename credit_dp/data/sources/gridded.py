@@ -426,7 +426,8 @@ class GriddedSource(Source):
     def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`."""
         fields = self._read(channels, times, rows)
-        return fields.reshape(*fields.shape[:2], -1)
+        values = fields.reshape(*fields.shape[:2], -1)
+        return values if self.cells is None else self.cells.in_order(values, rows)
 
     def _read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """Read rows and columns `(T, C, rows, W)`, or cells `(T, C, n, 1)` as they are stored."""

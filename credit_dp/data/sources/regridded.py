@@ -1,5 +1,6 @@
 """Regrids a store while it is read: each rank reads the source rows that its target rows need."""
 
+import logging
 from collections.abc import Sequence
 from typing import final
 
@@ -13,6 +14,8 @@ from credit_dp.data.regrid import regridder_to, regular_grid
 from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper
 from credit_dp.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 
 def regridded(source: Source, config: DataConfig) -> Source:
     """Return a source on `data.grid`; the source itself if it is on it, or without a grid.
@@ -21,19 +24,21 @@ def regridded(source: Source, config: DataConfig) -> Source:
         UserError: `data.regrid=rows` is set for a source without such cells, or the grid has only
             one row.
     """
-    is_reduced = source.cells is not None and not source.cells.is_regular
-    if config.regrid == ROWS and not is_reduced:
+    cells = source.cells if source.cells is not None and not source.cells.is_regular else None
+    if config.regrid == ROWS and cells is None:
         raise UserError(
             f"{source.where}: data.regrid={ROWS} is for cells in rows of different lengths, but "
             f"its rows all have {source.grid[1]} columns. Leave data.regrid out."
         )
     if config.grid is None:
+        if cells is not None:
+            logger.info("%s, read as %d rows of %d columns", cells.description, *source.grid)
         return source
     rows, columns = parse_grid(config.grid)
     if rows < 2:
         raise UserError(f"data.grid: needs at least two rows, got {config.grid}. Change data.grid.")
     source.grid.check_global(f"{source.where}: data.grid={config.grid}", "Leave data.grid out.")
-    if not is_reduced and source.grid.difference(regular_grid(rows, columns)) is None:
+    if cells is None and source.grid.difference(regular_grid(rows, columns)) is None:
         return source
     return RegriddedSource(source, rows, columns, config.regrid or CONSERVATIVE)
 

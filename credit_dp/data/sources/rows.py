@@ -2,6 +2,7 @@
 
 Every row of such a grid is a circle of latitude, with fewer cells near the poles. `CellRows` finds
 the rows in the coordinates, and interpolates each along its circle to the length of the longest.
+HEALPix in NESTED order has no rows of adjacent cells: all of it is read, then put in RING order.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid, healpix_rows
 from credit_dp.data.regrid import RowLayout
 from credit_dp.errors import UserError
 
@@ -34,7 +35,8 @@ class CellRows:
 
     Attributes:
         grid: of the fields, from the north.
-        layout: of the cells.
+        layout: of the cells, in their order along rows.
+        description: where they are from and what they are, for messages.
         is_regular: whether nothing is interpolated.
     """
 
@@ -49,7 +51,11 @@ class CellRows:
         Raises:
             UserError: the cells are not sorted into rows, or a row does not go round the globe.
         """
-        self._where = f"{where}: is on {_describe(len(latitudes), name)}"
+        self.description = f"{where}: is on {_describe(len(latitudes), name)}"
+        self._nested = _nested_cells(latitudes)
+        if self._nested is not None:
+            logger.info("%s in NESTED order, all of which is read and reordered", self.description)
+            latitudes, longitudes = latitudes[self._nested], longitudes[self._nested]
         breaks = np.flatnonzero(np.abs(np.diff(latitudes)) > COORDINATE_TOLERANCE) + 1
         self._starts = np.array([0, *breaks, len(latitudes)], dtype=np.intp)
         self._lengths = np.diff(self._starts)
@@ -82,7 +88,6 @@ class CellRows:
             halves = np.rint(2 * self._firsts) / 2
             self._firsts = np.where(np.abs(self._firsts - halves) < 1e-2, halves, self._firsts)
             longitude = np.arange(width) * FULL_CIRCLE / width
-            logger.info("%s, read as %d rows of %d columns", self._where, len(latitude), width)
         self.grid = Grid(latitude[::-1] if self._flipped else latitude, longitude)
         if not self.is_regular:
             self.grid.check_global(where)
@@ -97,24 +102,30 @@ class CellRows:
         )
 
     def cells(self, rows: slice) -> slice:
-        """Return which cells rows consist of; they are counted from the north."""
-        first, last = self._stored_rows(rows)
-        return slice(int(self._starts[first]), int(self._starts[last]))
+        """Return which stored cells hold those of rows; rows are counted from the north."""
+        return self._in_rows(rows) if self._nested is None else slice(0, len(self._nested))
+
+    def in_order(self, values: Fields, rows: slice) -> Fields:
+        """Return the values of `cells(rows)` in the order of the cells along rows."""
+        return values if self._nested is None else values[..., self._nested[self._in_rows(rows)]]
 
     def cell(self, row: int, column: int) -> int:
-        """Return a cell from which a value is interpolated."""
+        """Return a stored cell from which a value is interpolated."""
         first, _ = self._stored_rows(slice(row, row + 1))
-        return int(self._starts[first] + column * self._lengths[first] // self.grid.shape[1])
+        cell = int(self._starts[first] + column * self._lengths[first] // self.grid.shape[1])
+        return cell if self._nested is None else int(self._nested[cell])
 
     def rows_touched(self, cells: int) -> int:
         """Return how many rows a chunk of so many cells touches, about."""
         height, width = self.grid.shape
+        if self._nested is not None:
+            return height
         if self.is_regular and cells % width == 0:
             return min(height, cells // width)
         return min(height, int(cells * height // self._starts[-1]) + 2)
 
     def fields(self, values: Fields, rows: slice) -> Fields:
-        """Return the rows of the values of `cells(rows)`: `(..., n)` -> `(..., rows, W)`."""
+        """Return rows and columns of the values in order: `(..., n)` -> `(..., rows, W)`."""
         first, last = self._stored_rows(rows)
         if self.is_regular:
             fields = values.reshape(*values.shape[:-1], last - first, self.grid.shape[1])
@@ -151,6 +162,11 @@ class CellRows:
         np.copyto(right, left, where=share == 0)
         return right
 
+    def _in_rows(self, rows: slice) -> slice:
+        """Return which cells, in their order along rows, rows consist of."""
+        first, last = self._stored_rows(rows)
+        return slice(int(self._starts[first]), int(self._starts[last]))
+
     def _stored_rows(self, rows: slice) -> tuple[int, int]:
         height = self.grid.shape[0]
         north, south, _ = rows.indices(height)
@@ -174,9 +190,38 @@ class CellRows:
 
     def _error(self, problem: str) -> UserError:
         return UserError(
-            f"{self._where}, but cells are needed row by row from pole to pole, HEALPix in RING "
-            f"order: {problem}. Sort them, regrid the dataset, or change data.store."
+            f"{self.description}, but cells are needed row by row from pole to pole, or HEALPix in "
+            f"NESTED order: {problem}. Sort them, regrid the dataset, or change data.store."
         )
+
+
+def _nested_cells(latitudes: Degrees) -> NDArray[np.intp] | None:
+    """Return where each cell of HEALPix in RING order is in NESTED order; None for other cells.
+
+    Source: Gorski et al. 2005, section 4.1; numbers of rows and of cells in them as in section 4.
+    """
+    count = len(latitudes)
+    nside = round((count / 12) ** 0.5)
+    steps = np.sign(np.diff(latitudes))
+    in_rows = (steps >= 0).all() or (steps <= 0).all()
+    if in_rows or count != 12 * nside**2 or nside & (nside - 1):
+        return None
+    # A cell is at x and y on one of 12 faces: its number there has their bits in turn.
+    face, number = np.divmod(np.arange(count), nside**2)
+    x, y = np.zeros((2, count), dtype=np.intp)
+    for bit in range(nside.bit_length()):
+        x |= (number >> bit) & (1 << bit)
+        y |= (number >> (bit + 1)) & (1 << bit)
+    row = (2 + face // 4) * nside - x - y - 1  # from 1, the northernmost
+    length = 4 * np.minimum(np.minimum(row, 4 * nside - row), nside)
+    is_shifted = (length < 4 * nside) | ((row - nside) % 2 == 0)
+    # In half cells from longitude 0: faces are 90 degrees wide, those of the equator begin at 0.
+    middle = np.where(face // 4 == 1, 2 * (face % 4), 2 * (face % 4) + 1) * length // 4 + x - y
+    column = (middle - is_shifted) // 2 % length
+    latitude, lengths = healpix_rows(nside)
+    nested = np.argsort((np.cumsum(lengths) - lengths)[row - 1] + column)
+    away = np.abs(latitudes[nested] - np.repeat(latitude, lengths)).max()
+    return nested if away < COORDINATE_TOLERANCE else None
 
 
 def _describe(num_cells: int, name: str) -> str:

@@ -110,8 +110,44 @@ def test_a_missing_cell_leaves_its_weight_to_the_other(cells):
             np.testing.assert_allclose(found[row, column], wanted, rtol=1e-5, atol=1e-6)
 
 
-def nested(nside=4):
-    """Cells in an order in which latitudes go back and forth, as in NESTED."""
+@pytest.mark.parametrize("nside", [2, 4, 16])
+def test_nested_cells_are_those_of_ring_order(nside):
+    cells, order = cell_stores.healpix(nside), cell_stores.nested(nside)
+    if nside == 2:  # as in the documentation of healpy
+        assert order[:10].tolist() == [13, 5, 4, 0, 15, 7, 6, 1, 17, 9]
+    found = CellRows(cells.latitudes[order], cells.longitudes[order], "a.zarr")
+    values = np.random.default_rng(0).normal(size=len(order)).astype("f4")
+    height = 4 * nside - 1
+    for rows in (slice(0, height), slice(0, 1), slice(2, 5), slice(height - 2, height)):
+        stored = values[order][found.cells(rows)]
+        wanted = rows_of(cells).fields(values[rows_of(cells).cells(rows)], rows)
+        assert np.array_equal(found.fields(found.in_order(stored, rows), rows), wanted)
+    for row, column in ((0, 0), (3, 5), (height - 1, 1)):
+        assert order[found.cell(row, column)] == rows_of(cells).cell(row, column)
+
+
+def test_a_store_of_nested_cells_is_read_as_one_in_ring_order(tmp_path, caplog):
+    data = cell_stores.waves(cell_stores.healpix(4))
+    data.to_netcdf(tmp_path / "ring.nc")
+    data.isel(values=cell_stores.nested(4)).to_netcdf(tmp_path / "nested.nc")
+    caplog.set_level("INFO")
+    keys = {"prognostic": list(cell_stores.NAMES), "static": [], "forcing": []}
+    for grid in (None, "9x8"):
+        ring, nested = (
+            open_source(stores.config(tmp_path / f"{name}.nc", grid=grid, **keys))
+            for name in ("ring", "nested")
+        )
+        for rows in (slice(0, 9), slice(2, 4)):
+            fields = [
+                source.read([Channel(cell_stores.NAMES[0])], slice(1, 4), rows)
+                for source in (ring, nested)
+            ]
+            assert np.array_equal(*fields)
+    assert "nested.nc: is on an irregular grid of 192 cells in NESTED order, all" in caplog.text
+    assert "read as 15 rows of 16 columns" in caplog.text
+
+
+def shuffled(nside=4):
     cells = cell_stores.healpix(nside)
     order = np.random.default_rng(0).permutation(len(cells.latitudes))
     return cells.latitudes[order], cells.longitudes[order]
@@ -134,7 +170,7 @@ def regional():
 
 
 BAD = {
-    "nested": (nested, "HEALPix in RING order: they go back from latitude"),
+    "shuffled": (shuffled, "HEALPix in NESTED order: they go back from latitude"),
     "hole": (with_hole, "the row at latitude 74.7445 has 27, not in equal steps eastward"),
     "westward": (westward, "not in equal steps eastward round the globe"),
     "NaN": (lambda: (regional()[0], regional()[1] * np.nan), "not in equal steps"),

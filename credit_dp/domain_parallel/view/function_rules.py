@@ -288,6 +288,8 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
             x.has_lost_order for x in tensors
         ):
             _lose_order(func, results, tensors)
+        elif not _is_in_order(func, results):
+            results.has_order, results.has_lost_order = False, True
         note_views(func, results, args, kwargs)
         return results
     args, kwargs = arguments_of_write(func, args, kwargs)
@@ -298,17 +300,46 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 # Functions whose results have the usual order in memory, whatever that of their arguments is.
-OF_USUAL_ORDER = frozenset(functions_named("linear", "layer_norm", "contiguous", "index_select"))
+OF_USUAL_ORDER = frozenset(
+    functions_named(
+        "linear", "layer_norm", "contiguous", "index_select", "softmax", "log_softmax", "softmin",
+        "instance_norm",
+    )
+)  # fmt: skip
 # Functions whose results have it, too, but for that of `torch.channels_last`, which they keep.
-OF_IMAGE_ORDER = frozenset(functions_named("roll", "pad", "cat", "concat", "stack"))
+OF_IMAGE_ORDER = frozenset(
+    functions_named(
+        "roll", "pad", "cat", "concat", "stack", "group_norm", "batch_norm", "pixel_shuffle",
+        "pixel_unshuffle", "channel_shuffle", "interpolate", "upsample",
+        *(
+            f"{name}{dims}d"
+            for name in ("conv", "conv_transpose", "avg_pool", "max_pool", "adaptive_avg_pool",
+                         "adaptive_max_pool", "lp_pool")
+            for dims in (1, 2, 3)
+        ),
+    )
+)  # fmt: skip
+# Those that may compute another order here, as their argument has its rows in other dimensions.
+OF_ONE_ORDER = (OF_USUAL_ORDER | OF_IMAGE_ORDER) - frozenset(functions_named("contiguous"))
+
+
+def _is_in_order(func: Function, result: Any) -> bool:
+    """Return whether a result has the order that it has on one process, as far as a band shows."""
+    if func not in OF_ONE_ORDER or type(result) is not GlobalTensor:
+        return True
+    is_usual = func in OF_USUAL_ORDER
+    order = torch.contiguous_format if is_usual else suggest_memory_format(result.local)
+    return result.local.is_contiguous(memory_format=order)
 
 
 def _lose_order(func: Function, results: Any, tensors: Sequence[GlobalTensor]) -> None:
     """Note that results may have another order of dimensions in memory than on one process."""
-    if func in OF_USUAL_ORDER or (func in OF_IMAGE_ORDER and not any(map(_may_be_image, tensors))):
-        return
+    is_usual = func in OF_USUAL_ORDER or (
+        func in OF_IMAGE_ORDER and not any(map(_may_be_image, tensors))
+    )
     for x in global_tensors(results):
-        if all(x is not other for other in tensors):
+        is_new = all(x is not other for other in tensors)
+        if is_new and not (is_usual and _is_in_order(func, x)):
             x.has_order, x.has_lost_order = False, True
 
 

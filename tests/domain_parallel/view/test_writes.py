@@ -746,9 +746,32 @@ def _pair_of_moved_rows(x):
     return _of_moved_rows(x, lambda y: torch.where(y[:, :2] > 0, y[:, :2], y[:, -2:]))
 
 
+def _copy_of_another_order(function):
+    """Return a function that writes to a copy of what another one returns as a new tensor."""
+
+    def run(x):
+        y = function(x.mT).mT * 1
+        y.contiguous().add_(1)
+        return y * 1
+
+    return run
+
+
+ORDERS = (
+    lambda x: x.softmax(-1),
+    F.instance_norm,
+    lambda x: F.layer_norm(x, x.shape[1:]),
+    lambda x: F.conv2d(x, torch.ones(3, CHANNELS, 1, 1, dtype=x.dtype)),
+    lambda x: F.max_pool2d(x, 3, 1, 1),
+    lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    lambda x: F.pixel_shuffle(x, 1),
+)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        *((_copy_of_another_order(function), "contiguous: its result") for function in ORDERS),
         (_repeated_past_autograd, "expand: its result is detached"),
         (_same_shape_only, "add: out= has shape"),
         (_with_gradient, "out= can't be differentiated"),

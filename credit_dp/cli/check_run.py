@@ -355,13 +355,13 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
     frames = config.model.frames
     rollout = trainer.longest_rollout
     batch_size = config.data.batch_size
-    count = len(sample_times(times, "train", frames, rollout))
+    count = times.num_members * len(sample_times(times, "train", frames, rollout))
     sequence = SampleSequence(count, batch_size, data_size=config.parallel.data or 1)
     if trainer.validate_every:
         initial_times(times, "valid", [min(trainer.evaluate_hours)], config.data.step_hours, frames)
     hours = trainer.evaluate_hours
     stride = trainer.evaluate_stride_hours
-    forecasts = len(initial_times(times, "test", hours, stride, frames))
+    forecasts = times.num_members * len(initial_times(times, "test", hours, stride, frames))
     lines = [
         f"samples {count:,} for training, {counted(sequence.batches_per_epoch, 'step')} of "
         f"{batch_size} in an epoch; {counted(forecasts, 'forecast')} to {max(hours)} h for testing"
@@ -448,7 +448,7 @@ def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
     shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
     check_model_shapes(f"resume: {path}", model_shapes(checkpoint.shapes), model_shapes(shapes))
     lengths = (config.model.frames, config.trainer.longest_rollout)
-    count = len(sample_times(data.times, "train", *lengths))
+    count = data.times.num_members * len(sample_times(data.times, "train", *lengths))
     sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
     sequence.load_state_dict(metadata["sampler"])
     return f"resume  after step {metadata['step']} from {path}"

@@ -196,6 +196,7 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
         if len(stores) == 1
         else shlex.quote(f"store={store_list}")
     )
+    member = f" data.member={report.members[0]}" if report.members else ""
     lines = []
     if any(ranks > 1 for ranks in slow_domains):
         lines.append(
@@ -209,7 +210,8 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
     lines += [
         "For the fastest reading, make a copy with chunks that fit the bands (its --help explains "
         "how to select variables, levels and dates):",
-        f"  credit-dp data prepare {store} out=prepared.zarr {shlex.quote(f'domains=[{domains}]')}",
+        f"  credit-dp data prepare {store}{member} out=prepared.zarr "
+        f"{shlex.quote(f'domains=[{domains}]')}",
     ]
     return lines
 
@@ -230,9 +232,12 @@ def _grid(report: "StoreReport") -> list[str]:
 
 
 def _dates(report: "StoreReport") -> list[str]:
+    from credit_dp.data.sources.source import describe_members
+
     dates = report.dates
+    members = [f"        {describe_members(report.members)}"] if report.members else []
     if dates.count == 1:
-        return [f"dates   1, {dates.first}"]
+        return [f"dates   1, {dates.first}", *members]
     months = dates.spacing_months
     every = counted(months, "month") if months else counted(dates.spacing_hours or 0, "hour")
     calendar = "" if dates.calendar == "standard" else f", {dates.calendar} calendar"
@@ -249,7 +254,7 @@ def _dates(report: "StoreReport") -> list[str]:
     if len(dates.gaps) > GAPS_SHOWN:
         more = counted(len(dates.gaps) - GAPS_SHOWN, "more gap")
         lines.append(f"        and {more}: see --json")
-    return lines
+    return [*lines, *members]
 
 
 def _gaps(count: int, missing: int) -> str:

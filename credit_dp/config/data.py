@@ -153,6 +153,7 @@ class DataConfig:
 
     name: str = MISSING  # format of the store
     store: Any = None  # path, glob or URL of a store, or a list; the quickstart generates its own
+    member: Any = None  # number of an ensemble's member, or a list of them; null: all
     # folder for the quickstart's store, statistics and climatologies, shared by all runs
     cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
     # "ROWSxCOLUMNS", e.g. 121x240: the quickstart's grid, and the one that any other store is
@@ -193,6 +194,7 @@ class DataConfig:
             checks.one_of("data.name", self.name, STORE_FORMATS)
         self._check_store()
         self._check_statistics()
+        self._check_member()
         checks.grid("data.grid", self.grid)
         self._check_regrid()
         checks.at_least("data.boundary", self.boundary, 0)
@@ -232,6 +234,14 @@ class DataConfig:
                 f"data.regrid: {self.regrid} {problem} a grid, but data.grid is "
                 f"{self.grid or 'null'}. Change data.grid or data.regrid."
             )
+
+    def _check_member(self) -> None:
+        numbers = self.member if isinstance(self.member, list) else [self.member or 0]
+        if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+            raise UserError(
+                f"data.member: needs the number of a member, or a list of them, got {self.member!r}"
+            )
+        checks.no_repeats("data.member", numbers)
 
     def _check_hybrid(self) -> None:
         if not self.hybrid:

@@ -202,7 +202,8 @@ class ClimatologyFit:
 
     For each band and group of channels, call `begin`, then `add` for every window, then `end`. The
     normal equations of one hour have the same small matrix at all points. Only their right-hand
-    sides are in memory, 40 bytes per hour, point and channel.
+    sides are in memory, 40 bytes per hour, point and channel. Members of an ensemble have the same
+    matrix: the fit to all of them is that to their mean.
     """
 
     def __init__(self, store: Store, dates: TrainingDates, path: Path) -> None:
@@ -262,7 +263,8 @@ class ClimatologyFit:
         channels = self._store.channels
         for slot, inverse in enumerate(self._inverse):
             for index, (_, channel) in enumerate(self._channels):
-                fitted = (inverse @ self._sums[slot, index]).reshape(-1, rows, columns)
+                sums = self._sums[slot, index] / self._store.num_members
+                fitted = (inverse @ sums).reshape(-1, rows, columns)
                 level = (
                     channels.output_channels.index(channel)
                     - channels.slice_of(channel.variable).start

@@ -34,6 +34,11 @@ class HasTimes(Protocol):
         """The calendar of the times."""
         ...
 
+    @property
+    def num_members(self) -> int:
+        """The number of members of an ensemble, which have these times each."""
+        ...
+
 
 class ResolvedDates(NamedTuple):
     """`[first, last]` of each split, and a note on the chosen ones (empty if none was chosen)."""

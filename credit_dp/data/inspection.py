@@ -106,6 +106,7 @@ class StoreReport:
         projection: the CF name of the projection of a region; empty without one.
         spacing: of the region's rows and columns.
         dates: the time axis.
+        members: numbers of the members of an ensemble; empty if there are none.
         variables: in the store's order.
         long_names: the long names that a config may use, with the store's own name of each.
         sample_bytes: of all time-dependent variables at one time.
@@ -122,6 +123,7 @@ class StoreReport:
     projection: str
     spacing: str
     dates: TimeAxisReport
+    members: tuple[int, ...]
     variables: tuple[VariableReport, ...]
     long_names: dict[str, str]
     sample_bytes: int
@@ -154,6 +156,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         projection=_projection(source.grid),
         spacing=_spacing(source.grid),
         dates=report_time_axis(_common_times(source), source.calendar),
+        members=source.members,
         variables=variables,
         long_names={
             name: source.variables[name].stored_name

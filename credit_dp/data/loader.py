@@ -43,7 +43,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.sources.source import BlockConsumer, Fields
 from credit_dp.data.store import Store
-from credit_dp.errors import counted
+from credit_dp.errors import UserError, counted
 
 __all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
 
@@ -206,9 +206,10 @@ class Loader:
         """
         store = data.store
         self._times = sample_times(store, split, frames, rollout_lengths.longest)
-        if len(self._times) != sequence.count:
-            raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
-        _log_gaps(store, split, frames, len(self._times), rollout_lengths.longest)
+        count = store.num_members * len(self._times)
+        if count != sequence.count:
+            raise ValueError(f"{split} has {count} samples, not {sequence.count}")
+        _log_gaps(store, split, frames, count, rollout_lengths.longest)
         self._sequence = sequence
         self._rollout_lengths = rollout_lengths
         self._prefetch = prefetch
@@ -220,15 +221,20 @@ class Loader:
             # no limits.
             ranges, masks = store.limits.sampled_ranges, store.masks
             store = Store(self._shared, store.config, ranges, masks)
-        self._reader = BatchReader(
-            store,
-            Normaliser.of(data, dtype),
-            dtype,
-            rows,
-            frames=frames,
-            selection=selection,
-            pinned=device is not None and device.type == "cuda",
-        )
+        normaliser = Normaliser.of(data, dtype)
+        # Samples are numbered member by member, and all times of one are of the same member.
+        self._readers = [
+            BatchReader(
+                store.member(member),
+                normaliser,
+                dtype,
+                rows,
+                frames=frames,
+                selection=selection,
+                pinned=device is not None and device.type == "cuda",
+            )
+            for member in range(store.num_members)
+        ]
         # Shared reads are collectives: with one thread, every rank meets them in the same order.
         self._threads = ReaderThreadPool(1 if exchange is not None else store.config.workers)
         self._static: Future[Tensor] | None = None
@@ -304,17 +310,30 @@ class Loader:
     def _read_ahead(self, batches: int) -> None:
         """Submit tasks until `batches` are read or being read; static fields come first."""
         if self._static is None:
-            read_static = partial(self._run_and_agree, self._reader.read_static)
+            read_static = partial(self._run_and_agree, self._read_static)
             self._static = self._threads.submit(read_static)
         while len(self._prefetched) < batches:
             number = self._sequence.position + len(self._prefetched)
-            times = self._times[self._sequence.indices(number)]
+            members, starts = np.divmod(self._sequence.indices(number), len(self._times))
             length = self._rollout_lengths.at(number)
-            batch = self._reader.allocate(times, length)
-            read_sample = self._reader.read_sample
-            tasks = [partial(read_sample, batch, index, length) for index in range(len(times))]
+            batch = self._readers[0].allocate(self._times[starts], length)
+            tasks = [
+                partial(self._readers[member].read_sample, batch, index, length)
+                for index, member in enumerate(members.tolist())
+            ]
             samples = [self._threads.submit(partial(self._run_and_agree, task)) for task in tasks]
             self._prefetched.append(_PendingBatch(batch, self._static, samples))
+
+    def _read_static(self) -> Tensor:
+        """Return the static fields, which all members share.
+
+        Raises:
+            UserError: those of a member differ.
+        """
+        static = self._readers[0].read_static()
+        for reader in self._readers[1:]:
+            reader.check_static(static)
+        return static
 
     def _run_and_agree(self, read: Callable[[], T]) -> T:
         """Run a read; with shared reading, succeed only if it succeeds on all ranks."""
@@ -365,13 +384,13 @@ def count_samples_across_gaps(
         store: gives times and dates.
         split: train, valid or test.
         frames: states of a sample.
-        samples: the number of complete samples.
+        samples: the number of complete samples, of all members.
         steps: steps of a sample.
     """
     times = store.times[split_slice(store.config, split, store.times, store.calendar)]
     offsets = frame_offsets(frames, store.config.step_hours, later=steps)
     inside = (times + offsets[0] >= times[0]) & (times + offsets[-1] <= times[-1])
-    return int(np.count_nonzero(inside)) - samples
+    return store.num_members * int(np.count_nonzero(inside)) - samples
 
 
 def _log_gaps(store: Store, split: str, frames: int, samples: int, steps: int) -> None:
@@ -558,6 +577,17 @@ class BatchReader:
         if not self._selection.inputs:
             return torch.empty(1, 0, *self._band_shape, dtype=self._dtype)
         return self._normaliser.normalise_static(self._store.read_static(self._rows))[None]
+
+    def check_static(self, expected: Tensor) -> None:
+        """Refuse static fields that differ from those of another member."""
+        differing = (self.read_static() != expected).flatten(2).any(dim=2)[0].tolist()
+        names = [n for n, x in zip(self._store.channels.static, differing, strict=False) if x]
+        if names:
+            raise UserError(
+                f"{self._store.source.where}: {names[0]} is not that of the other members, but a "
+                "static field is read once. Choose one member with data.member, or leave "
+                f"{names[0]} out of data.static."
+            )
 
 
 class _Read(NamedTuple):

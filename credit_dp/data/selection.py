@@ -6,6 +6,7 @@ them on the config's step: it sums accumulated variables over the step and conve
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import final
 
@@ -276,6 +277,12 @@ class StepReader:
         self._conversions = {
             name: parse_conversion(text) for name, text in conversions.items() if text
         }
+
+    def of_source(self, source: Source) -> "StepReader":
+        """Return the same reader of a source with the same times, such as another member."""
+        reader = copy(self)
+        reader._source = source
+        return reader
 
     def read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
         """Read channels that change in time, `(T, C, rows, W)`, in the config's units.

@@ -132,7 +132,7 @@ def _run_training_pass(
     moments: list[list[Pair]] = []
     for piece in pieces:
         # The pieces of one group of channels and band follow each other: the fit sums over them.
-        if piece.first == 0:
+        if piece.first == piece.member == 0:
             fit.begin(piece.channels, piece.rows)
         pairs = empty_moments(piece)
         for window in stream_windows(store, dates, piece):
@@ -141,7 +141,7 @@ def _run_training_pass(
                 pairs = add_window(store, piece, window, pairs, quantiles)
             done += len(piece.channels) * len(window.dates)
             progress(TITLE, done / total)
-        if piece.stop == len(dates.indices):
+        if piece.stop == len(dates.indices) and piece.member == store.num_members - 1:
             fit.end()
         moments.append(pairs)
     return merge_moments(store, pieces, moments, quantiles) if with_statistics else None
@@ -309,6 +309,7 @@ class QuickstartTimes:
     config: DataConfig
     times: Times
     calendar: Calendar = STANDARD
+    num_members: int = 1
 
 
 def quickstart_times(

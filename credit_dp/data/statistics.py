@@ -404,7 +404,12 @@ FILE_FORMAT = "credit_dp statistics 2"  # change with the definitions: old files
 
 
 # Settings of a file that must equal those of the config, and the key that changes each.
-SETTINGS = {"step": "data.step", "dates": "data.dates.train", "grid": "data.store"}
+SETTINGS = {
+    "step": "data.step",
+    "dates": "data.dates.train",
+    "grid": "data.store",
+    "members": "data.member",
+}
 
 
 @final
@@ -473,11 +478,11 @@ class StatisticsFile:
         """
         expected = input_description(store, self.every)
         for setting, key in SETTINGS.items():
-            if expected[setting] != self.input_description.get(setting):
+            if expected.get(setting) != self.input_description.get(setting):
                 raise UserError(
                     f"{where}: has statistics of {setting} "
                     f"{_format_value(self.input_description.get(setting))}, but the config has "
-                    f"{_format_value(expected[setting])}. Change {key} or {change}."
+                    f"{_format_value(expected.get(setting))}. Change {key} or {change}."
                 )
         for name, transform in expected["transforms"].items():
             stored = self.input_description["transforms"].get(name, transform)
@@ -534,6 +539,7 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
         "grid": [rows, columns, coordinates],
         "transforms": _describe_transforms(store),
         "values": _value_digests(store, span.start),
+        **({"members": list(store.source.members)} if store.num_members > 1 else {}),
     }
 
 

@@ -51,6 +51,8 @@ class Store:
     outside their mask, or, in a store without masks, wherever they are NaN in the files; all other
     variables have values everywhere.
 
+    Of an ensemble, the first member is read; `member` gives a store of another one.
+
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
     Attributes:
@@ -88,7 +90,6 @@ class Store:
         config = without_absent_statics(source, config)
         self.config = config
         self.dates_note = ""
-        self.source = source
         self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
         self.grid = source.grid
@@ -99,6 +100,10 @@ class Store:
         self._static = [Channel(name) for name in config.static if name not in COMPUTED_STATICS]
         timed = [*self.channels.output_channels, *self.stored_forcing]
         variables = dict.fromkeys(channel.variable for channel in [*timed, *self._static])
+        if source.members and not any(source.variables[x].has_members for x in variables):
+            # Each member would be the same.
+            source = source.of_members(())
+        self.source = source
         self._step_reader = StepReader(source, config, variables)
         check_limit_keys(config, [*timed, *self._static])
         self.limits = ValueLimits(source, config, ranges)
@@ -149,6 +154,21 @@ class Store:
         return self.grid.longitude
 
     @property
+    def num_members(self) -> int:
+        """The number of members of an ensemble; 1 of a store without."""
+        return max(1, len(self.source.members))
+
+    def member(self, index: int) -> "Store":
+        """Return the same store with one of its members."""
+        if self.num_members == 1:
+            return self
+        store = copy(self)
+        store.source = self.source.of_members([self.source.members[index]])
+        store._step_reader = self._step_reader.of_source(store.source)
+        store.limits = ValueLimits(store.source, self.config, self.limits.sampled_ranges)
+        return store
+
+    @property
     def channels_without_range(self) -> list[Channel]:
         """The channels that change in time and whose range of values has to be sampled."""
         return self.limits.channels_without_range(
@@ -156,14 +176,22 @@ class Store:
         )
 
     def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
-        """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks."""
+        """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks.
+
+        The dates of all members follow each other.
+        """
         train = split_slice(self.config, "train", self.times, self.calendar)
-        indices = np.linspace(train.start, train.stop - 1, count).round().astype(np.intp)
+        dates = train.stop - train.start
+        last = train.start + self.num_members * dates - 1
+        indices = np.linspace(train.start, last, count).round().astype(np.intp)
         # Short splits have fewer dates than `count`, so that rounding yields some of them twice.
         for index in np.unique(indices):
+            member, date = divmod(int(index) - train.start, dates)
+            reader = self.member(member)._step_reader
             # Without `_read`, which checks values against the ranges that these samples are to
             # give.
-            yield self._step_reader.read(channels, np.array([index]), slice(0, self.grid[0]))[0]
+            time = np.array([train.start + date])
+            yield reader.read(channels, time, slice(0, self.grid[0]))[0]
 
     def resolve_dates(self, needed: Mapping[str, TimesNeeded] | None = None) -> None:
         """Choose the dates that the config leaves to `auto`, and set them in `config`."""

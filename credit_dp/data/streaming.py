@@ -77,12 +77,13 @@ class TrainingDates:
 @final
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a group of channels at the training dates `indices[first:stop]`."""
+    """Some rows of a group of channels at the training dates `indices[first:stop]` of a member."""
 
     channels: tuple[Channel, ...]
     rows: slice
     first: int
     stop: int
+    member: int = 0
 
 
 @final
@@ -128,11 +129,13 @@ def split_rows(
 def split_dates(
     store: Store, dates: TrainingDates, channels: tuple[Channel, ...], rows: slice
 ) -> list[Piece]:
-    """Return the pieces of some channels and rows, in the order of dates."""
+    """Return the pieces of some channels and rows, in the order of dates, member by member."""
     length = PIECE_CHUNKS * _dates_per_chunk(store, channels)
     edges = range(0, len(dates.indices), length)
     return [
-        Piece(channels, rows, first, min(first + length, len(dates.indices))) for first in edges
+        Piece(channels, rows, first, min(first + length, len(dates.indices)), member)
+        for member in range(store.num_members)
+        for first in edges
     ]
 
 
@@ -173,6 +176,7 @@ def stream_windows(
     next_indices = dates.next_indices[piece.first : piece.stop]
     window_indices: Indices = np.empty(0, dtype=np.intp)
     fields: Fields | None = None
+    store = store.member(piece.member)
     needed = np.union1d(indices, next_indices[next_indices >= 0])
     for block_indices, block in _read_blocks(store, piece, needed, checked):
         # Keep the dates whose next date is in this block or a later one. Otherwise the pairs

@@ -196,17 +196,19 @@ def weighted_quantiles(values: NDArray[np.floating], weights: Vector) -> Vector:
 def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
     """Return the quantiles, by channel name, of the channels that are normalised by `quantile`.
 
-    They are weighted by area, of the values at up to `QUANTILE_DATES` evenly spaced dates: at all
-    points or, if these were more than `QUANTILE_VALUES` values, in every n-th column, which are
-    others at each date. The result depends neither on chunks nor on processes.
+    They are weighted by area, of the values at up to `QUANTILE_DATES` evenly spaced dates (those of
+    all members are one row): at all points or, if these were more than `QUANTILE_VALUES` values, in
+    every n-th column, which are others at each date. The result depends neither on chunks nor on
+    processes.
 
     Raises:
         UserError: a field cannot be read.
     """
-    last = len(dates.indices) - 1
-    indices = dates.indices[np.unique(np.linspace(0, last, QUANTILE_DATES).round().astype(int))]
+    last = store.num_members * len(dates.indices) - 1
+    positions = np.unique(np.linspace(0, last, QUANTILE_DATES).round().astype(int))
+    samples = [divmod(position, len(dates.indices)) for position in positions.tolist()]
     rows, columns = store.grid
-    stride = -(-len(indices) * rows * columns // QUANTILE_VALUES)
+    stride = -(-len(positions) * rows * columns // QUANTILE_VALUES)
     weights = row_weights(store.latitude)
     found = {}
     for group in channel_groups(store):
@@ -215,12 +217,15 @@ def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
             for channel in group
             if store.config.variable_config(channel.variable).normalise == "quantile"
         ]
-        samples: Sequence[NDArray[np.float32]] = [
+        values_of_dates: Sequence[NDArray[np.float32]] = [
             block[0, ..., number % stride :: stride].copy()  # not a view of the whole field
-            for number, index in enumerate(indices if channels else [])
-            for _, block in store.blocks(channels, slice(index, index + 1), slice(0, rows))
+            for number, (member, date) in enumerate(samples if channels else [])
+            for index in [int(dates.indices[date])]
+            for _, block in store.member(member).blocks(
+                channels, slice(index, index + 1), slice(0, rows)
+            )
         ]
         for position, channel in enumerate(channels):
-            values = np.concatenate([sample[position] for sample in samples], axis=-1)
+            values = np.concatenate([date[position] for date in values_of_dates], axis=-1)
             found[channel.name] = weighted_quantiles(values, weights)
     return found

@@ -25,7 +25,7 @@ from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import Source
+from credit_dp.data.sources.source import Source, describe_members
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.units import canonical_unit, is_accumulated
@@ -271,8 +271,16 @@ def align(
         config = dataclasses.replace(config, levels=_validated_levels(request, forecast, source))
         # `Store.times` leaves out times whose accumulated variables can't be summed, which the
         # source's own times still contain.
-        available = Store(source, config).times
-        period = ClimatologyPeriod(request.climatology_dates, available, times[0], source.calendar)
+        truth = Store(source, config)
+        if truth.num_members > 1:
+            raise UserError(
+                f"{source.where}: has {describe_members(source.members)}, but the truth needs to "
+                "be one. Write it, as with xarray's ds.isel(number=0) or ds.mean('number'), and "
+                "change data.store."
+            )
+        period = ClimatologyPeriod(
+            request.climatology_dates, truth.times, times[0], source.calendar
+        )
         # The store's training dates are what a climatology is fitted to.
         config = dataclasses.replace(
             config, dates=DatesConfig(period.span, period.span, period.span)

@@ -7,7 +7,8 @@ error maps of the longest lead time, `example_map` gathers one field to draw.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -94,6 +95,9 @@ class HeldOutData:
         points: points that count: those with values, without the rim of a region; None: all.
         initial_times: the split contains all input states of each and all steps to the longest
             lead time.
+        members: the same for each member of an ensemble; itself of a store without. Of an ensemble,
+            its own methods read the first member.
+        first_sample: the number of its first initial time among those of all members.
 
     Raises:
         UserError: a lead time is no multiple of the data's step, no initial time has all states,
@@ -122,15 +126,32 @@ class HeldOutData:
         self.points = ValidPoints.of(prepared.store.scored_mask(rows), like)
         self._nonlinear_channels = nonlinear_channels(prepared)
         self._static = self.normaliser.normalise_static(prepared.store.read_static(rows))
+        self.first_sample = 0
+        self.members = [self]
+        if prepared.store.num_members > 1:
+            self.members = [self._member(index) for index in range(prepared.store.num_members)]
         self._check_readable()
+
+    def _member(self, index: int) -> "HeldOutData":
+        """Return the same for one member."""
+        member = copy(self)
+        member.prepared = replace(self.prepared, store=self.prepared.store.member(index))
+        member.first_sample = index * len(self.initial_times)
+        return member
+
+    @property
+    def num_samples(self) -> int:
+        """The number of forecasts, from all initial times of all members."""
+        return len(self.members) * len(self.initial_times)
 
     def _check_readable(self) -> None:
         """Read a few fields before training, so that gaps do not stop the run after it."""
-        probes = self.initial_times[evenly_spaced_indices(len(self.initial_times), PROBED_TIMES)]
-        for start in probes:
-            self.prepared.store.read_forcing_at(start, self.rows)
+        for probe in evenly_spaced_indices(self.num_samples, PROBED_TIMES).tolist():
+            member, number = divmod(probe, len(self.initial_times))
+            store, start = self.members[member].prepared.store, self.initial_times[number]
+            store.read_forcing_at(start, self.rows)
             for time in (*(start + self._frames), start + self.lead_steps[-1] * self.step):
-                self.prepared.store.read_outputs(np.array([time]), self.rows)
+                store.read_outputs(np.array([time]), self.rows)
 
     def states(self, times: Times) -> Tensor:
         """Return normalised prognostic fields, `(B, C, h, W)`."""
@@ -319,7 +340,8 @@ class HeldOutFields(ScoredFields):
         fields: Mapping[str, Tensor],
         normalised: bool = False,
     ) -> None:
-        self.samples = np.searchsorted(held_out.initial_times, times).tolist()
+        numbers = held_out.first_sample + np.searchsorted(held_out.initial_times, times)
+        self.samples = numbers.tolist()
         self._held_out = held_out
         self._normalised = normalised
         self._valid_times = times + lead * held_out.step
@@ -399,17 +421,17 @@ def evaluate(
     sums = ScoreSums(
         metrics_of_run(members),
         (len(held_out.lead_steps), store.channels.num_outputs),
-        Extent(held_out.area_weights, held_out.points, samples=len(held_out.initial_times)),
+        Extent(held_out.area_weights, held_out.points, samples=held_out.num_samples),
     )
     done = 0
-    for times, counts in rank_batches(held_out, manager, batch_size):
+    for member, times, counts in rank_batches(held_out, manager, batch_size):
         if counts:
-            add_forecasts(sums, rollout, held_out, times, last_lead)
+            add_forecasts(sums, rollout, member, times, last_lead)
             done += len(times)
             progress(done)
         else:
             # Only for the collectives inside the model, which the other ranks are waiting in.
-            last_forecast(rollout, held_out, times)
+            last_forecast(rollout, member, times)
     return HeldOutScores(
         channels=tuple(channel.name for channel in store.channels.output_channels),
         units=tuple(
@@ -417,15 +439,15 @@ def evaluate(
         ),
         hours=held_out.hours,
         scores={name: values.cpu().numpy() for name, values in sums.result(manager).items()},
-        samples=len(held_out.initial_times),
+        samples=held_out.num_samples,
         members=members,
     )
 
 
 def rank_batches(
     held_out: HeldOutData, manager: DomainParallelManager, batch_size: int
-) -> Iterator[tuple[Times, bool]]:
-    """Yield batches of this rank's initial times, and whether they count.
+) -> Iterator[tuple[HeldOutData, Times, bool]]:
+    """Yield batches of this rank's initial times of each member, and whether they count.
 
     All ranks yield equally many batches: with sharded parameters (FSDP), every forward pass is
     collective. A rank without times left repeats one that does not count. `batch_size` is that of
@@ -435,9 +457,10 @@ def rank_batches(
     size = max(1, batch_size // manager.dp_world_size)
     # Rounded up: the rank with the most times sets the number of batches on all ranks.
     max_times = -(-len(held_out.initial_times) // manager.dp_world_size)
-    for start in range(0, max_times, size):
-        times = local_times[start : start + size]
-        yield (times, True) if len(times) else (held_out.initial_times[:1], False)
+    for member in held_out.members:
+        for start in range(0, max_times, size):
+            times = local_times[start : start + size]
+            yield (member, times, True) if len(times) else (member, member.initial_times[:1], False)
 
 
 def add_forecasts(

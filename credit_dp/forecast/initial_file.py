@@ -35,6 +35,7 @@ from credit_dp.data.sources.gridded import (
     open_zarr_dataset,
 )
 from credit_dp.data.sources.rows import CellRows
+from credit_dp.data.sources.source import describe_members
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
@@ -169,6 +170,11 @@ class GriddedStates(StateFile):
         dataset, counter = open_dataset(str(path))
         dataset, self.times, self.calendar = _split_time(dataset, path)
         self._source = GriddedSource(dataset, counter, str(path))
+        if self._source.members:
+            raise UserError(
+                f"{KEY}: {self.where} has {describe_members(self._source.members)}. Select one, "
+                "for example with xarray's ds.isel(number=0)."
+            )
         self.grid, self.cells = self._source.grid, self._source.cells
 
     def find(

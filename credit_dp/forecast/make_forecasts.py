@@ -33,6 +33,7 @@ from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
 from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import describe_members
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, check_units
@@ -191,8 +192,14 @@ class ForecastSetup:
             lambda: written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
         )
         units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
+        members = store.source.members
+        if len(members) > 1 and files is None:
+            line = f"starts from member {members[0]} of {describe_members(members)}; "
+            screen.show(f"{'note':<13}{line}data.member={members[1]} chooses another")
         form = ForecastFormat.of(store, fields.channels, units, request)
         settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
+        if members:
+            settings["member"] = members[0]
         if files is not None:
             settings["init_file"] = files.stamps
             if regridding(config) != CONSERVATIVE:

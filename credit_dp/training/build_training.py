@@ -224,7 +224,7 @@ def build_sample_sequence(
         prepared.store, "train", config.model.frames, config.trainer.longest_rollout
     )
     return SampleSequence(
-        len(times),
+        prepared.store.num_members * len(times),
         config.data.batch_size,
         manager.dp_rank,
         manager.dp_world_size,

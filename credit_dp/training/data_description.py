@@ -54,6 +54,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
             for name, settings in describe_variables(store).items()
             if settings.keys() != {CLAMP_KEY}
         },
+        **({"data.member": list(store.source.members)} if store.source.members else {}),
         "data.step": f"{store.config.step_hours}h",
         "data.grid": f"{rows}x{columns}",
         "model.frames": model.frames,

@@ -82,15 +82,17 @@ class Validation:
         dates = self.dates
         channels = dates.prepared.store.channels.num_outputs
         metrics = [replace(m, sources=(FORECAST,)) for m in metrics_of_run(self.members)]
-        extent = Extent(dates.area_weights, dates.points, samples=len(dates.initial_times))
+        extent = Extent(dates.area_weights, dates.points, samples=dates.num_samples)
         sums = ScoreSums(metrics, (1, channels), extent)
         lead = dates.lead_steps[-1]
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
-            for times, counts in rank_batches(dates, self.manager, self.batch_size):
-                forecast = last_forecast(self.rollout, dates, times)
+            for member, times, counts in rank_batches(dates, self.manager, self.batch_size):
+                forecast = last_forecast(self.rollout, member, times)
                 if counts:
-                    truth = {TRUTH: dates.fields(times + lead * dates.step)}
-                    sums.add(0, HeldOutFields(dates, times, lead, forecast, truth, normalised=True))
+                    truth = {TRUTH: member.fields(times + lead * dates.step)}
+                    sums.add(
+                        0, HeldOutFields(member, times, lead, forecast, truth, normalised=True)
+                    )
         found = sums.result(self.manager)
         if "spread" in found:
             ratio = math.sqrt(1 + 1 / self.members) * found.pop("spread") / found["rmse"]

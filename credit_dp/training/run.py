@@ -339,7 +339,8 @@ class _Run:
     def score(self, dates: HeldOutData) -> tuple[HeldOutScores, LastLeadDiagnostics]:
         """Return the scores on the held-out dates, and what plots show of them; collective."""
         training, manager = self.training, self.manager
-        count = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
+        times = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
+        count = len(dates.members) * len(times)
         batch_size = self.config.data.batch_size
         with training.trainer.state.eval_mode(), self.screen.bar("evaluating", count) as bar:
             last_lead = LastLeadAccumulator(dates, manager)

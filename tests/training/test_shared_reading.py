@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from credit_dp.bands import unshared_amplification
+from credit_dp.data.channels import Channel
 from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
@@ -13,7 +14,7 @@ from credit_dp.data.sources.shared import ExchangeStoppedError, SharedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.training.shared_reading import build_chunk_exchange
-from tests.data import stores
+from tests.data import ensemble_stores, stores
 from tests.ranks import on_processes
 
 SAMPLES = 7
@@ -266,6 +267,28 @@ def test_an_error_that_is_no_users_names_its_type_elsewhere(path):
     assert isinstance(zero, UserError)
     assert str(zero).endswith("BrokenError: oh")
     assert isinstance(one, BrokenError)
+
+
+def test_members_are_shared_until_a_rank_fails(tmp_path):
+    data = ensemble_stores.dataset()
+    path = stores.write(data, tmp_path / "members.zarr")
+    channels = [Channel("2m_temperature")]
+
+    def shared(rank, trade):
+        source = SharedSource(GriddedSource.open(str(path)), trade)
+        rows = slice(*trade.bounds[rank : rank + 2])
+        members = [source.of_members([number]) for number in source.members]
+        fields = [member.read(channels, slice(0, 3), rows) for member in members]
+        if rank == 1:
+            members[1].fail(UserError("bad member"))
+        for member in (members[2], source, members[0]):
+            with pytest.raises(UserError, match="bad member"):
+                member.read(channels, slice(0, 1), rows)
+        return np.concatenate(fields, axis=1)
+
+    found = np.concatenate(on_trading_threads(3, shared), axis=2)
+    wanted = data["2m_temperature"].isel(time=slice(0, 3)).transpose("time", "number", ...)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_closing_does_not_wait_for_ranks_that_never_come(path):

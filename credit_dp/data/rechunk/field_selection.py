@@ -23,7 +23,7 @@ from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
-from credit_dp.data.sources.source import Fields, Source, Times, hours_of
+from credit_dp.data.sources.source import Fields, Source, Times, describe_members, hours_of
 from credit_dp.data.units import check_units, converted_unit, is_accumulated
 from credit_dp.errors import UserError
 
@@ -71,6 +71,12 @@ class SelectedFields:
         self._static = [Channel(name) for name in channels.static if name not in COMPUTED_STATICS]
         variables = [channel.variable for channel in (*self._channels, *self._static)]
         self._variables = list(dict.fromkeys(variables))
+        differing = any(source.variables[name].has_members for name in self._variables)
+        if differing and len(source.members) > 1:
+            raise UserError(
+                f"{source.where}: has {describe_members(source.members)}, but a prepared store has "
+                "one. Choose it with data.member."
+            )
         self._source = source
         self._config = config
         self._step_reader = StepReader(source, config, self._variables)

@@ -49,7 +49,9 @@ class AnemoiVariables:
     indices: Mapping[Channel, int]
 
     @classmethod
-    def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiVariables":
+    def of(
+        cls, names: list[str], attributes: Mapping[str, Any], has_members: bool = False
+    ) -> "AnemoiVariables":
         """Combine the names, in the array's order, with what the attributes say about them.
 
         A variable is constant in time if the attributes say so, or if it is known to be.
@@ -69,7 +71,12 @@ class AnemoiVariables:
             unit = str(_variable_metadata(metadata, name).get("units") or "")
             sums = _stated_sums(_variable_metadata(metadata, name))
             by_stored_name[name] = VariableInfo(
-                has_time, (), unit, sums_stated_by=sums.by, sum_hours=sums.hours
+                has_time,
+                (),
+                unit,
+                sums_stated_by=sums.by,
+                sum_hours=sums.hours,
+                has_members=has_members,
             )
             # Under its own name, such as `z_500`, and below as a level of the variable.
             indices[Channel(name)] = index
@@ -81,6 +88,7 @@ class AnemoiVariables:
                 unit,
                 sums_stated_by=sums.by,
                 sum_hours=sums.hours,
+                has_members=has_members,
             )
             indices[Channel(variable, level)] = index
         for name, variable_info in by_long_name.items():
@@ -111,7 +119,7 @@ def _stated_sums(metadata: Mapping[str, Any]) -> StatedSums:
 
 @final
 class AnemoiSource(Source):
-    """A source that reads one dataset with one ensemble member.
+    """A source that reads one dataset; the members of an ensemble are numbered from 0.
 
     The dataset's missing dates are left out of `times`, so that they are gaps.
     """
@@ -127,6 +135,8 @@ class AnemoiSource(Source):
         names = _read_variables(attributes, data, where)
         dates = _read_dates(group, data, where)
         missing = np.array(attributes.get("missing_dates") or [], dtype="datetime64[ns]")
+        members = data.shape[2]
+        self.members = tuple(range(members)) if members > 1 else ()
         self._present = np.flatnonzero(~np.isin(dates, missing))
         # The array has an entry for each missing date: `_present` are the indices of all others.
         self.times: Times = dates[self._present]
@@ -153,7 +163,7 @@ class AnemoiSource(Source):
         """Open the dataset at a path or address.
 
         Raises:
-            UserError: there is no dataset, its cells are not in rows, or it has several members.
+            UserError: there is no dataset, or its cells are not in rows.
         """
         return cls(*open_stacked(where, ("data",)), where)
 
@@ -165,8 +175,12 @@ class AnemoiSource(Source):
         """See `Source`."""
         indices = [self._channel_indices[channel] for channel in channels]
         cells = self.cells.cells(rows)
-        values = self._data.read(as_slice(self._present[times]), indices, (0, cells))
+        values = self._data.read(as_slice(self._present[times]), indices, (self._member, cells))
         return self.cells.in_order(values, rows)
+
+    @property
+    def _member(self) -> int:
+        return self.members[0] if self.members else 0
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""
@@ -187,12 +201,13 @@ class AnemoiSource(Source):
         time = int(self._present[time])
         return (
             f"{self.where}, "
-            f"{self._data.chunk_name((time, self._channel_indices[channel], 0, cell))}"
+            f"{self._data.chunk_name((time, self._channel_indices[channel], self._member, cell))}"
         )
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        return describe_source(self, self._address, variables, ["data"])
+        description = describe_source(self, self._address, variables, ["data"])
+        return [*description, list(self.members)] if self.members else description
 
 
 def _read_variables(
@@ -201,17 +216,12 @@ def _read_variables(
     """Return the variables of a dataset.
 
     Raises:
-        UserError: the array needs one name for each variable, and exactly one member.
+        UserError: the array needs one name for each variable.
     """
     if data.ndim != 4:
         raise UserError(
             f"{where}: data needs the dims time, variable, ensemble, cell, but has "
             f"{data.ndim} dims. Change data.store."
-        )
-    if data.shape[2] != 1:
-        raise UserError(
-            f"{where}: is an ensemble of {data.shape[2]} members, but one is needed. "
-            "Make a dataset of one member, or change data.store."
         )
     names = attributes.get("variables")
     if not isinstance(names, list) or len(names) != data.shape[1]:
@@ -219,7 +229,7 @@ def _read_variables(
             f"{where}: needs an attribute variables with {data.shape[1]} names, but has {names!r}. "
             "Change data.store."
         )
-    return AnemoiVariables.of([str(name) for name in names], attributes)
+    return AnemoiVariables.of([str(name) for name in names], attributes, data.shape[2] > 1)
 
 
 def _read_dates(group: zarr.Group, data: zarr.Array[Any], where: str) -> Times:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import groupby, pairwise
-from typing import final
+from typing import Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from credit_dp.data.sources.source import (
     VariableInfo,
     all_names,
     as_slice,
+    describe_members,
     is_listed,
 )
 from credit_dp.errors import UserError
@@ -67,6 +68,7 @@ class FilesSource(Source):
         self.hybrid = first.hybrid
         self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
+        self.members = _common_members(self._sources)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: file by file."""
@@ -85,6 +87,12 @@ class FilesSource(Source):
             times_in_file = as_slice(time_indices[in_file] - self._starts[file])
             fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
         return fields
+
+    def of_members(self, numbers: Sequence[int]) -> Self:
+        """See `Source`."""
+        source = super().of_members(numbers)
+        source._sources = [x.of_members(numbers) for x in self._sources]
+        return source
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """See `Source`; the sources may have times that are differently far apart."""
@@ -132,6 +140,23 @@ class FilesSource(Source):
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`; one entry for each source."""
         return [source.description(variables) for source in self._sources]
+
+
+def _common_members(sources: Sequence[Source]) -> tuple[int, ...]:
+    """Return the members that all sources have.
+
+    Raises:
+        UserError: one has others.
+    """
+    first = sources[0]
+    for other in sources[1:]:
+        if other.members != first.members:
+            raise UserError(
+                f"{other.where}: has {describe_members(other.members)}, but {first.where} "
+                f"{describe_members(first.members)}. Stores that are joined need the same members: "
+                "change data.store."
+            )
+    return first.members
 
 
 def _check_times(sources: Sequence[Source]) -> None:
@@ -200,7 +225,8 @@ class JoinedSource(Source):
 
     A variable that several stores have is read from the first one; a store that has it under the
     config's name comes before a store that has it under another. It has the times of its store:
-    sums over a step need the hours of a store that is finer than the others.
+    sums over a step need the hours of a store that is finer than the others. A store without
+    members of an ensemble belongs to each member of the others.
     """
 
     def __init__(
@@ -248,6 +274,8 @@ class JoinedSource(Source):
         self.hybrid = next((hybrid for hybrid in given if hybrid is not None), None)
         self.counters = [counter for source in all_sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = self._variables()
+        with_members = [source for source in all_sources if source.members]
+        self.members = _common_members(with_members) if with_members else ()
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: store by store."""
@@ -266,6 +294,12 @@ class JoinedSource(Source):
                 fields = np.empty(shape, dtype=np.float32)
             fields[:, positions] = part
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
+
+    def of_members(self, numbers: Sequence[int]) -> Self:
+        """See `Source`."""
+        source = super().of_members(numbers)
+        source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
+        return source
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
         """See `Source`."""

@@ -46,6 +46,8 @@ LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
 LARGEST_MODEL_LEVEL = 200  # numbers beyond it are pressures: no weather model has so many levels
 LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
+MEMBER = "member"  # the dim of an ensemble's members, which stores have under these names
+MEMBER_DIMS = (MEMBER, "number", "realization", "ensemble", "member_id")
 GRID_TYPES = {  # GRIB's names of grids that can't be read
     "reduced_gg": "reduced Gaussian",
     "rotated_ll": "rotated regional",
@@ -250,6 +252,26 @@ def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
                 sizes = array.encoding[key]
                 squeezed[name].encoding[key] = tuple(sizes[axis] for axis in kept)
     return squeezed
+
+
+def number_members(dataset: xr.Dataset) -> tuple[xr.Dataset, tuple[int, ...]]:
+    """Rename the dim of an ensemble's members to member, and return their numbers, too.
+
+    They are those of the store or, if it has no whole numbers from 0 on, counted from 0. Without
+    such a dim there are none.
+
+    Args:
+        dataset: without dims of length 1.
+    """
+    dim = next((name for name in MEMBER_DIMS if name in dataset.dims), None)
+    if dim is None:
+        return dataset, ()
+    numbers = np.arange(dataset.sizes[dim])
+    stored = dataset.coords.get(dim)
+    is_whole = stored is not None and stored.dtype.kind in "iu" and stored.min() >= 0
+    if stored is not None and is_whole and stored.to_index().is_unique:
+        numbers = stored.values
+    return dataset.drop_vars(dim, errors="ignore").rename({dim: MEMBER}), tuple(numbers.tolist())
 
 
 def scalar_level(dataset: xr.Dataset) -> int | None:

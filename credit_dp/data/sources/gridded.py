@@ -34,11 +34,14 @@ from credit_dp.data.sources.address import (
 )
 from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
+    MEMBER,
+    MEMBER_DIMS,
     NAMES,
     check_coordinates,
     find_coordinates,
     has_model_levels,
     in_dim_order,
+    number_members,
     projected_grid,
     scalar_level,
     squeeze_other_dims,
@@ -170,7 +173,8 @@ def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:
 def _stores_global_fields(array: zarr.Array[Any]) -> bool:
     """Whether each file holds global fields, so that a missing file loses a complete field."""
     sizes = zip(_dims(array), array.shards or array.chunks, array.shape, strict=False)
-    return all(chunk >= size for dim, chunk, size in sizes if dim not in TIMES | VERTICAL)
+    others = {*TIMES, *VERTICAL, *MEMBER_DIMS}
+    return all(chunk >= size for dim, chunk, size in sizes if dim not in others)
 
 
 def _dims(array: zarr.Array[Any]) -> list[str]:
@@ -280,7 +284,7 @@ STEP_ADVICE = (
     "dataset.isel(step=0), convert the GRIB file with cfgrib's time_dims=['valid_time'], or set "
     "data.store to the GRIB file"
 )
-NEEDED = "it needs latitude and longitude, and no others but time and level"
+NEEDED = "it needs latitude and longitude, and no others but time, level and member"
 
 
 class DatasetCounter(ReadCounter, Protocol):
@@ -357,7 +361,8 @@ class GriddedSource(Source):
         sums_by = GRIB_STEPS if GRIB_STEPS in dataset.coords else TIME_BOUNDS
         dataset = squeeze_other_dims(dataset)
         grid = projected_grid(dataset)
-        dataset = standardise_dims(dataset, self.where)
+        dataset, self._members = number_members(standardise_dims(dataset, self.where))
+        self.members = self._members
         timed = "time" in dataset.dims
         if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
             latitudes, longitudes = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
@@ -472,6 +477,7 @@ class GriddedSource(Source):
             "level": 0 if level is None else levels.index(level),
             "latitude": self.grid[0] - 1 - row if self._flipped else row,
             "longitude": column,
+            MEMBER: self._member,
         }
         if self.cells is not None:
             indices["latitude"] = self.cells.cell(row, column)
@@ -501,6 +507,8 @@ class GriddedSource(Source):
             content_stamp(self._address, stored),
         ]
         description += [self.latitude.tolist(), self.longitude.tolist()]
+        if self.members:
+            description.append(list(self.members))
         for name in variables:
             for stored_name in self._names.stored_variables(name):
                 array = self._dataset[stored_name]
@@ -509,6 +517,11 @@ class GriddedSource(Source):
                     [name, *layout] if stored_name == name else [name, stored_name, *layout]
                 )
         return description
+
+    @property
+    def _member(self) -> int:
+        """The index of the member that is read."""
+        return self._members.index(self.members[0]) if self.members else 0
 
     def _stored_variable(self, channel: Channel) -> str:
         return self._names.stored_channel(channel).variable
@@ -531,12 +544,17 @@ class GriddedSource(Source):
             selection["level"] = as_slice(
                 np.array([levels_in_store.index(level) for level in levels])
             )
+        if MEMBER in array.dims:
+            selection[MEMBER] = slice(self._member, self._member + 1)
         # The store is read in its own order of dims; they are reordered in memory, after the read.
         values = self._read_selection(array, selection, name)
         dims = list(map(str, array.dims))
         if EXPVER in dims:
             values = _combine_versions(values, dims.index(EXPVER))
             dims.remove(EXPVER)
+        if MEMBER in dims:
+            values = values.squeeze(dims.index(MEMBER))
+            dims.remove(MEMBER)
         values = in_dim_order(values, dims, ORDER)
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped and self.cells is None else fields
@@ -616,12 +634,13 @@ def _variables(
             model_levels=model_levels if "level" in dims else False,
             sums_stated_by=sums.by,
             sum_hours=sums.hours,
+            has_members=MEMBER in dims,
         )
     return variables
 
 
 def _problem(array: xr.DataArray, dims: list[str], horizontal: Sequence[str]) -> str:
-    if not set(horizontal) <= set(dims) <= {*ORDER, EXPVER}:
+    if not set(horizontal) <= set(dims) <= {*ORDER, EXPVER, MEMBER}:
         if "step" in dims:
             return f"has the dims {', '.join(dims)}: {STEP_ADVICE}"
         return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"

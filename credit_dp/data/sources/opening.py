@@ -29,7 +29,12 @@ from credit_dp.data.sources.grib_file import is_grib
 from credit_dp.data.sources.gridded import GriddedSource, is_netcdf
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.regridded import regridded
-from credit_dp.data.sources.source import Source, describe_sums, with_model_levels
+from credit_dp.data.sources.source import (
+    Source,
+    describe_members,
+    describe_sums,
+    with_model_levels,
+)
 from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.virtual import is_reference
 from credit_dp.data.units import is_accumulated
@@ -69,7 +74,22 @@ def open_source(config: DataConfig) -> Source:
         source.variables = with_model_levels(source.variables)
     _log_names(source, config)
     _log_assumed_sums(source, config)
-    return source
+    return _with_members(source, config)
+
+
+def _with_members(source: Source, config: DataConfig) -> Source:
+    """Return the source with the members of `data.member`; with all if it is null."""
+    if config.member is None:
+        return source
+    numbers = config.member if isinstance(config.member, list) else [config.member]
+    absent = [number for number in numbers if number not in source.members]
+    if absent:
+        remedy = "Choose some of these" if source.members else "Set it to null"
+        raise UserError(
+            f"data.member: needs members of {source.where}, which has "
+            f"{describe_members(source.members)}, got {absent[0]}. {remedy}."
+        )
+    return source.of_members(numbers)
 
 
 def open_single_source(where: str, static: Collection[str] = ()) -> Source:

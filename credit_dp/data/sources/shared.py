@@ -92,26 +92,42 @@ class _DecodedChunk:
 
 
 @final
+@dataclass
+class _SharedState:
+    """What the reads of all members have in common.
+
+    Attributes:
+        next_decoder: the rank that decodes the next piece. It is kept between reads, so that reads
+            of few pieces don't all go to the first ranks, and is the same on all ranks, as they
+            read the same pieces.
+        error: of this rank, or of another.
+        stopped: whether nothing is read any more.
+    """
+
+    next_decoder: int = 0
+    error: Exception | None = None
+    stopped: bool = False
+
+
+@final
 class SharedSource(SourceWrapper):
     """A source that reads one rank's band, with the work of decoding shared among ranks.
 
     Every rank reads the same channels and times in the same order, in one thread. Fields without
     a time, and chunks that are no taller than bands, are read by each rank for itself. After an
     error on one rank all ranks raise one, in this read or the next, and none reads on.
-
-    Attributes:
-        stopped: whether `stop` was called.
     """
 
     def __init__(self, source: Source, exchange: ChunkExchange) -> None:
         super().__init__(source)
         self._exchange = exchange
         self._ranks = len(exchange.bounds) - 1
-        # Kept between reads, so that reads of few pieces don't all go to the first ranks. It is the
-        # same on all ranks, as they read the same pieces.
-        self._next_decoder = 0
-        self._error: Exception | None = None
-        self.stopped = False
+        self._state = _SharedState()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._state.stopped
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`; `rows` has to be this rank's band.
@@ -119,8 +135,8 @@ class SharedSource(SourceWrapper):
         Raises:
             UserError: a read failed, on any rank.
         """
-        if self._error is not None:
-            raise self._error
+        if self._state.error is not None:
+            raise self._state.error
         # Without collectives, as on every other rank.
         if not self.variables[channels[0].variable].has_time:
             return self._source.read(channels, times, rows)
@@ -132,8 +148,8 @@ class SharedSource(SourceWrapper):
 
     def fail(self, error: Exception) -> None:
         """Report an error of this rank to the others, unless an error is known already."""
-        if self._error is None:
-            self._error = error
+        if self._state.error is None:
+            self._state.error = error
             is_user_error = isinstance(error, UserError)
             text = str(error) if is_user_error else f"{self.where}: {type(error).__name__}: {error}"
             # The collective that the other ranks are in, or enter next, is a gather_problems().
@@ -149,13 +165,13 @@ class SharedSource(SourceWrapper):
         Raises:
             UserError: the first problem of another rank.
         """
-        if self._error is not None:
-            raise self._error
+        if self._state.error is not None:
+            raise self._state.error
         self._raise_any_problem()
 
     def stop(self) -> None:
         """Stop waiting for other ranks; nothing can be read afterwards."""
-        self.stopped = True
+        self._state.stopped = True
         self._exchange.stop()
 
     def _read(
@@ -205,10 +221,10 @@ class SharedSource(SourceWrapper):
         A rank holds one decoded piece at a time, and a second copy of it while it is packed.
         """
         piece_of_rank = {
-            (self._next_decoder + number) % self._ranks: piece
+            (self._state.next_decoder + number) % self._ranks: piece
             for number, piece in enumerate(pieces)
         }
-        self._next_decoder += len(pieces)
+        self._state.next_decoder += len(pieces)
         local_piece = piece_of_rank.get(self._exchange.rank)
         send = self._pack_bands(local_piece)
         # Before any data is sent: a rank that failed to decode does not enter the all_to_all.
@@ -244,5 +260,5 @@ class SharedSource(SourceWrapper):
         """
         problem = next(filter(None, self._exchange.gather_problems("")), None)
         if problem is not None:
-            self._error = UserError(problem)
-            raise self._error
+            self._state.error = UserError(problem)
+            raise self._state.error

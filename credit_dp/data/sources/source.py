@@ -6,8 +6,9 @@ each (zarr and netCDF, anemoi, prepared stores) or combine other sources (`combi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol, final
+from typing import Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ class VariableInfo:
         sums_stated_by: what says which hours its values are sums over, such as "cell_methods";
             empty if nothing says it.
         sum_hours: how many hours before each time; 0 if the source's `time_bounds` say it.
+        has_members: whether it has values of its own for each of the source's `members`.
     """
 
     has_time: bool
@@ -55,6 +57,7 @@ class VariableInfo:
     stored_name: str = ""
     sums_stated_by: str = ""
     sum_hours: float = 0.0
+    has_members: bool = False
 
 
 TIME_BOUNDS = "time bounds"
@@ -146,6 +149,8 @@ class Source(ABC):
             `(L + 1,)` each; None if the store has none.
         time_bounds: `(T, 2)`, begin and end of the cells of `times`; None if the store has none.
         cells: how a store of cells becomes rows; None for one of rows and columns.
+        members: numbers of the members of an ensemble, of which the first is read; empty if there
+            are none.
     """
 
     where: str
@@ -158,6 +163,7 @@ class Source(ABC):
     time_bounds: Times | None = None
     calendar: Calendar = STANDARD
     cells: CellRows | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def latitude(self) -> Degrees:
@@ -184,6 +190,14 @@ class Source(ABC):
         Raises:
             UserError: the store can't be read; the message names file, variable and date.
         """
+
+    def of_members(self, numbers: Sequence[int]) -> Self:
+        """Return the same source with only some of its members."""
+        source = copy(self)
+        source.members = tuple(numbers)
+        if len(numbers) == 1 < len(self.members):
+            source.where = f"{self.where}, member {numbers[0]}"
+        return source
 
     def row_layout(self) -> RowLayout:
         """Return where the values of `read_values` are."""
@@ -294,6 +308,13 @@ class SourceWrapper(Source):
         self.title = source.title
         self.hybrid = source.hybrid
         self.time_bounds = source.time_bounds
+        self.members = source.members
+
+    def of_members(self, numbers: Sequence[int]) -> Self:
+        """See `Source`."""
+        source = super().of_members(numbers)
+        source._source = self._source.of_members(numbers)
+        return source
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
         """See `Source`."""
@@ -326,6 +347,16 @@ class SourceWrapper(Source):
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return self._source.description(variables)
+
+
+def describe_members(members: Sequence[int]) -> str:
+    """Return numbers of members in words, such as `10 members, 0 to 9`."""
+    if not members:
+        return "no members"
+    first, last = members[0], members[-1]
+    in_a_row = len(members) > 2 and list(members) == list(range(first, last + 1))
+    numbers = f"{first} to {last}" if in_a_row else ", ".join(map(str, members))
+    return f"{counted(len(members), 'member')}, {numbers}"
 
 
 def hours_of(duration: np.timedelta64) -> float:

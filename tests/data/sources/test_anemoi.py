@@ -135,7 +135,6 @@ BAD = {
         {"arrays": {"longitudes": np.linspace(0, 359, 88)}},
         "not in equal steps eastward round the globe",
     ),
-    "members": ({"arrays": {"data": np.zeros((12, 10, 2, 88), "f4")}}, "ensemble of 2 members"),
     "dims": ({"arrays": {"data": np.zeros((12, 10, 88), "f4")}}, "has 3 dims"),
     "names": ({"variables": ["2t"]}, "10 names"),
     "no names": ({"variables": None}, "10 names"),

@@ -1,0 +1,184 @@
+"""Runs on all members of an ensemble, from inspection to a forecast of one member."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests import commands
+from tests.data import ensemble_stores, stores
+from tests.data.ensemble_stores import MEMBERS
+
+ROOT = Path(__file__).parents[2]
+DATA = ensemble_stores.dataset()
+KEYS = (
+    "data=zarr", "data.prognostic=[2m_temperature,geopotential]", "data.static=[land_sea_mask]",
+    "data.forcing=[day_of_year_sin]", "data.levels=[500]", "data.batch_size=4",
+    "model.channels=[8,16]", "model.groups=4", "trainer.evaluate_hours=[6]",
+    "trainer.evaluate_stride_hours=6", "trainer.dtype=float64", "device=cpu",
+    "trainer.validate_every=4", "trainer.log_every=1",
+    "data.dates.train=[2000-01-01,2000-01-02]", "data.dates.valid=[2000-01-03T00,2000-01-03T06]",
+    "data.dates.test=[2000-01-03T06,2000-01-03T18]",
+)  # fmt: skip
+STEPS = 8  # 21 samples are five steps an epoch
+CASES: dict[str, Callable[[Path], Path]] = {
+    # Of chunks over all rows, which ranks share the reading of.
+    "zarr": lambda path: stores.write(DATA, path),
+    "anemoi": lambda path: ensemble_stores.anemoi(DATA, path),
+    "bands": lambda path: stores.write(
+        DATA, path, chunks={"time": 1, "number": 1, "latitude": 1}
+    ),
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A folder with the store, and runs on one and two ranks."""
+
+    folder: Path
+    store: Path
+
+    def command(self, *words: str) -> str:
+        """Run a command, which has to succeed, and return what it printed."""
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run(self, *words: str):
+        environment = {
+            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        return commands.run(words, self.folder, environment)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
+
+    def train(self, name: str, *keys: str) -> str:
+        return self.command(*self.training, f"run.dir={name}", f"trainer.steps={STEPS}", *keys)
+
+    def log(self, name: str, column: str = "loss") -> list[float]:
+        with (self.folder / name / "metrics.csv").open() as file:
+            return [float(row[column]) for row in csv.DictReader(file) if row[column]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=() if case == "zarr" else pytest.mark.slow) for case in CASES],
+)
+def trained(request, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("members")
+    made = Run(folder, CASES[request.param](folder / "store.zarr"))
+    made.train("run1")
+    made.train("run2", "parallel.domain=2")
+    return made
+
+
+def test_two_ranks_have_the_log_of_one(trained):
+    assert len(trained.log("run1")) == STEPS
+    for column in ("loss", "validation_rmse"):
+        one = trained.log("run1", column)
+        assert trained.log("run2", column) == pytest.approx(one, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["parallel.domain=3", "parallel.data=2"])
+def test_other_meshes_have_the_log_of_one(trained, mesh):
+    name = mesh.replace("=", "").replace("parallel.", "")
+    trained.train(name, mesh)
+    for column in ("loss", "validation_rmse"):
+        one = trained.log("run1", column)
+        assert trained.log(name, column) == pytest.approx(one, rel=1e-10)
+
+
+def test_a_run_resumes_within_an_epoch_on_another_mesh(trained):
+    trained.train("short", "parallel.domain=2", "trainer.steps=7", "trainer.validate_every=0")
+    trained.train("resumed", "resume=short")
+    assert trained.log("resumed") == pytest.approx(trained.log("run1")[7:], rel=1e-10)
+
+
+def test_scores_are_over_all_members(trained):
+    scores = json.loads((trained.folder / "run1/metrics.json").read_text())
+    # Two initial times of the test dates have a time six hours later.
+    assert scores["initial_times"] == MEMBERS * 2
+    fields = DATA["2m_temperature"].isel(time=slice(9, 12)).astype(float)
+    square = (fields.isel(time=slice(1, 3)).values - fields.isel(time=slice(0, 2)).values) ** 2
+    latitude = DATA["latitude"].values
+    edges = np.array([90, *(latitude[1:] + latitude[:-1]) / 2, -90])
+    weights = -np.diff(np.sin(np.deg2rad(edges)))
+    wanted = np.sqrt(np.average(square.mean(axis=(0, 1, 3)), weights=weights))
+    found = scores["rmse"]["2m_temperature"]["6h"]["persistence"]
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_members_are_shown(trained):
+    text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
+    assert "\n        3 members, 0 to 2\n" in text
+    text = trained.command(*trained.training, "--check", f"trainer.steps={STEPS}")
+    assert "samples 21 for training, 5 steps of 4 in an epoch; 6 forecasts to 6 h" in text
+
+
+def test_one_member_is_a_store_of_one(trained):
+    trained.train("one", "data.member=1")
+    alone = stores.write(ensemble_stores.member(DATA, 1), trained.folder / "alone.zarr")
+    trained.train("alone", f"data.store={alone}")
+    assert trained.log("one") == trained.log("alone")
+
+
+def test_other_members_are_not_resumed(trained):
+    done = trained.run(*trained.training, "resume=run1", "run.dir=fewer", "data.member=[0,1]")
+    assert done.returncode == 2
+    assert "was trained with data.member=[0,1,2], the config has [0,1]" in done.stderr
+
+
+def forecast(trained: Run, name: str, *keys: str) -> xr.Dataset:
+    words = ("checkpoint=run2", "init=2000-01-03T06", "lead=6h", f"out={name}.zarr", *keys)
+    text = trained.command("credit-dp", "forecast", *words)
+    said = "starts from member 0 of 3 members, 0 to 2; data.member=1 chooses another"
+    assert (said in " ".join(text.split())) == (not keys)
+    return xr.open_zarr(trained.folder / f"{name}.zarr", decode_timedelta=True)
+
+
+def test_forecasts_start_from_a_member(trained):
+    first = forecast(trained, "first")
+    same = forecast(trained, "same", "data.member=0")
+    second = forecast(trained, "second", "data.member=1")
+    alone = stores.write(ensemble_stores.member(DATA, 1), trained.folder / "second_alone.zarr")
+    other = forecast(trained, "other", f"data.store={alone}")
+    for name in ("2m_temperature", "geopotential"):
+        np.testing.assert_array_equal(first[name], same[name])
+        np.testing.assert_array_equal(second[name], other[name])
+        assert abs(first[name] - second[name]).max() > 0.01
+
+
+def test_a_state_of_members_is_refused(trained):
+    DATA.isel(time=slice(9, 10)).to_netcdf(trained.folder / "state.nc")
+    words = ("checkpoint=run2", "init_file=state.nc", "lead=6h", "out=state.zarr")
+    done = trained.run("credit-dp", "forecast", *words)
+    assert done.returncode == 2
+    assert "init_file: " in done.stderr
+    assert "state.nc has 3 members, 0 to 2. Select one" in done.stderr
+
+
+def test_a_truth_of_members_is_refused_and_one_is_prepared(trained):
+    if not (trained.folder / "first.zarr").exists():
+        forecast(trained, "first")
+    words = ("forecast=first.zarr", f"truth={trained.store}", "out=scores")
+    done = trained.run("credit-dp", "evaluate", *words)
+    assert done.returncode == 2
+    assert "has 3 members, 0 to 2, but the truth needs to be one" in done.stderr
+    prepare = (
+        "credit-dp", "data", "prepare", f"store={trained.store}", "out=copy.zarr", *KEYS[:5],
+    )  # fmt: skip
+    done = trained.run(*prepare)
+    assert done.returncode == 2
+    assert "has 3 members, 0 to 2, but a prepared store has one. Choose it with" in done.stderr
+    trained.command(*prepare, "data.member=2", "domains=[1]")
+    trained.train("prepared", "data.name=prepared", "data.store=copy.zarr")
+    trained.train("direct", "data.member=2")
+    assert trained.log("prepared") == trained.log("direct")

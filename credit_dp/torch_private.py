@@ -101,23 +101,23 @@ def is_dispatch_mode_active() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
-def is_transform_active() -> bool:
-    """Return whether a transform of `torch.func` runs."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def is_fake_mode_active() -> bool:
     """Return whether a `FakeTensorMode` sees the operations of this thread."""
     key = torch._C._TorchDispatchModeKey.FAKE
     return torch._C._get_dispatch_mode(key) is not None
 
 
+# Whether a transform of `torch.func` runs.
+is_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Modes see this function where a model switches gradients off or on.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 # The functions of `torch.nn.functional` that are written in C.
 NN_FUNCTIONS: Any = torch._C._nn
 
 # ---------------------------------------------------------------- tensors
+
+# Whether two tensors share a storage; those without one do not.
+is_alias: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def version_of(x: Tensor) -> int:
@@ -128,11 +128,6 @@ def version_of(x: Tensor) -> int:
 def is_view(x: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view of another one."""
     return x._is_view()
-
-
-def is_alias(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share a storage; those without one do not."""
-    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined,no-any-return]
 
 
 def tensor_owners(x: Any) -> int:
@@ -171,9 +166,7 @@ def exchange_contents(a: Tensor, b: Tensor) -> None:
 
 def new_wrapper(cls: Any, shape: Sequence[int], like: Tensor) -> Any:
     """Return a tensor of a subclass that has a shape, but no memory."""
-    return Tensor._make_wrapper_subclass(
-        cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
-    )
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
 
 def new_fake(data: Tensor, device: torch.device, attributes: dict[str, Any]) -> FakeTensor:

@@ -28,6 +28,7 @@ from credit_dp.domain_parallel.view.memory import (
     writing,
 )
 from credit_dp.domain_parallel.view.tensor import (
+    LEAVES,
     GlobalTensor,
     GlobalView,
     Layout,
@@ -163,7 +164,7 @@ def require_whole(*tensors: Any) -> None:
     Raises:
         NoRuleError: one is.
     """
-    if bands_of(tensors):
+    if not LEAVES.issuperset(map(type, tensors)) and bands_of(tensors):
         raise NoRuleError
 
 
@@ -189,6 +190,7 @@ RANDOM = frozenset(
 OF_MEMORY = frozenset(
     functions_named("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "data_ptr")
 )
+ASSIGN = Tensor.__setitem__
 IN_PLACE_OPERATORS = frozenset(
     [
         "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__",
@@ -200,13 +202,15 @@ IN_PLACE_OPERATORS = frozenset(
 
 def function_name(func: Function) -> str:
     """Return the name of a function, for messages and for what a name says."""
-    return getattr(func, "__name__", str(func))
+    name: str | None = getattr(func, "__name__", None)
+    return str(func) if name is None else name  # `str` takes longer than most other calls here
 
 
 def is_in_place(func: Function, kwargs: Kwargs) -> bool:
     """Return whether a call changes its first argument."""
     # The functions of torch.nn.functional pass `inplace` on by its name.
-    return bool(kwargs.get("inplace")) or _is_in_place_by_name(function_name(func))
+    is_named = bool(kwargs) and bool(kwargs.get("inplace"))
+    return is_named or _is_in_place_by_name(getattr(func, "__name__", ""))
 
 
 # Methods with such a name that change no values.
@@ -267,7 +271,7 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
         args, kwargs = _first_by_position(kwargs)
     if isinstance(func, OPERATORS):
         func = _function_of_operator(func)
-    out = kwargs.pop("out", None)
+    out = kwargs.pop("out", None) if kwargs else None
     if out is not None:
         return _write_out(out, func, args, kwargs)
     if func in OF_MEMORY:
@@ -275,17 +279,17 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
             f"{function_name(func)}: writes or reads the memory of a tensor, which is not that of "
             "the globe where rows are sharded. Use functions that return new tensors."
         )
-    if func is Tensor.__setitem__ and is_assigned_to_itself(*args):
+    if func is ASSIGN and is_assigned_to_itself(*args):
         return None
     for x in args:
         if type(x) is GlobalTensor and x.memory is not None:
             x.local  # noqa: B018  (what is outdated is computed before a rule reads it)
     if not args or not is_in_place(func, kwargs):
         tensors = global_tensors((args, kwargs))
-        orders = [x.view_.lost_orders for x in tensors[:1]]
-        results = as_argument(func, _compute(func, args, kwargs), args)
-        if orders != [x.view_.lost_orders for x in tensors[:1]] or any(
-            x.has_lost_order for x in tensors
+        lost_orders = [x.view_.lost_orders for x in tensors[:1]]
+        results = as_argument(func, _compute(func, args, kwargs, tensors), args)
+        if lost_orders != [x.view_.lost_orders for x in tensors[:1]] or any(
+            [x.has_lost_order for x in tensors]
         ):
             _lose_order(func, results, tensors)
         elif not _is_in_order(func, results):
@@ -296,7 +300,7 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if func in LAYOUTS_BEFORE_WRITE:
         lay_out(args, kwargs, partial(_layout_before, func, args, kwargs))
     with writing(args[0]):
-        return _compute(func, args, kwargs)
+        return _compute(func, args, kwargs, global_tensors((args, kwargs)))
 
 
 # Functions whose results have the usual order in memory, whatever that of their arguments is.
@@ -350,16 +354,27 @@ def _may_be_image(x: GlobalTensor) -> bool:
     return x.has_lost_order or suggest_memory_format(x.local) is not torch.contiguous_format
 
 
-def _compute(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Return the results of a function by its rule, or of one that runs whole."""
+def _compute(func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[GlobalTensor]) -> Any:
+    """Return the results of a function by its rule, or of one that runs whole.
+
+    `tensors` are those among the arguments.
+    """
     rule = RULES.get(func)
     if rule is None and function_name(func) in ("__get__", "__set__"):
-        rule = _attribute
-    if rule is _attribute:
         return _attribute(func, args, kwargs)
-    results = _apply_rule(rule, func, args, kwargs)
+    if rule is not None and (any(map(is_band, tensors)) or func in RULES_FOR_WHOLE):
+        transport = tensors[0].view_.manager.transport
+        calls = transport.calls
+        try:
+            return rule(func, args, kwargs)
+        except NoRuleError:
+            pass
+        except UNFORESEEN:
+            # After messages a rule computes with bands: the error may be that of this rank.
+            if transport.calls != calls:
+                raise
     # Not while an exception is handled: it would keep tensors of the rule alive.
-    return _whole(func, args, kwargs) if results is NO_RULE else results
+    return _whole(func, args, kwargs)
 
 
 def _write_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -395,32 +410,9 @@ def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 GlobalTensor.call_function = staticmethod(call_function)
-NO_RULE = object()
 # What a rule raises on arguments that it does not foresee: on all ranks alike as long as it reads
 # shapes and layouts only. If they are wrong, the function itself says so when it is called whole.
 UNFORESEEN = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-
-
-def _apply_rule(rule: Rule | None, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Return the results of a rule, or `NO_RULE` if it does not fit or there are no bands."""
-    if rule is None:
-        return NO_RULE
-    source = args[0] if args else None
-    if type(source) is not GlobalTensor or source.rows is None:
-        tensors = global_tensors((args, kwargs))
-        if not (func in RULES_FOR_WHOLE or any(x.rows is not None for x in tensors)):
-            return NO_RULE
-        source = tensors[0] if tensors else None
-    calls = _transport_calls(source)
-    try:
-        return rule(func, args, kwargs)
-    except NoRuleError:
-        return NO_RULE
-    except UNFORESEEN:
-        # After messages a rule computes with bands, so that the error may be that of this rank.
-        if _transport_calls(source) != calls:
-            raise
-        return NO_RULE
 
 
 def _layout_before(func: Function, args: Args, kwargs: Kwargs) -> Layout | None:
@@ -429,11 +421,6 @@ def _layout_before(func: Function, args: Args, kwargs: Kwargs) -> Layout | None:
         return LAYOUTS_BEFORE_WRITE[func](args[0], args, kwargs)
     except (NoRuleError, *UNFORESEEN):
         return None
-
-
-def _transport_calls(x: GlobalTensor | None) -> int:
-    """Return the number of exchanges and collectives of this rank so far."""
-    return 0 if x is None else x.view_.manager.transport.calls
 
 
 def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:

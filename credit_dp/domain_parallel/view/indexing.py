@@ -25,6 +25,7 @@ from credit_dp.domain_parallel.view.function_rules import (
     require_whole,
     rule_for,
 )
+from credit_dp.domain_parallel.view.memory import BASIC_INDICES
 from credit_dp.domain_parallel.view.shapes import as_view, move_rows, unfolded
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
@@ -291,9 +292,12 @@ def _index_of_each_dim(index: Any, ndim: int) -> list[Any]:
     Raises:
         NoRuleError: a part of it is a mask, a band or of a type that is not known.
     """
-    items = [_plain_index(item) for item in (index if isinstance(index, tuple) else (index,))]
-    require_whole(items)
+    items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
+        if type(item) in BASIC_INDICES:
+            continue
+        items[i] = item = _plain_index(item)
+        require_whole(item)
         is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
         if is_mask or isinstance(item, bool):
             raise NoRuleError
@@ -301,7 +305,7 @@ def _index_of_each_dim(index: Any, ndim: int) -> list[Any]:
             if not item or any(type(entry) is not int for entry in item):
                 raise NoRuleError
             items[i] = torch.tensor(item)
-        elif item is not None and item is not Ellipsis and not isinstance(item, KNOWN_INDICES):
+        elif not isinstance(item, KNOWN_INDICES):
             raise NoRuleError
     missing = ndim - sum(item is not None and item is not Ellipsis for item in items)
     if missing < 0:
@@ -320,10 +324,10 @@ def _position_of_dim(items: Sequence[Any], dim: int) -> int:
 
 def _indexed_dim(items: Sequence[Any], dim: int, ndim: int) -> tuple[int, int]:
     """Return where a dimension that is indexed by `:` is in the result, and the latter's `ndim`."""
-    indices = [item for item in items if isinstance(item, Tensor)]
-    if not indices:
-        kept = [not isinstance(item, int) for item in items]
+    if BASIC_INDICES.issuperset(map(type, items)):
+        kept = [type(item) is not int for item in items]
         return sum(kept[: _position_of_dim(items, dim)]), sum(kept)
+    indices = [item for item in items if isinstance(item, Tensor)]
     # It is read off a small tensor, in which only this dimension has a size that no index has.
     mark = 2 + max((size for i in indices for size in i.shape), default=0)
     sizes = [mark if d == dim else 1 for d in range(ndim)]

@@ -14,7 +14,6 @@ and the other one read later, the ranks find out which it was.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +61,9 @@ RESHAPES = (
 PERMUTATIONS = (
     "permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims",
 )  # fmt: skip
+# Functions whose results have the memory of their argument, of which autograd does not know.
+DETACHING = frozenset([*functions_named("detach"), Tensor.data.__get__])  # type: ignore[attr-defined]
+EXPANSIONS = frozenset(functions_named("expand", "broadcast_to", "expand_as"))
 SPLITS = ("chunk", "split", "tensor_split", "split_with_sizes")
 
 
@@ -72,7 +74,7 @@ class ViewStep(NamedTuple):
     Attributes:
         position: of the view among the function's results; None if it is the only one.
         records: whether autograd recorded it.
-        grows: whether the view has more entries.
+        grows: whether the view has more entries, as `expand` may return.
     """
 
     func: Any
@@ -97,8 +99,7 @@ class ViewStep(NamedTuple):
     @property
     def detaches(self) -> bool:
         """Return whether autograd does not see that the view has the same memory."""
-        attribute = getattr(getattr(self.func, "__self__", None), "__name__", "")
-        return self.name == "detach" or (self.name == "" and attribute == "data")
+        return self.func in DETACHING
 
     @property
     def window(self) -> tuple[int, int, int] | None:
@@ -182,10 +183,10 @@ def note_views(func: Any, results: Any, args: tuple[Any, ...], kwargs: dict[str,
             continue
         if x.memory is not None and x.memory is source.memory:  # an inner call has noted it
             continue
-        if func not in VIEWS and not (x.is_view or shares_storage(x, source)):
+        if not (func in VIEWS or x.is_view or is_alias(x.local, source.local)):
             continue
-        step = view_step(func, args, kwargs, None if is_one else i)
-        step = step._replace(grows=math.prod(x.shape) > math.prod(source.shape))
+        grows = func in EXPANSIONS and x.numel() > source.numel()
+        step = view_step(func, args, kwargs, None if is_one else i, grows)
         if step.detaches:
             _link(x, source, step)
         elif func in MAYBE_VIEWS and not (
@@ -215,7 +216,8 @@ def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a function of views returns none for these arguments, as an index may."""
     if getattr(func, "__name__", "") != "__getitem__":
         return True
-    return all(map(_is_basic, args[1] if isinstance(args[1], tuple) else (args[1],)))
+    items = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return BASIC_INDICES.issuperset(map(type, items)) or all(map(_is_basic, items))
 
 
 def _is_repeated(x: Any) -> bool:
@@ -231,6 +233,10 @@ def _is_repeated(x: Any) -> bool:
     return repeated
 
 
+# Types of most of what selects by position; `bool` is none, though it is an `int`.
+BASIC_INDICES = frozenset([int, slice, type(None), type(...)])
+
+
 def _is_basic(item: Any) -> bool:
     """Return whether an item of an index selects by position."""
     if isinstance(item, bool):
@@ -241,7 +247,11 @@ def _is_basic(item: Any) -> bool:
 
 
 def view_step(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int | None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    position: int | None,
+    grows: bool = False,
 ) -> ViewStep:
     """Return a function and its arguments as they are now."""
 
@@ -259,9 +269,9 @@ def view_step(
     if name in ("view_as", "reshape_as", "expand_as"):  # of which the shape counts
         others = (tuple((*others, *kwargs.values())[0].shape),)
         func, kwargs = getattr(Tensor, name.removesuffix("_as")), {}
-    elif any(map(_is_array, others)):
+    elif not BASIC_INDICES.issuperset(map(type, others)) and any(map(_is_array, others)):
         others = tuple(map(keep, others))
-    return ViewStep(func, others, kwargs, position, torch.is_grad_enabled())
+    return ViewStep(func, others, kwargs, position, torch.is_grad_enabled(), grows)
 
 
 def _is_array(value: Any) -> bool:
@@ -286,13 +296,15 @@ def _add_view(x: GlobalTensor, source: GlobalTensor, step: ViewStep | None) -> N
 
 def _link(x: GlobalTensor, source: GlobalTensor, step: ViewStep) -> None:
     """Note that `x` is a view of `source` or a copy, or a view that autograd does not know of."""
-    memory = _memory_of(source)
-    x.memory, x.path = SharedMemory(x, (*memory.history, *source.path, step)), ()
-    x.memory.strides, x.memory.parent = memory.strides, memory
-    x.memory.is_part, x.memory.has_hooks = True, memory.has_hooks
-    link = Link(weakref.ref(memory), (*source.path, step), weakref.ref(x.memory))
+    memory, path = _memory_of(source), (*source.path, step)
+    own = SharedMemory(x)
+    x.memory, x.path = own, ()
+    own.history = (*memory.history, *path)
+    own.strides, own.parent = memory.strides, memory
+    own.is_part, own.has_hooks = True, memory.has_hooks
+    link = Link(weakref.ref(memory), path, weakref.ref(own))
     memory.add_link(link)
-    x.memory.add_link(link)
+    own.add_link(link)
     x.has_order &= source.has_order and shares_storage(x, source)
 
 

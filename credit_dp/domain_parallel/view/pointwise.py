@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
@@ -31,6 +31,7 @@ from credit_dp.domain_parallel.view.tensor import (
     Layout,
     bands_of,
     functions_named,
+    is_band,
     local_of,
     map_values,
     same_random_numbers,
@@ -39,6 +40,7 @@ from credit_dp.domain_parallel.view.tensor import (
     wrap,
 )
 
+TENSORS = frozenset([Tensor, nn.Parameter, GlobalTensor])
 # Types of arguments that are no tensors, nor have others in them.
 PLAIN = frozenset([int, float, bool, complex, str, type(None), torch.dtype])
 POINTWISE = (
@@ -116,44 +118,57 @@ def align(x: Any, layout: Layout, view: GlobalView) -> Any:
     return with_layout(x, layout.at(x.ndim + layout.dim), view)
 
 
-def _layout_of_all(args: Args, kwargs: Kwargs) -> Layout | None:
-    """Return the layout of bands that all have the same, beside numbers and the like.
+def _aligned(args: Args) -> tuple[GlobalTensor, list[Any]] | None:
+    """Return a band and the local arguments, if no rows are moved, cut or gathered for these.
 
-    None if layouts or numbers of dimensions differ, or an argument is another tensor.
+    None if bands have several layouts or numbers of dimensions, or another argument has rows.
     """
-    first: GlobalTensor | None = None
-    for x in args:
-        if type(x) is GlobalTensor:
-            if first is None:
-                first = x
-            elif x.rows != first.rows or x.ndim != first.ndim:
-                return None
-        elif type(x) not in PLAIN:
-            return None
-    if first is None or not all(type(x) in PLAIN for x in kwargs.values()):
+    first: Any = args[0] if args and is_band(args[0]) else next(filter(is_band, args), None)
+    if first is None:
         return None
-    return first.rows
+    rows, ndim = first.rows, first.ndim
+    local_args: list[Any] = []
+    for x in args:
+        kind = type(x)
+        if kind is GlobalTensor and x.rows is not None:
+            if x is not first and (x.rows != rows or x.ndim != ndim):
+                return None
+            local_args.append(x.local)
+        elif kind in TENSORS:
+            dim = rows.dim - ndim
+            if x.ndim >= -dim and x.shape[dim] != 1:
+                return None
+            local_args.append(local_of(x))
+        elif kind in PLAIN:
+            local_args.append(x)
+        else:
+            return None
+    return first, local_args
 
 
 def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function that acts on each entry, with broadcasting."""
+    in_place = is_in_place(func, kwargs)
     # What most calls are, in a fraction of the time.
-    layout = None if is_in_place(func, kwargs) else _layout_of_all(args, kwargs)
-    if layout is not None:
-        result = func(*map(local_of, args), **kwargs)
-        source = next(x for x in args if type(x) is GlobalTensor)
-        view = source.view_
-        if func in CONTIGUOUS and result is source.local and is_certain_copy(source):
+    is_plain = not kwargs or PLAIN.issuperset(map(type, kwargs.values()))
+    aligned = _aligned(args) if is_plain and not in_place else None
+    if aligned is not None:
+        first, local_args = aligned
+        result = func(*local_args, **kwargs)
+        if func in CONTIGUOUS and result is first.local and is_certain_copy(first):
             result = result.view_as(result)  # another tensor for autograd
-        return GlobalTensor(result, layout, view) if isinstance(result, Tensor) else result
+        layout: Any = first.rows
+        if isinstance(result, Tensor) and result.ndim != first.ndim:
+            layout = layout.at(result.ndim + layout.dim - first.ndim)
+        return wrap(result, layout, first.view_)
     bands = bands_of((args, kwargs))
     view = bands[0].view_
-    layout = common_layout(bands)
-    in_place = is_in_place(func, kwargs)
     if in_place:
         target = args[0]
         layout = layout_of(target)
         layout = layout.at(layout.dim - target.ndim)
+    else:
+        layout = common_layout(bands)
     local_args, local_kwargs = map_values(lambda x: align(x, layout, view), (args, kwargs))
     result = func(*local_args, **local_kwargs)
     if in_place:

@@ -136,8 +136,6 @@ class RunningMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if running_view() is not self.view:  # another model runs inside of this one
             return func(*args, **kwargs)
-        if func is SET_GRAD_ENABLED:
-            self.view.has_gradients = args[0]
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.
             check_no_transform()
@@ -145,6 +143,8 @@ class RunningMode(TorchFunctionMode):
             if func in CREATORS:
                 note_created(func, args, kwargs, result, self.view)
             return result
+        if func is SET_GRAD_ENABLED:
+            self.view.has_gradients = args[0]
         if func in DRAWING and not global_tensors((args, kwargs)):
             device = _device_of_call(args, kwargs)
             with same_random_numbers(self.view, device, kwargs.get("generator")):

@@ -132,13 +132,13 @@ def in_units(x: GlobalTensor, unit: int) -> GlobalTensor:
     return with_bands(x, layout._replace(partition=partition))
 
 
-def _is_balanced_view(x: GlobalTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
+def _is_balanced_view(shape: tuple[int, ...], layout: Layout, new: tuple[int, ...]) -> bool:
     """Return whether rows stay in one dimension of a view, with units for all ranks."""
     try:
-        _, unit = view_layout(x.shape, layout, shape)
+        _, unit = view_layout(shape, layout, new)
     except NoRuleError:
         return False
-    return unit == 1 or -(-layout.partition.height // unit) >= x.view_.ranks
+    return unit == 1 or -(-layout.partition.height // unit) >= layout.partition.ranks
 
 
 def _moved_for_view(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
@@ -152,26 +152,49 @@ def _moved_for_view(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
         if dim == layout_of(x).dim or partition is None:
             continue
         layout = Layout(dim, 1, partition)
-        if _is_balanced_view(x, layout, shape):
+        if _is_balanced_view(x.shape, layout, shape):
             return with_bands(x, layout)
     return x
 
 
+def _part_of_view(
+    shape: tuple[int, ...], layout: Layout, new: tuple[int, ...], rank: int
+) -> tuple[Layout, list[int]]:
+    """Return where rows are in a view, and the shape of a rank's part of it."""
+    result, _ = view_layout(shape, layout, new)
+    part = list(new)
+    part[result.dim] = result.outer * result.partition.sizes[rank]
+    return result, part
+
+
+@lru_cache(4096)
+def _view_without_moves(
+    shape: tuple[int, ...], layout: Layout, new: tuple[int, ...], rank: int
+) -> tuple[Layout, list[int]] | None:
+    """Return the same, or None if rows have to move for it."""
+    if not _is_balanced_view(shape, layout, new):
+        return None
+    _, unit = view_layout(shape, layout, new)
+    if unit != 1 and not layout.partition.bounds_are_multiples_of(unit):
+        return None
+    return _part_of_view(shape, layout, new, rank)
+
+
 def reshape_to(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     """Return `x` with another global shape."""
-    source = x
-    if not _is_balanced_view(x, layout_of(x), shape):
-        source = _moved_for_view(x, shape)
-    try:
-        layout, unit = view_layout(source.shape, layout_of(source), shape)
-    except NoRuleError:
-        return _reshaped_by_entries(x, shape)
-    source = in_units(source, unit)
-    if unit != 1:
-        layout = layout._replace(partition=_scaled(layout_of(source).partition, 1, unit))
-    local = list(shape)
-    local[layout.dim] = layout.outer * layout.partition.sizes[x.view_.rank]
-    return GlobalTensor(source.local.reshape(local), layout, x.view_)
+    source, rank = x, x.view_.rank
+    found = _view_without_moves(x.shape, layout_of(x), shape, rank)
+    if found is None:
+        if not _is_balanced_view(x.shape, layout_of(x), shape):
+            source = _moved_for_view(x, shape)
+        try:
+            _, unit = view_layout(source.shape, layout_of(source), shape)
+        except NoRuleError:
+            return _reshaped_by_entries(x, shape)
+        source = in_units(source, unit)
+        found = _part_of_view(source.shape, layout_of(source), shape, rank)
+    layout, part = found
+    return GlobalTensor(source.local.reshape(part), layout, x.view_)
 
 
 def _reshaped_by_entries(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:

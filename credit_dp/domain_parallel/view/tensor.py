@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -70,7 +70,7 @@ class Layout(NamedTuple):
     @property
     def size(self) -> int:
         """Return the global size of the dimension."""
-        return self.outer * self.partition.height
+        return self.outer * self.partition.bounds[-1]
 
     def at(self, dim: int) -> Layout:
         """Return the same layout in another dimension."""
@@ -181,22 +181,24 @@ class SharedMemory:
         history: the functions that lead from that tensor to the base.
     """
 
-    def __init__(self, x: GlobalTensor, history: tuple[Any, ...] = ()) -> None:
+    # Of most tensors these never change.
+    pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
+    is_recorded = False
+    is_written = False
+    has_hooks = False
+    is_part = False
+    parent: SharedMemory | None = None
+    history: tuple[Any, ...] = ()
+    _limit = 8
+    _link_limit = 8
+
+    def __init__(self, x: GlobalTensor) -> None:
+        local = x.local
         self.tensors = [weakref.ref(x)]
-        self._base: GlobalTensor | tuple[Any, ...] = (x.local, x.rows, x.view_)
-        self.pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
-        self.is_recorded = False
-        self.is_written = False
-        self.has_hooks = False
-        self.is_part = False
+        self._base: GlobalTensor | tuple[Any, ...] = (local, x.rows, x.view_)
         self.is_created = x.is_created
         self.links: list[Link] = []
-        self.parent: SharedMemory | None = None
-        local = x.local
         self.strides = BandStrides(x.shape, x.rows, local.shape, local.stride(), x.has_order)
-        self.history = history
-        self._limit = 8
-        self._link_limit = 8
 
     @property
     def base(self) -> GlobalTensor:
@@ -321,7 +323,7 @@ class GlobalTensor(torch.Tensor):
     local: Tensor
     rows: Layout | None
     view_: GlobalView
-    memory: SharedMemory | None
+    memory: SharedMemory | None = None
     path: tuple[Any, ...] = ()
     is_tracked: bool = True
     is_created: bool = False
@@ -338,20 +340,18 @@ class GlobalTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout | None, view: GlobalView) -> GlobalTensor:
         """Return a tensor that shows the global shape of `local`."""
-        shape = list(local.shape)
+        shape = local.shape
         if layout is not None:
-            shape[layout.dim] = layout.size
+            sizes = list(shape)
+            sizes[layout.dim] = layout.size
+            shape = torch.Size(sizes)
         result: GlobalTensor = new_wrapper(cls, shape, local)
         result.local = local
         result.rows = layout
         result.view_ = view
-        result.memory = None
         result.hooks = saved_tensors_hooks()
-        result._shape = torch.Size(shape)
+        result._shape = shape
         return result
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
     def __getattr__(self, name: str) -> Any:
         # The part is missing if it is outdated, and its layout if the memory was cut since.
@@ -555,29 +555,32 @@ def functions_named(*names: str) -> list[Any]:
 # Types of arguments without others in them. A look-up is ten times as fast as torch's trees, which
 # matters as every function of torch comes along here.
 LEAVES = frozenset(
-    [Tensor, nn.Parameter, int, float, bool, str, type(None), slice, torch.dtype, torch.device]
-)
+    [
+        Tensor, nn.Parameter, int, float, bool, str, type(None), type(...), slice, torch.dtype,
+        torch.device,
+    ]
+)  # fmt: skip
 
 
 def global_tensors(values: Any) -> list[GlobalTensor]:
     """Return the view's tensors in nested arguments."""
     found: list[GlobalTensor] = []
-    _collect(values, found)
+    _collect((values,), found)
     return found
 
 
-def _collect(value: Any, found: list[GlobalTensor]) -> None:
-    kind = type(value)
-    if kind is GlobalTensor:
-        found.append(value)
-    elif kind is tuple or kind is list:
-        for entry in value:
-            _collect(entry, found)
-    elif kind is dict:
-        for entry in value.values():
-            _collect(entry, found)
-    elif kind not in LEAVES:
-        found += [x for x in tree_leaves(value) if type(x) is GlobalTensor]
+def _collect(values: Iterable[Any], found: list[GlobalTensor]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind is GlobalTensor:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            _collect(value, found)
+        elif kind is dict:
+            if value:
+                _collect(value.values(), found)
+        elif kind not in LEAVES:
+            found += [x for x in tree_leaves(value) if type(x) is GlobalTensor]
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:

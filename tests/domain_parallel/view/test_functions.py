@@ -975,8 +975,17 @@ def add_folded_otherwise(model, x):
     ) * first
 
 
+def combine_with_whole_tensors(model, x):
+    """Tensors with more dimensions than the field, with a value for each row, and without rows."""
+    members = model.scale[:3].view(3, 1, 1, 1, 1)
+    of_rows = model.rows[: x.shape[2], :1]
+    mean = x.mean(-2, keepdim=True)
+    return x * members, members - x, x + of_rows, of_rows * x, mean * x, torch.where(x > 0, mean, x)
+
+
 LAYOUTS = {
     "folded otherwise": add_folded_otherwise,
+    "beside whole tensors": combine_with_whole_tensors,
 }
 
 FAMILIES = {

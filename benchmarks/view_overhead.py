@@ -1,6 +1,7 @@
 """Measure what the global view adds to each function of torch in forward.
 
-Bands are small, so that mainly the time of Python is measured. Run it on an idle machine:
+Fields are small and on one rank, so that mainly the time of Python is measured: nothing is sent.
+Run it on an idle machine:
 
     python benchmarks/view_overhead.py
 """
@@ -13,10 +14,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import run_in
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, Layout
@@ -24,8 +24,12 @@ from credit_dp.domain_parallel.view.tensor import GlobalTensor, Layout
 SHAPE = (1, 8, 8, 8)
 CALLS = 500
 REPEATS = 5
+VECTOR = nn.Parameter(torch.ones(8))
+MATRIX = nn.Parameter(torch.ones(8, 8))
+KERNEL = nn.Parameter(torch.ones(8, 8, 3, 3))
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda x, w: x.add_(1),  # before there are views of the tensor
     "x + 1": lambda x, w: x + 1,
     "x * x": lambda x, w: x * x,
     "x * w": lambda x, w: x * w,
@@ -38,7 +42,19 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "softmax": lambda x, w: x.softmax(1),
     "mean over channels": lambda x, w: x.mean(1),
     "columns": lambda x, w: x[..., :4],
-    "linear": lambda x, w: F.linear(x, w[:, 0, 0].expand(8, 8)),
+    "linear": lambda x, w: F.linear(x, MATRIX),
+    "dropout": lambda x, w: F.dropout(x, 0.0),
+    "transpose": lambda x, w: x.transpose(1, 2),
+    "reshape": lambda x, w: x.reshape(1, 8, 64),
+    "contiguous": lambda x, w: x.contiguous(),
+    "cat": lambda x, w: torch.cat([x, x], 1),
+    "matmul": lambda x, w: x @ MATRIX,
+    "layer_norm": lambda x, w: F.layer_norm(x, (8,), VECTOR, VECTOR),
+    "batch_norm": lambda x, w: F.batch_norm(x, VECTOR, VECTOR, VECTOR, VECTOR),
+    "group_norm": lambda x, w: F.group_norm(x, 2, VECTOR, VECTOR),
+    "conv2d": lambda x, w: F.conv2d(x, KERNEL, VECTOR, padding=1),
+    "max_pool2d": lambda x, w: F.max_pool2d(x, 2),
+    "interpolate": lambda x, w: F.interpolate(x, scale_factor=2),
     "shape": lambda x, w: x.shape,
 }
 
@@ -53,19 +69,19 @@ def microseconds(call: Callable[[], object]) -> float:
 def main() -> None:
     """Print a table."""
     torch.set_num_threads(1)
-    manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
+    manager = DomainParallelManager(1, 1)
     view = attach_view(torch.nn.Identity(), manager, (SHAPE,))
     partition = manager.partition(SHAPE[-2])
-    local = torch.randn(1, 8, partition.sizes[0], 8)
     plain = torch.randn(SHAPE)
     weight = torch.randn(8, 1, 1)
-    shown = GlobalTensor(local, Layout(2, 1, partition), view)
+    shown = GlobalTensor(torch.randn(SHAPE), Layout(2, 1, partition), view)
     print("microseconds per call   plain    view    more")
     more = []
     for name, function in FUNCTIONS.items():
-        before = microseconds(lambda function=function: function(plain, weight))  # type: ignore[misc]
-        with run_in(view):
-            after = microseconds(lambda function=function: function(shown, weight))  # type: ignore[misc]
+        with torch.no_grad():
+            before = microseconds(lambda function=function: function(plain, weight))  # type: ignore[misc]
+            with run_in(view):
+                after = microseconds(lambda function=function: function(shown, weight))  # type: ignore[misc]
         more.append(after - before)
         print(f"{name:20}{before:9.1f}{after:8.1f}{after - before:8.1f}", flush=True)
     print(f"{'mean':20}{'':17}{sum(more) / len(more):8.1f}")

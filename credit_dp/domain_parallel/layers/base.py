@@ -411,7 +411,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Settings (kernel_size, num_groups, eps, ...) are read from the wrapped layer.
+        # Settings (kernel_size, num_groups, eps, ...) are read from the wrapped layer: first, as
+        # the error of a module that has no such parameter takes far longer than the look-up.
+        settings = getattr(self.__dict__.get("wrapped"), "__dict__", {})
+        if name in settings:
+            return settings[name]
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -23,6 +23,7 @@ from credit_dp.domain_parallel.view.filling import lay_out
 from credit_dp.domain_parallel.view.memory import (
     arguments_of_write,
     as_argument,
+    as_new_tensor,
     is_assigned_to_itself,
     note_views,
     writing,
@@ -288,6 +289,8 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
         tensors = global_tensors((args, kwargs))
         lost_orders = [x.view_.lost_orders for x in tensors[:1]]
         results = as_argument(func, _compute(func, args, kwargs, tensors), args)
+        if func in OF_ONE_ORDER and type(results) is GlobalTensor:
+            results = as_new_tensor(results, args[0])
         if lost_orders != [x.view_.lost_orders for x in tensors[:1]] or any(
             [x.has_lost_order for x in tensors]
         ):

@@ -28,7 +28,6 @@ from credit_dp.domain_parallel.view.function_rules import (
     require_whole,
     rule_for,
 )
-from credit_dp.domain_parallel.view.memory import as_copy
 from credit_dp.domain_parallel.view.shapes import (
     move_rows,
     with_bands,
@@ -528,7 +527,7 @@ def shuffle(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = settings.pop("input")
     layout_of(x)
     factor = settings[name]
-    return as_copy(_shuffle_view(x, factor) if is_shuffle else _unshuffle_view(x, factor), x)
+    return _shuffle_view(x, factor) if is_shuffle else _unshuffle_view(x, factor)
 
 
 def _shuffle_view(x: GlobalTensor, factor: int) -> Any:

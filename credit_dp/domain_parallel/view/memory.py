@@ -151,12 +151,14 @@ def as_argument(func: Any, results: Any, args: tuple[Any, ...]) -> Any:
     return results
 
 
-def as_copy(x: GlobalTensor, source: GlobalTensor) -> GlobalTensor:
-    """Return a tensor without shared memory, also if it was computed as a view of another one."""
-    local = x.local.clone() if shares_storage(x, source) else x.local
-    copy = GlobalTensor(local, x.rows, x.view_)
-    copy.has_order = x.has_order
-    return copy
+def as_new_tensor(x: GlobalTensor, source: Any) -> GlobalTensor:
+    """Return a function's result without shared memory, also if it was computed as a view."""
+    is_shared = type(source) is GlobalTensor and shares_storage(x, source)
+    if x.memory is None and not is_shared:
+        return x
+    result = GlobalTensor(x.local.clone() if is_shared else x.local, x.rows, x.view_)
+    result.has_order = x.has_order
+    return result
 
 
 def is_certain_copy(x: GlobalTensor) -> bool:

@@ -778,6 +778,17 @@ def _copy_of_another_order(function):
     return run
 
 
+def _view_of_another_order(function):
+    """Return a function that writes to a view of what another one returns as a new tensor."""
+
+    def run(x):
+        y = function(x.mT)
+        y.flatten(2).add_(1)
+        return y * 1
+
+    return run
+
+
 ORDERS = (
     lambda x: x.softmax(-1),
     F.instance_norm,
@@ -793,6 +804,7 @@ ORDERS = (
     ("function", "message"),
     [
         *((_copy_of_another_order(function), "contiguous: its result") for function in ORDERS),
+        *((_view_of_another_order(function), "flatten: its result") for function in ORDERS),
         (_repeated_past_autograd, "expand: its result is detached"),
         (_same_shape_only, "add: out= has shape"),
         (_with_gradient, "out= can't be differentiated"),

@@ -32,7 +32,7 @@ from credit_dp.domain_parallel.view.function_rules import (
     Function,
     Kwargs,
 )
-from credit_dp.domain_parallel.view.memory import note_hook
+from credit_dp.domain_parallel.view.memory import check_graph, note_hook
 from credit_dp.domain_parallel.view.running import (
     FunctionBackward,
     RunningMode,
@@ -180,6 +180,8 @@ def gradients(view: GlobalView, *args: Any, **kwargs: Any) -> Any:
     shares = [
         _output_gradient(y, gradient, view) for y, gradient in zip(outputs, given, strict=True)
     ]
+    for x in inputs:
+        check_graph(x)
     local_inputs = [local_of(x) for x in inputs]
     results = torch.autograd.grad(list(map(local_of, outputs)), local_inputs, shares, **arguments)
     return tuple(_total(x, share, view) for x, share in zip(inputs, results, strict=True))

@@ -320,6 +320,7 @@ def writing(x: Any) -> Iterator[None]:
         yield
         return
     x.local  # noqa: B018  (computed anew if others have been written)
+    keeps_graph = not torch.is_grad_enabled() and not x.is_leaf
     memory = _certain_memory(x, x.memory)
     _refuse_overlapping_rows(x, memory)
     _bypass_hooks(x, memory)
@@ -338,6 +339,7 @@ def writing(x: Any) -> Iterator[None]:
         memory.base, memory.pending = untracked(x.local, x.rows, x.view_), None
     memory.is_recorded |= torch.is_grad_enabled()
     memory.is_written = memory.is_written or _hides_write(x, memory)
+    memory.has_lost_graph |= keeps_graph and _has_others(x, memory)
     for other in memory.alive():
         if other is not x:
             _outdate(other)
@@ -400,11 +402,27 @@ def note_hook(x: GlobalTensor) -> None:
     if x.memory is None:
         return
     family = _family(x.memory)
-    if any(memory.is_written for memory in family):
+    if any(memory.is_written or memory.has_lost_graph for memory in family):
         raise _hook_error()
     if x.path or x.memory.is_part:
         for memory in family:
             memory.has_hooks = True
+
+
+def check_graph(x: Any) -> None:
+    """Check that all that was computed from a tensor depends on it as it is now.
+
+    Raises:
+        UserError: it was written without gradients in between.
+    """
+    if type(x) is not GlobalTensor or x.memory is None:
+        return
+    x.local  # noqa: B018  (computed anew if others have been written)
+    if any(memory.has_lost_graph for memory in _family(x.memory)):
+        raise UserError(
+            "autograd.grad: a field shares memory with one that was changed in place without "
+            "gradients, and its own gradient on one process is not known. Clone it before."
+        )
 
 
 def _bypass_hooks(x: GlobalTensor, memory: SharedMemory) -> None:
@@ -445,8 +463,12 @@ def arguments_of_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _hides_write(x: GlobalTensor, memory: SharedMemory) -> bool:
     """Return whether tensors that share memory with one that is written do not depend on it."""
-    if not (x.path or memory.links):  # the others are computed from it
-        return False
+    # Otherwise they are computed from it.
+    return bool(x.path or memory.links) and _has_others(x, memory)
+
+
+def _has_others(x: GlobalTensor, memory: SharedMemory) -> bool:
+    """Return whether other tensors share memory with one, or may do so."""
     return any(other is not x for each in _family(memory) for other in each.alive())
 
 
@@ -731,6 +753,7 @@ def _join(link: Link, source: SharedMemory, target: SharedMemory, writer: Shared
         source.pending = (link.path, target.base, target.is_recorded)
         source.is_recorded |= target.is_recorded
     source.is_written |= target.is_written
+    source.has_lost_graph |= target.has_lost_graph
     source.has_hooks |= target.has_hooks
     for tensor in target.alive():
         tensor.memory, tensor.path = source, (*link.path, *tensor.path)

@@ -172,6 +172,8 @@ class SharedMemory:
             autograd records the write.
         is_recorded: whether autograd has recorded a write to one of them.
         is_written: whether one of them was written so that the graph of others does not show it.
+        has_lost_graph: whether a write without gradients gave others another place in the graph,
+            which they keep on one process.
         has_hooks: whether one that is a view, or may be one, has hooks of its gradient.
         is_part: whether it may be a part of another memory.
         is_created: whether the model has made it, and it may be cut before a write.
@@ -185,6 +187,7 @@ class SharedMemory:
     pending: tuple[tuple[Any, ...], GlobalTensor, bool] | None = None
     is_recorded = False
     is_written = False
+    has_lost_graph = False
     has_hooks = False
     is_part = False
     parent: SharedMemory | None = None

@@ -767,6 +767,15 @@ def _pair_of_moved_rows(x):
     return _of_moved_rows(x, lambda y: torch.where(y[:, :2] > 0, y[:, :2], y[:, -2:]))
 
 
+def _gradient_by_what_is_written_without_gradients(x):
+    """On one process it counts what was computed before the write, too."""
+    y = x * 1
+    same, z = y.view(y.shape), y * 2
+    with torch.no_grad():
+        same.mul_(3)
+    return torch.autograd.grad((z + y * 5).sum(), y, create_graph=True)[0]
+
+
 def _copy_of_another_order(function):
     """Return a function that writes to a copy of what another one returns as a new tensor."""
 
@@ -805,6 +814,7 @@ ORDERS = (
     [
         *((_copy_of_another_order(function), "contiguous: its result") for function in ORDERS),
         *((_view_of_another_order(function), "flatten: its result") for function in ORDERS),
+        (_gradient_by_what_is_written_without_gradients, "autograd.grad: a field shares memory"),
         (_repeated_past_autograd, "expand: its result is detached"),
         (_same_shape_only, "add: out= has shape"),
         (_with_gradient, "out= can't be differentiated"),

@@ -3,6 +3,8 @@
 `Grid` is what readers, models and scores ask; `Region` selects points of it for scores.
 """
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,6 +167,7 @@ class Projection(NamedTuple):
         return self._replace(rows=self.rows._replace(values=self.rows.values[::-1]))
 
 
+UNKNOWN_PROJECTION = Projection("", {}, Axis("y", np.empty(0), {}), Axis("x", np.empty(0), {}))
 ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
 SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 
@@ -208,6 +211,10 @@ class Grid(tuple[int, int]):
     def is_projected(self) -> bool:
         """Whether coordinates are two-dimensional."""
         return self.latitude.ndim == 2
+
+    def coordinates(self, rows: slice) -> tuple[Degrees, Degrees]:
+        """Return latitudes and longitudes of a band: `(h,)` and `(W,)`, or both `(h, W)`."""
+        return self.latitude[rows], self.longitude[rows] if self.is_projected else self.longitude
 
     @cached_property
     def is_global(self) -> bool:
@@ -269,6 +276,35 @@ class Grid(tuple[int, int]):
                 shown = index if self.is_projected else index[0]
                 return f"{name} {values[index]:.9g} at index {shown}", f"{others[index]:.9g}"
         return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the grid as JSON; coordinates on a projection as text, as they are many."""
+        if not self.is_projected:
+            return {"latitude": self.latitude.tolist(), "longitude": self.longitude.tolist()}
+        name, attributes, *axes = self.projection or UNKNOWN_PROJECTION
+        return {
+            "latitude": _to_text(self.latitude),
+            "longitude": _to_text(self.longitude),
+            "shape": [*self],
+            "projection": [name, attributes],
+            "axes": [[axis.name, axis.values.tolist(), axis.attributes] for axis in axes],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the grid that `to_json` returned, perhaps among other fields.
+
+        Raises:
+            KeyError, TypeError, ValueError: the fields are damaged.
+        """
+        names = "latitude", "longitude"
+        if "shape" not in fields:
+            latitude, longitude = (np.array(fields[name], float) for name in names)
+            return cls(latitude, longitude)
+        latitude, longitude = (_from_text(fields[x]).reshape(fields["shape"]) for x in names)
+        name, attributes = fields["projection"]
+        rows, columns = (Axis(x, np.array(y, float), z) for x, y, z in fields["axes"])
+        return cls(latitude, longitude, Projection(name, attributes, rows, columns))
 
     def check(self, where: str) -> None:
         """Refuse coordinates that don't make a grid of rows and columns.
@@ -388,6 +424,17 @@ class Grid(tuple[int, int]):
                 "a row for each latitude and a column for each longitude first"
             )
         return ""
+
+
+def _to_text(values: Field) -> str:
+    """Return values in the smaller type that has all their digits, compressed, as text."""
+    kind = "<f4" if np.array_equal(values.astype("<f4"), values) else "<f8"
+    return kind + base64.b64encode(zlib.compress(values.astype(kind).tobytes())).decode()
+
+
+def _from_text(text: str) -> Field:
+    content = zlib.decompress(base64.b64decode(text[3:], validate=True))
+    return np.frombuffer(content, text[:3]).astype(np.float64)
 
 
 def turns(longitude: Degrees) -> Degrees:

@@ -25,7 +25,6 @@ from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import row_weights
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import (
     Piece,
@@ -73,9 +72,11 @@ class Moments:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
-        """Return the moments of `(T, h, W)` with row weights `(h,)`; NaN is ignored."""
+        """Return the moments of `(T, h, W)` with weights `(h,)` or `(h, W)`; NaN is ignored."""
         if not values.size:
             return cls()
+        if rows.ndim == 2:  # each cell is a row
+            values, rows = values.reshape(len(values), -1, 1), rows.ravel()
         sums = values.sum(axis=(0, 2))
         # A sum is NaN if a value is. Testing each value would take as long as the moments.
         if np.isnan(sums).any():
@@ -269,7 +270,7 @@ def add_window(
     store: Store, piece: Piece, window: Window, moments: Sequence[Pair], quantiles: Quantiles
 ) -> list[Pair]:
     """Return the moments of a piece with those of another window added."""
-    weights = row_weights(store.latitude)[piece.rows]
+    weights = store.grid.weights[piece.rows]
     updated = []
     for index, (channel, (values, changes)) in enumerate(zip(piece.channels, moments, strict=True)):
         values_before = window.fields[:, index].astype(np.float64)
@@ -316,7 +317,7 @@ def merge_moments(
 
 def static_statistics(store: Store) -> dict[str, dict[str, float]]:
     """Return the statistics of the static fields."""
-    weights = row_weights(store.latitude)
+    weights = store.grid.weights
     table = {}
     fields = store.read_static(slice(None))
     for name, values in zip(store.channels.static, fields, strict=True):

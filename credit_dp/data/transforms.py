@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.grid import row_weights
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, channel_groups
 
@@ -175,7 +174,7 @@ def weighted_quantiles(values: NDArray[np.floating], weights: Vector) -> Vector:
     NaN is ignored. Without any value the quantiles are the scores: the map changes nothing.
 
     Shapes:
-        values `(rows, N)`, weights `(rows,)` -> `(129,)`.
+        values `(rows, N)`, weights `(rows,)` or `(rows, N)` -> `(129,)`.
 
     Source: with equal weights, definition 5 of Hyndman & Fan 1996.
     """
@@ -185,7 +184,7 @@ def weighted_quantiles(values: NDArray[np.floating], weights: Vector) -> Vector:
     present = values[valid]
     # A stable sort: the sum of weights has the same bits everywhere.
     order = np.argsort(present, kind="stable")
-    sorted_weights = np.broadcast_to(weights[:, None], values.shape)[valid][order]
+    sorted_weights = np.broadcast_to(weights.reshape(len(weights), -1), values.shape)[valid][order]
     sums = np.cumsum(sorted_weights)
     levels = torch.special.ndtr(torch.from_numpy(QUANTILE_SCORES)).numpy()
     quantiles = np.interp(levels * sums[-1], sums - sorted_weights / 2, present[order])
@@ -209,7 +208,10 @@ def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
     samples = [divmod(position, len(dates.indices)) for position in positions.tolist()]
     rows, columns = store.grid
     stride = -(-len(positions) * rows * columns // QUANTILE_VALUES)
-    weights = row_weights(store.latitude)
+    weights = store.grid.weights
+    if weights.ndim == 2:
+        parts = [weights[:, number % stride :: stride] for number in range(len(positions))]
+        weights = np.concatenate(parts, axis=1)
     found = {}
     for group in channel_groups(store):
         channels = [

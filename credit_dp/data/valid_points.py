@@ -14,6 +14,17 @@ def sum_over_one_rank(sums: Tensor) -> Tensor:
     return sums
 
 
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum over rows and columns: `(..., h, W)` -> `(...)`.
+
+    Args:
+        weights: of rows, `(h,)`, or of all points, `(h, W)`; in the dtype of `values`.
+    """
+    if weights.ndim == 2:
+        return values.flatten(-2) @ weights.flatten()
+    return values.sum(dim=-1) @ weights
+
+
 @final
 class ValidPoints:
     """The points of this rank's rows that have values, for each channel; the same at all times.
@@ -44,7 +55,13 @@ class ValidPoints:
         return cls(torch.from_numpy(valid).to(like.device), sum_over_globe)
 
     def weight(self, rows: Tensor) -> Tensor:
-        """Return each channel's sum of `rows`, `(h,)`, over its valid points: `(C,)`, float64."""
+        """Return each channel's sum of weights over its valid points: `(C,)`, float64.
+
+        Args:
+            rows: weights of rows, `(h,)`, or of all points, `(h, W)`.
+        """
+        if rows.ndim == 2:
+            return torch.stack([rows.double()[valid].sum() for valid in self.valid])
         return self.valid.sum(dim=-1).double() @ rows.double()
 
     def globe_weight(self, rows: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.dates import HasTimes, Times
-from credit_dp.data.grid import row_weights
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import frame_offsets, initial_times
 from credit_dp.data.setup import TrainingData
@@ -91,7 +90,7 @@ class HeldOutData:
 
     Attributes:
         hours, lead_steps: lead times, rising, in hours and in steps of `step`.
-        area_weights: `(h,)`; their mean over the globe is 1.
+        area_weights: `(h,)` or `(h, W)`; their mean over the globe is 1.
         points: points that count: those with values, without the rim of a region; None: all.
         initial_times: the split contains all input states of each and all steps to the longest
             lead time.
@@ -122,7 +121,7 @@ class HeldOutData:
         self.lead_steps = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_offsets(frames, config.data.step_hours)
-        self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
+        self.area_weights = torch.as_tensor(prepared.store.grid.weights[rows]).to(like)
         self.points = ValidPoints.of(prepared.store.scored_mask(rows), like)
         self._nonlinear_channels = nonlinear_channels(prepared)
         self._static = self.normaliser.normalise_static(prepared.store.read_static(rows))
@@ -263,10 +262,12 @@ class LastLeadAccumulator:
         points = held_out.points
         self._spectra = ZonalSpectra(
             (len(SPECTRA_SOURCES), len(self.spectra_channels)),
-            latitude_band_weights(store.latitude)[:, rows].to(like.device),
+            latitude_band_weights(store.grid)[:, rows].to(like.device),
             # A copy, because torch takes no view with a negative stride, as latitudes of a flipped
             # store are.
-            torch.as_tensor(store.latitude[rows].copy(), device=like.device),
+            torch.as_tensor(
+                store.latitude[rows].reshape(len(like), -1)[:, 0].copy(), device=like.device
+            ),
             store.grid[1],
             None if points is None else ValidPoints(points.valid[self.spectra_channels]),
         )

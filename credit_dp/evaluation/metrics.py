@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.data.grid import row_weights
-from credit_dp.data.valid_points import ValidPoints
+from credit_dp.data.grid import Grid
+from credit_dp.data.valid_points import ValidPoints, weighted_sum
 from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
 
@@ -54,7 +54,7 @@ class AreaMean(Accumulator):
 
     Args:
         shape: dims of the sums, for instance (sources, leads, channels).
-        rows: area weight of each local row, `(h,)`; only their ratios matter.
+        rows: area weight of each local row, `(h,)`, or point, `(h, W)`; only ratios matter.
         points: points with values; None: all points have values.
     """
 
@@ -71,7 +71,7 @@ class AreaMean(Accumulator):
         """Add values `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         self.sums[index] += weighted_sums(values, self.rows, self.points).sum(dim=0)
         if self.points is None:
-            self.weights[index] += len(values) * values.shape[-1] * self.rows.sum()
+            self.weights[index] += len(values) * values.shape[-1] * row_sum(self.rows)
         else:
             self.weights[index] += len(values) * self.points.weight(self.rows)
 
@@ -86,10 +86,15 @@ class AreaMean(Accumulator):
 
 
 def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
-    """Return the sum of `(..., C, h, W)` weighted by row with `(h,)`: `(..., C)`, float64."""
+    """Return the sum of `(..., C, h, W)` weighted with `(h,)` or `(h, W)`: `(..., C)`, float64."""
     if points is not None:
         values = points.zero_invalid(values)
-    return values.double().sum(dim=-1) @ rows
+    return weighted_sum(values.double(), rows)
+
+
+def row_sum(weights: Tensor) -> Tensor:
+    """Return the sum of weights of rows, `(h,)`, or of the means of rows of points, `(h, W)`."""
+    return weights.sum() / (weights.shape[1] if weights.ndim == 2 else 1)
 
 
 class MeanOfPoints(Accumulator):
@@ -152,7 +157,7 @@ class MeanOverInitialTimes(Accumulator):
         kinds: number of sums per initial time.
         shape: dims of the result, for instance (sources, leads, channels).
         samples: number of initial times of all ranks together, until `fold` or `result`.
-        rows: area weight of each local row, `(h,)`; only their ratios matter.
+        rows: area weight of each local row, `(h,)`, or point, `(h, W)`; only ratios matter.
         points: points with values; None: all points have values.
     """
 
@@ -360,7 +365,7 @@ class EnergyScore(MeanOverInitialTimes):
         """Return the scores; see `MeanOverInitialTimes`."""
         # `add` divides by the number of columns, which a rank without samples would not know.
         if self.points is None:
-            weight = self.rows.sum().reshape(1)
+            weight = row_sum(self.rows).reshape(1)
         else:
             weight = self.points.weight(self.rows) / self.points.columns
         weight = manager.transport.all_reduce(weight)
@@ -405,12 +410,15 @@ class RankHistogram(Accumulator):
         share = 1 / (ties + 1).double()
         if self._points is not None:
             share = self._points.zero_invalid(share)
+        rows = self._rows
+        if rows.ndim == 2:
+            share, rows = share * rows, torch.ones_like(rows[:, 0])
         # Along the columns first: `(B, ..., C, h, M + 1)` counts.
         counts = share.new_zeros(*share.shape[:-1], self.sums.shape[-1])
         for tie in range(int(ties.max()) + 1):
             part = torch.where(ties >= tie, share, 0)
             counts.scatter_add_(-1, (lowest + tie).clamp(max=self.sums.shape[-1] - 1), part)
-        self.sums[index] += torch.einsum("b...hr,h->...r", counts, self._rows)
+        self.sums[index] += torch.einsum("b...hr,h->...r", counts, rows)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
         """Return the frequency of each rank, `shape + (M + 1,)`, which sum to 1; collective."""
@@ -425,13 +433,17 @@ LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 
 
-def latitude_band_weights(latitude: NDArray[np.float64]) -> Tensor:
+def latitude_band_weights(grid: Grid) -> Tensor:
     """Return area weights of all rows, zero outside each of the K `LATITUDE_BANDS`, in float64.
 
+    On a region they are all zero: its rows are no circles, which have zonal wavenumbers.
+
     Shapes:
-        `(H,)` -> `(K, H)`.
+        -> `(K, H)`.
     """
-    weights = row_weights(latitude)
+    if not grid.is_global:
+        return torch.zeros(len(LATITUDE_BANDS), grid[0], dtype=torch.float64)
+    latitude, weights = grid.latitude, grid.weights
     inside = [(latitude >= south) & (latitude <= north) for south, north in LATITUDE_BANDS.values()]
     return torch.from_numpy(np.stack(inside) * weights)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import GLOBAL, REGIONS, check_regions, row_weights
+from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
@@ -169,7 +169,8 @@ class RegionPoints:
 
     Attributes:
         rows, columns: their indices.
-        weights: area weights of these rows, `(h,)`; those of the globe, as in WeatherBench 2.
+        weights: area weights of these rows, `(h,)`, or, on a projection, points, `(h, W)`; those
+            of the whole grid, as in WeatherBench 2.
     """
 
     rows: Indexer
@@ -183,6 +184,14 @@ class RegionPoints:
         Raises:
             UserError: the grid has no point in it.
         """
+        if name == GLOBAL:  # the whole grid
+            everything = slice(None)
+            return cls(everything, everything, torch.from_numpy(truth.grid.weights))
+        if truth.grid.is_projected:
+            raise UserError(
+                f"regions: needs rows of latitude, but {truth.source.where} is on a projection. "
+                f"Leave {name} out."
+            )
         region = REGIONS[name]
         rows = region.rows(truth.latitude)
         columns = region.columns(truth.longitude)
@@ -191,7 +200,7 @@ class RegionPoints:
                 f"{truth.source.where}: its grid of {truth.grid[0]} x {truth.grid[1]} points has "
                 f"none in {name}. Change regions."
             )
-        weights = torch.from_numpy(row_weights(truth.latitude)[rows])
+        weights = torch.from_numpy(truth.grid.weights[rows])
         return cls(to_indexer(rows), to_indexer(columns), weights)
 
     def select(self, fields: Tensor) -> Tensor:
@@ -232,8 +241,8 @@ class GridGeometry:
         check_regions(regions)
         return cls(
             {name: RegionPoints.of(name, truth) for name in dict.fromkeys([GLOBAL, *regions])},
-            latitude_band_weights(truth.latitude),
-            torch.from_numpy(truth.latitude.copy()),
+            latitude_band_weights(truth.grid),
+            torch.from_numpy(truth.latitude.reshape(truth.grid[0], -1)[:, 0].copy()),
             truth.grid[1],
         )
 

@@ -240,6 +240,11 @@ class ModelMetadata:
                 "the rim of its region at each step, which a model without data can't get. Use "
                 "`credit-dp forecast` with boundary=."
             )
+        if "shape" in data.get("fields", {}):
+            raise UserError(
+                f"{where}: is of a grid on a projection, which exported models can't have. Use "
+                "`credit-dp forecast` with the checkpoint."
+            )
         try:
             return cls(
                 kind=data["model"]["kind"],

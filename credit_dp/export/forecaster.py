@@ -20,6 +20,7 @@ from credit_dp.config.model import FIXER_KEYS, MODELS
 from credit_dp.data.calendar import Calendar, are_dates, calendar_of, decode_dates
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import row_weights
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
@@ -360,7 +361,7 @@ def _build_fixers(trained: TrainedModel) -> Fixers | None:
     )
     latitude = np.array(metadata.latitude)
     rows, columns = metadata.grid
-    mean = GlobalMean(latitude, slice(0, rows), columns, SingleRankTransport())
+    mean = GlobalMean(row_weights(latitude), slice(0, rows), columns, SingleRankTransport())
     return build_fixers(ModelConfig(**keys), channels, mean, metadata.step_hours)
 
 

@@ -65,7 +65,7 @@ class GlobalMean(nn.Module):
     """The mean over the globe, weighted by area, of fields of which each rank has some rows.
 
     Args:
-        latitude: of all rows, in degrees.
+        weights: areas of all rows, with mean 1.
         rows: this rank's band.
         columns: number of columns.
         transport: connects the ranks of the domain.
@@ -74,11 +74,11 @@ class GlobalMean(nn.Module):
     weights: Tensor
 
     def __init__(
-        self, latitude: NDArray[np.float64], rows: slice, columns: int, transport: Transport
+        self, weights: NDArray[np.float64], rows: slice, columns: int, transport: Transport
     ) -> None:
         super().__init__()
-        weights = row_weights(latitude)[rows] / (len(latitude) * columns)
-        self.register_buffer("weights", torch.from_numpy(weights.copy()), persistent=False)
+        shares = weights[rows] / (len(weights) * columns)
+        self.register_buffer("weights", torch.from_numpy(shares.copy()), persistent=False)
         self.transport = transport
 
     def forward(self, *fields: Tensor) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ def count_fixer_memory(
     samples, rows, columns = shape
     # As a rank that has no others: a mean that it receives is of the same size.
     latitude = np.linspace(90.0, -90.0, rows + 1)
-    mean = GlobalMean(latitude, slice(0, rows), columns, SingleRankTransport())
+    mean = GlobalMean(row_weights(latitude), slice(0, rows), columns, SingleRankTransport())
     fixers = build_fixers(config, channels, mean, step_hours)
     if fixers is None:
         return FixerMemory()
@@ -361,6 +361,9 @@ def fixers_of_run(
     if not config.fixers:
         return None
     store = data.store
+    if has_budgets(config):
+        remedy = "Leave the fixers of budgets out of model.fixers."
+        store.grid.check_global("model.fixers", remedy)
     rows = manager.rows(store.grid[0])
     hybrid: Hybrid = {}
     if has_budgets(config):
@@ -371,7 +374,7 @@ def fixers_of_run(
     channels = PhysicalChannels(
         store.channels.output_channels, store.config.variables, data.statistics, hybrid, ground
     )
-    mean = GlobalMean(store.latitude, rows, store.grid[1], manager.transport)
+    mean = GlobalMean(store.grid.weights, rows, store.grid[1], manager.transport)
     fixers = build_fixers(config, channels, mean, store.config.step_hours)
     return None if fixers is None else fixers.to(device)
 

@@ -191,7 +191,7 @@ def build_forecast_step_and_loss(
     scored = ValidPoints.of(store.scored_mask(rows), like, manager.transport.all_reduce)
     pressures = pressures_of(store) if config.loss.level_weight else None
     loss = build_loss(
-        config.loss, store.channels, store.latitude, rows, scale, scored, manager, pressures
+        config.loss, store.channels, store.grid, rows, scale, scored, manager, pressures
     )
     step = build_forecast_step(
         config.model, prepared, manager, model, normaliser, points, store.rim(rows)

@@ -84,8 +84,7 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
     return {
         "channels": [[channel.variable, channel.level] for channel in channels],
         "units": [store.shown_unit(channel.variable) for channel in channels],
-        "latitude": store.latitude.tolist(),
-        "longitude": store.longitude.tolist(),
+        **store.grid.to_json(),
         "diagnostic": len(store.channels.diagnostic),
         "variables": describe_variables(store),
         # Of model levels, for fixers, which an exported model has, too.
@@ -252,8 +251,7 @@ def calendar_of_fields(fields: DataDescription) -> Calendar:
 
 def grid_of_fields(fields: DataDescription) -> Grid:
     """Return the grid of what `describe_fields` returned."""
-    latitude, longitude = (np.array(fields[name], float) for name in ("latitude", "longitude"))
-    return Grid(latitude, longitude)
+    return Grid.from_json(fields)
 
 
 def differing_model_keys(saved: DataDescription, current: DataDescription) -> DataDescription:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import LossConfig
+from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
@@ -34,8 +35,8 @@ FLOOR = 1e-8
 
 def build_field_errors(
     config: LossConfig,
-    latitude: Vector,
-    row_weights: Vector,
+    grid: Grid,
+    weights: Vector,
     channels: Tensor,
     manager: DomainParallelManager,
     points: ValidPoints | None,
@@ -44,8 +45,8 @@ def build_field_errors(
 
     Args:
         config: of the loss.
-        latitude: of all rows of the globe, in degrees.
-        row_weights: of all rows of the globe, with mean 1.
+        grid: of all ranks together.
+        weights: of all rows of the grid, `(H,)`, or of all points, `(H, W)`, with mean 1.
         channels: weight of each channel, `(C,)`, with the loss's device and dtype.
         manager: knows the band of this rank.
         points: the points with values, if not all have values.
@@ -55,13 +56,14 @@ def build_field_errors(
     """
     errors: list[FieldError] = []
     if config.gradient:
-        weights = torch.as_tensor(row_weights).to(channels)
-        errors.append(GradientError(weights, config.gradient * channels, manager, points))
+        areas = torch.as_tensor(weights).to(channels)
+        by_channel = config.gradient * channels
+        errors.append(GradientError(areas, by_channel, manager, points, circular=grid.is_global))
     if config.sphere_spectrum:
-        rows = manager.rows(len(latitude))
-        table = SphereTable(latitude, rows, manager.transport, channels)
-        weights = config.sphere_spectrum * channels / manager.domain_world_size
-        errors.append(SphereError(table, weights, coherence=config.sphere_error == "amse"))
+        rows = manager.rows(grid[0])
+        table = SphereTable(grid.latitude, rows, manager.transport, channels)
+        shares = config.sphere_spectrum * channels / manager.domain_world_size
+        errors.append(SphereError(table, shares, coherence=config.sphere_error == "amse"))
     return errors
 
 
@@ -71,13 +73,15 @@ class GradientError:
 
     The sum over both directions of `(d(next) - d)^2`, with `d` the forecast minus the truth,
     weighted by area and divided by the number of points. A difference along latitude has the mean
-    weight of its two rows. Differences to points without values do not count.
+    weight of its two rows. Differences to points without values, or beyond the last column of a
+    region, do not count.
 
     Args:
-        rows: weights of all rows of the globe, `(H,)`, with mean 1.
+        rows: weights of all rows of the grid, `(H,)`, or of all points, `(H, W)`, with mean 1.
         channels: weight of each channel, `(C,)`.
         manager: knows the band of this rank.
         points: the points of this rank with values; None: all.
+        circular: whether the first column is east of the last.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class GradientError:
         channels: Tensor,
         manager: DomainParallelManager,
         points: ValidPoints | None,
+        *,
+        circular: bool,
     ) -> None:
         height = len(rows)
         partition = manager.partition(height)
@@ -98,12 +104,12 @@ class GradientError:
         self._transport = manager.transport
         self._exchange = RowExchange(partition, needed, manager.domain_rank)
         own = needed[manager.domain_rank][0]
-        weights = rows[own.start : own.stop]
+        weights = rows[own.start : own.stop].reshape(len(range(own.start, own.stop)), -1)
         band = partition.rows(manager.domain_rank)
         self._own_rows = band.stop - band.start
         scale = channels[:, None, None] / height
-        east = weights[: self._own_rows, None] * scale  # (C, h, 1)
-        south = (weights[1:, None] + weights[:-1, None]) / 2 * scale  # (C, h or h - 1, 1)
+        east = weights[: self._own_rows] * scale  # (C, h, 1 or W)
+        south = (weights[1:] + weights[:-1]) / 2 * scale  # (C, h or h - 1, 1 or W)
         if points is not None:
             # The mask of the row south of the band is its owner's.
             valid = self._fetch(points.valid.to(rows.dtype))
@@ -111,12 +117,15 @@ class GradientError:
             east = east * own_valid * own_valid.roll(-1, -1)
             south = south * valid[:, 1:] * valid[:, :-1]
         self._east, self._south = east, south
+        self._circular = circular
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Return what each channel adds to the loss, `(C,)`; collective."""
         error = self._fetch(forecast - target)
         own = error[..., : self._own_rows, :]
         east = (own.roll(-1, -1) - own).square() * self._east
+        if not self._circular:
+            east = east[..., :-1]
         south = (error[..., 1:, :] - error[..., :-1, :]).square() * self._south
         batch, _, _, width = error.shape
         return (east.sum((0, 2, 3)) + south.sum((0, 2, 3))) / (batch * width)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from credit_dp.channel_parallel import channel_slice, channels_per_rank, rows_to_channels
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.channels import Channel, Channels, suggest_names
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
@@ -42,7 +42,8 @@ class WeightedLoss:
 
     Args:
         config: the kind of error; its weights are already part of `rows` and `channels`.
-        rows: weight of each row of this rank, `(h,)`; the weights of the globe have mean 1.
+        rows: weight of each row of this rank, `(h,)`, or of each point, `(h, W)`; those of the
+            whole grid have mean 1.
         channels: weight of each channel, `(C,)`: they sum to 1 if all points have values.
         scale: the divisor of differences, `(C, 1, 1)`.
         height: rows of the globe.
@@ -75,7 +76,7 @@ class WeightedLoss:
         self.own_channels = channel_slice(shares, self.ensemble.rank)
         self.plugin_error: Callable[[Tensor, Tensor], Tensor] | None = None  # the user's
         self.pointwise = self._pointwise(config)
-        self.weight = rows[:, None] * channels[:, None, None] / height
+        self.weight = rows.reshape(len(rows), -1) * channels[:, None, None] / height
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Return this rank's part of the weighted error of the globe and batch."""
@@ -138,7 +139,7 @@ class WeightedLoss:
 def build_loss(
     config: LossConfig,
     channels: Channels,
-    latitude: NDArray[np.float64],
+    grid: Grid,
     rows: slice,
     scale: Tensor,
     points: ValidPoints | None = None,
@@ -152,7 +153,7 @@ def build_loss(
     Args:
         config: of the loss.
         channels: of the model.
-        latitude: of all rows of the globe.
+        grid: of all ranks together.
         rows: the band of this rank.
         scale: `(C, 1, 1)`, standard deviation of normalised changes over one step, 1 for
             diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
@@ -162,10 +163,13 @@ def build_loss(
 
     Raises:
         UserError: on all ranks, if `loss.variable_weight` or `loss.variable_error` names no output
-            variable, all weights are 0, a channel has no values at all, or the rows do not fit
-            `loss.sphere_spectrum`.
+            variable, all weights are 0, a channel has no values at all, the rows do not fit
+            `loss.sphere_spectrum`, or a region has a loss of spectra.
     """
-    weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
+    for key in ("spectrum", "sphere_spectrum"):
+        if getattr(config, key):
+            grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
+    weights = grid.weights if config.latitude_weight else np.ones(grid[0])
     band_weights = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
     channel_weight = channel_weights(config, channels.output_channels, pressures)
     by_channel = torch.as_tensor(channel_weight).to(scale)
@@ -175,7 +179,7 @@ def build_loss(
         check_channels_have_values(channels, valid_weight)
         # `WeightedLoss` divides by the number of all points of the globe. This factor replaces it
         # by the weight of the points with values, which differs between channels.
-        by_channel = by_channel * (len(latitude) * points.columns / valid_weight).to(scale)
+        by_channel = by_channel * (grid[0] * points.columns / valid_weight).to(scale)
     if not config.tendency:
         scale = torch.ones_like(scale)
     manager = manager or DomainParallelManager(1, 1)
@@ -184,10 +188,10 @@ def build_loss(
         band_weights.to(scale),
         by_channel,
         scale,
-        len(latitude),
+        grid[0],
         points,
         channel_errors(config, channels.output_channels),
-        build_field_errors(config, latitude, weights, by_channel, manager, points),
+        build_field_errors(config, grid, weights, by_channel, manager, points),
         manager.ensemble_transport,
     )
 

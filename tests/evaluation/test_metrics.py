@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
@@ -66,6 +66,7 @@ def test_any_mesh_finds_the_same(ranks, domain):
 
 ROWS, COLUMNS, TIMES, MEMBERS = 17, 8, 5, 4
 LATITUDE = np.linspace(90, -90, ROWS)
+GRID = Grid(LATITUDE, np.arange(8) * 45.0)
 DIMS = ("time", "member", "channel", "latitude", "longitude")
 
 
@@ -182,7 +183,7 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
     area = torch.from_numpy(row_weights(LATITUDE)[rows].copy())
     points = ValidPoints(torch.from_numpy(mask().values[:, rows].copy())) if masked else None
     shape = (2, 2)
-    bands = latitude_band_weights(LATITUDE)[:, rows]
+    bands = latitude_band_weights(GRID)[:, rows]
     latitude = torch.from_numpy(LATITUDE[rows].copy())
     scores = {
         "rmse": RootMeanSquare(shape, area, points),
@@ -306,7 +307,11 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
             "crps": FairCRPS(shape, area, points),
             "spread": EnsembleSpread(shape, area, points),
             "spectra": ZonalSpectra(
-                shape, latitude_band_weights(LATITUDE), latitude, COLUMNS, points
+                shape,
+                latitude_band_weights(GRID),
+                latitude,
+                COLUMNS,
+                points,
             ),
         }
 

@@ -148,7 +148,7 @@ def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> N
     assert last.bias == pytest.approx(error[:, last.map_channel].mean(axis=0), rel=1e-5, abs=1e-2)
     wanted = np.sqrt((error[:, last.map_channel] ** 2).mean(axis=0))
     assert last.rmse == pytest.approx(wanted, rel=1e-5)
-    north = latitude_band_weights(store.latitude).numpy()[0]
+    north = latitude_band_weights(store.grid).numpy()[0]
     circles = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(store.latitude))
     for source, fields in enumerate((forecast, truth)):
         waves = np.fft.rfft(fields[:, last.spectra_channels[1]].astype(np.float64), norm="forward")

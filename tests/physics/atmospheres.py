@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.config import Config, VariableConfig
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import row_weights
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.domain_parallel import DomainParallelManager
@@ -137,7 +138,7 @@ def physical(
 
 
 def global_mean(manager: DomainParallelManager, rows: slice, height: int = ROWS) -> GlobalMean:
-    return GlobalMean(latitude(height), rows, COLUMNS, manager.transport)
+    return GlobalMean(row_weights(latitude(height)), rows, COLUMNS, manager.transport)
 
 
 def fields(kind: str, batch: int = 2, seed: int = 0, rows: int = ROWS) -> torch.Tensor:

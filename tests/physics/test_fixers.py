@@ -1,6 +1,7 @@
 """Fixers close the budgets of the globe, in their order, on every mesh as on one process."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ from numpy.typing import NDArray
 
 from credit_dp.config import UNetConfig, has_variable
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.statistics import Statistics
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.recomputation import SavedTensors
 from credit_dp.domain_parallel.transport import SingleRankTransport
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import PhysicalChannels
-from credit_dp.physics.fixers import Fixers, build_fixers, count_fixer_memory
+from credit_dp.physics.fixers import Fixers, build_fixers, count_fixer_memory, fixers_of_run
 from credit_dp.training.forecast_step import ForecastStep
 from tests.physics import atmospheres as air
 from tests.ranks import on_threads
@@ -403,3 +404,11 @@ def test_numbers_stay_in_double_precision_if_a_model_is_cast():
 def test_bounds_of_an_unknown_variable_are_refused():
     with pytest.raises(UserError, match=r"model.bounds.wind: is no variable"):
         built("model", ("bounds",), bounds={"wind": [0, 1]})
+
+
+def test_budgets_of_a_region_are_refused():
+    grid = Grid(np.linspace(60, 40, 5), np.arange(8.0))
+    data = SimpleNamespace(store=SimpleNamespace(grid=grid))
+    config = UNetConfig(fixers=["dry_air"])
+    with pytest.raises(UserError, match=r"^model\.fixers: a global .*Leave the fixers"):
+        fixers_of_run(config, data, alone(), torch.device("cpu"))

@@ -11,7 +11,7 @@ from numpy.polynomial import legendre
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -29,6 +29,7 @@ from tests.training.runs import alone, make_config, make_store
 
 ROWS, COLUMNS = 13, 14
 LATITUDE = np.linspace(90, -90, ROWS)
+GRID = Grid(LATITUDE, np.arange(8) * 45.0)
 CHANNELS = Channels((Channel("geopotential", 500), Channel("2m_temperature")), (), ())
 SCALE = torch.tensor([0.5, 2.0], dtype=torch.float64)[:, None, None]
 DEGREES = 7  # 0 to half of the rows
@@ -56,7 +57,7 @@ def added(config: StandardLossConfig, forecast: torch.Tensor, target: torch.Tens
     """What the errors of fields add to each channel of the loss, in units of its weight."""
     none = {"spectrum": 0.0, "sphere_spectrum": 0.0, "gradient": 0.0}
     parts = [
-        build_loss(one, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+        build_loss(one, CHANNELS, GRID, slice(0, ROWS), SCALE).by_channel(forecast, target)
         for one in (config, replace(config, **none))
     ]
     share = channel_weights(config, CHANNELS.output_channels)
@@ -157,7 +158,7 @@ def test_gradients_are_differences_to_the_next_point(with_points: bool) -> None:
         build_loss(
             StandardLossConfig(gradient=weight),
             CHANNELS,
-            LATITUDE,
+            GRID,
             slice(0, ROWS),
             SCALE,
             ValidPoints(valid) if with_points else None,
@@ -171,7 +172,7 @@ def test_gradients_are_differences_to_the_next_point(with_points: bool) -> None:
 def test_each_variable_may_have_its_own_error() -> None:
     forecast, target = fields()
     own, mse, mae, huber = (
-        build_loss(config, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+        build_loss(config, CHANNELS, GRID, slice(0, ROWS), SCALE).by_channel(forecast, target)
         for config in (
             StandardLossConfig(variable_error={"2m_temperature": "huber", "geopotential": "mae"}),
             StandardLossConfig(),
@@ -181,7 +182,7 @@ def test_each_variable_may_have_its_own_error() -> None:
     )
     assert torch.equal(own, torch.stack([mae[0], huber[1]]))
     part = StandardLossConfig(variable_error={"geopotential": "mae"})
-    found = build_loss(part, CHANNELS, LATITUDE, slice(0, ROWS), SCALE).by_channel(forecast, target)
+    found = build_loss(part, CHANNELS, GRID, slice(0, ROWS), SCALE).by_channel(forecast, target)
     assert torch.equal(found, torch.stack([mae[0], mse[1]]))
 
 
@@ -196,7 +197,7 @@ def share(
         valid = masked()
         target[:, ~valid] = float("nan")
         points = ValidPoints(valid[:, rows], manager.transport.all_reduce)
-    loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points, manager)
+    loss = build_loss(config, CHANNELS, GRID, rows, SCALE, points, manager)
     own = forecast[:, :, rows].clone().requires_grad_()
     parts = loss.by_channel(own, target[:, :, rows])
     parts.sum().backward()
@@ -220,7 +221,7 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(
 
 def test_the_gradient_of_all_errors_is_right() -> None:
     forecast, target = fields()
-    loss = build_loss(EVERY, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)
+    loss = build_loss(EVERY, CHANNELS, GRID, slice(0, ROWS), SCALE)
     one = forecast[:1].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: loss(x, target[:1]), (one,))
 
@@ -228,7 +229,7 @@ def test_the_gradient_of_all_errors_is_right() -> None:
 def test_equal_fields_have_no_error_and_no_gradient() -> None:
     forecast, _ = fields()
     own = forecast.clone().requires_grad_()
-    loss = build_loss(EVERY, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)(own, forecast)
+    loss = build_loss(EVERY, CHANNELS, GRID, slice(0, ROWS), SCALE)(own, forecast)
     loss.backward()
     assert abs(loss.item()) < 1e-12
     assert own.grad is not None
@@ -282,8 +283,12 @@ def test_wrong_keys_are_refused(options: dict, said: str) -> None:
 def test_unknown_variables_and_other_rows_are_refused() -> None:
     unknown = StandardLossConfig(variable_error={"2m_temprature": "mae"})
     with pytest.raises(UserError, match=r"loss\.variable_error: .*'2m_temprature'.*2m_temperature"):
-        build_loss(unknown, CHANNELS, LATITUDE, slice(0, ROWS), SCALE)
+        build_loss(unknown, CHANNELS, GRID, slice(0, ROWS), SCALE)
     sphere = StandardLossConfig(sphere_spectrum=1.0)
-    half = np.linspace(90, 1, ROWS)
+    half = Grid(90 * np.linspace(1, -1, ROWS) ** 3, GRID.longitude)
     with pytest.raises(UserError, match=r"loss\.sphere_spectrum: needs rows that are evenly"):
         build_loss(sphere, CHANNELS, half, slice(0, ROWS), SCALE)
+    region = Grid(np.linspace(60, 20, ROWS), GRID.longitude)
+    for key in ("spectrum", "sphere_spectrum"):
+        with pytest.raises(UserError, match=rf"^loss\.{key}: a global grid .*Set loss\.{key}=0\.$"):
+            build_loss(StandardLossConfig(**{key: 1.0}), CHANNELS, region, slice(0, ROWS), SCALE)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from credit_dp.config import Config, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.grid import Grid
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
@@ -29,6 +30,7 @@ from tests.training.runs import alone, built, make_config, make_store
 
 ROWS, COLUMNS, SAMPLES = 13, 6, 4  # 13 rows: bands of 2, 3 and 4 ranks are uneven
 LATITUDE = np.linspace(90, -90, ROWS)
+GRID = Grid(LATITUDE, np.arange(8) * 45.0)
 CHANNELS = Channels((Channel("temperature", 500), Channel("sea")), (), (), (Channel("rain"),))
 SCALE = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None, None]
 # Name, weight of the spectrum, points left out, ranks along the data axis.
@@ -57,7 +59,7 @@ def gradients(manager: DomainParallelManager) -> list[Tensor]:
         points = ValidPoints(valid[:, rows], manager.transport.all_reduce) if masked else None
         kind = LogCoshConfig if name == "logcosh" else StandardLossConfig
         config = kind(name=name, spectrum=spectrum, level_weight=True, variable_weight={"sea": 3.0})
-        loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+        loss = build_loss(config, CHANNELS, GRID, rows, SCALE, points)
         theta = torch.full((2, 3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         for part, wanted in zip(x.chunk(data), target.chunk(data), strict=True):
             own = part[:, :, rows] * theta[0] + theta[1]
@@ -81,7 +83,7 @@ def test_a_mean_over_own_rows_is_off_by_the_number_of_ranks():
     config = StandardLossConfig(latitude_weight=False, level_weight=False, tendency=False)
 
     def of(rows: slice) -> tuple[Tensor, Tensor]:
-        loss = build_loss(config, CHANNELS, LATITUDE[:12], rows, SCALE)
+        loss = build_loss(config, CHANNELS, Grid(LATITUDE[:12], GRID.longitude), rows, SCALE)
         here, there = x[:, :, rows], target[:, :, rows]
         return loss(here, there), functional.mse_loss(here, there)
 

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.errors import UserError
 from credit_dp.training.loss import WeightedLoss, build_loss, channel_weights
 
 LATITUDE = np.linspace(90, -90, 13)
+GRID = Grid(LATITUDE, np.arange(8) * 45.0)
 CHANNELS = Channels(
     (
         Channel("geopotential", 500),
@@ -54,7 +55,7 @@ def test_shares_add_up_to_the_weighted_mean(name, bounds):
     parts = []
     for first, last in pairwise(bounds):
         rows = slice(first, last)
-        loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE)
+        loss = build_loss(config, CHANNELS, GRID, rows, SCALE)
         parts.append(loss(forecast[:, :, rows], target[:, :, rows]))
 
     error = pointwise(name, ((forecast - target) / SCALE).numpy())
@@ -69,7 +70,7 @@ def test_shares_add_up_to_the_weighted_mean(name, bounds):
 def test_unweighted_loss_is_the_plain_mean():
     config = StandardLossConfig(latitude_weight=False, level_weight=False)
     forecast, target = fields()
-    loss = build_loss(config, CHANNELS, LATITUDE, slice(0, 13), SCALE)(forecast, target)
+    loss = build_loss(config, CHANNELS, GRID, slice(0, 13), SCALE)(forecast, target)
     torch.testing.assert_close(loss, ((forecast - target) / SCALE).square().mean())
 
 
@@ -101,7 +102,7 @@ def test_weight_of_an_unknown_variable_is_refused_with_the_nearest_name():
 
 
 def of_globe(config: LossConfig) -> WeightedLoss:
-    return build_loss(config, CHANNELS, LATITUDE, slice(0, 13), SCALE)
+    return build_loss(config, CHANNELS, GRID, slice(0, 13), SCALE)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(config, bounds, cover
             return everywhere.weight(torch.as_tensor(area))
 
         points = None if covered is None else ValidPoints(valid[:, rows], sum_over_globe)
-        loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+        loss = build_loss(config, CHANNELS, GRID, rows, SCALE, points)
         own = forecast[:, :, rows].clone().requires_grad_()
         parts = loss.by_channel(own, target[:, :, rows])
         parts.sum().backward()
@@ -268,9 +269,9 @@ def test_a_users_loss_does_not_count_points_without_values():
     target[:, ~valid] = float("nan")
     forecast.requires_grad_()
     own = Own(error=lambda f, t: (f - t).square() + 7)  # not 0 where both are 0
-    loss = build_loss(own, CHANNELS, LATITUDE, slice(0, 13), SCALE, ValidPoints(valid))
+    loss = build_loss(own, CHANNELS, GRID, slice(0, 13), SCALE, ValidPoints(valid))
     plain = build_loss(
-        StandardLossConfig(), CHANNELS, LATITUDE, slice(0, 13), SCALE, ValidPoints(valid)
+        StandardLossConfig(), CHANNELS, GRID, slice(0, 13), SCALE, ValidPoints(valid)
     )
     value = loss(forecast, target)
     assert value.item() == pytest.approx(plain(forecast, target).item() + 7, rel=1e-12)

@@ -10,7 +10,7 @@ import torch
 
 from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.grid import row_weights
+from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.distributed.launcher import RankInfo
@@ -27,6 +27,7 @@ from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, se
 from tests.training.runs import alone, built, train_on, weights
 
 LATITUDE = np.linspace(90, -90, ROWS)
+GRID = Grid(LATITUDE, np.arange(8) * 45.0)
 CHANNELS = Channels((Channel("temperature", 500), Channel(SEA)), (), (), (Channel(SOIL),))
 SCALE = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None, None]
 
@@ -50,7 +51,7 @@ def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float
     config = StandardLossConfig(
         name=name, latitude_weight=not even, level_weight=True, variable_weight={SEA: 3.0}
     )
-    loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+    loss = build_loss(config, CHANNELS, GRID, rows, SCALE, points)
     forecast, target = fields()
     own = forecast[:, :, rows].clone().requires_grad_()
     target[:, ~valid()] = float("nan")  # whatever is there has to be left alone
@@ -93,7 +94,7 @@ def no_soil(manager: DomainParallelManager) -> str:
         build_loss(
             StandardLossConfig(),
             CHANNELS,
-            LATITUDE,
+            GRID,
             rows,
             SCALE,
             ValidPoints(points[:, rows], manager.transport.all_reduce),
@@ -112,7 +113,7 @@ def test_without_a_mask_the_loss_keeps_its_bits():
     forecast, target = fields()
     everywhere = ValidPoints(torch.ones(3, ROWS, COLUMNS, dtype=torch.bool))
     plain, masked = (
-        build_loss(StandardLossConfig(), CHANNELS, LATITUDE, slice(0, ROWS), SCALE, points)
+        build_loss(StandardLossConfig(), CHANNELS, GRID, slice(0, ROWS), SCALE, points)
         for points in (None, everywhere)
     )
     assert plain.points is None

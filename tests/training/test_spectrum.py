@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.training.loss import FLOOR, amplitudes, build_loss, spectrum_error
 
@@ -95,9 +96,8 @@ def test_gradient_of_the_whole_loss_with_points_left_out(name):
     valid[1, 0] = False  # a row without any
     config = StandardLossConfig(name=name, spectrum=0.8, huber_delta=0.5)
     scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)[:, None, None]
-    loss = build_loss(
-        config, channels, np.linspace(90, -90, 4), slice(0, 4), scale, ValidPoints(valid)
-    )
+    grid = Grid(np.linspace(90, -90, 4), np.arange(5) * 72.0)
+    loss = build_loss(config, channels, grid, slice(0, 4), scale, ValidPoints(valid))
     forecast, target = (
         torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2)
     )

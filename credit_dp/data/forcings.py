@@ -103,8 +103,8 @@ def insolation(
     same, multiplied by 3600 s.
 
     Shapes:
-        `times`: `(T,)`; `latitude`: `(rows,)`; `longitude`: `(W,)`, both in degrees ->
-        `(T, rows, W)`.
+        `times`: `(T,)`; `latitude`: `(rows,)`; `longitude`: `(W,)`, both in degrees, or both
+        `(rows, W)` -> `(T, rows, W)`.
 
     Units:
         W m-2.
@@ -113,10 +113,10 @@ def insolation(
     sun = Sun.at(mid_hour, calendar)
     noon = mid_hour.astype("datetime64[D]") + np.timedelta64(43200, "s")
     hour_angle = (mid_hour - noon).astype(np.float64) / 3600 * HOUR_ANGLE + sun.equation_of_time
-    angle = hour_angle[:, None] + np.deg2rad(longitude) - HOUR_ANGLE / 2
+    angle = hour_angle[:, None, None] + np.deg2rad(longitude) - HOUR_ANGLE / 2
     start = (angle + np.pi) % (2 * np.pi) - np.pi
-    declination = sun.declination[:, None]
-    phi = np.deg2rad(latitude)
+    declination = sun.declination[:, None, None]
+    phi = np.deg2rad(latitude.reshape(len(latitude), -1))
     constant = np.sin(phi) * np.sin(declination)
     swing = np.cos(phi) * np.cos(declination)
     # Where the sun neither rises nor sets, clipping gives a half day of pi or 0.
@@ -125,13 +125,15 @@ def insolation(
     mean = _mean_sun_height(start, constant, swing, half_day)
     # An hour that crosses local midnight may include the sunrise of the next day.
     crosses_midnight = start + HOUR_ANGLE > np.pi
-    for index in np.flatnonzero(crosses_midnight.any(axis=1)):
-        at_time = slice(index, index + 1)
-        columns = crosses_midnight[index]
-        shifted_start = start[at_time, columns] - 2 * np.pi
+    for index in np.flatnonzero(crosses_midnight.any(axis=(1, 2))):
+        # Where rows differ, the hour of some points in these columns does not cross midnight: it
+        # ends before -pi, and adds nothing.
+        columns = np.flatnonzero(crosses_midnight[index].any(axis=0))
+        of_points = columns if latitude.ndim == 2 else slice(None)
         mean[index][:, columns] += _mean_sun_height(
-            shifted_start, constant[at_time], swing[at_time], half_day[at_time]
-        )[0]
+            start[index][:, columns] - 2 * np.pi,
+            *(of[index][:, of_points] for of in (constant, swing, half_day)),
+        )
     flux = SOLAR_CONSTANT / sun.distance**2
     mean *= flux[:, None, None]
     return np.maximum(mean, 0, out=mean)
@@ -144,13 +146,12 @@ def _mean_sun_height(start: Array, constant: Array, swing: Array, half_day: Arra
     `-half_day < h < half_day`.
 
     Shapes:
-        `start`: `(T, W)` hour angles; the others `(T, rows)` -> `(T, rows, W)`.
+        all broadcast to `(T, rows, W)`; `start` is in hour angles.
     """
-    limit = half_day[:, :, None]
-    first = np.clip(start[:, None], -limit, limit)
-    last = np.clip(start[:, None] + HOUR_ANGLE, -limit, limit)
-    integral = constant[:, :, None] * (last - first)
-    integral += swing[:, :, None] * (np.sin(last) - np.sin(first))
+    first = np.clip(start, -half_day, half_day)
+    last = np.clip(start + HOUR_ANGLE, -half_day, half_day)
+    integral = constant * (last - first)
+    integral += swing * (np.sin(last) - np.sin(first))
     integral /= HOUR_ANGLE
     return integral
 
@@ -184,9 +185,10 @@ Degrees = NDArray[np.float64]
 Times = NDArray[np.datetime64]
 Values = NDArray[np.float64]
 
-# Times (T,), latitudes (rows,), longitudes (W,), calendar of the times -> (T, rows, W).
+# Times (T,), latitudes (rows,), longitudes (W,), calendar of the times -> (T, rows, W). On a
+# projection, latitudes and longitudes are (rows, W).
 Forcing = Callable[[Times, Degrees, Degrees, Calendar], Values]
-# Latitudes (rows,), longitudes (W,) -> (rows, W).
+# Latitudes (rows,), longitudes (W,), or both (rows, W) -> (rows, W).
 Static = Callable[[Degrees, Degrees], Values]
 
 
@@ -204,7 +206,7 @@ def _season_forcing(function: Callable[[Values], Values]) -> Forcing:
         times: Times, latitude: Degrees, longitude: Degrees, calendar: Calendar = STANDARD
     ) -> Values:
         values = function(2 * np.pi * year_fraction(times, calendar))
-        shape = (len(times), len(latitude), len(longitude))
+        shape = (len(times), len(latitude), longitude.shape[-1])
         return np.broadcast_to(values[:, None, None], shape)
 
     return forcing
@@ -216,17 +218,17 @@ def _local_time_forcing(function: Callable[[Values], Values]) -> Forcing:
     def forcing(
         times: Times, latitude: Degrees, longitude: Degrees, _: Calendar = STANDARD
     ) -> Values:
-        hour = day_fraction(times)[:, None] + longitude / 360
+        hour = day_fraction(times)[:, None, None] + longitude / 360
         values = function(2 * np.pi * hour)
-        return np.broadcast_to(values[:, None], (len(times), len(latitude), len(longitude)))
+        return np.broadcast_to(values, (len(times), len(latitude), longitude.shape[-1]))
 
     return forcing
 
 
 def _latitude_static(function: Callable[[Values], Values]) -> Static:
     def static(latitude: Degrees, longitude: Degrees) -> Values:
-        values = function(np.deg2rad(latitude))
-        return np.broadcast_to(values[:, None], (len(latitude), len(longitude)))
+        values = function(np.deg2rad(latitude.reshape(len(latitude), -1)))
+        return np.broadcast_to(values, (len(latitude), longitude.shape[-1]))
 
     return static
 
@@ -234,7 +236,7 @@ def _latitude_static(function: Callable[[Values], Values]) -> Static:
 def _longitude_static(function: Callable[[Values], Values]) -> Static:
     def static(latitude: Degrees, longitude: Degrees) -> Values:
         values = function(np.deg2rad(longitude))
-        return np.broadcast_to(values, (len(latitude), len(longitude)))
+        return np.broadcast_to(values, (len(latitude), longitude.shape[-1]))
 
     return static
 

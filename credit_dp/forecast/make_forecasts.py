@@ -463,7 +463,7 @@ class Perturbations:
     Args:
         seed: used together with the initial time and the member.
         latitude: of the rows, in degrees.
-        longitude: of the columns, in degrees.
+        longitude: of the columns, in degrees; on a projection, both are of all points.
         channels: number of channels of a state; each is perturbed independently.
     """
 
@@ -479,18 +479,24 @@ class Perturbations:
         random = random_stream(self._seed, hour_key(time), job.member)
         waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
         amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
-        rows = [amplitudes @ self._wave_basis(waves, latitude) for latitude in self._latitude]
+        longitudes = np.broadcast_to(
+            self._longitude, (len(self._latitude), self._longitude.shape[-1])
+        )
+        rows = [
+            amplitudes @ self._wave_basis(waves, *row)
+            for row in zip(self._latitude, longitudes, strict=True)
+        ]
         return np.stack(rows, axis=1)
 
-    def _wave_basis(self, waves: Matrix, latitude: float) -> Matrix:
+    def _wave_basis(self, waves: Matrix, latitude: Matrix, longitude: Matrix) -> Matrix:
         """Return cosines and sines of all waves on one row: `(2 * WAVE_COUNT, W)`."""
         radius = np.cos(latitude)
         # Cartesian coordinates on the unit sphere: waves are smooth across the poles.
         points = np.stack(
             [
-                radius * np.cos(self._longitude),
-                radius * np.sin(self._longitude),
-                np.full_like(self._longitude, np.sin(latitude)),
+                radius * np.cos(longitude),
+                radius * np.sin(longitude),
+                np.broadcast_to(np.sin(latitude), longitude.shape),
             ]
         )
         angles = waves @ points
@@ -535,7 +541,7 @@ class InitialStates:
         states = self.store.channels.num_states
         self._std = self.normaliser.std[:states]
         self._perturbations = Perturbations(
-            request.perturb_seed, self.store.latitude[rows], self.store.longitude, states
+            request.perturb_seed, *self.store.grid.coordinates(rows), states
         )
 
     def initial_state(self, job: ForecastJob) -> Tensor:

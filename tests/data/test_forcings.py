@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.forcings import (
     COMPUTED_FORCINGS,
     COMPUTED_STATICS,
@@ -14,6 +14,7 @@ from credit_dp.data.forcings import (
     insolation,
     year_fraction,
 )
+from tests.data.region_grids import rotated
 
 HOUR = np.timedelta64(1, "h")
 EVERYWHERE = np.linspace(90, -90, 19)
@@ -224,3 +225,19 @@ def test_the_sun_moves_on_at_the_end_of_a_calendar_s_year():
         times, _ = days_of(calendar, 1996, 4 * 366)
         declination = np.rad2deg(Sun.at(times, calendar).declination)
         assert np.abs(np.diff(declination)).max() < 0.42  # degrees in a day, at the equinoxes
+
+
+def test_points_of_a_projection_have_what_rows_and_columns_have():
+    times = np.datetime64("2001-03-05", "s") + np.arange(9) * np.timedelta64(3, "h")
+    latitude, longitude = rotated(np.arange(-20.0, 40, 7), np.arange(-30.0, 31, 5), (39.25, -162.0))
+    for name, forcing in COMPUTED_FORCINGS.items():
+        found = forcing(times, latitude, longitude, STANDARD)
+        assert found.shape == (9, *latitude.shape), name
+        for row, column in np.ndindex(latitude.shape):
+            point = np.array([latitude[row, column]]), np.array([longitude[row, column]])
+            wanted = forcing(times, *point, STANDARD)[:, 0, 0]
+            np.testing.assert_allclose(found[:, row, column], wanted, rtol=1e-12, atol=1e-15)
+    for name, static in COMPUTED_STATICS.items():
+        found = static(latitude, longitude)
+        point = latitude[3:4, 5], longitude[3:4, 5]
+        assert found[3, 5] == pytest.approx(static(*point)[0, 0], rel=1e-13), name

@@ -30,7 +30,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.units import canonical_unit, is_accumulated
 from credit_dp.errors import UserError, counted
-from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
+from credit_dp.evaluation.forecast_store import ForecastStore, column_order
 from credit_dp.evaluation.stored_climatology import (
     ClimatologyPeriod,
     ClimatologySource,
@@ -289,8 +289,7 @@ def align(
         folder = cache_folder(request.cache)
         truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
     # Rows have one order, north first, but columns may begin at any longitude.
-    check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
-    columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
+    columns = column_order(truth.grid, forecast.grid, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)
     valid_times = times[:, None] + np.append(np.timedelta64(0, "s"), forecast.lead_times[leads])
     if truth.filled_channels:
@@ -309,8 +308,7 @@ def align(
             climatology = StoredClimatology(
                 request.climatology,
                 truth.channels.output_channels,
-                truth.latitude,
-                truth.longitude,
+                truth.grid,
                 truth.calendar,
             )
     else:

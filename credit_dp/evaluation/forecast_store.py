@@ -15,13 +15,15 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     check_coordinates,
     chunk_length,
+    grid_of_lines,
     has_model_levels,
     in_dim_order,
+    projected_grid,
     standardise_dims,
     whole_number_levels,
 )
@@ -128,7 +130,7 @@ class ForecastStore:
         initial_times: `(I,)` datetime64, rising.
         lead_times: `(L,)` timedelta64, rising.
         members: number of members; 1 without an ensemble.
-        latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
+        grid: its rows from the north, its columns in the store's order.
         variables: the forecast variables by name.
         model_levels: see `VariableInfo`.
         span: timedelta64[ns], span of sums; None if the store does not state it.
@@ -155,16 +157,16 @@ class ForecastStore:
         # coordinates.
         self.model_levels = has_model_levels(dataset)
         self.span = accumulation_span(dataset, self.where)
+        grid = projected_grid(dataset)
         dataset = standardise_dims(dataset, self.where)
-        check_coordinates(dataset, self.where)
+        check_coordinates(dataset, self.where, grid=grid)
         self.initial_times: NDArray[np.datetime64] = decode_dates(dataset["time"].values)
         self.lead_times = _read_leads(dataset, self.where)
         self.set_calendar(calendar_of(dataset["time"].values))
         self.members = int(dataset.sizes.get(MEMBER_DIM, 1))
-        latitude = dataset["latitude"].values.astype(np.float64)
-        self._flipped = bool(latitude[0] < latitude[-1])
-        self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
-        self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
+        grid = grid or grid_of_lines(dataset)
+        self._flipped = grid.rises
+        self.grid = grid.flipped() if self._flipped else grid
         levels = whole_number_levels(dataset, self.where, "forecast")
         self.variables = {
             str(name): ForecastVariable(
@@ -292,6 +294,28 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
 
 
 Degrees = NDArray[np.float64]
+
+
+def column_order(expected: Grid, stored: Grid, where: str, key: str) -> NDArray[np.intp]:
+    """Return the index of the store's column at each column of the truth, `(W,)`.
+
+    Args:
+        expected: the grid of the truth.
+        stored: that of the store `where`, which was given as `key`.
+
+    Raises:
+        UserError: the grids differ in more than the order of columns.
+    """
+    if not (expected.is_projected or stored.is_projected):
+        check_same_rows(expected.latitude, stored.latitude, where, key)
+        return column_indices(expected.longitude, stored.longitude, where, key)
+    differing = stored.difference(expected)
+    if differing:
+        raise UserError(
+            f"{where}: is on another grid than the truth: it has {differing[0]}, where the truth "
+            f"has {differing[1]}. Change {key}."
+        )
+    return np.arange(expected[1])
 
 
 def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) -> None:

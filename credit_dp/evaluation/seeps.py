@@ -154,15 +154,13 @@ def _open_stored(
         return None
     try:
         heavy, dry = (
-            StoredClimatology(
-                climatology, [Channel(name)], truth.latitude, truth.longitude, truth.calendar
-            )
+            StoredClimatology(climatology, [Channel(name)], truth.grid, truth.calendar)
             for name in names
         )
     except UserError:
         # The store was opened before for the means: it lacks only these variables.
         return None
-    return StoredSeeps(heavy, dry, len(truth.latitude), dry_below, per_metre)
+    return StoredSeeps(heavy, dry, truth.grid[0], dry_below, per_metre)
 
 
 @final

@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     HORIZONTAL,
     chunk_length,
+    grid_of_lines,
     in_dim_order,
+    projected_grid,
     standardise_dims,
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Times, as_slice
 from credit_dp.errors import UserError
-from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns
+from credit_dp.evaluation.forecast_store import column_order, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name
 
 DIM_ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
@@ -52,7 +55,7 @@ class StoredClimatology:
     Args:
         where: path or address.
         channels: the channels to read, in order.
-        latitude, longitude: the grid of the truth, row 0 northernmost.
+        grid: of the truth.
         calendar: of the truth, in whose years days are counted.
 
     Raises:
@@ -65,15 +68,15 @@ class StoredClimatology:
         self,
         where: str,
         channels: Sequence[Channel],
-        latitude: NDArray[np.float64],
-        longitude: NDArray[np.float64],
+        grid: Grid,
         calendar: Calendar = STANDARD,
     ) -> None:
         self.where = redact_secrets(where)
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+        stored = projected_grid(dataset)
         dataset = standardise_dims(dataset, self.where)
         hour = ["hour"] if "hour" in dataset.dims else []
-        for dim in ("dayofyear", *HORIZONTAL, *hour):
+        for dim in ("dayofyear", *(HORIZONTAL if stored is None else ()), *hour):
             if dim not in dataset.dims or dim not in dataset.coords:
                 raise UserError(
                     f"{self.where}: a climatology needs the dims hour, dayofyear, latitude and "
@@ -85,12 +88,10 @@ class StoredClimatology:
         self._channels = tuple(channels)
         self._stored = {c: self._stored_channel(c) for c in channels}
         self._level_indices = {c: self._level_index(stored) for c, stored in self._stored.items()}
-        rows = dataset["latitude"].values.astype(np.float64)
-        self._flipped = bool(rows[0] < rows[-1])
-        check_same_rows(latitude, rows[::-1] if self._flipped else rows, self.where, "climatology")
-        self._columns = column_indices(
-            longitude, dataset["longitude"].values.astype(np.float64), self.where, "climatology"
-        )
+        stored = stored or grid_of_lines(dataset)
+        self._flipped = stored.rises
+        stored = stored.flipped() if self._flipped else stored
+        self._columns = column_order(grid, stored, self.where, "climatology")
         self._days = [int(day) for day in dataset["dayofyear"].values]
         longest = math.ceil(YEAR_LENGTHS.get(calendar.name, 366))
         if max(self._days) > longest:

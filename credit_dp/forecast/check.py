@@ -14,7 +14,12 @@ import numpy as np
 
 from credit_dp.errors import UserError, counted
 from credit_dp.files import PARTIAL_SUFFIX, partial_path
-from credit_dp.forecast.format import ForecastFormat, describe_difference, format_from_json
+from credit_dp.forecast.format import (
+    Auxiliary,
+    ForecastFormat,
+    describe_difference,
+    format_from_json,
+)
 from credit_dp.forecast.netcdf_writer import (
     StoredArray,
     open_arrays,
@@ -158,9 +163,8 @@ def _check_coordinates(
     form: ForecastFormat, part: ForecastPart, stored: Mapping[str, StoredArray]
 ) -> Iterator[str]:
     """Yield the faults of coordinates and bounds: values and attributes."""
-    coordinates = {name: (axis.values, axis.attributes) for name, axis in form.coordinates.items()}
-    coordinates |= {bounds.name: (bounds.values, {}) for bounds in form.bounds}
-    for name, (values, attributes) in coordinates.items():
+    coordinates = [Auxiliary(name, (name,), *axis) for name, axis in form.coordinates.items()]
+    for name, dims, values, attributes in (*coordinates, *form.auxiliary):
         where = f"{part.path}: {name}"
         if name not in stored:
             yield f"{where}: is missing"
@@ -170,15 +174,17 @@ def _check_coordinates(
         except UserError as error:
             yield str(error)
             continue
-        expected = values[part.slices.get(name, slice(None))]
+        expected = values[tuple(part.slices.get(dim, slice(None)) for dim in dims)]
         if actual.shape != expected.shape:
             yield f"{where}: has the shape {actual.shape}, not {expected.shape}"
         elif not np.array_equal(actual, expected):
             first = tuple(np.argwhere(actual != expected)[0])
             yield f"{where}: has {actual[first]} instead of {expected[first]}"
         for key, value in attributes.items():
-            if stored[name].attributes.get(key) != value:
-                yield f"{where}: its {key} is {stored[name].attributes.get(key)!r}, not {value!r}"
+            found = stored[name].attributes.get(key)
+            # netCDF returns lists of numbers as arrays.
+            if np.asarray(found).tolist() != value:
+                yield f"{where}: its {key} is {found!r}, not {value!r}"
 
 
 def _check_shapes(
@@ -241,7 +247,8 @@ def _check_field(
     index = writer.form.field_index(
         0 if "number" in part.slices else job.member, 0 if "time" in part.slices else job.time, lead
     )
-    stored_rows = slice(0, rows.stop - rows.start) if "latitude" in part.slices else rows
+    is_band = writer.form.horizontal_dims[0] in part.slices
+    stored_rows = slice(0, rows.stop - rows.start) if is_band else rows
     try:
         values = read_field(array, (*index, ..., stored_rows, slice(None)), where)
     except UserError as error:

@@ -16,6 +16,7 @@ from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import UNKNOWN_PROJECTION, Grid
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
 from credit_dp.errors import UserError
@@ -40,12 +41,13 @@ class Coordinate(NamedTuple):
     attributes: Attributes
 
 
-class Bounds(NamedTuple):
-    """Begin and end of a dimension's cells, `(N, 2)`; CF takes attributes from the dimension."""
+class Auxiliary(NamedTuple):
+    """Values along other dims than their name, such as bounds, and attributes."""
 
     name: str
-    dims: tuple[str, str]
+    dims: tuple[str, ...]
     values: NDArray[Any]
+    attributes: Attributes
 
 
 class OutputVariable(NamedTuple):
@@ -72,7 +74,7 @@ class ForecastFormat:
         units: by variable.
         times: initial times.
         hours: lead times.
-        latitude, longitude: in degrees.
+        grid: of the fields.
         members: members of an ensemble; 0: no dimension of members.
         summed: variables whose values are sums over the `span` hours before the valid time.
         span: in hours; 0 without such variables.
@@ -84,8 +86,7 @@ class ForecastFormat:
     units: Mapping[str, str]
     times: Times
     hours: tuple[int, ...]
-    latitude: NDArray[np.float64]
-    longitude: NDArray[np.float64]
+    grid: Grid
     members: int = 0
     summed: tuple[str, ...] = ()
     span: int = 0
@@ -108,8 +109,7 @@ class ForecastFormat:
             units=units,
             times=request.initial_times(),
             hours=request.lead_hours(store.config.step_hours),
-            latitude=store.latitude,
-            longitude=store.longitude,
+            grid=store.grid,
             members=request.members,
             summed=summed,
             # A model's sums cover one of its steps, whichever lead times are written.
@@ -122,7 +122,15 @@ class ForecastFormat:
     @property
     def height(self) -> int:
         """Return the number of rows of the globe."""
-        return len(self.latitude)
+        return self.grid[0]
+
+    @property
+    def horizontal_dims(self) -> tuple[str, str]:
+        """Return the names of the dims of rows and columns."""
+        if not self.grid.is_projected:
+            return "latitude", "longitude"
+        projection = self.grid.projection or UNKNOWN_PROJECTION
+        return projection.rows.name, projection.columns.name
 
     @property
     def levels(self) -> list[int]:
@@ -136,7 +144,7 @@ class ForecastFormat:
         for name in dict.fromkeys(channel.variable for channel in self.channels):
             indices = [i for i, channel in enumerate(self.channels) if channel.variable == name]
             level = ("level",) if self.channels[indices[0]].level is not None else ()
-            dims = (*self.leading_dims, *level, "latitude", "longitude")
+            dims = (*self.leading_dims, *level, *self.horizontal_dims)
             channels = slice(indices[0], indices[-1] + 1)  # a variable's levels are adjacent
             attributes = self._variable_attributes(name)
             variables.append(OutputVariable(name, channels, dims, attributes))
@@ -169,30 +177,47 @@ class ForecastFormat:
                 | ({"bounds": LEAD_BOUNDS} if self.summed else {}),
             ),
             "level": Coordinate(np.array(self.levels, np.int64), self._level_attributes()),
-            "latitude": Coordinate(
-                self.latitude,
-                _coordinate_attributes(
-                    "latitude", "latitude", {"units": "degrees_north", "axis": "Y"}
-                ),
-            ),
-            "longitude": Coordinate(
-                self.longitude,
-                _coordinate_attributes(
-                    "longitude", "longitude", {"units": "degrees_east", "axis": "X"}
-                ),
-            ),
+            **self._horizontal_coordinates(),
         }
         # Without members or levels their coordinates are empty.
         return {name: axis for name, axis in coordinates.items() if len(axis.values)}
 
+    def _horizontal_coordinates(self) -> dict[str, Coordinate]:
+        """Return the coordinates of rows and columns: degrees, or the axes of a projection."""
+        if not self.grid.is_projected:
+            return {
+                name: Coordinate(getattr(self.grid, name), DEGREES[name] | {"axis": axis})
+                for name, axis in (("latitude", "Y"), ("longitude", "X"))
+            }
+        projection = self.grid.projection or UNKNOWN_PROJECTION
+        return {
+            axis.name: Coordinate(axis.values, dict(axis.attributes))
+            if len(axis.values)
+            else Coordinate(np.arange(size), {"long_name": f"number of the {name}"})
+            for axis, size, name in zip(
+                (projection.rows, projection.columns), self.grid, ("row", "column"), strict=True
+            )
+        }
+
     @property
-    def bounds(self) -> tuple[Bounds, ...]:
-        """Return the bounds of the lead times if there are sums, which cover the span between."""
-        if not self.summed:
-            return ()
-        hours = np.array(self.hours, np.int64)
-        values = np.stack([hours - self.span, hours], axis=1)
-        return (Bounds(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values),)
+    def auxiliary(self) -> tuple[Auxiliary, ...]:
+        """Return what else the file has: bounds of sums, and of projections what CF needs."""
+        others = []
+        if self.summed:  # they cover the span between
+            hours = np.array(self.hours, np.int64)
+            values = np.stack([hours - self.span, hours], axis=1)
+            # CF takes the attributes of bounds from the dimension.
+            others.append(Auxiliary(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values, {}))
+        if self.grid.is_projected:
+            others += [
+                Auxiliary(name, self.horizontal_dims, getattr(self.grid, name), DEGREES[name])
+                for name in ("latitude", "longitude")
+            ]
+            projection = self.grid.projection or UNKNOWN_PROJECTION
+            if projection.name:
+                attributes = dict(projection.attributes)
+                others.append(Auxiliary(projection.name, (), np.array(0, np.int32), attributes))
+        return tuple(others)
 
     def shape(self, variable: OutputVariable) -> tuple[int, ...]:
         """Return the sizes of a variable's dims."""
@@ -218,6 +243,16 @@ class ForecastFormat:
             # CF 1.11: tells a temperature from a difference of temperatures, also in kelvin.
             **({"units_metadata": "temperature: on_scale"} if unit == "K" else {}),
             **self._cell_methods(name),
+            **self._projection_attributes(),
+        }
+
+    def _projection_attributes(self) -> Attributes:
+        if not self.grid.is_projected:
+            return {}
+        name = (self.grid.projection or UNKNOWN_PROJECTION).name
+        return {
+            "coordinates": "latitude longitude",
+            **({"grid_mapping": name} if name else {}),
         }
 
     def _cell_methods(self, name: str) -> Attributes:
@@ -237,6 +272,11 @@ def _coordinate_attributes(
 ) -> Attributes:
     return {"standard_name": standard_name, "long_name": long_name, **others}
 
+
+DEGREES: Mapping[str, Attributes] = {
+    "latitude": _coordinate_attributes("latitude", "latitude", {"units": "degrees_north"}),
+    "longitude": _coordinate_attributes("longitude", "longitude", {"units": "degrees_east"}),
+}
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
@@ -308,8 +348,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
         "units": dict(form.units),
         "times": [form.calendar.text(time, "h") for time in form.times],
         "hours": list(form.hours),
-        "latitude": form.latitude.tolist(),
-        "longitude": form.longitude.tolist(),
+        **form.grid.to_json(),
         "members": form.members,
         "summed": list(form.summed),
         "span": form.span,
@@ -332,8 +371,7 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
             units=dict(settings["units"]),
             times=np.array(times, calendar.dtype),
             hours=tuple(map(int, settings["hours"])),
-            latitude=np.array(settings["latitude"], float),
-            longitude=np.array(settings["longitude"], float),
+            grid=Grid.from_json(settings),
             members=int(settings["members"]),
             # Missing in forecasts of earlier versions.
             summed=tuple(settings.get("summed", ())),

@@ -11,6 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.grid import Grid, turns
 from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
     GribFile,
@@ -50,6 +51,11 @@ class GribWriter(FileWriter):
         Raises:
             UserError: names the variables, or the problem of the grid.
         """
+        if self.form.grid.is_projected:
+            raise UserError(
+                "format: GRIB is written on grids of latitudes and longitudes, not on projections. "
+                "Use format=zarr or netcdf."
+            )
         load_eccodes("format")
         names = [
             channel.name
@@ -62,8 +68,8 @@ class GribWriter(FileWriter):
             )
         for channel in self.form.channels:
             self._conversion(channel.variable, channel.level)
-        for axis, values in (("latitude", self.form.latitude), ("longitude", self.form.longitude)):
-            steps = np.diff(values)
+        for axis in ("latitude", "longitude"):
+            steps = turns(getattr(self.form.grid, axis))
             if np.abs(steps - steps.mean()).max(initial=0) > 1e-3 * abs(steps.mean()):
                 raise UserError(
                     f"format: GRIB needs a grid of equal steps, but those of {axis} are "
@@ -90,8 +96,7 @@ class GribWriter(FileWriter):
             "units": {},
             "times": [str(time) for time in np.unique([x.initial for x in messages])],
             "hours": sorted({message.hours for message in messages}),
-            "latitude": latitude.tolist(),
-            "longitude": longitude.tolist(),
+            **Grid(latitude, longitude).to_json(),
             "members": members if members > 1 else 0,
         }
 
@@ -230,20 +235,22 @@ class GribWriter(FileWriter):
             **(span if is_sum else {"step": hours}),
             "typeOfLevel": kind,
             "level": code.level if code.level_type else level,
-            **_grid_keys(self.form.latitude, self.form.longitude),
+            **_grid_keys(self.form.grid),
             "bitsPerValue": BITS_PER_VALUE,
         }
 
 
-def _grid_keys(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> dict[str, Any]:
+def _grid_keys(grid: Grid) -> dict[str, Any]:
     """Return the keys of a grid of equal steps, from north to south."""
-    keys: dict[str, Any] = {"Ni": len(longitude), "Nj": len(latitude)}
-    eastward = longitude[-1] > longitude[0]
+    latitude, longitude = grid.latitude, grid.longitude
+    keys: dict[str, Any] = {"Ni": grid[1], "Nj": grid[0]}
+    eastward = turns(longitude)[0] > 0
     keys |= {"iScansNegatively": int(not eastward), "jScansPositively": 0}
     for axis, name, values in (("i", "longitude", longitude % 360), ("j", "latitude", latitude)):
         for end, value in (("First", values[0]), ("Last", values[-1])):
             keys[f"{name}Of{end}GridPoint"] = round(value * MICRODEGREES)
-        step = abs(latitude[1] - latitude[0]) if axis == "j" else 360 / len(longitude)
+        steps = turns(longitude if axis == "i" else latitude)
+        step = 360 / grid[1] if axis == "i" and grid.is_global else np.abs(steps).mean()
         # A step that is no whole number of microdegrees is left out: readers divide the distance
         # between the first and the last point.
         exact = abs(step * MICRODEGREES - round(step * MICRODEGREES)) < 1e-3

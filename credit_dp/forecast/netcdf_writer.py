@@ -130,7 +130,7 @@ class NetcdfWriter(ForecastWriter):
             for rows in self.bands(path):
                 file = path / self._file_name(job, rows)
                 if file.exists():
-                    yield ForecastPart(file, _file_slices(job, rows), [job], [rows])
+                    yield ForecastPart(file, self._file_slices(job, rows), [job], [rows])
 
     def create(self, path: Path, bands: RowPartition) -> None:
         """See `ForecastWriter`."""
@@ -162,10 +162,18 @@ class NetcdfWriter(ForecastWriter):
         time = self.form.calendar.text(self.form.times[job.time], "h")
         return f"{time}{member}_rows-{rows.start:04d}-{rows.stop - 1:04d}.nc"
 
+    def _file_slices(self, job: ForecastJob, rows: slice) -> dict[str, slice]:
+        """Return the part of each dimension that the file of a forecast contains."""
+        return {
+            "number": slice(job.member, job.member + 1),
+            "time": slice(job.time, job.time + 1),
+            self.form.horizontal_dims[0]: rows,
+        }
+
     def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
         """Create the temporary file of a forecast, without its fields."""
         path = partial_path(self.partial / self._file_name(job, rows))
-        return create_file(path, self.form, self.settings, _file_slices(job, rows))
+        return create_file(path, self.form, self.settings, self._file_slices(job, rows))
 
 
 @final
@@ -194,15 +202,6 @@ class NetcdfFileWriter(FileWriter):
                     file[variable.name][index] = read_field(stored[variable.name], index, where)
 
 
-def _file_slices(job: ForecastJob, rows: slice) -> dict[str, slice]:
-    """Return the part of each dimension that the file of a forecast contains."""
-    return {
-        "number": slice(job.member, job.member + 1),
-        "time": slice(job.time, job.time + 1),
-        "latitude": rows,
-    }
-
-
 def create_file(
     path: Path,
     form: ForecastFormat,
@@ -218,7 +217,7 @@ def create_file(
         levels_apart: whether each level is a chunk of its own.
     """
     file = netCDF4.Dataset(path, "w", format="NETCDF4")
-    rows = parts.get("latitude", slice(0, form.height))
+    rows = parts.get(form.horizontal_dims[0], slice(0, form.height))
     file.setncatts(global_attributes(settings))
     file.setncattr(ROWS_ATTRIBUTE, np.array([rows.start, rows.stop, form.height], np.int32))
     for name, coordinate in form.coordinates.items():
@@ -227,10 +226,14 @@ def create_file(
         array = file.createVariable(name, values.dtype, (name,))
         array.setncatts(coordinate.attributes)
         array[:] = values
-    for bounds in form.bounds:
-        file.createDimension(bounds.dims[1], 2)
-        array = file.createVariable(bounds.name, bounds.values.dtype, bounds.dims)
-        array[:] = bounds.values
+    for name, dims, values, attributes in form.auxiliary:
+        part = values[tuple(parts.get(dim, slice(None)) for dim in dims)]
+        for dim, size in zip(dims, part.shape, strict=True):
+            if dim not in file.dimensions:
+                file.createDimension(dim, size)
+        array = file.createVariable(name, part.dtype, dims)
+        array.setncatts(attributes)
+        array[...] = part
     for variable in form.variables:
         _create_variable(
             file, variable, len(form.leading_dims) + (levels_apart and variable.on_levels)

@@ -77,6 +77,8 @@ def _open_band(path: Path) -> Band:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path}: can't be read as netCDF ({reason}).") from error
     dim = next((name for name in LATITUDE_NAMES if name in data.dims and name in data.coords), None)
+    if dim is None and "latitude" in data.coords and data["latitude"].ndim == 2:
+        dim = str(data["latitude"].dims[0])  # of a projection, which has its own axis
     if dim is None:
         raise UserError(f"{path}: has no coordinate latitude to join it by.")
     latitude = data[dim].values

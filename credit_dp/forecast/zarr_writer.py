@@ -127,8 +127,8 @@ class ZarrWriter(ForecastWriter):
             self._create_array(group, variable, rows)
         for name, coordinate in self.form.coordinates.items():
             _create_unchunked(group, name, (name,), *coordinate)
-        for bounds in self.form.bounds:
-            _create_unchunked(group, *bounds, {})
+        for other in self.form.auxiliary:
+            _create_unchunked(group, *other)
         # Zarr warns that its specification does not have consolidated metadata; readers know it.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ZarrUserWarning)
@@ -285,7 +285,7 @@ def _create_unchunked(
     """Create an array with its values in one chunk."""
     group.create_array(
         name,
-        data=np.ascontiguousarray(values),
+        data=np.asarray(values, order="C"),
         chunks=values.shape,
         compressors=(Crc32cCodec(),),
         dimension_names=dims,

@@ -12,6 +12,7 @@ from zarr.storage import LocalStore
 
 from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.source import Times
 from credit_dp.data.sources.storage import CountingStore
 from credit_dp.errors import UserError
@@ -206,17 +207,15 @@ def test_a_climatology_is_read_across_the_end_of_a_year(tmp_path: Path) -> None:
         },
     )
     path = write(data, tmp_path / "c.zarr", {"dayofyear": 30})
-    latitude, longitude = data["latitude"].values, data["longitude"].values
-    found = StoredClimatology(str(path), [Channel("2m_temperature")], latitude, longitude)
+    grid = Grid(data["latitude"].values, data["longitude"].values)
+    found = StoredClimatology(str(path), [Channel("2m_temperature")], grid)
     times = np.array(["2000-12-30T12", "2000-12-31", "2001-01-01", "2001-12-31T12"], "M8[ns]")
     assert (np.diff(found.chunk_numbers(times)) > 0).tolist() == [False, True, True]
     fields = found.fields(times, slice(0, 1), slice(1, 3))
     wanted = [values[0, 364], values[1, 365], values[1, 0], values[0, 364]]
     assert np.array_equal(fields[:, 0], np.stack(wanted)[:, 1:3])
     with pytest.raises(UserError, match="has a day 366 of the year, but years of the 360_day"):
-        StoredClimatology(
-            str(path), [Channel("2m_temperature")], latitude, longitude, Calendar("360_day")
-        )
+        StoredClimatology(str(path), [Channel("2m_temperature")], grid, Calendar("360_day"))
 
 
 def test_small_fields_are_computed_by_one_thread() -> None:

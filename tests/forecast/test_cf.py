@@ -12,6 +12,7 @@ import xarray as xr
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.units import ACCUMULATED, KNOWN_VARIABLES, canonical_unit
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
@@ -60,10 +61,10 @@ def form(
     channels = (*levels, *map(Channel, ("2m_temperature", "total_precipitation")))
     units = {channel.variable: KNOWN_VARIABLES[channel.variable].unit for channel in channels}
     times = np.array(["2000-01-01", "2000-01-02"], "M8[ns]")
-    grid = (np.linspace(90, -90, 5), np.arange(0.0, 360, 45))
+    grid = Grid(np.linspace(90, -90, 5), np.arange(0.0, 360, 45))
     span = 6 if summed else 0
     return ForecastFormat(
-        channels, units, times, (12, 24), *grid, members, summed, span, model_levels
+        channels, units, times, (12, 24), grid, members, summed, span, model_levels
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.sources.grib_names import CODES, OTHER_NAMES
 from credit_dp.data.units import ACCUMULATED
@@ -51,8 +52,7 @@ def a_format(**changes):
         "units": {},
         "times": np.array(["2026-01-31T18"], "M8[ns]"),
         "hours": (6, 12),
-        "latitude": np.array([60.0, 0.0, -60.0]),
-        "longitude": np.array([0.0, 90.0, 180.0, 270.0]),
+        "grid": Grid(np.array([60.0, 0.0, -60.0]), np.array([0.0, 90.0, 180.0, 270.0])),
     }
     return ForecastFormat(**(parts | changes))
 
@@ -63,7 +63,7 @@ def write(form, path, fields=None):
     writer.check()
     writer.partial.mkdir()
     writer.create(writer.partial, RowPartition.balanced(form.height, 1))
-    shape = (len(form.channels), form.height, len(form.longitude))
+    shape = (len(form.channels), *form.grid)
     fields = np.zeros(shape, np.float32) if fields is None else fields
     for job in writer.jobs:
         for lead in range(len(form.hours)):
@@ -187,7 +187,7 @@ def test_units_become_those_of_the_code(tmp_path):
 @pytest.mark.parametrize("rows", [3, 7])
 def test_the_grid_is_that_of_the_fields(tmp_path, longitude, rows):
     latitude = np.linspace(90, -90, rows)
-    form = a_format(latitude=latitude, longitude=longitude, hours=(6,))
+    form = a_format(grid=Grid(latitude, longitude), hours=(6,))
     random = np.random.default_rng(0).normal(size=(2, rows, len(longitude))).astype("f4")
     path = write(form, tmp_path / "f", random)
     file = GribFile.open(path, "path")
@@ -233,7 +233,10 @@ def test_each_code_has_the_name_that_is_looked_for(tmp_path):
     [
         ({"channels": (Channel("a"), Channel("temperature"))}, "no code for a, temperature here"),
         ({"units": {"surface_pressure": "K"}}, "surface_pressure is in K, which can't be"),
-        ({"latitude": np.array([80.0, 1.0, -60.0])}, "latitude are 61 to 79 degrees"),
+        (
+            {"grid": Grid(np.array([80.0, 1.0, -60.0]), np.arange(4) * 90.0)},
+            "latitude are 61 to 79 degrees",
+        ),
     ],
 )
 def test_what_grib_has_no_form_for_is_refused(tmp_path, changes, line):

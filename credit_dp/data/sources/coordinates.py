@@ -125,6 +125,12 @@ def projected_grid(dataset: xr.Dataset) -> Grid | None:
     return Grid(latitude, longitude, Projection(mapping, _plain(attributes), rows, columns))
 
 
+def grid_of_lines(dataset: xr.Dataset) -> Grid:
+    """Return the grid of the one-dimensional coordinates of a dataset with standard dims."""
+    latitude, longitude = (dataset[dim].values.astype(np.float64) for dim in HORIZONTAL)
+    return Grid(latitude, longitude)
+
+
 def _plane_coordinates(dataset: xr.Dataset) -> dict[str, str]:
     """Return the names of two-dimensional latitudes and longitudes that fields lie along."""
     lines = find_coordinates(dataset)
@@ -150,7 +156,8 @@ def _axis(dataset: xr.Dataset, dim: str) -> Axis:
     axis = dataset.variables.get(dim)
     if axis is None or axis.dtype.kind not in "iuf":
         return Axis(dim, np.empty(0), {})
-    return Axis(dim, axis.values.astype(np.float64), _plain(axis.attrs))
+    attributes = {name: value for name, value in axis.attrs.items() if name != "bounds"}
+    return Axis(dim, axis.values.astype(np.float64), _plain(attributes))
 
 
 def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:
@@ -409,10 +416,7 @@ def check_coordinates(
         _check_time(dataset, where)
     else:
         _refuse_times_without_dates(dataset, where)
-    if grid is None:
-        latitude, longitude = (dataset[dim].values for dim in HORIZONTAL)
-        grid = Grid(latitude, longitude)
-    grid.check(where)
+    (grid or grid_of_lines(dataset)).check(where)
 
 
 def _refuse_times_without_dates(dataset: xr.Dataset, where: str) -> None:

@@ -24,7 +24,6 @@ from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from credit_dp.data.calendar import calendar_of, decode_dates
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
 from credit_dp.data.sources.address import (
     is_remote,
     local_path,
@@ -39,6 +38,7 @@ from credit_dp.data.sources.coordinates import (
     NAMES,
     check_coordinates,
     find_coordinates,
+    grid_of_lines,
     has_model_levels,
     in_dim_order,
     number_members,
@@ -372,9 +372,7 @@ class GriddedSource(Source):
         dates = dataset["time"].values if timed else np.empty(0, "M8[ns]")
         self.calendar = calendar_of(dates)
         self.times: Times = decode_dates(dates)
-        if grid is None:
-            latitude, longitude = (dataset[x].values.astype(np.float64) for x in HORIZONTAL)
-            grid = Grid(latitude, longitude)
+        grid = grid or grid_of_lines(dataset)
         self._flipped = grid.rises
         self.grid = grid.flipped() if self._flipped else grid
         bounds_by = "" if self.time_bounds is None else sums_by

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import FULL_CIRCLE
+from credit_dp.data.grid import FULL_CIRCLE, Grid
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.source import Source
 
@@ -31,12 +31,18 @@ class MapGrid:
     """The grid and coasts of a map.
 
     Shapes:
-        latitude `(H,)`, north first, and longitude `(W,)`, in degrees; coasts `(N, 2)`.
+        latitude `(H,)`, north first, and longitude `(W,)`, in degrees, or both `(H, W)`; coasts
+        `(N, 2)`.
     """
 
     latitude: np.ndarray
     longitude: np.ndarray
     coasts: Lines
+
+    @property
+    def cells(self) -> Grid:
+        """Return the grid."""
+        return Grid(self.latitude, self.longitude)
 
 
 @final
@@ -69,6 +75,8 @@ def coasts_of(source: Source) -> Lines:
     """
     if not source.title.startswith(TITLE):
         return earth_coasts()
+    if not source.grid.is_global:
+        return NO_LINES
     if LAND_MASK not in source.variables or source.variables[LAND_MASK].problem:
         return NO_LINES
     land = source.read([Channel(LAND_MASK)], slice(0, 1), slice(0, source.grid[0]))[0, 0]

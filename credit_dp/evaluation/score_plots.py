@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from credit_dp.data.grid import FULL_CIRCLE, row_edges
+from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -74,35 +74,66 @@ def draw_panel(
     draw_cells(axes, field.grid, values, colours)
     bar = axes.figure.colorbar(axes.collections[0], ax=axes, extend="both", pad=0.02)
     bar.set_label(with_unit(name, field.unit))
-    draw_edges(axes, row_edges(field.grid.latitude)[list(field.bounds)[1:-1]])
+    cells, bounds = field.grid.cells, np.array(field.bounds[1:-1], dtype=int)
+    draw_edges(axes, bounds - 0.5 if cells.is_projected else cells.row_edges[bounds])
     axes.set_title(name)
 
 
 def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourScale) -> None:
     """Draw the cells of a map `(H, W)` with coasts, and with ticks at multiples of 30 or 60.
 
-    Cells without a value are grey.
+    Cells without a value are grey. A projection is drawn in its own rows and columns, with circles
+    of latitude and meridians instead of coasts.
     """
     cmap, norm = colours
     axes.grid(visible=False)
     axes.set_facecolor(NO_VALUE)
     axes.spines[:].set_visible(True)
-    longitudes = column_edges(grid.longitude)
+    cells = grid.cells
+    if cells.is_projected:
+        longitudes, latitudes = (np.arange(size + 1) - 0.5 for size in (cells[1], cells[0]))
+    else:
+        longitudes, latitudes = column_edges(grid.longitude), cells.row_edges
     axes.pcolormesh(
         longitudes,
-        row_edges(grid.latitude),
+        latitudes,
         values,
         cmap=matplotlib.colormaps[cmap],
         norm=norm,
         rasterized=True,  # as SVG every cell would be a path of its own
     )
+    if cells.is_projected:
+        draw_graticule(axes, cells)
+        return
     label_degrees(axes)
+    west, east = sorted((longitudes[0], longitudes[-1]))
+    if not cells.is_global:
+        axes.set_xlim(west, east)
+        axes.set_ylim(*sorted((latitudes[0], latitudes[-1])))
+        draw_coasts(axes, grid.coasts)
+        return
     axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
     axes.set_ylim(-90, 90)
-    west, east = sorted((longitudes[0], longitudes[-1]))
     axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
     axes.set_xlim(west, east)
     draw_coasts(axes, grid.coasts)
+
+
+def draw_graticule(axes: Axes, cells: Grid) -> None:
+    """Draw circles of latitude and meridians over a map in rows and columns of a projection."""
+    middle, half = cells.longitude[cells[0] // 2, cells[1] // 2], FULL_CIRCLE / 2
+    around = (cells.longitude - middle + half) % FULL_CIRCLE - half
+    seam = np.abs(around) > 0.9 * half  # where longitudes jump, if the pole is on the map
+    for degrees, shift in ((cells.latitude, 0.0), (np.where(seam, np.nan, around), middle)):
+        lowest, highest = np.nanmin(degrees) + shift, np.nanmax(degrees) + shift
+        levels = [x for x in MaxNLocator(6).tick_values(lowest, highest) if lowest < x < highest]
+        lines = axes.contour(
+            degrees + shift, levels=levels, colors="black", linewidths=0.5, alpha=0.5
+        )
+        axes.clabel(lines, fmt="%g°")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.invert_yaxis()  # row 0 is in the north
 
 
 def draw_coasts(axes: Axes, lines: Lines) -> None:
@@ -127,13 +158,15 @@ def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
 
 
 def column_edges(longitude: np.ndarray) -> np.ndarray:
-    """Return the edges of evenly spaced columns once around the globe: `(W + 1,)`."""
-    # The sign of the step, also if the first two columns are on both sides of the date line.
-    half = FULL_CIRCLE / 2
-    step = longitude[1] - longitude[0] if len(longitude) > 1 else 1.0
-    turn = (step + half) % FULL_CIRCLE - half
+    """Return the edges of evenly spaced columns: `(W + 1,)`."""
+    # Steps along the circle: the first two columns may be on both sides of the date line.
+    steps = turns(longitude)
+    circle = FULL_CIRCLE / len(longitude)
+    step = float(steps.mean()) if len(steps) else circle
+    if abs(abs(step) - circle) < 1e-2 * circle:  # once around the globe
+        step = float(np.sign(step)) * circle
     columns = np.arange(len(longitude) + 1) - 0.5
-    return np.asarray(longitude[0] + np.sign(turn) * columns * FULL_CIRCLE / len(longitude))
+    return np.asarray(longitude[0] + columns * step)
 
 
 @figure_style()

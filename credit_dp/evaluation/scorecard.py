@@ -349,7 +349,7 @@ class Scorecard:
             "members": self.members,
             "initial_times": list(self.initial_times),
             "lead_hours": list(self.hours),
-            "grid": [len(self.latitude), len(self.longitude)],
+            "grid": [*self.grid.cells],
             "units": dict(zip(names, self.units, strict=True)),
         }
 

@@ -381,8 +381,9 @@ class _Run:
             self.folder.map_plot: partial(draw_map, field),
             self.folder.loss_plot: partial(draw_loss, self.folder.log),
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
-            self.folder.spectra_plot: partial(draw_spectra, scores, last),
             self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
         }
+        if field.grid.cells.is_global:  # rows of a region have no zonal wavenumbers
+            plots[self.folder.spectra_plot] = partial(draw_spectra, scores, last)
         for path, draw in plots.items():
             draw_or_warn(path.name, draw, path)

@@ -15,6 +15,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of, earth_coasts, outline
 from credit_dp.evaluation.score_plots import draw_cells, draw_coasts
 from tests.data import stores
+from tests.data.region_grids import polar_stereographic
 from tests.evaluation import forecasts
 
 
@@ -127,3 +128,22 @@ def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool
     assert (card.coasts is earth_coasts()) != simulated
     assert card.grid.coasts is card.coasts
     assert np.nanmin(card.coasts[:, 0]) == pytest.approx(67.5) if simulated else True
+
+
+def test_a_box_ends_at_its_outermost_edges():
+    grid = MapGrid(np.linspace(60, 42, 13), (170 + 1.5 * np.arange(16) + 180) % 360 - 180, NO_LINES)
+    axes = Figure().subplots()
+    draw_cells(axes, grid, np.ones((13, 16)), ("viridis", Normalize(0, 1)))
+    assert axes.get_xlim() == pytest.approx((169.25, 193.25))
+    assert axes.get_ylim() == pytest.approx((41.25, 60.75))
+
+
+def test_a_projection_with_the_pole_is_drawn_from_the_north():
+    y, x = (1e5 * (np.arange(n) - n / 2 + 0.3) for n in (12, 16))
+    latitude, longitude, _ = polar_stereographic(y[::-1], x)
+    axes = Figure().subplots()
+    grid = MapGrid(latitude, longitude, earth_coasts())
+    draw_cells(axes, grid, np.ones((12, 16)), ("viridis", Normalize(0, 1)))
+    bottom, top = axes.get_ylim()
+    assert bottom > top  # rows are counted from the north
+    assert not axes.lines  # coasts are not on the projection

@@ -124,7 +124,6 @@ class Store:
             UserError: variables, dims, units, coordinates, levels or dates don't fit the config.
         """
         store = cls(open_source(config), config)
-        store.grid.check_global(store.source.where)
         check_units(store.source, store.config)
         store.resolve_dates(needed)
         for split in SPLITS:
@@ -271,7 +270,7 @@ class Store:
             if name in stored_index:
                 fields[out_index] = stored[stored_index[name]]
             else:
-                fields[out_index] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
+                fields[out_index] = COMPUTED_STATICS[name](*self.grid.coordinates(band))
         return fields
 
     def block_reader(self, channels: Sequence[Channel], rows: slice) -> "ReadBlocks | None":
@@ -333,10 +332,8 @@ class Store:
     def computed_forcing(self, name: str, times: Times, rows: slice) -> Fields:
         """Compute a forcing that is not read, `(T, rows, W)`."""
         instants = np.asarray(times, dtype=self.calendar.dtype)
-        latitude = self.latitude[self._bounded_rows(rows)]
-        return COMPUTED_FORCINGS[name](instants, latitude, self.longitude, self.calendar).astype(
-            np.float32
-        )
+        coordinates = self.grid.coordinates(self._bounded_rows(rows))
+        return COMPUTED_FORCINGS[name](instants, *coordinates, self.calendar).astype(np.float32)
 
     def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Return where the output channels have values, `(outputs, rows, W)`; None if everywhere.

@@ -342,9 +342,10 @@ class ScoreFolder:
         files = {
             "scores.csv": card.to_csv(),
             "scores.json": card.to_json(),
-            "spectra.csv": card.spectra_csv(),
             "scorecard.html": scorecard_page(card),
         }
+        if card.grid.cells.is_global:
+            files["spectra.csv"] = card.spectra_csv()
         if card.rank_histograms is not None:
             files["rank_histograms.csv"] = card.rank_histograms_csv()
         self.write_files(files)

@@ -1,7 +1,7 @@
 """Stores of regions in the forms of their makers, with fields that move and are easy to predict.
 
 A box of ERA5 as the Climate Data Store cuts it, a Lambert grid as HRRR's in zarr, and a rotated
-pole as CORDEX's in netCDF, each with a geopotential height and a temperature of air.
+pole as CORDEX's in netCDF, each with a pressure and a temperature.
 """
 
 from pathlib import Path
@@ -18,14 +18,14 @@ KINDS = ("box", "lambert", "rotated")
 ROWS, COLUMNS = 13, 16
 
 
-def fields(latitude: Any, longitude: Any, steps: int = 24) -> dict[str, NDArray[np.float32]]:
+def fields(latitude: Any, longitude: Any, steps: int = 40) -> dict[str, NDArray[np.float32]]:
     """Waves that travel east, at latitudes and longitudes `(H, W)`: `(T, H, W)` and `(H, W)`."""
     phi, lam = np.radians(latitude), np.radians(longitude)
     hours = 6.0 * np.arange(steps)[:, None, None]
     wave = np.cos(9 * lam - hours * np.pi / 40) * np.cos(phi)
     noise = np.random.default_rng(5).normal(size=wave.shape)
     return {
-        "z": (54000 + 900 * wave - 2000 * np.sin(phi) + 9 * noise).astype("f4"),
+        "msl": (101000 + 900 * wave - 2000 * np.sin(phi) + 9 * noise).astype("f4"),
         "t2m": (285 - 20 * np.sin(phi) + 5 * np.roll(wave, 3, 0) + 0.1 * noise).astype("f4"),
         "lsm": (wave[0] > 0).astype("f4"),
     }
@@ -34,10 +34,10 @@ def fields(latitude: Any, longitude: Any, steps: int = 24) -> dict[str, NDArray[
 def projected(latitude: Any, longitude: Any, dims: tuple[Any, ...], coords: Any) -> xr.Dataset:
     """A dataset of `fields` with coordinates (y, x) along dims."""
     values = fields(latitude, longitude)
-    times = START + STEP * np.arange(len(values["z"]))
+    times = START + STEP * np.arange(len(values["msl"]))
     attrs = {"grid_mapping": "crs", "coordinates": "latitude longitude"}
-    units = {"z": "m**2 s**-2", "t2m": "K", "lsm": "1"}
-    names = {"z": "geopotential", "t2m": "2m_temperature", "lsm": "land_sea_mask"}
+    units = {"msl": "Pa", "t2m": "K", "lsm": "1"}
+    names = {"msl": "mean_sea_level_pressure", "t2m": "2m_temperature", "lsm": "land_sea_mask"}
     return xr.Dataset(
         {
             names[name]: (

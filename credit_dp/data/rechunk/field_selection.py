@@ -100,7 +100,10 @@ class SelectedFields:
         """
         source = open_source(selection.config)
         if source.grid.is_projected:
-            source.grid.check_global(source.where, "Train on the store itself.")
+            raise UserError(
+                f"{source.where}: is on a projection, which prepared stores can't have. Train on "
+                "the store itself."
+            )
         config = without_absent_statics(source, selection.config)
         return cls(source, replace(selection, config=config))
 

@@ -11,9 +11,10 @@ import xarray as xr
 from credit_dp.data.channels import Channel
 from credit_dp.data.inspection import inspect_source
 from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.data.sources.opening import open_single_source
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer
-from tests.data import region_stores
+from tests.data import anemoi_stores, region_stores, stores
 from tests.data.region_stores import KINDS, ROWS
 
 NAMES = {"box": ("latitude", "longitude"), "lambert": ("latitude", "longitude")}
@@ -30,11 +31,11 @@ def test_a_region_is_read_from_the_north_with_its_coordinates(kind: str, tmp_pat
     assert np.array_equal(source.latitude, latitude[order])
     columns = longitude if kind == "box" else longitude[order]
     assert np.array_equal(source.longitude, columns)
-    assert set(source.variables) == {"geopotential", "2m_temperature", "land_sea_mask"}
+    assert set(source.variables) == {"mean_sea_level_pressure", "2m_temperature", "land_sea_mask"}
     assert not any(variable.problem for variable in source.variables.values())
     rows = slice(2, 7)
-    read = source.read([Channel("geopotential")], slice(3, 5), rows)
-    assert np.array_equal(read[:, 0], data["geopotential"].values[3:5, order][:, rows])
+    read = source.read([Channel("mean_sea_level_pressure")], slice(3, 5), rows)
+    assert np.array_equal(read[:, 0], data["mean_sea_level_pressure"].values[3:5, order][:, rows])
     assert np.allclose(
         source.grid.weights.reshape(ROWS, -1), region_stores.areas(kind), rtol=2e-3, atol=0
     )
@@ -71,6 +72,36 @@ def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:
     assert not source.grid.is_global
     assert source.longitude[[0, -1]].tolist() == [170, -167.5]
     assert inspect_source(source, [1]).spacing == "1.5 x 1.5 degrees"
+
+
+def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:
+    data = stores.dataset(rows=12, columns=16).isel(latitude=slice(2, 9), longitude=slice(0, 5))
+    source = open_single_source(str(anemoi_stores.write(data, tmp_path / "box.zarr")))
+    assert not source.grid.is_global
+    assert np.array_equal(source.latitude, data["latitude"].values)
+    read = source.read([Channel("temperature", 850)], slice(1, 3), slice(2, 4))
+    wanted = data["temperature"].sel(level=850).values[1:3, 2:4]
+    assert np.array_equal(read[:, 0], wanted)
+
+
+def test_a_box_is_prepared_and_a_projection_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("data=zarr", "data.prognostic=[2m_temperature]", "data.static=[]", "data.levels=null")
+    for kind in ("box", "lambert"):
+        words = (
+            f"store={region_stores.write(kind, tmp_path)}",
+            f"out={tmp_path / kind}.out",
+            *keys,
+        )
+        code, _, complaints = answer(monkeypatch, "data", "prepare", *words, program="")
+        if kind == "lambert":
+            assert code == 2
+            assert "is on a projection, which prepared stores can't have. Train on" in complaints
+            break
+        assert code == 0
+        grid = open_single_source(str(tmp_path / "box.out")).grid
+        assert grid.difference(GriddedSource.open(str(tmp_path / "box.zarr")).grid) is None
 
 
 def hole(data: xr.Dataset) -> xr.Dataset:

@@ -1,0 +1,223 @@
+"""Runs on boxes and projections, from inspection to scores."""
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import cfgrib
+import numpy as np
+import pytest
+import xarray as xr
+
+import credit_dp.forecast
+from tests import commands
+from tests.data import region_stores
+from tests.data.region_stores import COLUMNS, KINDS, ROWS
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("mean_sea_level_pressure", "2m_temperature")
+DAY = np.timedelta64(24, "h")
+KEYS = (
+    "data=zarr", f"data.prognostic=[{','.join(NAMES)}]", "data.levels=null",
+    "data.static=[land_sea_mask,latitude_sin]", "data.forcing=[insolation,hour_of_day_sin]",
+    "data.batch_size=4", "model.channels=[8,16]", "model.groups=4", "loss.gradient=0.5",
+    "trainer.evaluate_hours=[6]", "trainer.dtype=float64", "device=cpu",
+    "data.dates.train=[2019-12-28,2020-01-03]", "data.dates.valid=[2020-01-04,2020-01-04]",
+    "data.dates.test=[2020-01-05,2020-01-06]",
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A folder with the store, runs on one and two ranks, and a forecast."""
+
+    folder: Path
+    store: Path
+    kind: str
+
+    def command(self, *words: str) -> str:
+        """Run a command, which has to succeed, and return what it printed."""
+        done = self.run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run(self, *words: str):
+        environment = {
+            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        return commands.run(words, self.folder, environment)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
+
+    @property
+    def data(self) -> xr.Dataset:
+        """The store's fields with its rows from the north."""
+        data = region_stores.dataset(self.kind)
+        if self.kind == "lambert":
+            data = data.isel(projection_y_coordinate=slice(None, None, -1))
+        return data
+
+    def mean(self, fields: np.ndarray) -> float:
+        """The mean over the region of `(..., H, W)`."""
+        return float((fields * region_stores.areas(self.kind)).mean())
+
+    def state(self) -> dict:
+        [state] = sorted(self.folder.glob("run1/**/state.json"))[-1:]
+        return json.loads(state.read_text())["data"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=() if x == "lambert" else pytest.mark.slow) for x in KINDS],
+)
+def trained(request, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("region")
+    made = Run(folder, region_stores.write(request.param, folder), request.param)
+    for ranks in (1, 2):
+        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
+        made.command(*made.training, *keys)
+    words = (
+        "checkpoint=run2",
+        "init=2020-01-05/2020-01-05T12/12h",
+        "lead=24h",
+        "parallel.domain=2",
+    )
+    made.command("credit-dp", "forecast", *words, "out=forecast.zarr")
+    return made
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "metrics.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_the_check_has_the_grid(trained):
+    text = trained.command(*trained.training, "--check")
+    assert f"{ROWS} x {COLUMNS} points" in text
+
+
+def test_two_ranks_have_the_log_of_one(trained):
+    one = losses(trained.folder / "run1")
+    assert losses(trained.folder / "run2") == pytest.approx(one, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_three_ranks_have_the_log_of_one(trained):
+    trained.command(*trained.training, "run.dir=run3", "parallel.domain=3", "trainer.steps=4")
+    one = losses(trained.folder / "run1")
+    assert losses(trained.folder / "run3") == pytest.approx(one, rel=1e-10)
+
+
+def test_statistics_are_those_of_the_cells(trained):
+    found = trained.state()["statistics"]
+    # Areas from the map factor differ from those of cells by the square of their width, 4e-4.
+    for index, name in enumerate(NAMES):
+        fields = trained.data[name].values[:28].astype(float)  # seven days of training
+        mean = trained.mean(fields)
+        std = np.sqrt(trained.mean((fields - mean) ** 2))
+        assert found["mean"][index] == pytest.approx(mean, abs=2e-4 * std)
+        assert found["std"][index] == pytest.approx(std, rel=2e-4)
+    land = trained.mean(trained.data["land_sea_mask"].values)
+    assert found["static_mean"][0] == pytest.approx(land, abs=1e-4)
+
+
+def test_a_run_resumes_on_another_mesh(trained):
+    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
+    trained.command(*trained.training, *keys)
+    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
+    resumed, straight = (losses(trained.folder / name)[-1] for name in ("longer", "straight"))
+    assert resumed == pytest.approx(straight, rel=1e-10)
+
+
+def test_scores_are_those_of_numpy(trained):
+    keys = (f"truth={trained.store}", "out=scores")
+    trained.command("credit-dp", "evaluate", "forecast=forecast.zarr", *keys)
+    scores = json.loads((trained.folder / "scores/scores.json").read_text())["scores"]
+    forecast = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    valid = np.searchsorted(trained.data["time"].values, forecast["time"].values + DAY)
+    for name in NAMES:
+        fields = forecast[name].sel(prediction_timedelta=DAY).values.astype(float)
+        rmse = np.sqrt(trained.mean((fields - trained.data[name].values[valid]) ** 2))
+        assert scores[name]["rmse"]["24h"]["forecast"] == pytest.approx(rmse, rel=2e-4)
+
+
+@pytest.mark.parametrize("form", ["zarr", "netcdf", "netcdf_file"])
+def test_forecasts_have_the_coordinates_of_the_store(trained, form):
+    out = "forecast.zarr"
+    if form != "zarr":
+        out = f"{form}.nc" if form == "netcdf_file" else form
+        words = ("checkpoint=run2", "init=2020-01-05", "lead=24h", f"format={form}", f"out={out}")
+        trained.command("credit-dp", "forecast", *words, "parallel.domain=2")
+    assert "complete" in trained.command("credit-dp", "forecast", "check", out)
+    path = trained.folder / out
+    if form == "netcdf":
+        found = credit_dp.forecast.open_sharded(path)
+    else:
+        found = xr.open_zarr(path) if form == "zarr" else xr.open_dataset(path)
+    names = ("latitude", "longitude")
+    if trained.kind == "rotated":
+        expected = trained.data.rename(lat="latitude", lon="longitude")
+    else:
+        expected = trained.data
+    array = found["mean_sea_level_pressure"]
+    for name in names:
+        np.testing.assert_array_equal(array[name].values, expected[name].values)
+        assert array[name].dims == expected[name].dims
+        assert array[name].attrs["standard_name"] == name
+    assert array.dims[-2:] == expected["mean_sea_level_pressure"].dims[-2:]
+    if trained.kind != "box":
+        attributes = {x: np.asarray(y).tolist() for x, y in found["crs"].attrs.items()}
+        assert attributes == expected["crs"].attrs
+        mapping = array.attrs.get("grid_mapping") or array.encoding["grid_mapping"]
+        assert mapping == "crs"
+        for dim in array.dims[-2:]:
+            np.testing.assert_array_equal(found[dim].values, expected[dim].values)
+            assert found[dim].attrs["standard_name"] == expected[dim].attrs["standard_name"]
+
+
+def test_grib_is_written_for_boxes_alone(trained):
+    keys = ("checkpoint=run2", "init=2020-01-05", "lead=24h", "format=grib", "out=f.grib")
+    done = trained.run("credit-dp", "forecast", *keys)
+    if trained.kind != "box":
+        assert done.returncode == 2
+        [line] = done.stderr.splitlines()
+        assert "format: GRIB is written on grids of latitudes and longitudes" in line
+        return
+    assert done.returncode == 0, done.stderr
+    [data] = cfgrib.open_datasets(trained.folder / "f.grib", backend_kwargs={"indexpath": ""})[:1]
+    np.testing.assert_allclose(data["latitude"], trained.data["latitude"], atol=1e-6)
+    found = (data["longitude"] + 180) % 360 - 180
+    np.testing.assert_allclose(found, trained.data["longitude"], atol=1e-6)
+    text = trained.command("credit-dp", "data", "inspect", "store=f.grib")
+    assert f"{ROWS} x {COLUMNS} region, 1.5 x 1.5 degrees" in text
+
+
+def test_a_forecast_starts_from_a_file_of_the_region(trained):
+    region_stores.dataset(trained.kind).isel(time=[34]).to_netcdf(trained.folder / "state.nc")
+    words = ("checkpoint=run2", "init_file=state.nc", "lead=24h", "out=from_file.zarr")
+    trained.command("credit-dp", "forecast", *words)
+    of_store, of_file = (
+        xr.open_zarr(trained.folder / name, decode_timedelta=True)
+        for name in ("forecast.zarr", "from_file.zarr")
+    )
+    for name in NAMES:
+        np.testing.assert_allclose(of_file[name], of_store[name].isel(time=[-1]), rtol=1e-6)
+
+
+REFUSED = {
+    "loss.spectrum=1": "loss.spectrum: a global grid is needed here, but this is a region of",
+    "loss.sphere_spectrum=1": "Set loss.sphere_spectrum=0.",
+    "trainer.shift_longitude=true": "Leave trainer.shift_longitude out.",
+    "trainer.mirror=0.5": "trainer.mirror: a global grid is needed here",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_needs_the_globe_is_one_line(trained, key):
+    done = trained.run(*trained.training, "run.dir=other", key)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert REFUSED[key] in line

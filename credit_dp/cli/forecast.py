@@ -33,6 +33,7 @@ HELP = """\
                     their time, and need not be given
   regrid=bilinear   how states of init_file come to the model's grid from another one:
                     conservative (cell means) or bilinear; by default as data.regrid
+  grid=source       write on the cells of the data, as of O96; with format=zarr or grib
   lead=240h         how far, in hours or days
   every=24h         the lead times to write; by default every step
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
@@ -74,6 +75,7 @@ FORECAST_KEYS: Mapping[str, Any] = {
     "pressure_levels": "",
     "init_file": "",
     "regrid": "",
+    "grid": "",
 }
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",

@@ -6,8 +6,9 @@ target's columns, then the rows are combined. Each target cell is the same sum, 
 whichever rows are asked for, so that bands have the same bits as the globe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, final
 
 import numpy as np
@@ -79,6 +80,11 @@ class _Band(NamedTuple):
     columns: Weights
     rows: Weights
 
+    def means(self, values: Array) -> Array:
+        """Return the weighted means of `(n,)`: `(rows, W)`."""
+        on_columns = _weighted_sum(values, self.columns.at, self.columns.weight)
+        return _weighted_sum(on_columns, self.rows.at, self.rows.weight[:, None])
+
 
 @final
 class Regridder:
@@ -126,7 +132,7 @@ class Regridder:
         shape = (*values.shape[:-1], south - north, self.grid[1])
         result = np.empty(shape, dtype=values.dtype)
         for index in np.ndindex(values.shape[:-1]):
-            result[index] = _means_of_valid(values[index].astype(np.float64), band)
+            result[index] = _means_of_valid(values[index].astype(np.float64), band.means)
         return result
 
     def _weights(self, north: int, south: int) -> _Band:
@@ -149,6 +155,46 @@ class Regridder:
         return _Band(Weights(index, weight), rows)
 
 
+@final
+class PointInterpolator:
+    """Bilinear interpolation from rows and columns to points, as `Regridder` does it.
+
+    Args:
+        grid: of the fields; it covers the globe, with its rows from the north.
+        latitudes, longitudes: of the points, `(N,)` degrees each, in any order.
+    """
+
+    def __init__(self, grid: Grid, latitudes: Array, longitudes: Array) -> None:
+        self._width = grid[1]
+        self._rows = _rows_around(grid.latitude, latitudes)
+        circle = RowLayout.of(grid)
+        step = (1 if circle.eastward else -1) * FULL_CIRCLE / self._width
+        lengths, firsts, steps = (np.array([[x]]) for x in (self._width, circle.firsts[0], step))
+        columns = _columns_around(lengths, firsts, steps, longitudes)
+        self._columns = Weights(columns.at[0], columns.weight[0])
+
+    def source_rows(self, points: slice) -> slice:
+        """Return which rows these points need."""
+        at = self._rows.at[points]
+        return slice(int(at.min()), int(at.max()) + 1) if at.size else slice(0, 0)
+
+    def __call__(self, fields: NDArray[np.floating], points: slice) -> NDArray[np.floating]:
+        """Interpolate fields one by one in float64; the result has the input's dtype.
+
+        Shapes:
+            `(C, rows, W)`, the rows of `source_rows(points)` -> `(C, n)`.
+        """
+        rows = self._rows.at[points] - self.source_rows(points).start
+        at = rows[:, :, None] * self._width + self._columns.at[points][:, None]
+        weight = self._rows.weight[points][:, :, None] * self._columns.weight[points][:, None]
+        weights = Weights(at.reshape(len(at), 4), weight.reshape(len(at), 4))
+        means = partial(_weighted_sum, index=weights.at, weight=weights.weight)
+        result = np.empty((len(fields), len(at)), dtype=fields.dtype)
+        for number, field in enumerate(fields):
+            result[number] = _means_of_valid(field.astype(np.float64).ravel(), means)
+        return result
+
+
 @lru_cache(maxsize=8)
 def regridder_to(layout: RowLayout, rows: int, columns: int, method: str) -> Regridder:
     """Return the regridder to the usual grid of a size, which files on one grid share."""
@@ -166,22 +212,16 @@ def regular_grid(rows: int, columns: int) -> Grid:
     return Grid(latitude, np.arange(columns) * FULL_CIRCLE / columns)
 
 
-def _means_of_valid(values: Array, band: _Band) -> Array:
-    """Return the weighted means of values, `(n,)`, of the valid ones where some are NaN."""
+def _means_of_valid(values: Array, means: Callable[[Array], Array]) -> Array:
+    """Return the weighted means of values, of the valid ones where some are NaN."""
     missing = np.isnan(values)
     if not missing.any():
-        return _means(values, band)
-    total = _means(np.where(missing, 0.0, values), band)
-    covered = 1 - _means(missing.astype(np.float64), band)
+        return means(values)
+    total = means(np.where(missing, 0.0, values))
+    covered = 1 - means(missing.astype(np.float64))
     # Where all values are valid, `covered` is 1 exactly: as in a band without any NaN.
     has_valid = covered > LEAST_VALID
     return np.where(has_valid, total / np.where(has_valid, covered, 1.0), np.nan)
-
-
-def _means(values: Array, band: _Band) -> Array:
-    columns, rows = band
-    on_columns = _weighted_sum(values, columns.at, columns.weight)
-    return _weighted_sum(on_columns, rows.at, rows.weight[:, None])
 
 
 def _weighted_sum(values: Array, index: NDArray[np.intp], weight: Array) -> Array:
@@ -251,5 +291,5 @@ def _rounded(position: Array) -> Array:
 
 def _pairs(first: NDArray[np.intp], second: NDArray[np.intp], share: Array) -> Weights:
     """Return weights of two values; `share` is that of the second."""
-    second = np.where(share > 0, second, first)
+    first, second = np.where(share < 1, first, second), np.where(share > 0, second, first)
     return Weights(np.stack([first, second], axis=-1), np.stack([1 - share, share], axis=-1))

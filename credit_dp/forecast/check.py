@@ -250,7 +250,7 @@ def _check_field(
     is_band = writer.form.horizontal_dims[0] in part.slices
     stored_rows = slice(0, rows.stop - rows.start) if is_band else rows
     try:
-        values = read_field(array, (*index, ..., stored_rows, slice(None)), where)
+        values = read_field(array, (*index, ..., *writer.form.selection(stored_rows)), where)
     except UserError as error:
         yield str(error)
         return

@@ -50,6 +50,13 @@ class Auxiliary(NamedTuple):
     attributes: Attributes
 
 
+class Points(NamedTuple):
+    """Degrees of cells along one dim, `(N,)` each."""
+
+    latitude: NDArray[np.float64]
+    longitude: NDArray[np.float64]
+
+
 class OutputVariable(NamedTuple):
     """One variable of a forecast, with the slice of its channels."""
 
@@ -80,6 +87,7 @@ class ForecastFormat:
         span: in hours; 0 without such variables.
         model_levels: whether levels are model levels, not pressure levels.
         calendar: of the initial times.
+        cells: of the source, on which fields are written instead; None for those of `grid`.
     """
 
     channels: tuple[Channel, ...]
@@ -92,6 +100,7 @@ class ForecastFormat:
     span: int = 0
     model_levels: bool = False
     calendar: Calendar = STANDARD
+    cells: Points | None = None
 
     @classmethod
     def of(
@@ -101,7 +110,17 @@ class ForecastFormat:
         units: Mapping[str, str],
         request: ForecastRequest,
     ) -> "ForecastFormat":
-        """Return the format of a request for channels, on the grid of a store."""
+        """Return the format of a request for channels, on the grid of a store.
+
+        Raises:
+            UserError: the store's source has no cells to write on.
+        """
+        cells = store.source.original.cells
+        if request.grid and cells is None:
+            raise UserError(
+                f"grid: {request.grid} is for data on cells, but {store.source.where} has rows and "
+                "columns. Leave grid out."
+            )
         names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
         summed = tuple(name for name in names if is_accumulated(name, store.config))
         return cls(
@@ -117,16 +136,19 @@ class ForecastFormat:
             model_levels=not request.pressure_levels
             and any(bool(store.source.variables[name].model_levels) for name in names),
             calendar=store.calendar,
+            cells=Points(cells.latitudes, cells.longitudes) if request.grid and cells else None,
         )
 
     @property
     def height(self) -> int:
-        """Return the number of rows of the globe."""
-        return self.grid[0]
+        """Return the number of rows of the globe, or of cells."""
+        return self.grid[0] if self.cells is None else len(self.cells.latitude)
 
     @property
-    def horizontal_dims(self) -> tuple[str, str]:
-        """Return the names of the dims of rows and columns."""
+    def horizontal_dims(self) -> tuple[str, ...]:
+        """Return the names of the dims of rows and columns, or of the one of cells."""
+        if self.cells is not None:
+            return ("cell",)
         if not self.grid.is_projected:
             return "latitude", "longitude"
         projection = self.grid.projection or UNKNOWN_PROJECTION
@@ -184,6 +206,9 @@ class ForecastFormat:
 
     def _horizontal_coordinates(self) -> dict[str, Coordinate]:
         """Return the coordinates of rows and columns: degrees, or the axes of a projection."""
+        if self.cells is not None:
+            numbers = np.arange(self.height)
+            return {"cell": Coordinate(numbers, {"long_name": "number of the cell"})}
         if not self.grid.is_projected:
             return {
                 name: Coordinate(getattr(self.grid, name), DEGREES[name] | {"axis": axis})
@@ -208,11 +233,13 @@ class ForecastFormat:
             values = np.stack([hours - self.span, hours], axis=1)
             # CF takes the attributes of bounds from the dimension.
             others.append(Auxiliary(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values, {}))
-        if self.grid.is_projected:
+        if self.cells is not None or self.grid.is_projected:
+            degrees = self.cells or self.grid
             others += [
-                Auxiliary(name, self.horizontal_dims, getattr(self.grid, name), DEGREES[name])
+                Auxiliary(name, self.horizontal_dims, getattr(degrees, name), DEGREES[name])
                 for name in ("latitude", "longitude")
             ]
+        if self.grid.is_projected:
             projection = self.grid.projection or UNKNOWN_PROJECTION
             if projection.name:
                 attributes = dict(projection.attributes)
@@ -222,6 +249,10 @@ class ForecastFormat:
     def shape(self, variable: OutputVariable) -> tuple[int, ...]:
         """Return the sizes of a variable's dims."""
         return tuple(len(self.coordinates[dim].values) for dim in variable.dims)
+
+    def selection(self, rows: slice) -> tuple[slice, ...]:
+        """Return the index of rows in the `horizontal_dims`, with all columns."""
+        return (rows, slice(None))[: len(self.horizontal_dims)]
 
     def field_index(self, member: int, time: int, lead: int) -> tuple[int, ...]:
         """Return the index of a field in the `leading_dims`."""
@@ -247,6 +278,8 @@ class ForecastFormat:
         }
 
     def _projection_attributes(self) -> Attributes:
+        if self.cells is not None:
+            return {"coordinates": "latitude longitude"}
         if not self.grid.is_projected:
             return {}
         name = (self.grid.projection or UNKNOWN_PROJECTION).name
@@ -281,6 +314,7 @@ DEGREES: Mapping[str, Attributes] = {
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
     "bounds": "model.bounds",
+    "cells": "grid",
     "channels": "diagnostics or pressure_levels",
     "dtype": "trainer.dtype",
     "fixers": "model.fixers",
@@ -354,6 +388,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
         "span": form.span,
         "model_levels": form.model_levels,
         **({} if form.calendar.is_standard else {"calendar": form.calendar.name}),
+        **({} if form.cells is None else {"cells": [x.tolist() for x in form.cells]}),
     }
 
 
@@ -378,6 +413,7 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
             span=int(settings.get("span", 0)),
             model_levels=bool(settings.get("model_levels", False)),
             calendar=calendar,
+            cells=Points(*np.array(settings["cells"], float)) if "cells" in settings else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its settings can't be read ({error!r}).") from error

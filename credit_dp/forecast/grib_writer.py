@@ -4,14 +4,14 @@ The codes of variables are in `credit_dp.data.sources.grib_names`. A file has no
 settings of a forecast: `credit-dp forecast check` compares its messages with each other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import Grid, turns
+from credit_dp.data.grid import COORDINATE_TOLERANCE, Grid, turns
 from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
     GribFile,
@@ -23,7 +23,7 @@ from credit_dp.data.sources.grib_file import (
 from credit_dp.data.sources.grib_names import MODEL, PRESSURE, SINGLE, GribCode, code_of
 from credit_dp.data.units import find_conversion
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import OutputVariable
+from credit_dp.forecast.format import OutputVariable, Points
 from credit_dp.forecast.netcdf_writer import open_arrays, read_field
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import ForecastPart, MissingField
@@ -35,6 +35,7 @@ MISSING_VALUE: Final = 1e20  # stands for NaN between numpy and ecCodes; files h
 MICRODEGREES = 10**6  # in a degree: the unit of grids in GRIB 2
 STEP_TYPES = ("instant", "accum")  # of the fields that are written
 SAMPLE = "regular_ll_pl_grib2"  # ecCodes' message to start from
+ROW_LENGTHS = "pl"  # of a reduced grid
 
 
 @final
@@ -68,7 +69,13 @@ class GribWriter(FileWriter):
             )
         for channel in self.form.channels:
             self._conversion(channel.variable, channel.level)
-        for axis in ("latitude", "longitude"):
+        cells = self.form.cells
+        if cells is not None and not _reduced_grid_keys(cells):
+            raise UserError(
+                "format: GRIB is written on reduced Gaussian grids from longitude 0 and from the "
+                "north, but these cells are on another grid. Use format=zarr."
+            )
+        for axis in ("latitude", "longitude") if cells is None else ():
             steps = turns(getattr(self.form.grid, axis))
             if np.abs(steps - steps.mean()).max(initial=0) > 1e-3 * abs(steps.mean()):
                 raise UserError(
@@ -85,7 +92,8 @@ class GribWriter(FileWriter):
             if not is_grib(path):
                 return None
             file = GribFile.open(path, "path", cut_off=True)
-            latitude, longitude, _ = file.read_grid()
+            latitude, longitude, lengths = file.read_grid(reduced=True)
+            cells = np.repeat(latitude, lengths or 1), _longitudes(lengths)
         except (OSError, UserError):
             return None
         messages = file.messages(*STEP_TYPES)
@@ -98,6 +106,7 @@ class GribWriter(FileWriter):
             "hours": sorted({message.hours for message in messages}),
             **Grid(latitude, longitude).to_json(),
             "members": members if members > 1 else 0,
+            **({"cells": [x.tolist() for x in cells]} if lengths else {}),
         }
 
     def missing(self, path: Path) -> list[MissingField]:
@@ -147,6 +156,11 @@ class GribWriter(FileWriter):
                     with LIBRARY_LOCK:
                         file.write(self._encode(eccodes, variable.name, level, job, lead, field))
 
+    @property
+    def _grid_keys(self) -> dict[str, Any]:
+        cells = self.form.cells
+        return _grid_keys(self.form.grid) if cells is None else _reduced_grid_keys(cells)
+
     def _levels(self, variable: OutputVariable) -> list[int | None]:
         return [channel.level for channel in self.form.channels[variable.channels]]
 
@@ -181,7 +195,7 @@ class GribWriter(FileWriter):
         lead: int,
         field: NDArray[np.float32],
     ) -> bytes:
-        """Return the message of one field, `(H * W,)`."""
+        """Return the message of one field, `(H * W,)` or of cells."""
         scale, offset = self._conversion(variable, level)
         values = field.astype(np.float64) * scale + offset
         handle = eccodes.codes_grib_new_from_samples(SAMPLE)
@@ -189,6 +203,8 @@ class GribWriter(FileWriter):
             for name, value in self._header(variable, level, job, lead).items():
                 if value is None:
                     eccodes.codes_set_missing(handle, name)
+                elif name == ROW_LENGTHS:
+                    eccodes.codes_set_array(handle, name, value)
                 else:
                     eccodes.codes_set(handle, name, value)
             # Infinite ones, too: GRIB can't hold what single precision can't.
@@ -235,7 +251,7 @@ class GribWriter(FileWriter):
             **(span if is_sum else {"step": hours}),
             "typeOfLevel": kind,
             "level": code.level if code.level_type else level,
-            **_grid_keys(self.form.grid),
+            **self._grid_keys,
             "bitsPerValue": BITS_PER_VALUE,
         }
 
@@ -256,6 +272,38 @@ def _grid_keys(grid: Grid) -> dict[str, Any]:
         exact = abs(step * MICRODEGREES - round(step * MICRODEGREES)) < 1e-3
         keys[f"{axis}DirectionIncrement"] = round(step * MICRODEGREES) if exact else None
     return keys
+
+
+def _reduced_grid_keys(cells: Points) -> dict[str, Any]:
+    """Return the keys of a reduced Gaussian grid; empty if cells are on another grid."""
+    starts = np.flatnonzero(np.diff(cells.latitude, prepend=np.inf))
+    latitude, lengths = cells.latitude[starts], np.diff([*starts, len(cells.latitude)])
+    # Other grids may have as many latitudes as cells.
+    if len(latitude) % 2 or len(latitude) > len(cells.latitude) / 4:
+        return {}
+    gaussian = np.rad2deg(np.arcsin(np.polynomial.legendre.leggauss(len(latitude))[0]))[::-1]
+    away = np.abs(cells.longitude - _longitudes(lengths.tolist()))
+    if max(np.abs(latitude - gaussian).max(), away.max()) > COORDINATE_TOLERANCE:
+        return {}
+    ends = {"First": (latitude[0], 0), "Last": (latitude[-1], 360 - 360 / lengths.max())}
+    return {
+        "gridType": "reduced_gg",
+        "N": len(latitude) // 2,
+        "Ni": None,
+        "iDirectionIncrement": None,
+        "Nj": len(latitude),
+        "numberOfDataPoints": len(cells.latitude),
+        "numberOfValues": len(cells.latitude),
+        "interpretationOfNumberOfPoints": 1,  # of whole circles
+        ROW_LENGTHS: lengths,
+        **{f"latitudeOf{end}GridPoint": round(x[0] * MICRODEGREES) for end, x in ends.items()},
+        **{f"longitudeOf{end}GridPoint": round(x[1] * MICRODEGREES) for end, x in ends.items()},
+    }
+
+
+def _longitudes(lengths: Sequence[int]) -> NDArray[np.float64]:
+    """Return the longitudes of the cells of rows of these lengths, from 0."""
+    return np.concatenate([np.empty(0), *(np.arange(n) * (360 / n) for n in lengths)])
 
 
 def _is_readable(file: GribFile, message: Message) -> bool:

@@ -29,6 +29,7 @@ from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
+from credit_dp.data.regrid import PointInterpolator
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
@@ -318,10 +319,15 @@ class ForecastRunner:
         self._fields = fields
         self._writer = writer
         self._manager = manager
-        computed = manager.partition(writer.form.height)
-        written = writer.bands_to_write(computed)
-        # Moves rows from the rank that computes them to the rank that writes them.
-        ranges = tuple((RowRange(*band),) for band in pairwise(written.bounds))
+        computed = manager.partition(states.store.grid[0])
+        cells = writer.form.cells
+        self._back = None if cells is None else PointInterpolator(writer.form.grid, *cells)
+        written = writer.bands_to_write(manager.partition(writer.form.height))
+        # Moves rows from the rank that computes them to the rank that writes them, or their cells.
+        bands = [slice(*band) for band in pairwise(written.bounds)]
+        if self._back is not None:
+            bands = [self._back.source_rows(band) for band in bands]
+        ranges = tuple((RowRange(band.start, band.stop),) for band in bands)
         self._exchange = RowExchange(computed, ranges, manager.domain_rank)
         self._rows = written.rows(manager.domain_rank)
         step_hours = states.store.config.step_hours
@@ -374,6 +380,8 @@ class ForecastRunner:
         physical = self._fields(self._states.denormalise(fields))
         rows = fetch_rows(physical.contiguous(), self._exchange, self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
+        if self._back is not None:
+            values = np.asarray(self._back(values, self._rows), dtype=np.float32)
         parts = split_by_variable(self._writer.form, values)
         write = self._writer.write
         executor.submit(partial(self._write_to_disk, write, job, lead, self._rows, parts))
@@ -385,7 +393,7 @@ class ForecastRunner:
 
 
 def split_by_variable(form: ForecastFormat, values: Fields) -> list[Fields]:
-    """Split `(channels, rows, W)` into `(rows, W)` or `(levels, rows, W)` of each variable."""
+    """Split `(channels, ...)` into `(...)` or `(levels, ...)` of each variable."""
     return [
         values[variable.channels] if variable.on_levels else values[variable.channels.start]
         for variable in form.variables

@@ -47,6 +47,7 @@ class ForecastRequest:
         init_file: `PATH` or `[PATH,...]` of files with the initial states; "": the run's data.
         regrid: one of `REGRIDDING`: how states of `init_file` on another grid are regridded; "": as
             `data.regrid` says, by default conservatively.
+        grid: `source`: fields are written on the cells of the data; "": on the model's grid.
         calendar: of the model's data, in which `init` is.
     """
 
@@ -63,6 +64,7 @@ class ForecastRequest:
     pressure_levels: str = ""
     init_file: str = ""
     regrid: str = ""
+    grid: str = ""
     calendar: Calendar = STANDARD
 
     def check(self, step_hours: int, noise: bool = False) -> None:
@@ -73,6 +75,13 @@ class ForecastRequest:
             noise: whether the model has noise, so that members differ from the same state.
         """
         checks.one_of("format", self.format, FORMATS)
+        if self.grid:
+            checks.one_of("grid", self.grid, ("source",))
+            if self.format not in ("zarr", "grib"):
+                raise UserError(
+                    f"format: cells, grid={self.grid}, are written as zarr or grib, got "
+                    f"{self.format}. Change format, or leave grid out."
+                )
         if self.regrid:
             checks.one_of("regrid", self.regrid, REGRIDDING)
             if not self.init_file:

@@ -209,7 +209,8 @@ class ForecastWriter(ABC):
             job: the forecast.
             lead: index of the lead time.
             rows: this rank's rows of `bands_to_write`.
-            fields: for each of the format's `variables`, `(rows, W)` or `(levels, rows, W)`.
+            fields: for each of the format's `variables`, `(rows, W)` or `(levels, rows, W)`;
+                of cells without W.
 
         Raises:
             OSError: the fields can't be written.

@@ -80,10 +80,12 @@ class ZarrWriter(ForecastWriter):
         index = self.form.field_index(job.member, job.time, lead)
         for variable, values in zip(self.form.variables, fields, strict=True):
             array = self._open_array(variable.name)
-            names = self._chunk_names(variable, index, _chunk_range(rows, array.chunks[-2]))
+            chunks = _chunk_range(rows, self._rows_of(array.chunks))
+            names = self._chunk_names(variable, index, chunks)
             folder = self.partial / variable.name
             if not all((folder / name).exists() for name in names):
-                selection: tuple[int | slice | EllipsisType, ...] = (*index, ..., rows, slice(None))
+                selection: tuple[int | slice | EllipsisType, ...]
+                selection = (*index, ..., *self.form.selection(rows))
                 array[selection] = values
 
     def close(self, job: ForecastJob) -> None:
@@ -137,10 +139,11 @@ class ZarrWriter(ForecastWriter):
     def _create_array(self, group: zarr.Group, variable: OutputVariable, rows: int) -> None:
         shape = self.form.shape(variable)
         leading = len(self.form.leading_dims)
+        row_dim = len(shape) - len(self.form.horizontal_dims)
         group.create_array(
             variable.name,
             shape=shape,
-            chunks=(*(1,) * leading, *shape[leading:-2], rows, shape[-1]),
+            chunks=(*(1,) * leading, *shape[leading:row_dim], rows, *shape[row_dim + 1 :]),
             compressors=(*CODECS[CODEC], Crc32cCodec()),  # the checksum is of the compressed bytes
             dtype=np.float32,
             fill_value=np.nan,
@@ -170,7 +173,7 @@ class ZarrWriter(ForecastWriter):
         name = self.form.variables[0].name
         try:
             metadata = json.loads((path / name / "zarr.json").read_text())
-            return int(metadata["chunk_grid"]["configuration"]["chunk_shape"][-2])
+            return int(self._rows_of(metadata["chunk_grid"]["configuration"]["chunk_shape"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: {name} can't be read. Remove it, and start again.") from error
 
@@ -179,7 +182,12 @@ class ZarrWriter(ForecastWriter):
     ) -> list[str]:
         """Return the file names of bands of one field, which has all levels in one chunk."""
         leading = [*index, *([0] if variable.on_levels else [])]
-        return [".".join(map(str, ["c", *leading, band, 0])) for band in bands]
+        columns = [0] * (len(self.form.horizontal_dims) - 1)
+        return [".".join(map(str, ["c", *leading, band, *columns])) for band in bands]
+
+    def _rows_of(self, chunk: Sequence[int]) -> int:
+        """Return the rows of a chunk of this shape, or its cells."""
+        return chunk[-len(self.form.horizontal_dims)]
 
 
 class FileWriter(ForecastWriter):

@@ -159,6 +159,11 @@ def test_points_that_one_training_date_lacked_are_known_to_forecasts(tmp_path):
         assert np.array_equal(data[SEA].values, before, equal_nan=True)
 
 
+def test_rows_and_columns_are_no_cells_to_write_on(config, tmp_path):
+    with pytest.raises(UserError, match=r"^grid: source is for data on cells, but .* has rows and"):
+        forecast(forecast_config(config, tmp_path / "f.zarr", grid="source"))
+
+
 def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
     store = Path(config.data.store)
     monkeypatch.chdir(store.parent)

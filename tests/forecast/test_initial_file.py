@@ -255,6 +255,12 @@ def test_keys_of_regridding_are_checked():
         ForecastRequest(**keys, init_file="a.grib", regrid="nearest").check(6)
     with pytest.raises(UserError, match=r"^regrid: bilinear is for states of init_file"):
         ForecastRequest(**keys, regrid="bilinear").check(6)
+    with pytest.raises(UserError, match=r"^grid: needs one of source, got '181x360'"):
+        ForecastRequest(**keys, grid="181x360").check(6)
+    with pytest.raises(
+        UserError, match=r"^format: cells, grid=source, are written as zarr or grib"
+    ):
+        ForecastRequest(**keys, grid="source", format="netcdf").check(6)
 
 
 @pytest.mark.parametrize("order", SCANNING)

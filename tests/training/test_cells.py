@@ -48,6 +48,7 @@ PARAMETERS = [
     pytest.param(case, marks=() if case in ("O16 anemoi", "O16 on 17x16") else pytest.mark.slow)
     for case in CASES
 ]
+ON_CELLS = [x for x in PARAMETERS if x.values[0] != "regular on 12x24"]
 ON_GRID = [x for x in PARAMETERS if CASES[x.values[0]][2] is not None]
 
 
@@ -185,6 +186,66 @@ def test_scores_are_those_of_numpy(trained):
         square = ((fields - trained.rows(name)[valid]) ** 2).mean(axis=(0, 2))
         rmse = np.sqrt(np.average(square, weights=trained.areas()))
         assert scores[name]["rmse"]["24h"]["forecast"] == pytest.approx(rmse, rel=1e-5)
+
+
+@pytest.mark.parametrize("trained", ON_CELLS, indirect=True)
+def test_forecasts_go_back_to_the_cells(trained):
+    """By numpy: first along the rows around a cell, then between them."""
+    words = ("checkpoint=run2", "init=2000-01-08/2000-01-09/12h", "lead=24h", "grid=source")
+    for ranks in (1, 3):
+        keys = (*words, f"parallel.domain={ranks}", f"out=cells{ranks}.zarr")
+        trained.command("credit-dp", "forecast", *keys)
+    on_grid, one, three = (
+        xr.open_zarr(trained.folder / f"{name}.zarr", decode_timedelta=True)
+        for name in ("forecast", "cells1", "cells3")
+    )
+    latitudes, longitudes = trained.cells.latitudes, trained.cells.longitudes
+    for found in (one, three):
+        np.testing.assert_allclose(found["latitude"], latitudes, atol=1e-5)
+        np.testing.assert_allclose(found["longitude"], longitudes, atol=1e-5)
+    height, width = trained.shape
+    south = np.clip(np.searchsorted(-trained.latitude, -latitudes), 1, height - 1)
+    pair = trained.latitude[[south - 1, south]]
+    share = np.clip((pair[0] - latitudes) / (pair[0] - pair[1]), 0, 1)
+    columns = np.arange(width) * 360 / width
+    for name in NAMES:
+        assert one[name].dims == ("time", "prediction_timedelta", "cell")
+        np.testing.assert_allclose(three[name], one[name], rtol=1e-6)
+        for time, lead in ((0, 0), (2, 3)):
+            rows = on_grid[name].isel(time=time, prediction_timedelta=lead).values.astype(float)
+            along = np.array([np.interp(longitudes, columns, row, period=360) for row in rows])
+            at = np.arange(len(latitudes))
+            wanted = (1 - share) * along[south - 1, at] + share * along[south, at]
+            found = one[name].isel(time=time, prediction_timedelta=lead)
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert "complete" in trained.command("credit-dp", "forecast", "check", "cells3.zarr")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["HEALPix zarr"], indirect=True)
+def test_healpix_is_not_written_as_grib(trained):
+    words = ("checkpoint=run2", "init=2000-01-09", "lead=12h", "grid=source", "format=grib")
+    done = trained.run("credit-dp", "forecast", *words, "out=cells.grib")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("format: GRIB is written on reduced Gaussian grids from longitude 0")
+
+
+@pytest.mark.parametrize("trained", ["O16 anemoi"], indirect=True)
+def test_forecasts_on_cells_are_grib_of_their_grid(trained):
+    words = ("checkpoint=run2", "init=2000-01-09", "lead=12h", "grid=source")
+    trained.command("credit-dp", "forecast", *words, "format=grib", "out=cells.grib")
+    trained.command("credit-dp", "forecast", *words, "out=same.zarr")
+    assert "complete" in trained.command("credit-dp", "forecast", "check", "cells.grib")
+    same = xr.open_zarr(trained.folder / "same.zarr", decode_timedelta=True)
+    for short, name in (("t2m", "2m_temperature"), ("msl", "mean_sea_level_pressure")):
+        keys = {"filter_by_keys": {"cfVarName": short}, "indexpath": ""}
+        found = xr.open_dataset(trained.folder / "cells.grib", engine="cfgrib", backend_kwargs=keys)
+        assert found[short].attrs["GRIB_gridType"] == "reduced_gg"
+        np.testing.assert_allclose(found["latitude"], trained.cells.latitudes, atol=1e-3)
+        np.testing.assert_allclose(found["longitude"], trained.cells.longitudes, atol=1e-3)
+        fields = same[name].isel(time=0).values
+        np.testing.assert_allclose(found[short], fields, atol=np.ptp(fields) / 2**15)
 
 
 def test_a_forecast_starts_from_a_file_of_cells(trained):

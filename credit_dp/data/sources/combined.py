@@ -70,6 +70,11 @@ class FilesSource(Source):
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
         self.members = _common_members(self._sources)
 
+    @property
+    def original(self) -> Source:
+        """See `Source`."""
+        return self._sources[0].original
+
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: file by file."""
         if not self.variables[channels[0].variable].has_time:
@@ -276,6 +281,11 @@ class JoinedSource(Source):
         self.variables: Mapping[str, VariableInfo] = self._variables()
         with_members = [source for source in all_sources if source.members]
         self.members = _common_members(with_members) if with_members else ()
+
+    @property
+    def original(self) -> Source:
+        """See `Source`."""
+        return self._sources[0].original
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: store by store."""

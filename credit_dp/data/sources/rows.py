@@ -36,6 +36,7 @@ class CellRows:
     Attributes:
         grid: of the fields, from the north.
         layout: of the cells, in their order along rows.
+        latitudes, longitudes: of the cells as they are stored, `(N,)` degrees each.
         description: where they are from and what they are, for messages.
         is_regular: whether nothing is interpolated.
     """
@@ -52,6 +53,7 @@ class CellRows:
             UserError: the cells are not sorted into rows, or a row does not go round the globe.
         """
         self.description = f"{where}: is on {_describe(len(latitudes), name)}"
+        self.latitudes, self.longitudes = latitudes, longitudes
         self._nested = _nested_cells(latitudes)
         if self._nested is not None:
             logger.info("%s in NESTED order, all of which is read and reordered", self.description)

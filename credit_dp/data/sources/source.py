@@ -199,6 +199,11 @@ class Source(ABC):
             source.where = f"{self.where}, member {numbers[0]}"
         return source
 
+    @property
+    def original(self) -> "Source":
+        """The store as it is, of a source that reads another one; the first of several."""
+        return self
+
     def row_layout(self) -> RowLayout:
         """Return where the values of `read_values` are."""
         if self.cells is not None:
@@ -315,6 +320,11 @@ class SourceWrapper(Source):
         source = super().of_members(numbers)
         source._source = self._source.of_members(numbers)
         return source
+
+    @property
+    def original(self) -> Source:
+        """See `Source`."""
+        return self._source.original
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
         """See `Source`."""

@@ -12,6 +12,7 @@ from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config
 from credit_dp.distributed.launch import launch
 from credit_dp.errors import UserError
+from credit_dp.fields import GridShape
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.verify import VerifyReport
@@ -22,7 +23,8 @@ VERIFY_HELP = """\
 
 Runs the configured model sharded and unsharded, forward and backward, on the same random input in
 float64, and compares outputs, input gradient, the gradient of every parameter, and buffers. The
-ranks are threads of this process. The grid is the quickstart's, 32x64, or data.grid:
+ranks are threads of this process. The grid has the quickstart's size, 32x64, or data.grid's; it is
+a region if that of data.store is one:
   model=unet parallel.domain=3 data.grid=45x90
 
   --json        all errors as JSON
@@ -61,14 +63,14 @@ def verify_model(config: Config) -> "VerifyReport":
     check_rows(config)
     import torch  # takes seconds: not for --help
 
-    from credit_dp.data.setup import expected_channels, quickstart_grid
+    from credit_dp.data.setup import covers_globe, expected_channels, quickstart_grid
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
     from credit_dp.training.model_parameters import check_planned_model
 
-    grid = quickstart_grid(config.data)
+    grid = GridShape(quickstart_grid(config.data), is_global=covers_globe(config.data))
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)

@@ -352,6 +352,15 @@ def quickstart_grid(config: DataConfig) -> tuple[int, int]:
     return resolve_grid(config.quickstart, requested)
 
 
+def covers_globe(config: DataConfig) -> bool:
+    """Whether the grid is the globe, not a region. A user's store is opened.
+
+    Raises:
+        UserError: the store does not fit the config.
+    """
+    return config.name == "quickstart" or Store.open(replace(config, grid=None)).grid.is_global
+
+
 def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:

@@ -3,21 +3,34 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import credit_dp.domain_parallel.verify
 from credit_dp.cli.verify import json_safe
 from credit_dp.costs import sharding_checks
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import ThreadTransport
+from credit_dp.domain_parallel.verify import VerifyReport
 from tests.cli.invocation import answer
+from tests.data import region_stores
 from tests.distributed.launch_program import small_config
 from tests.ranks import on_processes
 
 SMALL = ("model.channels=[4,8]", "model.groups=2")
+REGION = (
+    "data=zarr",
+    "data.prognostic=[2m_temperature]",
+    "data.static=[land_sea_mask]",
+    "data.forcing=[insolation]",
+    *(f"data.dates.{split}=[2019-12-28,2020-01-02]" for split in ("train", "valid", "test")),
+)
 
 
 def verify(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -33,6 +46,23 @@ def test_the_unet_on_the_quickstart_grid(monkeypatch: pytest.MonkeyPatch) -> Non
     assert float(of_input.removeprefix("gradient of input 0")) < 1e-13
     assert others.startswith("and ")
     assert verdict.startswith("ok: the largest error is ")
+
+
+def test_a_model_of_a_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The store says that the grid is a region; its size is data.grid."""
+    store = region_stores.write("box", tmp_path)
+    built = []
+    convert = credit_dp.domain_parallel.verify.verify_domain_parallel
+
+    def keep(build: Callable[[], nn.Module], *args: Any, **options: Any) -> VerifyReport:
+        built.append(build())
+        return convert(build, *args, **options)
+
+    monkeypatch.setattr(credit_dp.domain_parallel.verify, "verify_domain_parallel", keep)
+    keys = (*REGION, f"data.store={store}", "data.grid=9x8", "parallel.domain=2")
+    code, out, err = verify(monkeypatch, *SMALL, *keys)
+    assert (code, err, out.splitlines()[-1][:3]) == (0, "", "ok:")
+    assert built[0].stem.column_mode == "replicate"
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from credit_dp.config import Config, ParallelConfig, members_per_rank, microbatches_per_step
-from credit_dp.data.setup import expected_channels, expected_grid
+from credit_dp.data.setup import expected_channels, expected_grid, open_on_own_grid
 from credit_dp.data.statistics import Statistics
-from credit_dp.data.store import Store
 from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
@@ -441,7 +440,7 @@ def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemo
     channels = expected_channels(config.data)
     hybrid: Hybrid = {}
     if has_budgets(config.model):  # not of the quickstart, which has no water
-        hybrid = hybrid_of(Store.open(replace(config.data, grid=None)))
+        hybrid = hybrid_of(open_on_own_grid(config.data))
     samples, _, height, columns = shape
     rows = -(-height // domain)
     ones, zeros = np.ones(channels.num_outputs), np.zeros(channels.num_outputs)

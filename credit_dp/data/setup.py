@@ -274,6 +274,15 @@ def _no_progress(title: str, fraction: float) -> None:
     """Ignore progress."""
 
 
+def open_on_own_grid(config: DataConfig) -> Store:
+    """Open a user's store for what it has on any grid, whatever `data.grid` says.
+
+    Raises:
+        UserError: the store does not fit the config.
+    """
+    return Store.open(replace(config, grid=None, regrid=None))
+
+
 def expected_channels(config: DataConfig) -> Channels:
     """Return the channels of a data config. A user's store is opened, the quickstart's is not.
 
@@ -283,7 +292,7 @@ def expected_channels(config: DataConfig) -> Channels:
         UserError: a variable does not exist, or the store does not fit the config.
     """
     if config.name != "quickstart":
-        return Store.open(replace(config, grid=None)).channels  # any grid will do
+        return open_on_own_grid(config).channels
     timed = {**LEVEL_VARIABLES, **SURFACE_VARIABLES}
     _check_names("prognostic", config.prognostic, timed)
     _check_names("diagnostic", config.diagnostic, timed)
@@ -358,7 +367,7 @@ def covers_globe(config: DataConfig) -> bool:
     Raises:
         UserError: the store does not fit the config.
     """
-    return config.name == "quickstart" or Store.open(replace(config, grid=None)).grid.is_global
+    return config.name == "quickstart" or open_on_own_grid(config).grid.is_global
 
 
 def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:

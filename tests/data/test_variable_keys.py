@@ -128,6 +128,12 @@ def test_the_quickstart_refuses_them_before_it_is_built():
         expected_channels(composed("data.variables.tempurature.fill=mean"))
 
 
+def test_channels_are_known_on_any_grid(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "s.zarr")
+    config = stores.config(path, grid="90x180", regrid="bilinear")
+    assert expected_channels(config) == Store.open(stores.config(path)).channels
+
+
 @pytest.mark.slow
 def test_the_quickstart_has_computed_fields_too():
     config = composed("data.static=[latitude_sin,land_sea_mask]", "data.forcing=[insolation]")

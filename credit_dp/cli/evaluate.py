@@ -47,6 +47,8 @@ and for ensembles rank_histograms.csv.
   variables=[NAME,...]       all variables of the forecast without it
   levels=[500,850]           all levels of the forecast without it
   regions=[tropics,europe]   regions of WeatherBench 2 to score besides the globe
+  boundary=3                 rows and columns at each edge of a region to leave out; without it
+                             those that a forecast of `credit-dp forecast` was given
   masked=[NAME,...]          variables that have no values at some points, such as over land
   limits={{NAME:[LOW,HIGH]}}   range of values, in place of the physical one; null: any value
 
@@ -68,6 +70,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "variables": [],
     "levels": [],
     "regions": [],
+    "boundary": None,
     "masked": [],
     "limits": {},
 }
@@ -126,14 +129,14 @@ def open_forecast(where: str) -> "ForecastStore":
 
 
 def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequest":
-    """Return a request with the stores and the grid that the forecasts started from, by default.
+    """Return a request with the stores, grid and rim that the forecasts started from, by default.
 
     The stores have later times as well.
 
     Raises:
         UserError: there is no truth, and the forecasts do not name their stores.
     """
-    from credit_dp.forecast.writer import read_settings_attribute
+    from credit_dp.forecast.writer import given_width, read_settings_attribute
 
     settings = read_settings_attribute(forecast.attributes)
     stores = request.truth or tuple(settings.get("stores", ()))
@@ -144,6 +147,8 @@ def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequ
         )
     if request.grid is None:
         request = replace(request, grid=settings.get("grid"), regrid=settings.get("regrid"))
+    if request.boundary is None:
+        request = replace(request, boundary=given_width(forecast.attributes))
     return replace(request, truth=stores)
 
 
@@ -170,6 +175,8 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
     check_regions(regions)
     for name, limits in keys["limits"].items():
         checks.limits(f"limits.{name}", limits)
+    if keys["boundary"] is not None:
+        to_whole_numbers("boundary", [keys["boundary"]])
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -184,6 +191,7 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         masked=to_texts("masked", keys["masked"]),
         limits=keys["limits"],
         regions=regions,
+        boundary=keys["boundary"],
         **dates,
     )
 

@@ -34,6 +34,9 @@ HELP = """\
   regrid=bilinear   how states of init_file come to the model's grid from another one:
                     conservative (cell means) or bilinear; by default as data.regrid
   grid=source       write on the cells of the data, as of O96; with format=zarr or grib
+  boundary=DRIVER.zarr   of a model of a region with data.boundary: what gives the rim: a forecast
+                    or analysis of a larger model, interpolated bilinearly in space and linearly in
+                    time, [A,B] for several files; or truth, the rim in the run's data
   lead=240h         how far, in hours or days
   every=24h         the lead times to write; by default every step
   out=PATH          the forecast to write; by default forecast.zarr in the run's folder
@@ -76,6 +79,7 @@ FORECAST_KEYS: Mapping[str, Any] = {
     "init_file": "",
     "regrid": "",
     "grid": "",
+    "boundary": "",
 }
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",
@@ -135,6 +139,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     composer.parse(config_overrides)
     config = config_of_checkpoint(path, config_overrides, composer)
     from credit_dp.config.model import BlocksConfig
+    from credit_dp.forecast.boundary import check_boundary_key
     from credit_dp.forecast.initial_file import open_initial_files
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 
@@ -152,6 +157,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         time = files.initial_time(config.model.frames, config.data.step_hours)
         request = replace(request, init=time)
     request.check(config.data.step_hours, noise=has_noise)
+    check_boundary_key(request, config.data.boundary)
     # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()
     names, levels = request.diagnostic_names(), request.levels_in_hpa()

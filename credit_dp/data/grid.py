@@ -243,6 +243,14 @@ class Grid(tuple[int, int]):
         return np.clip(edges, -POLE, POLE)
 
     @property
+    def points(self) -> tuple[Degrees, Degrees]:
+        """The latitude and the longitude of each point, `(H, W)` each."""
+        if self.is_projected:
+            return self.latitude, self.longitude
+        longitude, latitude = np.meshgrid(self.longitude, self.latitude)
+        return latitude, longitude
+
+    @property
     def rises(self) -> bool:
         """Whether rows go from south to north."""
         return bool(self.latitude[0].mean() < self.latitude[-1].mean())

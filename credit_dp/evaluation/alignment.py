@@ -42,6 +42,7 @@ HOURS_PER_DAY = 24
 
 # Errors of the data package name keys of a run's config; here they are keys of `ScoreRequest`.
 MESSAGE_REPLACEMENTS = {
+    "data.boundary": "boundary",
     "data.prognostic": "variables",
     "data.levels": "levels",
     "data.limits": "limits",
@@ -81,6 +82,7 @@ class ScoreRequest:
         masked: variables with points that never have values, such as the sea's temperature
             on land.
         limits: `[low, high]` of a variable's values, or None for no limits; see `DataConfig`.
+        boundary: rows and columns at each edge of a region that are not scored.
         regions: names in `credit_dp.data.grid.REGIONS` to score as well; the globe is always.
     """
 
@@ -98,6 +100,7 @@ class ScoreRequest:
     regions: tuple[str, ...] = ()
     grid: str | None = None
     regrid: str | None = None
+    boundary: int | None = None
 
 
 @contextmanager
@@ -258,6 +261,7 @@ def align(
             # A fill declares the variable as masked: its missing points are not refused.
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
             limits=dict(request.limits),
+            boundary=request.boundary or 0,
         )
         source = open_source(config)
         if forecast.calendar.is_standard and source.calendar.name in GREGORIAN:

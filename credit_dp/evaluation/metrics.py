@@ -536,14 +536,23 @@ class ErrorMapAccumulator:
         lead: index among the scored lead times.
         hours: the same lead time in hours.
         grid: rows and columns.
+        rim: the points that are not scored, `(H, W)`; None: all are.
     """
 
-    def __init__(self, channels: Sequence[int], lead: int, hours: int, grid: tuple[int, int]):
+    def __init__(
+        self,
+        channels: Sequence[int],
+        lead: int,
+        hours: int,
+        grid: tuple[int, int],
+        rim: NDArray[np.bool_] | None = None,
+    ) -> None:
         self._lead = lead
         self._hours = hours
         self._count = 0
-        self._errors = {channel: np.zeros(grid) for channel in channels}
-        self._squares = {channel: np.zeros(grid) for channel in channels}
+        start = np.zeros(grid) if rim is None else np.where(rim, np.nan, 0.0)
+        self._errors = {channel: start.copy() for channel in channels}
+        self._squares = {channel: start.copy() for channel in channels}
 
     def add(self, leads: slice, first: int, forecast: Fields, truth: Fields) -> None:
         """Add the errors of the ensemble mean, if the map's lead time is among `leads`.

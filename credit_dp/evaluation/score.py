@@ -362,7 +362,7 @@ class Scorer:
         truth = aligned.truth
         channels = truth.channels.output_channels
         with translate_error_keys("truth"):
-            self.valid = truth.valid_mask(slice(0, truth.grid[0]))
+            self.valid = truth.scored_mask(slice(0, truth.grid[0]))
         leads = len(aligned.lead_indices)
         geometry = GridGeometry.of(truth, request.regions)
         # Each variable is scored in runs of channels of at most `STEP_BYTES`: (channels, scores).
@@ -387,7 +387,8 @@ class Scorer:
         hours = np.array(aligned.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline_indices(channels)[:MAP_COUNT]
-        self._maps = ErrorMapAccumulator(shown, lead, int(hours[lead]), truth.grid)
+        rim = truth.rim(slice(None))
+        self._maps = ErrorMapAccumulator(shown, lead, int(hours[lead]), truth.grid, rim)
 
     def _open_seeps(
         self, span: slice, request: ScoreRequest, report: ProgressCallback
@@ -479,6 +480,7 @@ class Scorer:
             maps=tuple(self._maps.result()),
             regions=regions,
             rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
+            boundary=truth.config.boundary,
         )
         card.check()
         return card

@@ -189,7 +189,8 @@ def page_metadata(card: Scorecard) -> dict[str, str]:
         "Climatology": card.climatology,
         "Initial times": f"{count}, {first} to {last}" if count > 1 else first,
         "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
-        "Grid": " x ".join(map(str, card.grid.cells)),
+        "Grid": " x ".join(map(str, card.grid.cells))
+        + (f", without {card.boundary} at each edge" if card.boundary else ""),
     }
 
 

@@ -260,6 +260,7 @@ class Scorecard:
         regions: the scores of each region besides the globe, as `scores`.
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
+        boundary: rows and columns at each edge of a region that are not scored.
     """
 
     forecast: str
@@ -279,6 +280,7 @@ class Scorecard:
     maps: tuple[ErrorMap, ...]
     regions: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     rank_histograms: Array | None = None
+    boundary: int = 0
 
     @property
     def grid(self) -> MapGrid:
@@ -350,6 +352,7 @@ class Scorecard:
             "initial_times": list(self.initial_times),
             "lead_hours": list(self.hours),
             "grid": [*self.grid.cells],
+            **({"boundary": self.boundary} if self.boundary else {}),
             "units": dict(zip(names, self.units, strict=True)),
         }
 

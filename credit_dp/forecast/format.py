@@ -313,6 +313,8 @@ DEGREES: Mapping[str, Attributes] = {
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
+    "boundary": "data.boundary",
+    "boundary_from": "boundary",
     "bounds": "model.bounds",
     "cells": "grid",
     "channels": "diagnostics or pressure_levels",

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config.data import CONSERVATIVE
+from credit_dp.data.boundary import PointInterpolation
 from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import FULL_CIRCLE, Grid
+from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
 from credit_dp.data.regrid import Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
@@ -101,18 +102,31 @@ class StateFile(ABC):
         Args:
             store: has the grid.
             method: one of `REGRIDDING`, for another grid than the store's.
+
+        Raises:
+            UserError: the file does not cover the region of the store, or the method needs the
+                globe.
         """
-        tolerance = SAME_GRID * abs(store.longitude[1] - store.longitude[0])
-        is_same = self.grid.difference(store.grid, tolerance) is None
-        if is_same and self.cells is None:
-            return partial(np.reshape, shape=self.grid.shape)
-        if is_same and self.cells is not None:  # the grid as which a store of such cells is read
-            return partial(self.cells.fields, rows=slice(None))
-        self.grid.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
-        remedy = f"Set {KEY} to a file on this grid."
-        store.grid.check_global(store.source.where, remedy)
-        layout = RowLayout.of(self.grid) if self.cells is None else self.cells.layout
-        return Regridder(layout, store.grid, method)
+        old, new = self.grid, store.grid
+        to_rows: Regrid = partial(np.reshape, shape=old.shape)
+        if self.cells is not None:
+            to_rows = partial(self.cells.fields, rows=slice(None))
+        if old.difference(new, SAME_GRID * abs(turns(new.longitude).flat[0])) is None:
+            return to_rows
+        if new.is_global:
+            old.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
+            layout = RowLayout.of(old) if self.cells is None else self.cells.layout
+            return Regridder(layout, new, method)
+        if method == CONSERVATIVE:
+            raise UserError(
+                f"regrid: {method} means are those of the globe, but {store.source.where} is a "
+                f"region, and {self.where} is on another grid. Set regrid=bilinear."
+            )
+        try:
+            interpolate = PointInterpolation(old, *new.points)
+        except UserError as error:
+            raise UserError(f"{KEY}: {self.where} {error}. Change {KEY}.") from error
+        return lambda values: interpolate(to_rows(values))
 
 
 @final
@@ -162,13 +176,13 @@ class GribStates(StateFile):
 class GriddedStates(StateFile):
     """The fields of a netCDF file or zarr store."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, initial: np.datetime64 | None = None) -> None:
         self.where = str(path)
         dataset: xr.Dataset
         counter: DatasetCounter
         open_dataset = open_zarr_dataset if path.is_dir() else open_netcdf
         dataset, counter = open_dataset(str(path))
-        dataset, self.times, self.calendar = _split_time(dataset, path)
+        dataset, self.times, self.calendar = _split_time(dataset, path, initial)
         self._source = GriddedSource(dataset, counter, str(path))
         if self._source.members:
             raise UserError(
@@ -220,14 +234,24 @@ class InitialFiles:
         self.addresses = tuple(addresses)
 
     @classmethod
-    def open(cls, text: str) -> "InitialFiles":
+    def open(cls, text: str, initial: np.datetime64 | None = None) -> "InitialFiles":
         """Open `PATH` or `[PATH,...]`; fields are read later.
+
+        Args:
+            text: the paths.
+            initial: of forecasts from several initial times the one to take; None: they are
+                refused.
 
         Raises:
             UserError: names the file that can't be used.
         """
         paths = [checks.expand_home(KEY, entry).absolute() for entry in _check_paths(text)]
-        return cls([_open_file(path) for path in paths], [str(path) for path in paths])
+        return cls([_open_file(path, initial) for path in paths], [str(path) for path in paths])
+
+    @property
+    def times(self) -> Times:
+        """Return the valid times of all files, rising."""
+        return np.unique(np.concatenate([file.times for file in self._files]))
 
     @property
     def stamps(self) -> list[str]:
@@ -241,7 +265,7 @@ class InitialFiles:
             UserError: they have fewer times than the model needs, or more.
         """
         calendar = self._files[0].calendar
-        times = np.unique(np.concatenate([file.times for file in self._files]))
+        times = self.times
         needed = times[-1] + frame_offsets(frames, step_hours) if len(times) else times
         if not len(times) or len(times) != frames or not np.array_equal(times, np.sort(needed)):
             found = ", ".join(calendar.text(time) for time in times[:4])
@@ -408,7 +432,7 @@ def _check_paths(text: str) -> list[str]:
     return paths
 
 
-def _open_file(path: Path) -> StateFile:
+def _open_file(path: Path, initial: np.datetime64 | None = None) -> StateFile:
     if not path.exists():
         raise UserError(f"{KEY}: {path}: no such file. Change {KEY}.")
     grib = path.is_file() and is_grib(path)
@@ -417,22 +441,38 @@ def _open_file(path: Path) -> StateFile:
             if not file.read(4).startswith(NETCDF_SIGNATURES):
                 raise UserError(f"{KEY}: {path} is neither GRIB nor netCDF. Change {KEY}.")
     try:
-        return GribStates(path) if grib else GriddedStates(path)
+        return GribStates(path) if grib else GriddedStates(path, initial)
     except UserError as error:  # its advice is about the key of a run's data
         text = str(error).removeprefix(f"{KEY}: ").replace("data.store", KEY)
         raise UserError(f"{KEY}: {text}") from error
 
 
-def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times, Calendar]:
+def _split_time(
+    dataset: xr.Dataset, path: Path, initial: np.datetime64 | None
+) -> tuple[xr.Dataset, Times, Calendar]:
     """Return a dataset with at most one dim in time, called `time`, its valid times and calendar.
 
     Files of one forecast have a dim of lead times, those of one field only scalar times.
 
+    Args:
+        dataset: of the file.
+        path: of the file.
+        initial: see `InitialFiles.open`.
+
     Raises:
-        UserError: it has forecasts from several initial times, or no time at all.
+        UserError: it has forecasts from several initial times, not from `initial`, or no time at
+            all.
     """
     lead = next((name for name in LEAD_DIMS if name in dataset.variables), None)
     names = ["valid_time", "time", *([lead] if lead else [])]
+    if (
+        initial is not None
+        and lead is not None
+        and dataset.sizes.get("time", 1) > 1
+        # Analyses may have a lead time, too, which is 0.
+        and (_durations(dataset[lead], path).values != np.timedelta64(0, "h")).any()
+    ):
+        dataset = _forecast_from(dataset, initial, path)
     dataset = dataset.squeeze([x for x in names if dataset.sizes.get(x) == 1])
     dims = [name for name in names if name in dataset.dims]
     if len(dims) > 1:
@@ -457,6 +497,22 @@ def _split_time(dataset: xr.Dataset, path: Path) -> tuple[xr.Dataset, Times, Cal
     if dims[0] != "time":
         dataset = dataset.rename({dims[0]: "time"})
     return dataset.assign_coords(time=("time", calendar.dates(times))), times, calendar
+
+
+def _forecast_from(dataset: xr.Dataset, initial: np.datetime64, path: Path) -> xr.Dataset:
+    """Return the forecast from one initial time.
+
+    Raises:
+        UserError: there is none.
+    """
+    values = dataset["time"].values
+    starts, text = decode_dates(values), calendar_of(values).text
+    if initial not in starts:
+        raise UserError(
+            f"{KEY}: {path} has forecasts from {text(starts[0])} to {text(starts[-1])}, but none "
+            f"from {text(initial)}. Change {KEY} or init."
+        )
+    return dataset.isel(time=int(np.flatnonzero(starts == initial)[0]))
 
 
 def _durations(lead: xr.DataArray, path: Path) -> xr.DataArray:

@@ -51,6 +51,12 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.errors import UserError
+from credit_dp.forecast.boundary import (
+    TRUTH,
+    describe_boundary,
+    open_driver,
+    settings_of_boundary,
+)
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
 from credit_dp.forecast.request import (
@@ -188,6 +194,7 @@ class ForecastSetup:
         files = run_on_all_ranks(lambda: open_initial_files(request))
         states = run_on_all_ranks(lambda: _state_reader(files, store, config))
         run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
+        boundary = run_on_all_ranks(lambda: settings_of_boundary(request, store))
         units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
         fields = run_on_all_ranks(
             lambda: written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
@@ -205,6 +212,9 @@ class ForecastSetup:
             settings["init_file"] = files.stamps
             if regridding(config) != CONSERVATIVE:
                 settings["regrid"] = regridding(config)
+        if boundary:
+            settings |= boundary
+            screen.show(f"{'boundary':<13}{describe_boundary(request, boundary)}")
         writer = WRITERS[request.format](request.target, form, settings)
         run_on_all_ranks(writer.check)
         # Before `device` changes: a layout may put the model's output on another device.
@@ -243,7 +253,7 @@ class ForecastSetup:
         model, normaliser = parts.forecast_model, states.normaliser
         step = run_on_all_ranks(
             lambda: build_forecast_step(
-                config.model, self.prepared, manager, model, normaliser, points
+                config.model, self.prepared, manager, model, normaliser, points, store.rim(rows)
             )
         )
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
@@ -353,6 +363,7 @@ class ForecastRunner:
                     states.initial_state(job),
                     states.forcings(job),
                     states.static,
+                    states.given(job),
                 )
                 # A job that does not count runs to its end, for the collectives in the model.
                 for number, members in enumerate(rollout, start=1):
@@ -542,6 +553,7 @@ class InitialStates:
         self._step = np.timedelta64(step_hours, "h")
         self._frames = frame_offsets(frames, step_hours)
         self.steps = request.lead_hours(step_hours)[-1] // step_hours
+        self._request = request
         self._static = self.normaliser.normalise_static(self.store.read_static(rows))
         masks = self.store.valid_mask(rows)
         self._valid = None if masks is None else torch.from_numpy(masks).to(like.device)
@@ -573,6 +585,18 @@ class InitialStates:
             time = self.times[[job.time]] + step * self._step
             yield self.normaliser.normalise_forcing(self.store.read_forcing(time, self.rows))
 
+    def given(self, job: ForecastJob) -> Iterator[Tensor] | None:
+        """Yield the states after each step, whose rim is given, `(1, C, h, W)`; None without."""
+        if not self.store.config.boundary:
+            return None
+        driver = open_driver(self._request, self.store, self.times[job.time])
+        if driver is not None:
+            states = driver.states(self.rows, self._read_states)
+        else:
+            times = self.times[[job.time]] + np.arange(1, self.steps + 1)[:, None] * self._step
+            states = (self.store.read_states(time, self.rows) for time in times)
+        return map(self.normaliser.normalise_outputs, states)
+
     def denormalise(self, fields: Tensor) -> Tensor:
         """Return fields in the store's units, `(B, C + D, h, W)`; NaN on points without values."""
         return self.normaliser.denormalise(fields, self._valid)
@@ -593,6 +617,9 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
     times = request.initial_times()
     if not request.init_file:
         _refuse_missing(store, times[:, None] + frame_offsets(frames, hours), "a state")
+    if request.boundary == TRUTH:
+        after = np.arange(hours, request.lead_hours(hours)[-1] + 1, hours, dtype="m8[h]")
+        _refuse_missing(store, times[:, None] + after, "the rim")
     # The last step's forcing is that at its beginning, so that the last valid time is not needed.
     if any(name not in COMPUTED_FORCINGS for name in store.channels.forcing):
         steps = request.lead_hours(hours)[-1] // hours

@@ -48,6 +48,8 @@ class ForecastRequest:
         regrid: one of `REGRIDDING`: how states of `init_file` on another grid are regridded; "": as
             `data.regrid` says, by default conservatively.
         grid: `source`: fields are written on the cells of the data; "": on the model's grid.
+        boundary: what gives the rim of a region: `truth`, the run's data, or `PATH` or
+            `[PATH,...]` of a driving model; "": the model has no rim.
         calendar: of the model's data, in which `init` is.
     """
 
@@ -65,6 +67,7 @@ class ForecastRequest:
     init_file: str = ""
     regrid: str = ""
     grid: str = ""
+    boundary: str = ""
     calendar: Calendar = STANDARD
 
     def check(self, step_hours: int, noise: bool = False) -> None:

@@ -25,7 +25,7 @@ from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 
 LATITUDE_NAMES = ("latitude", "lat")
 # Settings that may differ between the initial times and members that are joined.
-OTHER_RUNS = ("times", "stores", "init_file", "members", "perturb_seed")
+OTHER_RUNS = ("times", "stores", "init_file", "boundary_from", "members", "perturb_seed")
 GAP_TOLERANCE = 1.5  # times the usual distance between rows; a larger distance is a gap
 
 

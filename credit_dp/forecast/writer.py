@@ -25,6 +25,7 @@ from credit_dp.forecast.format import CONVENTIONS, ForecastFormat, describe_diff
 from credit_dp.forecast.request import ForecastJob, all_jobs
 
 SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # global attribute with a forecast's settings, as JSON
+BOUNDARY_ATTRIBUTE = "credit_dp_boundary"  # rows and columns at each edge that it was given
 
 Fields = NDArray[np.float32]
 
@@ -36,6 +37,8 @@ def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
         "title": "forecast of a model that credit_dp trained",
         "history": f"credit-dp forecast checkpoint={settings.get('checkpoint', '')}",
         SETTINGS_ATTRIBUTE: json.dumps(settings),
+        # Also alone: the settings are dropped where forecasts from several times are joined.
+        **({BOUNDARY_ATTRIBUTE: str(settings["boundary"])} if settings.get("boundary") else {}),
     }
 
 
@@ -280,3 +283,11 @@ def read_settings_attribute(attributes: Mapping[Any, Any]) -> Mapping[str, Any]:
         return dict(json.loads(attributes[SETTINGS_ATTRIBUTE]))
     except (KeyError, TypeError, ValueError):
         return {}
+
+
+def given_width(attributes: Mapping[Any, Any]) -> int:
+    """Return the rows and columns at each edge of a region that a forecast was given; 0 if none."""
+    try:
+        return int(attributes[BOUNDARY_ATTRIBUTE])
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -24,13 +24,6 @@ from tests.distributed.launch_program import small_config
 from tests.ranks import on_processes
 
 SMALL = ("model.channels=[4,8]", "model.groups=2")
-REGION = (
-    "data=zarr",
-    "data.prognostic=[2m_temperature]",
-    "data.static=[land_sea_mask]",
-    "data.forcing=[insolation]",
-    *(f"data.dates.{split}=[2019-12-28,2020-01-02]" for split in ("train", "valid", "test")),
-)
 
 
 def verify(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -59,7 +52,7 @@ def test_a_model_of_a_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         return convert(build, *args, **options)
 
     monkeypatch.setattr(credit_dp.domain_parallel.verify, "verify_domain_parallel", keep)
-    keys = (*REGION, f"data.store={store}", "data.grid=9x8", "parallel.domain=2")
+    keys = (*region_stores.overrides(store), "data.grid=9x8", "parallel.domain=2")
     code, out, err = verify(monkeypatch, *SMALL, *keys)
     assert (code, err, out.splitlines()[-1][:3]) == (0, "", "ok:")
     assert built[0].stem.column_mode == "replicate"

@@ -26,6 +26,7 @@ from credit_dp.domain_parallel.decide import plan_layers
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build_training import Training
 from tests.cli.invocation import SMALL, answer, plan
+from tests.data import region_stores
 from tests.ranks import on_processes
 from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
 
@@ -381,3 +382,10 @@ def test_a_plan_without_ensemble_ranks_reads_the_channels_once(
     monkeypatch.setattr(budget, "expected_channels", counted)
     plan_step(Composer("plan").compose_config(SMALL))
     assert len(calls) == 1
+
+
+def test_a_plan_on_a_regional_store_is_of_the_model_of_a_region(tmp_path: Path) -> None:
+    keys = region_stores.overrides(region_stores.write("box", tmp_path))
+    model, shape = budget.model_and_shape(Composer("plan").compose_config(keys), 1)
+    assert shape[-2:] == (region_stores.ROWS, region_stores.COLUMNS)
+    assert model.stem.column_mode == "replicate"

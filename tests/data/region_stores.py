@@ -113,6 +113,19 @@ def write(kind: str, folder: Path) -> Path:
     return path
 
 
+def overrides(store: Path) -> tuple[str, ...]:
+    """The overrides, as a user types them, of a run on a store of `write`."""
+    return (
+        "data=zarr",
+        f"data.store={store}",
+        "data.prognostic=[2m_temperature]",
+        "data.levels=null",
+        "data.static=[land_sea_mask]",
+        "data.forcing=[insolation]",
+        *(f"data.dates.{split}=[2019-12-28,2020-01-02]" for split in ("train", "valid", "test")),
+    )
+
+
 def areas(kind: str) -> NDArray[np.float64]:
     """Areas of cells from the formulas of projections, `(H, W)` from the north, with mean 1."""
     data = dataset(kind)

@@ -12,12 +12,13 @@ import xarray as xr
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import Axis, Grid, Projection
 from credit_dp.data.units import ACCUMULATED, KNOWN_VARIABLES, canonical_unit
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.netcdf_writer import create_file
+from tests.data.region_grids import LAMBERT, Lambert, rotated
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.masked_stores import RAIN, sea_config
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Complaints about the form of WeatherBench 2, which the conventions allow.
 ALLOWED = (
     "not in the recommended order T, Z, Y, X",  # the lead time is between
+    "found in same group",  # says where the coordinates are
     "variable 2m_temperature should begin with a letter",  # is a recommendation
     "Coordinate variable 'time' should have standard_name='time', found: 'forecast_reference_time'",
 )
@@ -66,6 +68,30 @@ def form(
     return ForecastFormat(
         channels, units, times, (12, 24), grid, members, summed, span, model_levels
     )
+
+
+@pytest.mark.filterwarnings("ignore:pyproj unable to set PROJ database path")
+def test_projections_pass(tmp_path):
+    y, x = 5e4 * np.arange(6.0, 0, -1), 5e4 * np.arange(8.0)
+    axes = [
+        Axis(f"{name}c", values, {"units": "m", "standard_name": f"projection_{name}_coordinate"})
+        for name, values in (("y", y), ("x", x))
+    ]
+    grid = Grid(*Lambert().coordinates(y, x), Projection("crs", dict(LAMBERT), *axes))
+    create_file(tmp_path / "f.nc", replace(form(), grid=grid), {}, {"yc": slice(1, 4)}).close()
+    assert complaints(tmp_path / "f.nc") == []
+    with xr.open_dataset(tmp_path / "f.nc") as found:
+        assert np.array_equal(found["temperature"].coords["latitude"], grid.latitude[1:4])
+        assert found["yc"].values.tolist() == y[1:4].tolist()
+
+
+def test_coordinates_without_a_projection_come_back(tmp_path):
+    latitude, longitude = rotated(np.arange(3.0, -3, -1), np.arange(8.0), (39.25, -162.0))
+    plane = replace(form(), grid=Grid(latitude, longitude))
+    create_file(tmp_path / "f.nc", plane, {}, {}).close()
+    found = ForecastStore.open(str(tmp_path / "f.nc"))
+    assert found.grid.difference(plane.grid, 0) is None
+    assert set(found.variables) == {"temperature", "2m_temperature", "total_precipitation"}
 
 
 @pytest.mark.slow

@@ -64,6 +64,50 @@ def test_columns_may_come_before_rows(tmp_path: Path) -> None:
     assert np.array_equal(read[:, 0], data["2m_temperature"].values[:2, ::-1][:, :3])
 
 
+def cordex(data: xr.Dataset) -> xr.Dataset:
+    """As CORDEX's files: the projection in a text, bounds, and a height."""
+    data = data.assign(rotated_pole=((), b"", data["crs"].attrs)).drop_vars("crs")
+    for name in ("mean_sea_level_pressure", "2m_temperature"):
+        data[name].attrs["grid_mapping"] = "rotated_pole"
+    data["rlat"].attrs["bounds"] = "rlat_bnds"
+    data["lat"].attrs["bounds"] = "lat_vertices"
+    corners = np.zeros((*data["lat"].shape, 4))
+    return data.assign(
+        lat_vertices=(("rlat", "rlon", "vertices"), corners),
+        rlat_bnds=(("rlat", "bnds"), corners[:, 0, :2]),
+    ).assign_coords(height=2.0)
+
+
+def without_axes(data: xr.Dataset) -> xr.Dataset:
+    """Dims without coordinates, and latitudes and longitudes that no field names."""
+    data = data.drop_vars(["rlat", "rlon", "crs"]).rename(rlat="y", rlon="x")
+    for array in data.data_vars.values():
+        array.attrs = {"units": array.attrs["units"]}
+    return data.reset_coords(["lat", "lon"])
+
+
+def kilometres(data: xr.Dataset) -> xr.Dataset:
+    """Axes that say only which they are."""
+    data = data.rename(rlat="y", rlon="x").drop_vars("crs")
+    data["y"].attrs, data["x"].attrs = {"axis": "Y"}, {"axis": "X", "units": "km"}
+    return data
+
+
+@pytest.mark.parametrize("change", [cordex, without_axes, kilometres])
+def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> None:
+    data = region_stores.dataset("rotated")
+    change(data.copy(deep=True)).to_netcdf(tmp_path / "in.nc")
+    source = GriddedSource.open(str(tmp_path / "in.nc"))
+    assert np.array_equal(source.latitude, data["lat"].values)
+    assert np.array_equal(source.longitude, data["lon"].values)
+    readable = {name for name, variable in source.variables.items() if not variable.problem}
+    assert readable == {"mean_sea_level_pressure", "2m_temperature", "land_sea_mask"}
+    projection = source.grid.projection
+    assert projection is not None
+    assert projection.name == ("rotated_pole" if change is cordex else "")
+    assert "bounds" not in projection.rows.attributes
+
+
 def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:
     data = region_stores.dataset("box")
     data = data.assign_coords(longitude=(170 + 1.5 * np.arange(16) + 180) % 360 - 180)

@@ -185,7 +185,7 @@ def with_resolved_data(config: Config, summary: DataSummary) -> Config:
     """Return the config with the dates and the grid that were read from the data."""
     resolved = summary.times.config
     grid = resolved.grid if summary.store is None else "x".join(map(str, summary.store.grid))
-    return replace(config, data=replace(config.data, dates=resolved.dates, grid=grid))
+    return replace(config, data=replace(config.data.on_grid(grid), dates=resolved.dates))
 
 
 def inspect_data(config: Config) -> DataSummary:

@@ -176,7 +176,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         raise UserError(f"{target}: exists already. Change out.")
     config = without_training_settings(config)
     # A run on a store has no data.grid; its checkpoint has the grid of the store.
-    check_rows(replace(config, data=replace(config.data, grid=checkpoint_grid(path))))
+    check_rows(replace(config, data=config.data.on_grid(checkpoint_grid(path))))
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
     return ForecastConfig(**values, request=request)
 

@@ -368,7 +368,7 @@ def plan(arguments: Sequence[str], program: str) -> int:
 
         # As all commands that run a model: on more ranks none of them would.
         grid = "x".join(map(str, expected_grid(config.data)))
-        check_rows(replace(config, data=replace(config.data, grid=grid)))
+        check_rows(replace(config, data=config.data.on_grid(grid)))
     if options.up_to is not None:
         return _compare(config, options)
     from credit_dp.costs.budget import plan_step  # torch: not for --help

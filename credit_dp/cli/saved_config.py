@@ -154,7 +154,7 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     names = {text.partition("=")[0] for text in given}
     data = saved["data"]
     if "data.store" in names and data.get("name") == "quickstart":
-        data |= {"name": "zarr", "grid": None}
+        data |= {"name": "zarr", "grid": None, "regrid": None}
     left_out = set(RUN_ONLY_KEYS)
     if saved["trainer"].get("members", 1) > 1:
         left_out.remove("loss")  # one of this package, without which members are refused

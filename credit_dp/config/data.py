@@ -4,7 +4,7 @@ No numpy in here: `--help` has to answer in under a second.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -329,6 +329,10 @@ class DataConfig:
         """The time step in hours."""
         number, unit = STEP_PATTERN.fullmatch(self.step).groups()  # type: ignore[union-attr]
         return int(number) * HOURS_PER_UNIT[unit]
+
+    def on_grid(self, grid: str | None) -> "DataConfig":
+        """Return the config with another grid, and the default way to it."""
+        return replace(self, grid=grid, regrid=None)
 
     def variable_config(self, variable: str) -> VariableConfig:
         """Return the options of a variable; the defaults if `variables` has no entry for it."""

@@ -280,7 +280,7 @@ def open_on_own_grid(config: DataConfig) -> Store:
     Raises:
         UserError: the store does not fit the config.
     """
-    return Store.open(replace(config, grid=None, regrid=None))
+    return Store.open(config.on_grid(None))
 
 
 def expected_channels(config: DataConfig) -> Channels:

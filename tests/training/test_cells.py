@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
     @property
     def on_grid(self) -> tuple[str, ...]:
-        return (f"data.grid={self.grid[0]}x{self.grid[1]}",) if self.grid else ()
+        return (f"data.grid={self.grid[0]}x{self.grid[1]}" if self.grid else "data.regrid=rows",)
 
     @property
     def latitude(self) -> np.ndarray:

@@ -208,7 +208,7 @@ def regular_grid(rows: int, columns: int) -> Grid:
     """
     latitude = np.linspace(POLE, -POLE, rows, dtype=np.float64)
     if rows % 2 == 0:
-        latitude = POLE - (np.arange(rows, dtype=np.float64) + 0.5) * (2 * POLE / rows)
+        latitude = POLE - 2 * POLE * (np.arange(rows) + 0.5) / rows
     return Grid(latitude, np.arange(columns) * FULL_CIRCLE / columns)
 
 

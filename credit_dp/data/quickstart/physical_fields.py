@@ -33,6 +33,7 @@ from credit_dp.data.quickstart.dynamics import (
     terrain,
     to_grid,
 )
+from credit_dp.data.regrid import regular_grid
 
 STANDARD_HEIGHT = (11784.0, 5574.0, 1949.0)  # m at LEVELS, US standard atmosphere
 SURFACE = 1000.0  # hPa
@@ -40,18 +41,6 @@ SURFACE = 1000.0  # hPa
 # resolve the tropopause.
 MIN_PRESSURE = float(np.sqrt(LEVELS[0] * LEVELS[1]))  # hPa
 MAX_LATITUDE = 89.99999  # degrees; pole rows are evaluated here: their cosine divides
-
-
-def latitudes(rows: int) -> Array:
-    """Return equally spaced latitudes from the north: with both poles if `rows` is odd."""
-    if rows % 2:
-        return np.linspace(90.0, -90.0, rows) if rows > 1 else np.zeros(1)
-    return np.asarray(90.0 - 180.0 * (np.arange(rows) + 0.5) / rows)
-
-
-def longitudes(columns: int) -> Array:
-    """Return equally spaced longitudes eastward from zero, in degrees."""
-    return np.asarray(360.0 * np.arange(columns) / columns)
 
 
 def parabola(pressure: float) -> tuple[Array, Array]:
@@ -102,7 +91,8 @@ class Synthesis:
 
     def __init__(self, truncation: int, grid: tuple[int, int]) -> None:
         rows, columns = grid
-        self.latitude, self.longitude = latitudes(rows), longitudes(columns)
+        regular = regular_grid(rows, columns)
+        self.latitude, self.longitude = regular.latitude, regular.longitude
         # Waves that would alias on this number of columns are left out.
         self.orders = min(truncation, (columns - 1) // 2)
         radians = np.radians(np.clip(self.latitude, -MAX_LATITUDE, MAX_LATITUDE))

@@ -211,7 +211,8 @@ def summary_lines(card: "Scorecard") -> list[str]:
 
     lines = [
         f"{card.forecast}: {counted(len(card.initial_times), 'initial time')}"
-        + (f", {card.members} members" if card.members > 1 else ""),
+        + (f", {card.members} members" if card.members > 1 else "")
+        + (f", without {card.boundary} rows and columns at each edge" if card.boundary else ""),
         f"climatology: {card.climatology}",
     ]
     columns = [

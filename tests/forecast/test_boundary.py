@@ -219,7 +219,7 @@ def test_a_forecast_has_to_say_what_gives_the_rim(config, tmp_path):
 
 
 @pytest.mark.parametrize(("keys", "width"), [([], WIDTH), (["boundary=3"], 3), (["boundary=0"], 0)])
-def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, keys, width):
+def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, capsys, keys, width):
     """By default as wide as the forecast's own; persistence has the same points."""
     monkeypatch.setenv("CREDIT_DP_CACHE", str(tmp_path / "cache"))
     path = forecast(forecast_config(config, tmp_path / "a.zarr", boundary="truth"))
@@ -228,6 +228,8 @@ def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, keys,
     scores = json.loads((tmp_path / "scores/scores.json").read_text())
     page = (tmp_path / "scores/scorecard.html").read_text()
     assert scores.get("boundary", 0) == width
+    said = f"2 initial times, without {width} rows and columns at each edge"
+    assert (said in capsys.readouterr().out) == bool(width)
     assert (f"11 x 10, without {width} at each edge" in page) == bool(width)
     inside = (..., slice(width, ROWS - width), slice(width, COLUMNS - width))
     field = opened(path).temperature.sel(level=850).transpose("time", "prediction_timedelta", ...)

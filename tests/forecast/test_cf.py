@@ -22,8 +22,12 @@ from tests.data.region_grids import LAMBERT, Lambert, rotated
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.masked_stores import RAIN, sea_config
 
-# Ranks are threads here.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    # Ranks are threads here.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    # The checker imports pyproj, which says so where ecCodes was loaded before it.
+    pytest.mark.filterwarnings("ignore:pyproj unable to set PROJ database path"),
+]
 # Complaints about the form of WeatherBench 2, which the conventions allow.
 ALLOWED = (
     "not in the recommended order T, Z, Y, X",  # the lead time is between
@@ -70,7 +74,6 @@ def form(
     )
 
 
-@pytest.mark.filterwarnings("ignore:pyproj unable to set PROJ database path")
 def test_projections_pass(tmp_path):
     y, x = 5e4 * np.arange(6.0, 0, -1), 5e4 * np.arange(8.0)
     axes = [

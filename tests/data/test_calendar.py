@@ -1,5 +1,6 @@
 """Calendars, against cftime's own dates and against straight formulas."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import cftime
@@ -9,6 +10,7 @@ import xarray as xr
 
 from credit_dp.data.calendar import STANDARD, Calendar, are_dates, calendar_of, decode_dates
 from credit_dp.data.dates import split_slice
+from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.data.sources.sums import read_time_bounds
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
@@ -184,3 +186,34 @@ def test_times_that_fall_are_named_in_the_calendar(tmp_path):
     line = "time must increase throughout, but 0004-02-30T00:00 follows 0004-03-01T00:00"
     with pytest.raises(UserError, match=line):
         Store.open(stores.config(path))
+
+
+@pytest.mark.parametrize("calendar", ["standard", "proleptic_gregorian"])
+@pytest.mark.parametrize("grid", [None, "6x8"])
+def test_dates_on_both_sides_of_2262_are_joined(tmp_path, calendar, grid):
+    """Up to 2262-04-11 xarray decodes datetime64, later dates as objects of cftime."""
+    first = np.datetime64("2262-04-10T12", "h")
+    hours = (first - np.datetime64("2000-01-01", "h")).astype(int) + 6 * np.arange(12)
+    units = {"units": "hours since 2000-01-01", "calendar": calendar}
+    data = stores.dataset().rename(solar="total_precipitation")
+    data["total_precipitation"] = abs(data["total_precipitation"]) / 1000  # in m
+    data = data.assign_coords(time=("time", hours, units))
+    paths = [
+        stores.write(data.isel(time=part), tmp_path / f"{number}.zarr")
+        for number, part in enumerate([slice(0, 6), slice(6, 12)])
+    ]
+    assert open_single_source(str(paths[0])).calendar.is_standard
+    config = stores.config(
+        tmp_path, store=[*map(str, paths)], step="12h", grid=grid, static=[],
+        prognostic=["2m_temperature"], diagnostic=["total_precipitation"], forcing=[],
+    )  # fmt: skip
+    store = Store(open_source(config), config)
+    alone = stores.write(data.assign_coords(time=stores.times(12)), tmp_path / "alone.zarr")
+    same = Store(open_source(replace(config, store=str(alone))), replace(config, store=str(alone)))
+    # Sums of the six hours before each time fill twelve from the second time on.
+    texts = [str((first + 12 * number).astype("M8[m]")) for number in range(6)]
+    assert [store.calendar.text(time) for time in store.times] == texts[-len(store.times) :]
+    assert len(store.times) >= 5
+    rows = slice(2, 5)
+    wanted = same.read_outputs(same.times[-len(store.times) :], rows)
+    np.testing.assert_array_equal(store.read_outputs(store.times, rows), wanted)

@@ -14,6 +14,7 @@ from typing import Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.data.sources.source import (
@@ -92,6 +93,12 @@ class FilesSource(Source):
             times_in_file = as_slice(time_indices[in_file] - self._starts[file])
             fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
         return fields
+
+    def set_calendar(self, calendar: Calendar) -> None:
+        """See `Source`."""
+        super().set_calendar(calendar)
+        for source in self._sources:
+            source.set_calendar(calendar)
 
     def of_members(self, numbers: Sequence[int]) -> Self:
         """See `Source`."""

@@ -15,6 +15,7 @@ import numpy as np
 import zarr
 
 from credit_dp.config import DataConfig
+from credit_dp.data.calendar import GREGORIAN
 from credit_dp.data.sources.address import (
     check_address,
     expand_pattern,
@@ -57,7 +58,7 @@ def open_source(config: DataConfig) -> Source:
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
     sources = [source for entry in config.stores for source in _open_entry(entry, config)]
-    _check_same_calendar(sources)
+    _agree_on_calendar(sources)
     timed, timeless = _split_timeless(sources)
     if not timed:
         raise UserError(
@@ -157,7 +158,7 @@ def _open_entry(entry: str, config: DataConfig) -> list[Source]:
     sources = [x for where in expand_pattern(entry) for x in _open_address(where, config)]
     if len(sources) == 1:
         return sources
-    _check_same_calendar(sources)
+    _agree_on_calendar(sources)
     pattern = redact_secrets(entry)
     timed, timeless = _split_timeless(sources)
     groups = [timed] if _follow_in_time(timed) else _group_by_variables(timed)
@@ -202,9 +203,16 @@ def _concat_in_time(sources: Sequence[Source], where: str) -> Source:
     return FilesSource(sources, where or f"{first.where} to {last.where}")
 
 
-def _check_same_calendar(sources: Sequence[Source]) -> None:
-    """Refuse stores in different calendars: a time would not be the same date in all of them."""
+def _agree_on_calendar(sources: Sequence[Source]) -> None:
+    """Refuse stores in different calendars: a time would not be the same date in all of them.
+
+    Dates of the standard calendar are also those of the calendar that a store beyond 2262 has.
+    """
     timed = [source for source in sources if len(source.times)]
+    others = {x.calendar for x in timed if not x.calendar.is_standard}
+    if len(others) == 1 and {x.name for x in others} < {*GREGORIAN}:
+        for source in timed:
+            source.set_calendar(*others)
     for first, other in pairwise(timed):
         if other.calendar != first.calendar:
             raise UserError(

@@ -204,6 +204,13 @@ class Source(ABC):
         """The store as it is, of a source that reads another one; the first of several."""
         return self
 
+    def set_calendar(self, calendar: Calendar) -> None:
+        """Take the times for those of a calendar in which they count the same."""
+        self.calendar = calendar
+        self.times = self.times.astype(calendar.dtype)
+        if self.time_bounds is not None:
+            self.time_bounds = self.time_bounds.astype(calendar.dtype)
+
     def row_layout(self) -> RowLayout:
         """Return where the values of `read_values` are."""
         if self.cells is not None:
@@ -314,6 +321,11 @@ class SourceWrapper(Source):
         self.hybrid = source.hybrid
         self.time_bounds = source.time_bounds
         self.members = source.members
+
+    def set_calendar(self, calendar: Calendar) -> None:
+        """See `Source`."""
+        super().set_calendar(calendar)
+        self._source.set_calendar(calendar)
 
     def of_members(self, numbers: Sequence[int]) -> Self:
         """See `Source`."""

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sampling import sample_times
@@ -26,6 +27,16 @@ def good(tmp_path_factory):
 
 def changed(tmp_path, change):
     return stores.write(change(stores.dataset()), tmp_path / "store.zarr")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_an_array_without_names_of_its_dims(tmp_path, version):
+    data = stores.dataset().drop_vars("solar")
+    path = stores.write(data, tmp_path / "store.zarr", zarr_format=version)
+    group = zarr.open_group(path, mode="r+", zarr_format=version)
+    group.create_array("spare", shape=(3,), dtype="f4")
+    expected = "store.zarr: needs names of the dims of each array, but spare has none."
+    assert expected in refusal(path)
 
 
 def test_missing_store(tmp_path):
@@ -186,6 +197,32 @@ def test_years_that_texts_of_dates_lack(tmp_path, first, years):
     assert f"store.zarr: time has the years {years}, but texts of dates have 1" in refusal(path)
 
 
+@pytest.mark.parametrize("place", [0, 1, 11])
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+@pytest.mark.parametrize("calendar", ["standard", "noleap"])
+def test_a_missing_time(tmp_path, calendar, suffix, place):
+    hours = 6 * np.arange(12.0)
+    attrs = {"units": "hours since 2000-01-01", "calendar": calendar}
+    path = tmp_path / f"in{suffix}"
+
+    def write():
+        data = stores.dataset().assign_coords(time=("time", hours, attrs))
+        data.to_netcdf(path) if suffix == ".nc" else stores.write(data, path)
+
+    write()  # with a first time that is not missing, but the one that the units count from
+    store = Store.open(stores.config(path))
+    assert store.read_states(store.times, slice(None)).shape[0] == 12
+    path = tmp_path / f"missing{suffix}"
+    hours = hours + 100
+    hours[place] = np.nan
+    write()
+    line = refusal(path)
+    if place == 0 or calendar == "standard":
+        assert f"missing{suffix}: time has missing values" in line
+    else:
+        assert "time must increase throughout" in line
+
+
 @pytest.mark.parametrize("several", ["pattern", "list"])
 def test_one_file_of_many_in_another_calendar(tmp_path, several):
     paths = []
@@ -210,7 +247,8 @@ def in_cells(data, dim="values"):
     [
         (
             lambda data: in_cells(data, "cell").drop_vars(["latitude", "longitude"]),
-            "reduced Gaussian or unstructured grid (cells along cell)",
+            "reduced Gaussian or unstructured grid (cells along cell), but needs rows and columns, "
+            "or the latitude and the longitude of each cell",
         ),
         (
             lambda data: (

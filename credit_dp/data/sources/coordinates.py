@@ -48,7 +48,7 @@ LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
 MEMBER = "member"  # the dim of an ensemble's members, which stores have under these names
 MEMBER_DIMS = (MEMBER, "number", "realization", "ensemble", "member_id")
-GRID_TYPES = {  # GRIB's names of grids that can't be read
+GRID_TYPES = {  # GRIB's names of grids that are not rows and columns
     "reduced_gg": "reduced Gaussian",
     "rotated_ll": "rotated regional",
     "lambert": "Lambert regional",
@@ -384,8 +384,8 @@ def _check_grid(dataset: xr.Dataset, found: Mapping[str, str], where: str) -> No
         )
     raise _store_error(
         where,
-        f"has a {grid_name} grid{f' (cells along {dims[-1]})' if dims else ''}, but a grid with a "
-        "row for each latitude and a column for each longitude is needed: regrid it first",
+        f"has a {grid_name} grid{f' (cells along {dims[-1]})' if dims else ''}, but needs rows and "
+        "columns, or the latitude and the longitude of each cell: add these, or regrid it first",
     )
 
 

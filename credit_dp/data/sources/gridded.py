@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, final
 
+import cftime
 import numpy as np
 import xarray as xr
 import zarr
@@ -89,6 +90,9 @@ ZERO = re.compile(
 )
 
 
+NAMES_OF_DIMS = "_ARRAY_DIMENSIONS"  # attribute of arrays of format 2
+
+
 def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     """Open a zarr store of format 2 or 3, consolidated or not, with a counter of its reads.
 
@@ -97,11 +101,19 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     """
     counting_store = open_zarr_store(where)
     consolidated = False
+    undated = partial(xr.open_zarr, counting_store, chunks=None)
     try:
         group = open_current_group(counting_store, where)
         # Passed to xarray, which would try both otherwise, and warn.
         consolidated = group.metadata.consolidated_metadata is not None
+        undated = partial(undated, consolidated=consolidated)
         arrays = dict(group.arrays())
+        nameless = next((name for name, array in arrays.items() if _lacks_names(array)), None)
+        if nameless is not None:
+            raise UserError(
+                f"{redact_secrets(where)}: needs names of the dims of each array, but {nameless} "
+                "has none. Write it again from xarray, or change data.store."
+            )
         required = [name for name, array in arrays.items() if _must_be_complete(name, array)]
         store = CompleteStore(IntactStore(counting_store, arrays), required)
         # Without dask: it would add milliseconds to each read.
@@ -110,10 +122,10 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
             dataset = xr.open_zarr(
                 store, chunks=None, consolidated=consolidated, decode_timedelta=False
             )
+        check_dates(where, dataset, undated)
     except UserError:
         raise
     except Exception as error:
-        undated = partial(xr.open_zarr, counting_store, chunks=None, consolidated=consolidated)
         raise dates_error(where, undated) or zarr_open_error(where, error) from error
     return dataset, counting_store
 
@@ -124,6 +136,30 @@ def all_dates() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Unable to decode time axis", xr.SerializationWarning)
         yield
+
+
+def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.Dataset]) -> None:
+    """Refuse a missing first date, which cftime takes for the date that its units count from.
+
+    Args:
+        where: the store's address.
+        dataset: as it was opened.
+        open_dataset: opens it with xarray once more.
+
+    Raises:
+        UserError: there is one.
+    """
+    for name, array in dataset.variables.items():
+        calendar = array.encoding.get("calendar")
+        if array.dtype.kind != "O" or array.ndim != 1 or not array.size or calendar is None:
+            continue
+        if array.values[0] != cftime.num2date(0, array.encoding["units"], calendar):
+            continue
+        numbers = open_dataset(decode_times=False)  # not closed: others may have the same handle
+        if np.isnan(numbers[name].values[0]):
+            raise UserError(
+                f"{redact_secrets(where)}: {name} has missing values. Change data.store."
+            )
 
 
 def dates_error(where: str, open_dataset: Callable[..., xr.Dataset]) -> UserError | None:
@@ -179,7 +215,13 @@ def _stores_global_fields(array: zarr.Array[Any]) -> bool:
 
 def _dims(array: zarr.Array[Any]) -> list[str]:
     names = getattr(array.metadata, "dimension_names", None)
-    return list(names or array.attrs.get("_ARRAY_DIMENSIONS", ()))  # type: ignore[arg-type]
+    return list(names or array.attrs.get(NAMES_OF_DIMS, ()))  # type: ignore[arg-type]
+
+
+def _lacks_names(array: zarr.Array[Any]) -> bool:
+    """Whether an array has no names of its dims; xarray needs an empty list of scalars, too."""
+    in_attributes = array.metadata.zarr_format == 2
+    return len(_dims(array)) < array.ndim or (in_attributes and NAMES_OF_DIMS not in array.attrs)
 
 
 logger = logging.getLogger(__name__)
@@ -233,11 +275,14 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     path = local_path(where)
     if not path.exists():
         raise UserError(f"{where}: no such file. Set data.store to one that exists.")
+    undated = partial(open_shared_netcdf, path, cache=False)
     try:
         with all_dates():
             dataset = open_shared_netcdf(path, cache=False, decode_timedelta=False)
+        check_dates(where, dataset, undated)
+    except UserError:
+        raise
     except Exception as error:
-        undated = partial(open_shared_netcdf, path, cache=False)
         raise dates_error(where, undated) or UserError(
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."

@@ -85,9 +85,9 @@ def test_variable_in_two_lists(good):
 
 
 def test_extra_dim(tmp_path):
-    path = changed(tmp_path, lambda data: data.expand_dims(ensemble=2))
+    path = changed(tmp_path, lambda data: data.expand_dims(quantile=2))
     message = refusal(path)
-    assert "ensemble" in message
+    assert "quantile" in message
     assert "geopotential" in message
     assert "data.store" in message
 

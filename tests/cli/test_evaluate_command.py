@@ -259,7 +259,7 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["truth=~nobody-has-this/x"], "truth: there is no home folder as in ~nobody-has-this/x"),
         (["climatology=~nobody-has-this/x"], "climatology: there is no home folder as in"),
         (["out=~nobody-has-this/x"], "out: there is no home folder as in ~nobody-has-this/x"),
-        (["truth=forecast.zarr"], "2m_temperature has the dims number, time, prediction_timedelta"),
+        (["truth=forecast.zarr"], "2m_temperature has the dims member, time, prediction_timedelta"),
         (["levels=[700]"], "has no level 700"),
         (["levels=[low]"], "levels: needs a list of whole numbers, like [24,72], got ['low']"),
         (["dates=[2000-01-02]"], "dates: needs [first, last] in ISO format"),

@@ -406,7 +406,7 @@ def _write_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _first_by_position(kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return a call's arguments with the first parameter by position, whatever its name."""
-    for name in ("input", "self", "tensor", "tensors", *ALIASES):
+    for name in ("condition", "input", "self", "tensor", "tensors", *ALIASES):
         if isinstance(kwargs.get(name), Tensor) or (name == "tensors" and name in kwargs):
             return (kwargs[name],), {k: x for k, x in kwargs.items() if k != name}
     return (), kwargs

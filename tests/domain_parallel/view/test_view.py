@@ -289,6 +289,9 @@ FUNCTIONS = {
     "assign": _assign_by_index,
     "cumsum and sort": lambda m, x: x.cumsum(2) * 0.1 + x.sort(2)[0],
     "where": lambda m, x: torch.where(x > x.mean((2, 3), keepdim=True), x, x.amax(2, keepdim=True)),
+    "where by keywords": lambda m, x: torch.where(
+        condition=x > x.mean(), input=x, other=x.sum(2, True)
+    ),
     "einsum": _einsum,
     "unfold": lambda m, x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1),
     "grid_sample": _grid_sample,

@@ -196,7 +196,7 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
         if len(stores) == 1
         else shlex.quote(f"store={store_list}")
     )
-    member = f" data.member={report.members[0]}" if report.members else ""
+    member = f" data.member={report.members[0]}" if len(report.members) > 1 else ""
     lines = []
     if any(ranks > 1 for ranks in slow_domains):
         lines.append(

@@ -184,7 +184,7 @@ class GriddedStates(StateFile):
         dataset, counter = open_dataset(str(path))
         dataset, self.times, self.calendar = _split_time(dataset, path, initial)
         self._source = GriddedSource(dataset, counter, str(path))
-        if self._source.members:
+        if len(self._source.members) > 1:
             raise UserError(
                 f"{KEY}: {self.where} has {describe_members(self._source.members)}. Select one, "
                 "for example with xarray's ds.isel(number=0)."

@@ -308,6 +308,46 @@ def test_joined_stores_need_the_same_members(tmp_path):
         np.testing.assert_array_equal(store.member(index).read_states(store.times, WHOLE), wanted)
 
 
+def test_a_store_of_one_member_is_not_of_all(tmp_path):
+    own = stores.write(DATA.drop_vars("solar"), tmp_path / "own.zarr")
+    only = DATA[["solar"]].isel(number=[1])
+    one = stores.write(only, tmp_path / "one.zarr")
+    line = r"one.zarr: has member 1, but .*own.zarr 3 members, 0 to 2\. Stores .* or no dim"
+    for both in ([str(own), str(one)], [str(one), str(own)]):
+        with pytest.raises(UserError, match=line):
+            open_source(stores.config(own, store=both))
+    late = stores.write(DATA.isel(number=[0], time=slice(8, 12)), tmp_path / "late.zarr")
+    early = stores.write(DATA.isel(time=slice(0, 8)), tmp_path / "early.zarr")
+    with pytest.raises(UserError, match=r"late.zarr: has member 0, but .*early.zarr 3 members"):
+        open_source(stores.config(own, store=[str(late), str(early)]))
+    # A number without a dim, as cfgrib writes it, says nothing of the ensemble.
+    free = stores.write(only.squeeze("number"), tmp_path / "free.zarr")
+    store = Store.open(stores.config(own, store=[str(own), str(free)]))
+    for index in range(MEMBERS):
+        forcing = store.member(index).read_forcing(stores.times(1), WHOLE)
+        np.testing.assert_array_equal(forcing[0, 1], DATA["solar"][1, 0])
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_store_of_one_member_is_one_without(tmp_path, number):
+    one = DATA.isel(number=[1]).assign_coords(number=[number])
+    path = stores.write(one, tmp_path / "one.zarr", chunks={"time": 1})
+    alone = stores.write(ensemble_stores.member(DATA, 1), tmp_path / "alone.zarr")
+    early = stores.write(one.isel(time=slice(0, 6)), tmp_path / "early.zarr")
+    late = ensemble_stores.member(DATA, 1).isel(time=slice(6, 12))
+    late = stores.write(late, tmp_path / "late.zarr")
+    wanted = Store.open(stores.config(alone)).read_states(stores.times(12), WHOLE)
+    for where in (str(path), [str(early), str(late)], [str(late), str(early)]):
+        for member in (None, number, [number]):
+            store = Store.open(stores.config(path, store=where, member=member))
+            assert store.num_members == 1
+            assert store.source.members == ()
+            np.testing.assert_array_equal(store.read_states(stores.times(12), WHOLE), wanted)
+        line = f"which has member {number}, got 3. Choose"
+        with pytest.raises(UserError, match=line):
+            open_source(stores.config(path, store=where, member=3))
+
+
 def test_a_store_without_members_belongs_to_each(tmp_path):
     own = stores.write(DATA.drop_vars(["solar", *STATIC]), tmp_path / "own.zarr")
     common = stores.dataset(seed=9)[["solar", *STATIC]]

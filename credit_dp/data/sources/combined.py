@@ -103,7 +103,7 @@ class FilesSource(Source):
     def of_members(self, numbers: Sequence[int]) -> Self:
         """See `Source`."""
         source = super().of_members(numbers)
-        source._sources = [x.of_members(numbers) for x in self._sources]
+        source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
         return source
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
@@ -155,18 +155,18 @@ class FilesSource(Source):
 
 
 def _common_members(sources: Sequence[Source]) -> tuple[int, ...]:
-    """Return the members that all sources have.
+    """Return the members that all sources have; without several, those of the first with one.
 
     Raises:
-        UserError: one has others.
+        UserError: one has several, and another one has others.
     """
-    first = sources[0]
-    for other in sources[1:]:
-        if other.members != first.members:
+    first = max(sources, key=lambda source: len(source.members))
+    for other in sources:
+        if len(first.members) > 1 and other.members != first.members:
             raise UserError(
                 f"{other.where}: has {describe_members(other.members)}, but {first.where} "
-                f"{describe_members(first.members)}. Stores that are joined need the same members: "
-                "change data.store."
+                f"{describe_members(first.members)}. Stores that are joined need the same members, "
+                "or no dim of members: change data.store."
             )
     return first.members
 

@@ -261,7 +261,7 @@ def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
     return squeezed
 
 
-def number_members(dataset: xr.Dataset) -> tuple[xr.Dataset, tuple[int, ...]]:
+def number_members(dataset: xr.Dataset, stored: xr.Dataset) -> tuple[xr.Dataset, tuple[int, ...]]:
     """Rename the dim of an ensemble's members to member, and return their numbers, too.
 
     They are those of the store or, if it has no whole numbers from 0 on, counted from 0. Without
@@ -269,16 +269,21 @@ def number_members(dataset: xr.Dataset) -> tuple[xr.Dataset, tuple[int, ...]]:
 
     Args:
         dataset: without dims of length 1.
+        stored: with them: a store of a single member has its number.
     """
-    dim = next((name for name in MEMBER_DIMS if name in dataset.dims), None)
-    if dim is None:
+    variables = stored.data_vars.values()
+    dims = [dim for dim in MEMBER_DIMS if any(dim in array.dims for array in variables)]
+    if not dims:
         return dataset, ()
-    numbers = np.arange(dataset.sizes[dim])
-    stored = dataset.coords.get(dim)
-    is_whole = stored is not None and stored.dtype.kind in "iu" and stored.min() >= 0
-    if stored is not None and is_whole and stored.to_index().is_unique:
-        numbers = stored.values
-    return dataset.drop_vars(dim, errors="ignore").rename({dim: MEMBER}), tuple(numbers.tolist())
+    dim = max(dims, key=lambda name: stored.sizes[name])
+    numbers = np.arange(stored.sizes[dim])
+    values = stored.coords.get(dim)
+    is_whole = values is not None and values.dtype.kind in "iu" and values.min() >= 0
+    if values is not None and is_whole and values.to_index().is_unique:
+        numbers = values.values
+    if dim in dataset.dims:
+        dataset = dataset.drop_vars(dim, errors="ignore").rename({dim: MEMBER})
+    return dataset, tuple(numbers.tolist())
 
 
 def scalar_level(dataset: xr.Dataset) -> int | None:

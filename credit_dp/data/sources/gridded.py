@@ -404,9 +404,10 @@ class GriddedSource(Source):
         self.hybrid = hybrid_coefficients(dataset)
         self.time_bounds = read_time_bounds(dataset)
         sums_by = GRIB_STEPS if GRIB_STEPS in dataset.coords else TIME_BOUNDS
+        stored = dataset
         dataset = squeeze_other_dims(dataset)
         grid = projected_grid(dataset)
-        dataset, self._members = number_members(standardise_dims(dataset, self.where))
+        dataset, self._members = number_members(standardise_dims(dataset, self.where), stored)
         self.members = self._members
         timed = "time" in dataset.dims
         if "latitude" in dataset.dims and "longitude" in dataset.coords.keys() - dataset.dims:
@@ -564,7 +565,8 @@ class GriddedSource(Source):
     @property
     def _member(self) -> int:
         """The index of the member that is read."""
-        return self._members.index(self.members[0]) if self.members else 0
+        several = self.members and len(self._members) > 1
+        return self._members.index(self.members[0]) if several else 0
 
     def _stored_variable(self, channel: Channel) -> str:
         return self._names.stored_channel(channel).variable

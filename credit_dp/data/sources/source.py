@@ -373,8 +373,8 @@ class SourceWrapper(Source):
 
 def describe_members(members: Sequence[int]) -> str:
     """Return numbers of members in words, such as `10 members, 0 to 9`."""
-    if not members:
-        return "no members"
+    if len(members) < 2:
+        return f"member {members[0]}" if members else "no members"
     first, last = members[0], members[-1]
     in_a_row = len(members) > 2 and list(members) == list(range(first, last + 1))
     numbers = f"{first} to {last}" if in_a_row else ", ".join(map(str, members))

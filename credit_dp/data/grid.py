@@ -44,17 +44,24 @@ def row_edges(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     Shapes:
         `(H,)`, strictly falling or strictly rising -> `(H + 1,)` in the same order.
     """
-    nside = (len(latitude) + 1) // 4
-    if 4 * nside == len(latitude) + 1:
-        falling, lengths = healpix_rows(nside)
-        direction = 1 if latitude[0] >= latitude[-1] else -1
-        if np.abs(latitude[::direction] - falling).max() < COORDINATE_TOLERANCE:
-            north = np.append(0, np.cumsum(lengths)) / (12 * nside**2)  # part of the sphere
-            edges = np.rad2deg(np.arcsin(1 - 2 * north))
-            return np.asarray(edges[::direction], dtype=np.float64)
+    lengths = _healpix_lengths(latitude)
+    if lengths is not None:
+        sines = 1 - 2 * np.append(0, np.cumsum(lengths)) / lengths.sum()
+        edges = np.rad2deg(np.arcsin(sines if latitude[0] >= latitude[-1] else -sines))
+        return np.asarray(edges, dtype=np.float64)
     middle = (latitude[1:] + latitude[:-1]) / 2
     first = POLE if latitude[0] >= latitude[-1] else -POLE
     return np.asarray(np.concatenate([[first], middle, [-first]]), dtype=np.float64)
+
+
+def _healpix_lengths(latitude: NDArray[np.float64]) -> NDArray[np.intp] | None:
+    """Return the numbers of cells of rows of HEALPix; None for other rows."""
+    nside = (len(latitude) + 1) // 4
+    if 4 * nside != len(latitude) + 1:
+        return None
+    falling, lengths = healpix_rows(nside)
+    from_north = latitude if latitude[0] >= latitude[-1] else latitude[::-1]
+    return lengths if np.abs(from_north - falling).max() < COORDINATE_TOLERANCE else None
 
 
 def healpix_rows(nside: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
@@ -211,6 +218,13 @@ class Grid(tuple[int, int]):
     def is_projected(self) -> bool:
         """Whether coordinates are two-dimensional."""
         return self.latitude.ndim == 2
+
+    def description(self) -> list[object]:
+        """Return what a cached result depends on, as JSON for a fingerprint."""
+        description: list[object] = [self.latitude.tolist(), self.longitude.tolist()]
+        if not self.is_projected and _healpix_lengths(self.latitude) is not None:
+            description.append("areas of HEALPix")  # older results have edges halfway between rows
+        return description
 
     def coordinates(self, rows: slice) -> tuple[Degrees, Degrees]:
         """Return latitudes and longitudes of a band: `(h,)` and `(W,)`, or both `(h, W)`."""

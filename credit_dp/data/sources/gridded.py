@@ -550,7 +550,7 @@ class GriddedSource(Source):
             resolved_address(self._address),
             content_stamp(self._address, stored),
         ]
-        description += [self.latitude.tolist(), self.longitude.tolist()]
+        description += self.grid.description()
         if self.members:
             description.append(list(self.members))
         for name in variables:

@@ -120,7 +120,7 @@ def describe_source(
 ) -> list[object]:
     """See `Source.description`; `arrays` have all fields."""
     description: list[object] = [resolved_address(address), content_stamp(address, arrays)]
-    description += [source.latitude.tolist(), source.longitude.tolist()]
+    description += source.grid.description()
     for name in variables:
         variable = source.variables[name]
         description.append([name, variable.has_time, list(variable.levels), variable.units])

@@ -212,6 +212,20 @@ def test_stores_of_cells_are_read_as_rows(tmp_path, form):
             np.testing.assert_allclose(found, np.swapaxes(wanted, 0, 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_only_caches_of_healpix_depend_on_the_areas_of_its_rows(tmp_path, form):
+    write, cells = FORMS[form]
+    path, width = write(tmp_path, cells), max(cells.lengths)
+    for grid in (None, "9x8"):
+        keys = {"prognostic": list(cell_stores.NAMES), "static": [], "forcing": []}
+        source = open_source(stores.config(path, grid=grid, **keys))
+        _, _, *described = source.description(["2m_temperature"])
+        latitude, longitude = described.pop(0), described.pop(0)
+        np.testing.assert_allclose(latitude, cells.latitude, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(longitude, np.arange(width) * 360 / width)
+        assert ("areas of HEALPix" in described) == (form == "zarr")
+
+
 def test_a_region_of_cells_is_refused(tmp_path):
     data = cell_stores.waves(cell_stores.octahedral(16))
     data.isel(values=data["latitude"].values > 0).to_netcdf(tmp_path / "north.nc")

@@ -374,17 +374,22 @@ class Grid(tuple[int, int]):
         )
 
     def _goes_from_pole_to_pole(self) -> bool:
-        """Whether rows, which are checked, leave no more than one and a half steps at the poles."""
+        """Whether rows, which are checked, leave no more than 1.2 steps at the poles.
+
+        Rows at equal steps leave none, a half or, if those on the poles were dropped, one; Gaussian
+        rows 0.78 at most, and HEALPix 1.16.
+        """
         first, last = self.latitude[[0, -1]]
         gap = POLE - min(abs(first), abs(last))  # between the outermost row and its pole
-        return bool(first * last < 0 and gap <= 1.5 * np.abs(np.diff(self.latitude)).max())
+        return bool(first * last < 0 and gap <= 1.2 * np.abs(np.diff(self.latitude)).max())
 
     def _goes_round(self) -> bool:
         """Whether columns, which are checked, go once round the globe."""
         steps = turns(np.append(self.longitude, self.longitude[0]))
         step = FULL_CIRCLE / self[1]
         is_even = np.all(np.abs(np.abs(steps) - step) < 1e-2 * step)
-        return self[1] <= 2 or bool(is_even and len(set(np.sign(steps))) == 1)
+        is_one_way = self[1] == 2 or len(set(np.sign(steps))) == 1  # two are half a circle apart
+        return self[1] == 1 or bool(is_even and is_one_way)
 
     def _problem_of_rows(self) -> str:
         steps = np.diff(self.latitude)

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.polynomial.legendre import leggauss
 
 from credit_dp.data.grid import Grid, cell_areas, parse_grid, row_weights
 from credit_dp.errors import UserError
+from tests.data import cell_stores
 from tests.data.region_grids import RADIUS, Lambert, polar_stereographic, rotated
 
 
@@ -73,6 +75,49 @@ def test_cells_of_a_box_end_half_a_step_beyond_its_outermost_rows():
     assert np.allclose(grid.weights, area / np.mean(area), rtol=1e-13)
     at_pole = Grid(np.array([90.0, 80, 70]), np.arange(0.0, 30, 10))
     assert np.array_equal(at_pole.row_edges, [90, 85, 75, 65])
+
+
+def half_steps(rows):
+    return 90 - (np.arange(rows) + 0.5) * 180 / rows
+
+
+ROWS_OF_THE_GLOBE = {
+    "WeatherBench 2, 64x32": half_steps(32),
+    "WeatherBench 2, 240x121": np.linspace(90, -90, 121),
+    "ERA5": np.linspace(-90, 90, 721),
+    "without those on the poles": np.linspace(90, -90, 181)[1:-1],
+    **{f"Gaussian, {n}": np.degrees(np.arcsin(leggauss(n)[0])) for n in (2, 3, 8, 48, 320)},
+    **{f"HEALPix {n}": cell_stores.healpix(n).latitude for n in (1, 2, 16)},
+}
+
+
+@pytest.mark.parametrize("case", ROWS_OF_THE_GLOBE)
+def test_rows_that_reach_the_poles(case):
+    rows, columns = ROWS_OF_THE_GLOBE[case], np.arange(8) * 45.0
+    assert Grid(rows, columns).is_global
+    if len(rows) > 8:  # each half step or more is seen, at either pole
+        beyond = 2 if abs(rows[0]) > 89.9 else 1
+        assert not Grid(rows[beyond:], columns).is_global
+        assert not Grid(rows[:-beyond], columns).is_global
+
+
+COLUMNS_ROUND_THE_GLOBE = {
+    "one": ([10.0], True),
+    "two halves": ([10.0, 190.0], True),
+    "two halves, rounded": ([-179.99999, 0.00001], True),
+    "two halves westward": ([190.0, 10.0], True),
+    "two beside each other": ([10.0, 10.25], False),
+    "two thirds": ([0.0, 120.0], False),
+    "three thirds": ([0.0, 120.0, 240.0], True),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS_ROUND_THE_GLOBE)
+def test_columns_that_go_round_the_globe(case):
+    longitude, expected = COLUMNS_ROUND_THE_GLOBE[case]
+    grid = Grid(np.array([60.0, 0, -60]), np.array(longitude))
+    grid.check("a.zarr")
+    assert grid.is_global == expected
 
 
 @pytest.mark.parametrize("step", [3e3, 5e4])

@@ -4,6 +4,7 @@
 """
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -323,7 +324,7 @@ class Grid(tuple[int, int]):
         if "shape" not in fields:
             latitude, longitude = (np.array(fields[name], float) for name in names)
             return cls(latitude, longitude)
-        latitude, longitude = (_from_text(fields[x]).reshape(fields["shape"]) for x in names)
+        latitude, longitude = (_from_text(fields[x], fields["shape"]) for x in names)
         name, attributes = fields["projection"]
         rows, columns = (Axis(x, np.array(y, float), z) for x, y, z in fields["axes"])
         return cls(latitude, longitude, Projection(name, attributes, rows, columns))
@@ -459,9 +460,17 @@ def _to_text(values: Field) -> str:
     return kind + base64.b64encode(zlib.compress(values.astype(kind).tobytes())).decode()
 
 
-def _from_text(text: str) -> Field:
-    content = zlib.decompress(base64.b64decode(text[3:], validate=True))
-    return np.frombuffer(content, text[:3]).astype(np.float64)
+def _from_text(text: str, shape: Sequence[int]) -> Field:
+    kind = np.dtype(text[:3])
+    size = kind.itemsize * math.prod(shape)
+    try:
+        # One byte more than needed, so that longer contents fail instead of filling the memory.
+        content = zlib.decompressobj().decompress(
+            base64.b64decode(text[3:], validate=True), size + 1
+        )
+    except (zlib.error, OverflowError) as error:
+        raise ValueError(f"coordinates can't be decompressed: {error}") from error
+    return np.frombuffer(content, kind).reshape(shape).astype(np.float64)
 
 
 def turns(longitude: Degrees) -> Degrees:

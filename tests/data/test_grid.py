@@ -1,4 +1,8 @@
+import base64
 import copy
+import json
+import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -163,3 +167,49 @@ def test_grids_are_copied_with_their_coordinates():
     latitude, longitude = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
     grid = copy.deepcopy(Grid(latitude, longitude))
     assert grid.difference(Grid(latitude, longitude), 0) is None
+
+
+def plane_with(latitude=None, shape=None):
+    """Return the JSON of a plane of 21 x 31 points, with something else in its place."""
+    coordinates = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
+    fields = Grid(*coordinates).to_json()
+    return fields | {"latitude": latitude or fields["latitude"], "shape": shape or [21, 31]}
+
+
+def text_of(size):
+    return "<f8" + base64.b64encode(zlib.compress(bytes(size))).decode()
+
+
+DAMAGED = {
+    "another letter": plane_with("<f8?" + plane_with()["latitude"][4:]),
+    "not compressed": plane_with("<f8" + base64.b64encode(bytes(21 * 31 * 8)).decode()),
+    "cut off": plane_with(plane_with()["latitude"][:-400]),
+    "one value more": plane_with(text_of(21 * 31 * 8 + 8)),
+    "one byte more": plane_with(text_of(21 * 31 * 8 + 1)),
+    "one value less": plane_with(text_of(21 * 31 * 8 - 8)),
+    "another shape": plane_with(shape=[21, 32]),
+    "a negative shape": plane_with(shape=[21, -31]),
+    "an immense shape": plane_with(shape=[10**15, 10**15]),
+}
+
+
+def test_a_plane_is_read_from_json():
+    grid = Grid.from_json(json.loads(json.dumps(plane_with())))
+    latitude, _ = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
+    assert np.array_equal(grid.latitude, latitude)
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_json_is_refused(case):
+    with pytest.raises(ValueError):
+        Grid.from_json(DAMAGED[case])
+
+
+def test_the_contents_of_damaged_json_do_not_fill_the_memory():
+    fields = plane_with(text_of(10**8))
+    tracemalloc.start()
+    with pytest.raises(ValueError):
+        Grid.from_json(fields)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6

@@ -64,7 +64,7 @@ class CellRows:
         latitude = latitudes[self._starts[:-1]]
         steps = np.diff(latitude)
         drift = np.abs(latitudes - np.repeat(latitude, self._lengths)).max()
-        if drift > COORDINATE_TOLERANCE:
+        if not drift <= COORDINATE_TOLERANCE:  # `not <=` instead of `>`: also of NaN
             raise self._error(f"they go {drift:g} degrees north or south without a next row")
         disordered = np.flatnonzero(np.sign(steps) != np.sign(steps[:1]))
         if len(disordered):

@@ -169,11 +169,19 @@ def regional():
     return cells.latitudes[north], cells.longitudes[north]
 
 
+def without_a_latitude():
+    cells = cell_stores.octahedral(16)
+    latitudes = cells.latitudes
+    latitudes[70] = np.nan
+    return latitudes, cells.longitudes
+
+
 BAD = {
     "shuffled": (shuffled, "HEALPix in NESTED order: they go back from latitude"),
     "hole": (with_hole, "the row at latitude 74.7445 has 27, not in equal steps eastward"),
     "westward": (westward, "not in equal steps eastward round the globe"),
     "NaN": (lambda: (regional()[0], regional()[1] * np.nan), "not in equal steps"),
+    "NaN latitude": (without_a_latitude, "they go nan degrees north or south"),
 }
 
 

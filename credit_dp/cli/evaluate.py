@@ -33,12 +33,13 @@ A forecast store has the form of WeatherBench 2, in zarr or netCDF: dims time (i
 prediction_timedelta, latitude, longitude, and, if it has them, level and number (ensemble members).
 A folder or pattern of netCDF files with a band of rows each is joined. The truth has any form that
 data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
-compared with the stores that it started from. Persistence and climatology are scored as well.
+compared with the stores that it started from. If the truth is a region, a forecast on another grid
+that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
 FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page,
 and for ensembles rank_histograms.csv.
 
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
-                             regrid=conservative or bilinear; by default as the forecast's data were
+                             regrid=conservative or bilinear; without truth= as for the forecast
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
   climatology_dates=[A,B]    compute it from these dates of the truth; without either key, from
                              dates before the first forecast, or all if that is less than a year
@@ -131,7 +132,7 @@ def open_forecast(where: str) -> "ForecastStore":
 def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequest":
     """Return a request with the stores, grid and rim that the forecasts started from, by default.
 
-    The stores have later times as well.
+    The stores have later times as well. Other stores are not regridded by default.
 
     Raises:
         UserError: there is no truth, and the forecasts do not name their stores.
@@ -145,7 +146,7 @@ def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequ
             "truth: needs the store to compare forecasts with, like truth=era5.zarr, because "
             f"{forecast.where} does not say what it started from."
         )
-    if request.grid is None:
+    if request.grid is None and not request.truth:
         request = replace(request, grid=settings.get("grid"), regrid=settings.get("regrid"))
     if request.boundary is None:
         request = replace(request, boundary=given_width(forecast.attributes))

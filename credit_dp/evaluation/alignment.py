@@ -292,6 +292,8 @@ def align(
         truth = Store(source, config)
         folder = cache_folder(request.cache)
         truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
+    if not truth.grid.is_global and forecast.grid.difference(truth.grid):
+        forecast.interpolate_to(truth.grid)
     # Rows have one order, north first, but columns may begin at any longitude.
     columns = column_order(truth.grid, forecast.grid, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)

@@ -429,5 +429,5 @@ def forecast_bytes(aligned: AlignedForecast, group: VariableGroup, leads: slice)
     """Return the bytes of one initial time's forecasts of the largest variable."""
     channels: int = max(indices.stop - indices.start for indices in group.values())
     count: int = leads.stop - leads.start
-    height, width = aligned.truth.grid
+    height, width = aligned.forecast.stored_grid
     return 4 * count * aligned.forecast.members * channels * height * width

@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.data.boundary import PointInterpolation
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
 from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
 from credit_dp.data.sources.address import reason_of, redact_secrets
@@ -130,7 +131,8 @@ class ForecastStore:
         initial_times: `(I,)` datetime64, rising.
         lead_times: `(L,)` timedelta64, rising.
         members: number of members; 1 without an ensemble.
-        grid: its rows from the north, its columns in the store's order.
+        grid: of the fields that are read: rows from the north, columns in the store's order.
+        stored_grid: of the store; another one after `interpolate_to`.
         variables: the forecast variables by name.
         model_levels: see `VariableInfo`.
         span: timedelta64[ns], span of sums; None if the store does not state it.
@@ -166,7 +168,8 @@ class ForecastStore:
         self.members = int(dataset.sizes.get(MEMBER_DIM, 1))
         grid = grid or grid_of_lines(dataset)
         self._flipped = grid.rises
-        self.grid = grid.flipped() if self._flipped else grid
+        self.grid = self.stored_grid = grid.flipped() if self._flipped else grid
+        self._interpolation: PointInterpolation | None = None
         levels = whole_number_levels(dataset, self.where, "forecast")
         self.variables = {
             str(name): ForecastVariable(
@@ -198,6 +201,26 @@ class ForecastStore:
         if not calendar.is_standard:
             # Of the same type as the times: sums in nanoseconds would overflow.
             self.lead_times = self.lead_times.astype("m8[s]")
+
+    @property
+    def interpolated(self) -> str:
+        """What `interpolate_to` does, to follow the name of the store; empty before it."""
+        return "" if self._interpolation is None else ", interpolated bilinearly"
+
+    def interpolate_to(self, grid: Grid) -> None:
+        """Read fields at the points of a region instead, see `PointInterpolation`.
+
+        Raises:
+            UserError: the store does not cover the region, or is on a projection.
+        """
+        try:
+            self._interpolation = PointInterpolation(self.stored_grid, *grid.points)
+        except UserError as error:
+            raise UserError(
+                f"{self.where}: is on another grid than the truth, and can't be interpolated to "
+                f"it: it {error}. Change forecast or truth."
+            ) from error
+        self.grid = grid
 
     def read(
         self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
@@ -235,7 +258,8 @@ class ForecastStore:
             ) from error
         values = in_dim_order(values, list(map(str, array.dims)), DIM_ORDER)
         fields = np.asarray(values, dtype=np.float32)
-        return fields[..., ::-1, :] if self._flipped else fields
+        fields = fields[..., ::-1, :] if self._flipped else fields
+        return fields if self._interpolation is None else self._interpolation(fields)
 
     def initial_times_per_chunk(self, name: str) -> int:
         """Return the number of initial times in one chunk of a variable."""
@@ -364,5 +388,5 @@ def _grid_error(
         f"{where}: is on another grid than the truth: {len(stored)} {what} with {name} from "
         f"{stored[0]:g} to {stored[-1]:g}, where the truth has {len(expected)} from "
         f"{expected[0]:g} to {expected[-1]:g}. Change {key}, or regrid the truth with "
-        "`credit-dp data prepare`."
+        "grid=."
     )

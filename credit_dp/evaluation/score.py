@@ -458,7 +458,7 @@ class Scorer:
         ranks = [one.ranks for one in results if one.ranks is not None]
         coasts = draw_or_warn("coasts", coasts_of, truth.source)
         card = Scorecard(
-            forecast=redact_secrets(request.forecast),
+            forecast=redact_secrets(request.forecast) + aligned.forecast.interpolated,
             truth=", ".join(map(redact_secrets, request.truth)),
             climatology=redact_secrets(aligned.climatology_description),
             members=aligned.forecast.members,

@@ -485,3 +485,39 @@ def test_a_forecast_is_compared_with_years_beyond_those_of_nanoseconds(tmp_path:
     for score in ("rmse", "bias", "crps"):
         near, beyond = (cards[case].scores[score][0] for case in ("near", "far"))
         np.testing.assert_array_equal(near, beyond)
+
+
+def test_a_global_forecast_is_interpolated_to_a_region(tmp_path):
+    """Its RMSE on a box, against bilinear means and areas in numpy; off the box it is refused."""
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed)[["2m_temperature"]]
+    path = forecasts.write(made, tmp_path / "forecast.zarr")
+    box = {"latitude": [50.0, 40.0, 30.0], "longitude": [340.0, 350.0, 0.0, 10.0]}
+
+    def interpolated(values):
+        # Rows every 22.5 degrees from the north, columns every 45 from 0.
+        row, column = ((90 - np.array(box["latitude"])) / 22.5, np.array(box["longitude"]) / 45)
+        (i, y), (j, x) = ((s.astype(int), s % 1) for s in (row, column))
+        rows = values[..., i, :] * (1 - y)[:, None] + values[..., i + 1, :] * y[:, None]
+        return rows[..., j] * (1 - x) + rows[..., (j + 1) % 8] * x
+
+    dims = ("time", "latitude", "longitude")
+    fields = interpolated(observed["2m_temperature"].values).astype("f4")
+    attributes = observed["2m_temperature"].attrs
+    truth = xr.Dataset(
+        {"2m_temperature": (dims, fields, attributes)}, {"time": observed["time"], **box}
+    )
+    forecasts.write(truth, tmp_path / "truth.zarr")
+    card = scored(tmp_path, path, climatology="", variables=("2m_temperature",))
+    valid = made["time"].values[:, None] + made["prediction_timedelta"].values
+    seen = truth["2m_temperature"].sel(time=valid.ravel()).values.reshape(*valid.shape, 3, 4)
+    error = interpolated(made["2m_temperature"].values) - seen
+    edges = np.sin(np.deg2rad([55, 45, 35, 25]))
+    areas = -np.diff(edges) / -np.diff(edges).mean()
+    expected = np.sqrt((error**2 * areas[:, None]).mean((-2, -1)).mean(0))
+    np.testing.assert_allclose(card.scores["rmse"][0, :, 0], expected, rtol=1e-5, atol=1e-4)
+    assert card.forecast.endswith("forecast.zarr, interpolated bilinearly")
+    half = made.isel(longitude=slice(0, 3))
+    path = forecasts.write(half, tmp_path / "half.zarr")
+    said = refusal(tmp_path, path, climatology="", variables=("2m_temperature",))
+    assert "covers longitude 0 to 90, but the region has points at 340. Change forecast" in said

@@ -236,7 +236,9 @@ class DataConfig:
             )
 
     def _check_member(self) -> None:
-        numbers = self.member if isinstance(self.member, list) else [self.member or 0]
+        if self.member is None:
+            return
+        numbers = self.member if isinstance(self.member, list) else [self.member]
         if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
             raise UserError(
                 f"data.member: needs the number of a member, or a list of them, got {self.member!r}"

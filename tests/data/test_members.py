@@ -272,6 +272,8 @@ BAD = {
     (): r"data.member: needs the number of a member, or a list of them, got \[\]",
     -1: "needs the number of a member, or a list of them, got -1",
     "x": "needs the number of a member, or a list of them, got 'x'",
+    False: "needs the number of a member, or a list of them, got False",
+    "": "needs the number of a member, or a list of them, got ''",
     (1, 1): "data.member",
 }
 

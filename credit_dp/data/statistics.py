@@ -25,6 +25,7 @@ from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.sources.source import describe_members
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import (
     Piece,
@@ -409,7 +410,6 @@ SETTINGS = {
     "step": "data.step",
     "dates": "data.dates.train",
     "grid": "data.store",
-    "members": "data.member",
 }
 
 
@@ -470,7 +470,7 @@ class StatisticsFile:
     def check(self, store: Store, where: str, change: str = "data.statistics") -> None:
         """Refuse statistics that were not computed from the config's training dates.
 
-        The file may have more channels than the config.
+        The file may have more channels than the config, and more members of an ensemble.
 
         Args:
             store: gives the config and its dates.
@@ -485,6 +485,7 @@ class StatisticsFile:
                     f"{_format_value(self.input_description.get(setting))}, but the config has "
                     f"{_format_value(expected.get(setting))}. Change {key} or {change}."
                 )
+        digests = self._check_members(store, expected, where, change)
         for name, transform in expected["transforms"].items():
             stored = self.input_description["transforms"].get(name, transform)
             if stored != transform:
@@ -492,13 +493,34 @@ class StatisticsFile:
                     f"{where}: has statistics of {name} {stored}, but the config has it "
                     f"{transform}. Change data.variables.{name} or {change}."
                 )
-        for name, digest in expected["values"].items():
+        for name, digest in digests.items():
             if self.input_description["values"].get(name, digest) != digest:
                 raise UserError(
                     f"{where}: has statistics of {self.input_description['store']}, in which "
                     f"{name} has other values than in {store.source.where}. Change data.store or "
                     f"{change}."
                 )
+
+    def _check_members(
+        self, store: Store, expected: Mapping[str, Any], where: str, change: str
+    ) -> Mapping[str, str]:
+        """Refuse statistics that lack members; return the digests that the file's can equal.
+
+        The file has those of its first member.
+        """
+        members, own = self.input_description.get("members", ()), sorted(store.source.members)
+        if (not own or not {*own} <= {*members}) if members else len(own) > 1:
+            raise UserError(
+                f"{where}: has statistics of "
+                f"{describe_members(members) if members else 'a single member'}, but the config "
+                f"has {describe_members(own)}. Change data.member or {change}."
+            )
+        digests: dict[str, str] = expected["values"]
+        if not members or own[0] == min(members):
+            return digests
+        channels = [channel for group in channel_groups(store) for channel in group]
+        variables = store.source.variables
+        return {c.name: digests[c.name] for c in channels if not variables[c.variable].has_members}
 
 
 def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
@@ -522,11 +544,14 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
     """Return a description, as JSON, of the data that the statistics are computed from.
 
     A copy of the store has the same statistics, so files are not compared by the store's path but
-    by a digest of one row of each channel at the first training date.
+    by a digest of one row of each channel at the first training date, of the member with the lowest
+    number.
     """
     span = split_slice(store.config, "train", store.times, store.calendar)
     times = store.times[span].astype("M8[s]")
     rows, columns = store.grid
+    members = store.source.members
+    first = store.member(members.index(min(members))) if members else store
     coordinates = fingerprint(store.latitude.tolist(), store.longitude.tolist())
     return {
         "store": store.source.where,
@@ -539,8 +564,8 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
         "every": every,
         "grid": [rows, columns, coordinates],
         "transforms": _describe_transforms(store),
-        "values": _value_digests(store, span.start),
-        **({"members": list(store.source.members)} if store.num_members > 1 else {}),
+        "values": _value_digests(first, span.start),
+        **({"members": sorted(members)} if len(members) > 1 else {}),
     }
 
 

@@ -9,13 +9,14 @@ import torch
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import VariableConfig
+from credit_dp.data.cache import cache_folder
 from credit_dp.data.inspection import inspect_source
 from credit_dp.data.limits import SPREAD_FACTOR
 from credit_dp.data.loader import Loader
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.statistics import StatisticsFile, input_description
+from credit_dp.data.statistics import StatisticsFile, input_description, statistics_path
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import ensemble_stores, stores
@@ -254,16 +255,62 @@ def test_masks_are_of_all_members(tmp_path):
         assert np.flatnonzero(~mask.all(axis=1)).tolist() == rows
 
 
-def test_statistics_of_other_members_are_refused(tmp_path):
+def test_statistics_are_of_the_members_or_of_more(tmp_path):
+    path = stores.write(DATA, tmp_path / "store.zarr")
+    alone = stores.write(ensemble_stores.member(DATA, 0), tmp_path / "alone.zarr")
+    order = {"number": [1, 2, 0]}
+    others = stores.write(DATA.isel(order).assign_coords(DATA.coords), tmp_path / "others.zarr")
+    common = DATA.assign(solar=DATA["solar"][0])
+    paths = [stores.write(common, tmp_path / "common.zarr")]
+    paths.append(stores.write(common.assign(solar=DATA["solar"][1]), tmp_path / "sun.zarr"))
+
+    def file(where, member=None):
+        described = input_description(Store.open(stores.config(where, member=member)), 1)
+        return StatisticsFile(json.loads(json.dumps(described)), {})
+
+    def refused(statistics, where, member=None):
+        with pytest.raises(UserError) as raised:
+            statistics.check(Store.open(stores.config(where, member=member)), "stats.json")
+        return str(raised.value)
+
+    for members, fitting in (
+        (None, (None, [2, 1, 0], 0, 1, [2], [1, 2], [2, 0])),
+        ([1, 0], ([0, 1], [1, 0], 0, 1)),
+        ([0, 1], ([1, 0],)),
+        (1, (1, [1])),
+    ):
+        for member in fitting:
+            file(path, members).check(Store.open(stores.config(path, member=member)), "stats.json")
+    assert "members" not in file(path, 0).input_description
+    file(path, 0).check(Store.open(stores.config(alone)), "stats.json")
+    for members, member, words in (
+        ([1, 0], None, "2 members, 0, 1, but the config has 3 members, 0 to 2"),
+        ([1, 0], 2, "2 members, 0, 1, but the config has member 2"),
+        (0, [0, 1], "a single member, but the config has 2 members, 0, 1"),
+    ):
+        line = f"stats.json: has statistics of {words}. Change data.member or data.statistics."
+        assert refused(file(path, members), path, member) == line
+    assert "3 members, 0 to 2, but the config has no members." in refused(file(path), alone)
+    for member in (None, [2, 0], 0):
+        assert "has other values than in" in refused(file(path), others, member)
+    # Of members without the file's first one only what all members share is compared.
+    file(paths[0]).check(Store.open(stores.config(paths[0], member=2)), "stats.json")
+    assert "solar has other values than in" in refused(file(paths[0]), paths[1], 2)
+
+
+def test_a_member_may_have_the_scaling_of_the_ensemble(tmp_path):
     path = stores.write(DATA, tmp_path / "store.zarr")
     whole = prepare_training_data(stores.config(path))
-    described = input_description(whole.store, 1)
-    assert described["members"] == [0, 1, 2]
-    some = Store.open(stores.config(path, member=[0, 1]))
-    with pytest.raises(UserError, match=r"statistics of members \[0, 1, 2\], but the config has "
-                       r"\[0, 1\]. Change data.member"):  # fmt: skip
-        StatisticsFile(json.loads(json.dumps(described)), {}).check(some, "stats.json")
-    assert "members" not in input_description(Store.open(stores.config(path, member=0)), 1)
+    table = StatisticsFile.load(
+        statistics_path(whole.store, cache_folder(stores.config(path).cache))
+    )
+    table.save(tmp_path / "all.json")
+    one = prepare_training_data(
+        stores.config(path, member=1, statistics=str(tmp_path / "all.json"))
+    )
+    assert one.store.num_members == 1
+    np.testing.assert_array_equal(one.statistics.mean, whole.statistics.mean)
+    np.testing.assert_array_equal(one.statistics.std, whole.statistics.std)
 
 
 BAD = {

@@ -346,6 +346,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def function_of_node(node: Any) -> Any:
+    """Return the `autograd.Function` whose backward a node of the graph is; None if of none."""
+    return getattr(type(node), "_forward_cls", None)
+
+
 def saved_tensor_hooks() -> Any:
     """Return the pair of hooks that saves tensors for backward; None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -64,6 +64,7 @@ from credit_dp.torch_private import (
     foreach_sign_,
     forward_hooks,
     forward_pre_hooks,
+    function_of_node,
     gloo_options,
     has_gradient_hooks,
     has_hooks,
@@ -595,6 +596,21 @@ def test_a_recomputation_would_be_taken_for_a_forward():
     assert -1 not in passes
     assert passes[0] != passes[1]
     assert BACKWARD_FRAME in callers
+
+
+def test_a_node_of_the_graph_knows_its_function():
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    y = Identity.apply(torch.ones(1, requires_grad=True))
+    assert function_of_node(y.grad_fn) is Identity
+    assert function_of_node((y * 2).grad_fn) is None
 
 
 def test_a_checkpointed_block_would_keep_its_fields():

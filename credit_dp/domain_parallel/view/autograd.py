@@ -56,6 +56,7 @@ from credit_dp.domain_parallel.view.tensor import (
 )
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
+    function_of_node,
     is_transform_active,
     replace_backward_hook,
     replace_checkpoint_generator,
@@ -96,6 +97,8 @@ def show_gradient(share: Any, shown: Shown | None) -> Any:
     """Return the gradient of which this rank has a share; a collective if it is whole."""
     if shown is None or not isinstance(share, Tensor):
         return share
+    if shown.view.in_plain_pass:
+        return show(share, shown)
     if shown.rows is None:
         share = sum_over_bands(share.contiguous(), shown.view.manager.transport)
     return show(_scaled(share, 1 / shown.view.loss_factor), shown)
@@ -109,9 +112,10 @@ def gradient_share(gradient: Any, shown: Shown | None) -> Any:
     """Return this rank's share of a gradient."""
     if shown is None or not isinstance(gradient, Tensor):
         return gradient
-    factor = shown.view.loss_factor
+    ranks = shown.view.ranks if shown.rows is None else 1
+    factor = 1 if shown.view.in_plain_pass else shown.view.loss_factor / ranks
     if shown.rows is None:
-        return _scaled(whole(gradient), factor / shown.view.ranks)
+        return _scaled(whole(gradient), factor)
     return _scaled(with_layout(gradient, shown.rows, shown.view), factor)
 
 
@@ -162,13 +166,52 @@ def _gradients_of_fields(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def gradients(view: GlobalView, *args: Any, **kwargs: Any) -> Any:
     """Return gradients inside of a model, as on one process; differentiable if they should be.
 
-    Also those between plain tensors: bands may lie between them, and hooks see whole gradients.
+    Between plain tensors torch computes them as they are, unless bands lie between.
 
     Raises:
         UserError: a batch of gradients is wanted.
     """
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
     arguments = dict(zip(names, args, strict=False)) | kwargs
+    is_plain = not global_tensors((args, kwargs)) and not _lie_bands_between(
+        _as_list(arguments["outputs"]), _as_list(arguments["inputs"])
+    )
+    was_plain, view.in_plain_pass = view.in_plain_pass, is_plain
+    try:
+        if is_plain:
+            return torch.autograd.grad(*args, **kwargs)
+        return _sharded_gradients(view, arguments)
+    finally:
+        view.in_plain_pass = was_plain
+
+
+def _lie_bands_between(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Return whether gradients of plain outputs by plain inputs pass functions that expect shares.
+
+    What is computed from a band becomes plain by one that all ranks call.
+    """
+    first, last = (
+        [torch.autograd.graph.get_gradient_edge(x).node for x in tensors if x.requires_grad]
+        for tensors in (outputs, inputs)
+    )
+    before: dict[Any, list[Any]] = {}  # the nodes from which the pass gets to each
+    while first:
+        node = first.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in before:
+                first.append(following)
+            before.setdefault(following, []).append(node)
+    while last:
+        for node in before.pop(last.pop(), ()):
+            function = function_of_node(node)
+            if function is not None and function.__module__.startswith("credit_dp."):
+                return True
+            last.append(node)
+    return False
+
+
+def _sharded_gradients(view: GlobalView, arguments: Kwargs) -> Any:
+    """Return gradients that bands take part in: each rank computes its share of them."""
     if arguments.pop("is_grads_batched", False):
         raise UserError(
             "autograd.grad: batches of gradients of sharded fields can't be computed. Call it once "

@@ -109,6 +109,8 @@ class GlobalView:
         outputs: how the model's latest outputs were shown, by tensor; None before the first.
         inputs: the fields of the forward that runs, each with the tensor that it shows.
         has_backward_code: whether code of the user's runs in backward.
+        in_plain_pass: whether `autograd.grad` runs between plain tensors with no bands between:
+            gradients are whole, not shares.
         created: plain tensors that the running model has made, see `filling`: each with the one
             that it is a view of, if any, and the functions that lead there.
         lost_orders: how often the order of dimensions in memory was lost as rows moved.
@@ -126,6 +128,7 @@ class GlobalView:
         self.outputs: Any = None
         self.inputs: list[tuple[GlobalTensor, Tensor]] = []
         self.has_backward_code = False
+        self.in_plain_pass = False
         self.lost_orders = 0
         self.created = WeakIdKeyDictionary()
 

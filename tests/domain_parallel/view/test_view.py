@@ -327,6 +327,98 @@ def test_equals_the_unsharded_model(name, trains):
     _check(lambda: _Model(FUNCTIONS[name], trains), shape, ranks)
 
 
+def _plain_gradient(change, through=torch.sin):
+    """Return a model: the field times a gradient by a plain tensor, which hooks of nodes change."""
+
+    def function(model, x):
+        with torch.enable_grad():
+            bias = model.linear.bias * 1
+            y, doubled = through(bias), bias * 2
+            seen = change(y, bias, doubled)
+            (gradient,) = torch.autograd.grad((y + doubled**2).sum(), bias, create_graph=True)
+        return x * (gradient.sum() + sum(grad.sum() for grad in seen))
+
+    return function
+
+
+def _hook_node(y, bias, doubled):
+    y.grad_fn.register_hook(lambda inputs, outputs: tuple(g.clamp(-0.1, 0.1) for g in inputs))
+    return []
+
+
+def _hook_before_node(y, bias, doubled):
+    y.grad_fn.register_prehook(lambda grads: tuple(g.clamp(-0.3, 0.3) for g in grads))
+    return []
+
+
+def _hook_several(y, bias, doubled):
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook([bias, doubled], seen.extend)
+    return seen
+
+
+def _hook_in_turn(y, bias, doubled):
+    """Hook a plain tensor; in its hook the gradient of another one is computed, which has one."""
+
+    def outer(grad):
+        inner = bias.detach().requires_grad_()
+        between = inner * 1
+        between.register_hook(lambda g: g.clamp(-0.2, 0.2))
+        return grad.clamp(-0.1, 0.1) + torch.autograd.grad(between.square().sum(), inner)[0]
+
+    y.register_hook(outer)
+    return []
+
+
+def _batched_gradients(model, x):
+    with torch.enable_grad():
+        bias = model.linear.bias * 1
+        rows = torch.eye(len(bias), dtype=bias.dtype, device=bias.device)
+        (jacobian,) = torch.autograd.grad(bias.softmax(0), bias, rows, is_grads_batched=True)
+        return x * jacobian[:, 1:2, None]
+
+
+def _gradient_of_a_gradient(model, x):
+    """Return the field times a gradient between plain tensors with a field in between."""
+    with torch.enable_grad():
+        bias = model.linear.bias * 1
+        loss = (x * bias[:, None, None]).pow(3).mean()
+        (first,) = torch.autograd.grad(loss, bias, create_graph=True)
+        bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1) + grad**2)
+        (second,) = torch.autograd.grad(first.exp().sum(), bias, create_graph=True)
+        return x * second[:, None, None]
+
+
+PLAIN_GRADIENTS = {
+    "hook of a node": _plain_gradient(_hook_node),
+    "hook before a node": _plain_gradient(_hook_before_node),
+    "hook of several tensors": _plain_gradient(_hook_several),
+    "gradient in a hook": _plain_gradient(_hook_in_turn),
+    "hook, and a function of the user's": _plain_gradient(_hook_in_turn, Clip.apply),
+    "batch of gradients": _batched_gradients,
+    "field in between": _gradient_of_a_gradient,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_GRADIENTS)
+def test_gradients_between_plain_tensors(name):
+    _check(lambda: _Model(PLAIN_GRADIENTS[name]), (2, 3, 14, 8), 3)
+
+
+def test_gradients_between_plain_tensors_have_the_same_bits_and_need_no_messages():
+    def gradient(model):
+        bias = model.linear.bias * 1
+        bias.register_hook(lambda grad: grad.clamp(max=1) / 3)
+        return torch.autograd.grad(bias.exp().sum(), bias)[0]
+
+    model = _Model(_penalty)
+    expected = gradient(model)
+    view = attached_view(_convert(model))
+    view.loss_factor = 3
+    with running.run_in(view):  # on one rank of two: a message would wait for the other
+        assert torch.equal(gradient(model), expected)
+
+
 def test_equals_the_unsharded_model_on_4_ranks():
     _check(lambda: _Model(_shifted_windows), (1, 3, 17, 8), 4)
 

@@ -17,8 +17,9 @@ from tests.docs import era5
 from tests.plots import DRAW_PLOTS
 
 ROOT = Path(__file__).parents[2]
-FIRST = ROOT / "docs/first-forecast.md"  # runs unchanged, in a clean clone
-DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST})
+# These run from beginning to end in `test_clean_clone`.
+FIRST, REGIONAL = (ROOT / "docs" / name for name in ("first-forecast.md", "regional.md"))
+DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST, REGIONAL})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A block that begins with a file's name, maybe after Hydra's header, is in that file when the
@@ -158,7 +159,9 @@ def _anchors(page):
     return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
-@pytest.mark.parametrize("page", [*PAGES, FIRST, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*PAGES, FIRST, REGIONAL, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+)
 def test_links_lead_somewhere(page):
     broken = []
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", BLOCK.sub("", page.read_text())):
@@ -171,7 +174,9 @@ def test_links_lead_somewhere(page):
 
 def test_figures_have_alternative_text():
     figures = [
-        text for page in [*PAGES, FIRST] for text in re.findall(r"!\[([^]]*)\]\(", page.read_text())
+        text
+        for page in [*PAGES, FIRST, REGIONAL]
+        for text in re.findall(r"!\[([^]]*)\]\(", page.read_text())
     ]
     assert len(figures) >= 3
     assert all(len(text) > 20 for text in figures)

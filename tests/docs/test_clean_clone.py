@@ -34,22 +34,45 @@ FEWER = {
 }
 
 
-@pytest.mark.slow
-def test_the_page_after_the_first_run(tmp_path):
-    """Its commands in a folder with the entry alone; `.ci/run` tries the first run itself."""
-    shutil.copy(ROOT / "train.py", tmp_path)
-    script = "\n".join(BLOCK.findall((ROOT / "docs/first-forecast.md").read_text()))
-    first, activate, *lines = script.replace("\\\n", " ").splitlines()
-    assert (first, activate) == ("make run", "source .venv/bin/activate")
-    environment = {**os.environ, "CREDIT_DP_CACHE": str(tmp_path / "cache")}
+# The region of the page, out of a climate of two short runs.
+FEWER_OF_REGION = {
+    r"(make_region\.py region)": r"\1 truncation=15 runs=2 run_days=20 spinup_days=5",
+    r"steps=\d+": "steps=2",
+    r"32x64": "24x48",
+    r"2002-08-01/2002-09-15/3d": "2001-02-15/2001-02-16/1d",
+    r"(train\.py run\.name=globe)": rf"\1 {CLIMATE}",
+    r"(train\.py)": r"\1 trainer.evaluate_stride_hours=2000 'trainer.evaluate_hours=[6]'",
+}
+
+
+def _run_page(name, shorter, folder):
+    """Run the commands of a page in a folder with the entry and the scripts alone."""
+    shutil.copy(ROOT / "train.py", folder)
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    script = "\n".join(BLOCK.findall((ROOT / "docs" / name).read_text()))
+    lines = script.replace("\\\n", " ").splitlines()
+    if lines[:2] == ["make run", "source .venv/bin/activate"]:  # `.ci/run` tries these
+        lines = lines[2:]
+    environment = {**os.environ, "CREDIT_DP_CACHE": str(folder / "cache")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for line in lines:
-        for long, short in FEWER.items():
+        for long, short in shorter.items():
             line = re.sub(long, short, line)
-        done = run_line(line, tmp_path, environment)
+        done = run_line(line, folder, environment)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    assert "pangu_rollouts" in done.stdout  # compared
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_page_after_the_first_run(tmp_path):
+    assert "pangu_rollouts" in _run_page("first-forecast.md", FEWER, tmp_path)  # compared
     assert (tmp_path / "scores/scorecard.html").exists()
+
+
+@pytest.mark.slow
+def test_the_page_of_a_region(tmp_path):
+    said = _run_page("regional.md", FEWER_OF_REGION, tmp_path)
+    assert "interpolated bilinearly: 2 initial times, without 2 rows and columns" in said
 
 
 @pytest.fixture(scope="module")

@@ -410,19 +410,23 @@ class Grid(tuple[int, int]):
         return ""
 
     def _problem_of_columns(self) -> str:
-        if self._goes_round():
+        if self._goes_round() or _are_in_a_row(self.longitude):
             return ""
         steps = turns(self.longitude)
         size = np.abs(steps)
-        uneven = not np.ptp(size) < 1e-2 * size.mean() + ROUNDING  # `not <`: also of NaN
-        if uneven or len(set(np.sign(steps))) > 1 or size.sum() > FULL_CIRCLE - size.mean() / 2:
-            first, last = self.longitude[[0, -1]]
-            return (
-                "longitude must go in equal steps, at most once round the globe and without "
-                f"repeating its first column, but goes from {first:g} to {last:g} in {self[1]} "
-                f"columns with steps of {size.min():g} to {size.max():g} degrees"
-            )
-        return ""
+        first, last = self.longitude[[0, -1]]
+        problem = (
+            "longitude must go in equal steps, at most once round the globe and without "
+            f"repeating its first column, but goes from {first:g} to {last:g} in {self[1]} "
+            f"columns with steps of {size.min():g} to {size.max():g} degrees"
+        )
+        beyond = len(steps) - int(np.abs(steps - np.median(steps)).argmax())
+        if not _are_in_a_row(np.roll(self.longitude, beyond)):
+            return problem
+        return (
+            f"{problem}; write it again from its western edge, as xarray's "
+            f"dataset.roll(longitude={beyond}, roll_coords=True)"
+        )
 
     def _problem_of_plane(self) -> str:
         if min(self) < SMALLEST_PLANE:
@@ -471,6 +475,15 @@ def _from_text(text: str, shape: Sequence[int]) -> Field:
     except (zlib.error, OverflowError) as error:
         raise ValueError(f"coordinates can't be decompressed: {error}") from error
     return np.frombuffer(content, kind).reshape(shape).astype(np.float64)
+
+
+def _are_in_a_row(longitude: Degrees) -> bool:
+    """Whether columns go in equal steps one way, less than once round the globe."""
+    steps = turns(longitude)
+    size = np.abs(steps)
+    is_even = np.ptp(size) < 1e-2 * size.mean() + ROUNDING
+    is_one_way = abs(np.sign(steps).sum()) == len(steps)
+    return bool(is_even and is_one_way and size.sum() <= FULL_CIRCLE - size.mean() / 2)
 
 
 def turns(longitude: Degrees) -> Degrees:

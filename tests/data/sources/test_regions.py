@@ -118,6 +118,20 @@ def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:
     assert inspect_source(source, [1]).spacing == "1.5 x 1.5 degrees"
 
 
+@pytest.mark.parametrize("across", [1, 7, 15])
+def test_a_box_cut_at_its_middle_is_refused_with_the_cure(across: int, tmp_path: Path) -> None:
+    data = region_stores.dataset("box")
+    data = data.assign_coords(longitude=(1.5 * (np.arange(16) - across)) % 360)
+    data.sortby("longitude").to_netcdf(tmp_path / "cut.nc")
+    with pytest.raises(UserError) as error:
+        GriddedSource.open(str(tmp_path / "cut.nc"))
+    cure = f"from its western edge, as xarray's dataset.roll(longitude={across}, roll_coords=True)."
+    assert cure in str(error.value)
+    again = xr.open_dataset(tmp_path / "cut.nc").roll(longitude=across, roll_coords=True)
+    again.to_netcdf(tmp_path / "again.nc")
+    assert GriddedSource.open(str(tmp_path / "again.nc")).longitude[0] == 360 - 1.5 * across
+
+
 def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:
     data = stores.dataset(rows=12, columns=16).isel(latitude=slice(2, 9), longitude=slice(0, 5))
     source = open_single_source(str(anemoi_stores.write(data, tmp_path / "box.zarr")))
@@ -178,11 +192,16 @@ def around(data: xr.Dataset) -> xr.Dataset:
     return data.assign_coords(longitude=24.0 * np.arange(16))
 
 
+def repeated(data: xr.Dataset) -> xr.Dataset:
+    return data.isel(longitude=[3, 3])
+
+
 BAD = {
     hole: "latitude is missing at row 3 and column 4 of the file",
     crossing: "rows and columns must not cross or repeat, but they do between rows 3 and 4",
     uneven: "longitude must go in equal steps, at most once round the globe",
     around: "without repeating its first column",
+    repeated: "but goes from -7.5 to -7.5 in 2 columns with steps of 0 to 0 degrees",
     jumping: "latitude must go in roughly equal steps, but goes from 60 to 49.5 in steps of 1.5",
 }
 

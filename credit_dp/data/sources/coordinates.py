@@ -113,16 +113,21 @@ def projected_grid(dataset: xr.Dataset) -> Grid | None:
     if not plane:
         return None
     dims = _plane_dims(dataset, plane)
-    latitude, longitude = (
-        dataset[plane[x]].transpose(*dims).values.astype(np.float64) for x in HORIZONTAL
-    )
-    lines = latitude[:, 0], longitude[0]
-    if np.isclose(latitude, lines[0][:, None]).all() and np.isclose(longitude, lines[1]).all():
-        return Grid(*lines)  # the same as one-dimensional ones
+    latitude, longitude = (dataset[plane[x]].transpose(*dims).values for x in HORIZONTAL)
+    are_lines = _are_equal(latitude, latitude[:, :1]) and _are_equal(longitude, longitude[:1])
+    latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
+    if are_lines:
+        return Grid(latitude[:, 0], longitude[0])  # the same as one-dimensional ones
     rows, columns = (_axis(dataset, dim) for dim in dims)
     mapping = _grid_mapping(dataset)
     attributes = dataset.variables[mapping].attrs if mapping else {}
     return Grid(latitude, longitude, Projection(mapping, _plain(attributes), rows, columns))
+
+
+def _are_equal(values: NDArray[Any], others: NDArray[Any]) -> bool:
+    """Whether degrees differ by less than 1e-6 or, with fewer digits, by rounding alone."""
+    rounding = 180 * np.finfo(np.result_type(values, np.float32)).eps
+    return bool((np.abs(values - others) <= max(1e-6, rounding)).all())
 
 
 def grid_of_lines(dataset: xr.Dataset) -> Grid:

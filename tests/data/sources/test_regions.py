@@ -10,11 +10,12 @@ import xarray as xr
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.inspection import inspect_source
+from credit_dp.data.sources.coordinates import projected_grid
 from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.opening import open_single_source
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer
-from tests.data import anemoi_stores, region_stores, stores
+from tests.data import anemoi_stores, region_grids, region_stores, stores
 from tests.data.region_stores import KINDS, ROWS
 
 NAMES = {"box": ("latitude", "longitude"), "lambert": ("latitude", "longitude")}
@@ -106,6 +107,40 @@ def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> No
     assert projection is not None
     assert projection.name == ("rotated_pole" if change is cordex else "")
     assert "bounds" not in projection.rows.attributes
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_small_cuts_of_projections_are_no_boxes(dtype: str) -> None:
+    y, x = 7e5 + 3e3 * np.arange(11), 3e3 * np.arange(11)
+    latitude, longitude = region_grids.Lambert().coordinates(y, x)
+    grid = projected_grid(plane(latitude, longitude, dtype))
+    assert grid is not None
+    assert grid.is_projected
+    assert grid.projection is not None
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_two_dimensional_coordinates_of_a_box_are_lines(dtype: str) -> None:
+    lines = 60 - 0.1 * np.arange(11.0), 200 + 0.1 * np.arange(12.0)
+    latitude, longitude = np.meshgrid(*lines, indexing="ij")
+    noise = np.random.default_rng(0).uniform(-1, 1, latitude.shape)
+    noise *= np.spacing(np.array(200, dtype)) / 2  # of other arithmetic
+    grid = projected_grid(plane(latitude + noise, longitude + noise, dtype))
+    assert grid is not None
+    assert not grid.is_projected
+    np.testing.assert_allclose(grid.longitude, lines[1], rtol=0, atol=3e-5)
+
+
+def plane(latitude: Any, longitude: Any, dtype: str) -> xr.Dataset:
+    dims = ("y", "x")
+    return xr.Dataset(
+        {"field": (("y", "x"), np.zeros(latitude.shape), {"grid_mapping": "crs"})},
+        {
+            "lat": (dims, latitude.astype(dtype), {"units": "degrees_north"}),
+            "lon": (dims, longitude.astype(dtype), {"units": "degrees_east"}),
+            "crs": ((), 0, {"grid_mapping_name": "lambert_conformal_conic"}),
+        },
+    )
 
 
 def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:

@@ -186,10 +186,13 @@ def _check_times(sources: Sequence[Source]) -> None:
 def _check_grid(first: Source, other: Source, tolerance: float) -> None:
     differing = other.grid.difference(first.grid, tolerance)
     if differing:
+        cure = "regrid one with `credit-dp data prepare`"
+        if not (first.grid.is_global and other.grid.is_global):
+            cure = "write regions that lie side by side as one, with xarray's concat"
         raise UserError(
             f"{other.where}: is not {'' if tolerance else 'exactly '}on the grid of {first.where}: "
             f"its {differing[0].removeprefix('a ')} is not {differing[1]}. Stores that are joined "
-            "need one grid: change data.store, or regrid one with `credit-dp data prepare`."
+            f"need one grid: change data.store, or {cure}."
         )
 
 

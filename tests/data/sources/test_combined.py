@@ -181,6 +181,19 @@ def test_other_grids_are_refused(tmp_path, change, expected):
         JoinedSource([first, other])
     message = str(caught.value)
     assert message.startswith(f"{other.where}: is not on the grid of {first.where}: {expected}")
+    assert message.endswith("change data.store, or regrid one with `credit-dp data prepare`.")
+
+
+def test_regions_side_by_side_are_refused_with_the_cure(tmp_path):
+    west, east = (
+        written(DATA[UPPER].isel(longitude=columns), tmp_path / f"{columns.start}.zarr")
+        for columns in (slice(0, 3), slice(3, 6))
+    )
+    for joined in (JoinedSource, lambda sources: JoinedSource(sources[::-1])):
+        with pytest.raises(UserError) as caught:
+            joined([west, east])
+        cure = "or write regions that lie side by side as one, with xarray's concat."
+        assert str(caught.value).endswith(cure)
 
 
 @pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's

@@ -228,11 +228,15 @@ class DataConfig:
         if self.regrid is None:
             return
         checks.one_of("data.regrid", self.regrid, (ROWS, *REGRIDDING))
-        if (self.regrid == ROWS) == (self.grid is not None):
-            problem = "is for cells without" if self.grid else "needs"
+        if self.regrid == ROWS and self.grid is not None:
             raise UserError(
-                f"data.regrid: {self.regrid} {problem} a grid, but data.grid is "
-                f"{self.grid or 'null'}. Change data.grid or data.regrid."
+                f"data.regrid: {ROWS} keeps the latitudes of the cells, but data.grid is "
+                f"{self.grid}. Leave data.grid out."
+            )
+        if self.regrid != ROWS and self.grid is None:
+            raise UserError(
+                f"data.regrid: {self.regrid} needs a grid, but data.grid is null. Set data.grid, "
+                "or leave data.regrid out."
             )
 
     def _check_member(self) -> None:

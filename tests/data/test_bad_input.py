@@ -335,9 +335,8 @@ def test_ways_of_regridding_that_do_not_fit(good):
     assert "data.regrid: bilinear needs a grid, but data.grid is null" in refusal(
         good, regrid="bilinear"
     )
-    assert "data.regrid: rows is for cells without a grid, but data.grid is 9x8" in refusal(
-        good, regrid="rows", grid="9x8"
-    )
+    rows = refusal(good, regrid="rows", grid="9x8")
+    assert "rows keeps the latitudes of the cells, but data.grid is 9x8. Leave data.grid" in rows
     assert "data.regrid=rows is for cells in rows of different lengths" in refusal(
         good, regrid="rows"
     )

@@ -22,6 +22,11 @@ class GridShape(tuple[int, int]):
         grid.is_global = is_global
         return grid
 
+    @property
+    def or_finer(self) -> str:
+        """The end of advice on a grid that is too small: only the globe can be regridded."""
+        return " or a finer data.grid" if self.is_global else ""
+
 
 @final
 @dataclass(frozen=True)

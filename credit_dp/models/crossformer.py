@@ -407,7 +407,7 @@ class CrossFormer(SegmentedModel):
         # `reflect` repeats all rows and columns but the outermost.
         unrepeated = int(modes[0] == "reflect")
         padded = _padded_grid(config, grid, unrepeated)
-        _check_kernels(config, padded, unrepeated)
+        _check_kernels(config, GridShape(padded, grid.is_global), unrepeated)
         widths = config.channels
         strides = config.strides
         rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
@@ -484,9 +484,7 @@ class CrossFormer(SegmentedModel):
         return (self.crop(self.head(state[0])),)
 
 
-def _padded_grid(
-    config: CrossFormerConfig, grid: tuple[int, int], unrepeated: int
-) -> tuple[int, int]:
+def _padded_grid(config: CrossFormerConfig, grid: GridShape, unrepeated: int) -> tuple[int, int]:
     rows, columns = (-(-size // config.grid_multiple) * config.grid_multiple for size in grid)
     missing = [wide - size for wide, size in zip((rows, columns), grid, strict=True)]
     if any(-(-n // 2) > size - unrepeated for n, size in zip(missing, grid, strict=True)):
@@ -494,24 +492,24 @@ def _padded_grid(
             f"model.local_windows: with model.global_windows and model.strides, whole windows need "
             f"a multiple of {config.grid_multiple} rows and columns, but the grid of "
             f"{grid[0]}x{grid[1]} is too small to be padded to {rows}x{columns}. Use smaller "
-            "windows or a finer data.grid."
+            f"windows{grid.or_finer}."
         )
     return rows, columns
 
 
-def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int], unrepeated: int) -> None:
+def _check_kernels(config: CrossFormerConfig, padded: GridShape, unrepeated: int) -> None:
     """Refuse kernels whose padding is wider than their level's grid, without what is unrepeated."""
     if unrepeated and min(padded) == prod(config.strides):
         raise UserError(
             "model.edges: reflect needs at least two rows and columns at the coarsest level, which "
-            "has one. Use model.edges=replicate or a finer data.grid."
+            "has one. Use model.edges=replicate."
         )
     for level, kernels in enumerate(config.kernels):
         size = min(padded) // prod(config.strides[:level]) - unrepeated
         if max(kernels) // 2 > size:
             raise UserError(
                 f"model.kernels: those of level {level} can have up to {2 * size} rows on this "
-                f"grid, got {max(kernels)}. Use smaller kernels or a finer data.grid."
+                f"grid, got {max(kernels)}. Use smaller kernels{padded.or_finer}."
             )
 
 

@@ -566,7 +566,7 @@ def _check_fit(config: PanguConfig, fields: Fields, grid: GridShape) -> None:
         rows, columns = (2 * patch + 1 for patch in config.patch[1:])
         raise UserError(
             f"model.patch: {list(config.patch)} needs a grid of at least {rows} rows and {columns} "
-            f"columns, got {grid[0]}x{grid[1]}. Use a smaller model.patch or a finer data.grid."
+            f"columns, got {grid[0]}x{grid[1]}. Use a smaller model.patch{grid.or_finer}."
         )
 
 

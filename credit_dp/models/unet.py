@@ -520,8 +520,8 @@ def build_unet(config: UNetConfig, fields: Fields, grid: GridShape) -> UNet:
     if coarsest < 2:
         raise UserError(
             f"model.channels: {len(config.channels)} levels need at least {factor + 1} rows and "
-            f"columns, but the grid has {rows}x{columns}. Give fewer entries in model.channels, or "
-            "a finer data.grid."
+            f"columns, but the grid has {rows}x{columns}. Give fewer entries in model.channels"
+            f"{grid.or_finer}."
         )
     is_reflected = not grid.is_global and config.edges == "reflect"
     if is_reflected and config.block == "global_depthwise" and max(config.kernel) > 2 * coarsest:

@@ -310,6 +310,23 @@ def test_reflection_refuses_what_it_can_not_show(config, grid, message):
         _model(type(config)(**vars(config) | {"edges": "reflect"}), grid)
 
 
+@pytest.mark.parametrize("is_global", [True, False])
+@pytest.mark.parametrize(
+    ("config", "grid"),
+    [
+        (UNET, (2, 2)),
+        (PANGU, (4, 4)),
+        (CROSSFORMER, (1, 1)),
+        (CrossFormerConfig(**vars(CROSSFORMER) | {"kernels": [[32], [2]]}), (9, 8)),
+    ],
+)
+def test_only_the_globe_is_advised_to_have_a_finer_grid(config, grid, is_global):
+    with pytest.raises(UserError) as error:
+        _model(config, grid, is_global)
+    assert str(error.value).endswith(" or a finer data.grid.") == is_global
+    assert ("data.grid" in str(error.value)) == is_global
+
+
 def test_an_unknown_mode_of_edges():
     with pytest.raises(UserError, match=r"model\.edges"):
         UNetConfig(edges="circular")

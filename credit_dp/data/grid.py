@@ -236,6 +236,11 @@ class Grid(tuple[int, int]):
         """Whether the grid reaches from pole to pole and once round the globe."""
         return not self.is_projected and self._goes_from_pole_to_pole() and self._goes_round()
 
+    @property
+    def is_channel(self) -> bool:
+        """Whether columns go round the globe, but rows do not reach both poles."""
+        return not self.is_projected and self._goes_round() and not self.is_global
+
     @cached_property
     def weights(self) -> Field:
         """The areas of the cells divided by their mean: `(H,)`, or `(H, W)` on a projection.

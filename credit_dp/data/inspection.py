@@ -104,7 +104,7 @@ class StoreReport:
         poles: whether there are rows on the poles.
         is_global: whether the grid covers the globe.
         projection: the CF name of the projection of a region; empty without one.
-        spacing: of the region's rows and columns.
+        spacing: of the region's rows and columns, and whether these go round the globe.
         dates: the time axis.
         members: numbers of the members of an ensemble; empty if there are none.
         variables: in the store's order.
@@ -190,7 +190,9 @@ def _spacing(grid: Grid) -> str:
         return ""
     if not grid.is_projected:
         steps = (np.abs(turns(axis)).mean() for axis in (grid.latitude, grid.longitude))
-        return " x ".join(f"{step:.4g}" for step in steps) + " degrees"
+        seam = ", columns round the globe, which models pad by model.edges"
+        size = " x ".join(f"{step:.4g}" for step in steps) + " degrees"
+        return size + (seam if grid.is_channel else "")
     row, column = (size // 2 for size in grid)
     near = slice(row - 1, row + 1), slice(column - 1, column + 1)
     phi, lam = np.deg2rad(grid.latitude[near]), np.deg2rad(grid.longitude[near])

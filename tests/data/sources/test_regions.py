@@ -12,7 +12,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.inspection import inspect_source
 from credit_dp.data.sources.coordinates import projected_grid
 from credit_dp.data.sources.gridded import GriddedSource
-from credit_dp.data.sources.opening import open_single_source
+from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import anemoi_stores, region_grids, region_stores, stores
@@ -165,6 +165,24 @@ def test_a_box_cut_at_its_middle_is_refused_with_the_cure(across: int, tmp_path:
     again = xr.open_dataset(tmp_path / "cut.nc").roll(longitude=across, roll_coords=True)
     again.to_netcdf(tmp_path / "again.nc")
     assert GriddedSource.open(str(tmp_path / "again.nc")).longitude[0] == 360 - 1.5 * across
+
+
+@pytest.mark.parametrize("is_band", [True, False])
+def test_a_band_round_the_globe_is_announced(
+    is_band: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = 22.5 if is_band else 20.0
+    data = region_stores.dataset("box").assign_coords(longitude=step * np.arange(16))
+    data.to_zarr(tmp_path / "box.zarr", zarr_format=2)
+    names = {"prognostic": ["2m_temperature"], "forcing": [], "static": [], "levels": None}
+    source = open_source(stores.config(tmp_path / "box.zarr", **names))
+    assert not source.grid.is_global
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    seam = "columns go round the globe, but models pad them by model.edges"
+    assert any(seam in warning for warning in warnings) == is_band
+    text = f"1.5 x {step:g} degrees"
+    more = ", columns round the globe, which models pad by model.edges" if is_band else ""
+    assert inspect_source(source, [1]).spacing == text + more
 
 
 def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:

@@ -401,6 +401,7 @@ def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> l
         return [f"values  not read: the fields of {date} take {format_bytes(size)}"]
     all_rows = slice(None)
     store.read_static(all_rows)
+    store.check_static()
     for index in indices:
         times = store.times[index : index + 1]
         # Of the last time only a target is needed.

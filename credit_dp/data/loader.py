@@ -43,7 +43,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.sources.source import BlockConsumer, Fields
 from credit_dp.data.store import Store
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import counted
 
 __all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
 
@@ -310,7 +310,7 @@ class Loader:
     def _read_ahead(self, batches: int) -> None:
         """Submit tasks until `batches` are read or being read; static fields come first."""
         if self._static is None:
-            read_static = partial(self._run_and_agree, self._read_static)
+            read_static = partial(self._run_and_agree, self._readers[0].read_static)
             self._static = self._threads.submit(read_static)
         while len(self._prefetched) < batches:
             number = self._sequence.position + len(self._prefetched)
@@ -323,17 +323,6 @@ class Loader:
             ]
             samples = [self._threads.submit(partial(self._run_and_agree, task)) for task in tasks]
             self._prefetched.append(_PendingBatch(batch, self._static, samples))
-
-    def _read_static(self) -> Tensor:
-        """Return the static fields, which all members share.
-
-        Raises:
-            UserError: those of a member differ.
-        """
-        static = self._readers[0].read_static()
-        for reader in self._readers[1:]:
-            reader.check_static(static)
-        return static
 
     def _run_and_agree(self, read: Callable[[], T]) -> T:
         """Run a read; with shared reading, succeed only if it succeeds on all ranks."""
@@ -577,17 +566,6 @@ class BatchReader:
         if not self._selection.inputs:
             return torch.empty(1, 0, *self._band_shape, dtype=self._dtype)
         return self._normaliser.normalise_static(self._store.read_static(self._rows))[None]
-
-    def check_static(self, expected: Tensor) -> None:
-        """Refuse static fields that differ from those of another member."""
-        differing = (self.read_static() != expected).flatten(2).any(dim=2)[0].tolist()
-        names = [n for n, x in zip(self._store.channels.static, differing, strict=False) if x]
-        if names:
-            raise UserError(
-                f"{self._store.source.where}: {names[0]} is not that of the other members, but a "
-                "static field is read once. Choose one member with data.member, or leave "
-                f"{names[0]} out of data.static."
-            )
 
 
 class _Read(NamedTuple):

@@ -94,13 +94,14 @@ def prepare_training_data(
         compute: whether missing parts are created; otherwise the first one is refused.
 
     Raises:
-        UserError: store or statistics don't fit the config; see `Store.open`, `Statistics.of` and
-            `load_statistics_files`.
+        UserError: store or statistics don't fit the config; see `Store.open`, `Store.check_static`,
+            `Statistics.of` and `load_statistics_files`.
         NotComputedError: a part is missing and may not be created.
     """
     progress = progress or _no_progress
     folder = cache_folder(config.cache)
     store = Store.open(with_quickstart_store(config, progress, compute=compute))
+    store.check_static()
     store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     store = with_masks(store, folder, progress, compute=compute)
     if config.statistics_files:

@@ -273,6 +273,26 @@ class Store:
                 fields[out_index] = COMPUTED_STATICS[name](*self.grid.coordinates(band))
         return fields
 
+    def check_static(self) -> None:
+        """Refuse static fields that differ between members.
+
+        Raises:
+            UserError: there are some, or a field can't be read.
+        """
+        if not any(self.source.variables[x.variable].has_members for x in self._static):
+            return
+        fields = self.member(0).read_static(slice(None))
+        for index in range(1, self.num_members):
+            store = self.member(index)
+            others = store.read_static(slice(None))
+            for name, field, other in zip(self.channels.static, fields, others, strict=True):
+                if not np.array_equal(field, other, equal_nan=True):
+                    raise UserError(
+                        f"{store.source.where}: {name} is not that of the other members, but a "
+                        "static field is read once. Choose one member with data.member, or leave "
+                        f"{name} out of data.static."
+                    )
+
     def block_reader(self, channels: Sequence[Channel], rows: slice) -> "ReadBlocks | None":
         """Return a function that reads channels that change in time block by block.
 

@@ -437,17 +437,28 @@ def test_static_fields_that_differ_are_refused(tmp_path):
     differing[1, 5, 2] += 0.01
     path = stores.write(DATA.assign(land_sea_mask=differing), tmp_path / "differing.zarr")
 
-    def first_batch(store, **changes):
-        ready = prepare_training_data(stores.config(store, **changes))
-        size = ready.store.num_members * (TRAIN - 1)
-        with Loader(ready, "train", WHOLE, SampleSequence(size, 2)) as loader:
-            return next(loader)
-
-    assert first_batch(alike).static.shape[1] == 2
+    prepare_training_data(stores.config(alike))
+    prepare_training_data(stores.config(path, member=1))
     line = "differing.zarr, member 1: land_sea_mask is not that of the other members"
+    # Before anything is computed.
     with pytest.raises(UserError, match=line):
-        first_batch(path)
-    first_batch(path, member=1)
+        prepare_training_data(stores.config(path), compute=False)
+    prepare_training_data(stores.config(path, static=["geopotential_at_surface"]))
+
+
+def test_static_fields_that_members_share_are_read_once(tmp_path, monkeypatch):
+    path = stores.write(DATA, tmp_path / "store.zarr")
+    ready = prepare_training_data(stores.config(path))
+    reads = []
+    read_static = Store.read_static
+    monkeypatch.setattr(
+        Store, "read_static", lambda self, rows: reads.append(rows) or read_static(self, rows)
+    )
+    size = MEMBERS * (TRAIN - 1)
+    with Loader(ready, "train", WHOLE, SampleSequence(size, 2)) as loader:
+        static = next(loader).static
+    assert reads == [WHOLE]
+    assert static.shape[1] == 2
 
 
 def test_a_value_out_of_range_names_its_member(tmp_path):

@@ -123,6 +123,15 @@ def test_members_are_shown(trained):
     assert "samples 21 for training, 5 steps of 4 in an epoch; 6 forecasts to 6 h" in text
 
 
+def test_static_fields_that_differ_fail_the_check(trained, tmp_path):
+    sea = DATA["land_sea_mask"].expand_dims(number=DATA["number"]).copy()
+    sea[2, 5, 2] += 0.01
+    path = stores.write(DATA.assign(land_sea_mask=sea), tmp_path / "differing.zarr")
+    done = trained.run(*trained.training, f"data.store={path}", "--check")
+    assert done.returncode == 2
+    assert "differing.zarr, member 2: land_sea_mask is not that of the other" in done.stderr
+
+
 def test_one_member_is_a_store_of_one(trained):
     trained.train("one", "data.member=1")
     alone = stores.write(ensemble_stores.member(DATA, 1), trained.folder / "alone.zarr")

@@ -279,8 +279,9 @@ def align(
         if truth.num_members > 1:
             raise UserError(
                 f"{source.where}: has {describe_members(source.members)}, but the truth needs to "
-                "be one. Write it, as with xarray's ds.isel(number=0) or ds.mean('number'), and "
-                "change data.store."
+                "be one. Write it, with `credit-dp data prepare` and data.member="
+                f"{source.members[0]}, or as with xarray's ds.mean('number'), and change "
+                "data.store."
             )
         period = ClimatologyPeriod(
             request.climatology_dates, truth.times, times[0], source.calendar

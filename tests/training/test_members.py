@@ -180,7 +180,8 @@ def test_a_truth_of_members_is_refused_and_one_is_prepared(trained):
     words = ("forecast=first.zarr", f"truth={trained.store}", "out=scores")
     done = trained.run("credit-dp", "evaluate", *words)
     assert done.returncode == 2
-    assert "has 3 members, 0 to 2, but the truth needs to be one" in done.stderr
+    assert "has 3 members, 0 to 2, but the truth needs to be one. Write it, with" in done.stderr
+    assert "`credit-dp data prepare` and data.member=0, or as with xarray's" in done.stderr
     prepare = (
         "credit-dp", "data", "prepare", f"store={trained.store}", "out=copy.zarr", *KEYS[:5],
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Regrids fields from rows of cells to rows and columns, for any band of target rows.
 
 `RowLayout` says where the cells of a source lie, `Regridder` gives their weights in each target
-cell. The weights of rows and of columns are independent: first every source row is brought to the
-target's columns, then the rows are combined. Each target cell is the same sum, in the same order,
-whichever rows are asked for, so that bands have the same bits as the globe.
+cell, and `PointInterpolation` those of rows and columns at any points. The weights of rows and of
+columns are independent: first every source row is brought to the target's columns, then the rows
+are combined. Each target cell is the same sum, in the same order, whichever rows are asked for, so
+that bands have the same bits as the globe.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config.data import CONSERVATIVE
-from credit_dp.data.grid import FULL_CIRCLE, POLE, Grid, row_edges
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, POLE, Grid, row_edges
+from credit_dp.errors import UserError
 
 Array = NDArray[np.float64]
 ROUNDING = 1e-11  # of a cell's width: edges and points this near to each other are one
@@ -156,42 +158,57 @@ class Regridder:
 
 
 @final
-class PointInterpolator:
-    """Bilinear interpolation from rows and columns to points, as `Regridder` does it.
+class PointInterpolation:
+    """Bilinear interpolation in longitude and latitude, from rows and columns to any points.
+
+    With NaN the valid ones of the four points share the weight; NaN if none is valid. Poleward of
+    the outermost row of a globe a point has the values of that row.
 
     Args:
-        grid: of the fields; it covers the globe, with its rows from the north.
-        latitudes, longitudes: of the points, `(N,)` degrees each, in any order.
+        source: rows of latitudes from the north and columns of longitudes, of the globe or a
+            region.
+        latitude, longitude: of the points in degrees, of one shape.
+
+    Raises:
+        UserError: without a key, that the source does not cover the points, or is on a projection.
     """
 
-    def __init__(self, grid: Grid, latitudes: Array, longitudes: Array) -> None:
-        self._width = grid[1]
-        self._rows = _rows_around(grid.latitude, latitudes)
-        circle = RowLayout.of(grid)
-        step = (1 if circle.eastward else -1) * FULL_CIRCLE / self._width
-        lengths, firsts, steps = (np.array([[x]]) for x in (self._width, circle.firsts[0], step))
-        columns = _columns_around(lengths, firsts, steps, longitudes)
-        self._columns = Weights(columns.at[0], columns.weight[0])
+    def __init__(self, source: Grid, latitude: Array, longitude: Array) -> None:
+        if source.is_projected:
+            raise UserError("is on a projection, but interpolation needs rows of latitudes")
+        self._width = source[1]
+        self._rows = _rows_around_points(source, latitude)
+        self._columns = _columns_around_points(source, longitude)
 
     def source_rows(self, points: slice) -> slice:
-        """Return which rows these points need."""
+        """Return which rows points need that are neighbours in the first dim."""
         at = self._rows.at[points]
         return slice(int(at.min()), int(at.max()) + 1) if at.size else slice(0, 0)
 
-    def __call__(self, fields: NDArray[np.floating], points: slice) -> NDArray[np.floating]:
+    def __call__(
+        self, fields: NDArray[np.floating], points: slice | None = None
+    ) -> NDArray[np.floating]:
         """Interpolate fields one by one in float64; the result has the input's dtype.
 
+        Args:
+            fields: whole, or the rows of `source_rows(points)`.
+            points: in the first dim; None: all of them, from whole fields.
+
         Shapes:
-            `(C, rows, W)`, the rows of `source_rows(points)` -> `(C, n)`.
+            `(..., rows, W)` -> `(..., *points)`.
         """
-        rows = self._rows.at[points] - self.source_rows(points).start
-        at = rows[:, :, None] * self._width + self._columns.at[points][:, None]
-        weight = self._rows.weight[points][:, :, None] * self._columns.weight[points][:, None]
-        weights = Weights(at.reshape(len(at), 4), weight.reshape(len(at), 4))
-        means = partial(_weighted_sum, index=weights.at, weight=weights.weight)
-        result = np.empty((len(fields), len(at)), dtype=fields.dtype)
-        for number, field in enumerate(fields):
-            result[number] = _means_of_valid(field.astype(np.float64).ravel(), means)
+        first = 0 if points is None else self.source_rows(points).start
+        band = slice(None) if points is None else points
+        rows, columns = (Weights(x.at[band], x.weight[band]) for x in (self._rows, self._columns))
+        at = (rows.at - first)[..., :, None] * self._width + columns.at[..., None, :]
+        weight = rows.weight[..., :, None] * columns.weight[..., None, :]
+        shape = at.shape[:-2]
+        means = partial(
+            _weighted_sum, index=at.reshape(*shape, 4), weight=weight.reshape(*shape, 4)
+        )
+        result = np.empty((*fields.shape[:-2], *shape), dtype=fields.dtype)
+        for index in np.ndindex(fields.shape[:-2]):
+            result[index] = _means_of_valid(fields[index].astype(np.float64).ravel(), means)
         return result
 
 
@@ -281,6 +298,44 @@ def _columns_around(lengths: NDArray[np.intp], firsts: Array, steps: Array, new:
     first = np.floor(position)
     west = first.astype(np.intp)
     return _pairs(west % lengths, (west + 1) % lengths, position - first)
+
+
+def _rows_around_points(source: Grid, latitude: Array) -> Weights:
+    """Return the shares of the rows north and south of each point."""
+    ends = [POLE, -POLE] if source.is_global else source.latitude[[0, -1]]
+    outside = (latitude > ends[0] + COORDINATE_TOLERANCE) | (
+        latitude < ends[1] - COORDINATE_TOLERANCE
+    )
+    _refuse(outside, latitude, "latitude", source.latitude)
+    return _rows_around(source.latitude, latitude)
+
+
+def _columns_around_points(source: Grid, longitude: Array) -> Weights:
+    """Return the shares of the columns west and east of each point."""
+    columns = source.longitude
+    # Eastward from the westernmost column; stores may have them in the other direction.
+    order = np.arange(len(columns))
+    if (columns[1] - columns[0]) % FULL_CIRCLE > FULL_CIRCLE / 2:
+        order = order[::-1]
+    east = (columns[order] - columns[order[0]]) % FULL_CIRCLE
+    position = (longitude - columns[order[0]]) % FULL_CIRCLE
+    if FULL_CIRCLE - east[-1] < 1.5 * east[1]:  # they go round the globe
+        east, order = np.append(east, FULL_CIRCLE), np.append(order, order[0])
+    else:  # a point may be a rounding error west of the first column
+        position = np.where(position > FULL_CIRCLE - COORDINATE_TOLERANCE, 0.0, position)
+        outside = position > east[-1] + COORDINATE_TOLERANCE
+        _refuse(outside, longitude, "longitude", columns[order])
+    after = np.clip(np.searchsorted(east, position, side="right"), 1, len(east) - 1)
+    share = (position - east[after - 1]) / (east[after] - east[after - 1])
+    return _pairs(order[after - 1], order[after], np.clip(share, 0, 1))
+
+
+def _refuse(outside: NDArray[np.bool_], points: Array, name: str, covered: Array) -> None:
+    if outside.any():
+        raise UserError(
+            f"covers {name} {covered[0]:g} to {covered[-1]:g}, but the region has points at "
+            f"{points[outside].flat[0]:g}"
+        )
 
 
 def _rounded(position: Array) -> Array:

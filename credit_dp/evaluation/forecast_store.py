@@ -14,9 +14,9 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.boundary import PointInterpolation
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
 from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
+from credit_dp.data.regrid import PointInterpolation
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     check_coordinates,

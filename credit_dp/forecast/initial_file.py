@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config.data import CONSERVATIVE
-from credit_dp.data.boundary import PointInterpolation
 from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
-from credit_dp.data.regrid import Regridder, RowLayout
+from credit_dp.data.regrid import PointInterpolation, Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib

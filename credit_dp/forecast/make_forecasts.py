@@ -29,7 +29,7 @@ from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
-from credit_dp.data.regrid import PointInterpolator
+from credit_dp.data.regrid import PointInterpolation
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import TrainingData, with_quickstart_store
 from credit_dp.data.sources.address import absolute_address
@@ -331,7 +331,7 @@ class ForecastRunner:
         self._manager = manager
         computed = manager.partition(states.store.grid[0])
         cells = writer.form.cells
-        self._back = None if cells is None else PointInterpolator(writer.form.grid, *cells)
+        self._back = None if cells is None else PointInterpolation(writer.form.grid, *cells)
         written = writer.bands_to_write(manager.partition(writer.form.height))
         # Moves rows from the rank that computes them to the rank that writes them, or their cells.
         bands = [slice(*band) for band in pairwise(written.bounds)]

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from credit_dp.data.boundary import PointInterpolation, check_boundary, rim_mask
+from credit_dp.data.boundary import check_boundary, rim_mask
 from credit_dp.data.grid import Grid
+from credit_dp.data.regrid import PointInterpolation
 from credit_dp.errors import UserError
 
 BOX = Grid(np.linspace(60, 40, 11), (np.arange(13) * 2.0 - 12) % 360)  # 348 to 12 degrees east

@@ -164,6 +164,8 @@ class DataConfig:
     regrid: str | None = None
     # of a region: rows and columns at each edge that are given to the model, not predicted
     boundary: int = 0
+    # rows and columns inside of these whose predicted state is drawn towards the given one
+    relaxation: int = 0
     prognostic: list[str] = MISSING  # variables in the input and the output
     diagnostic: list[str] = field(default_factory=list)  # variables in the output only
     forcing: list[str] = field(default_factory=list)  # variables in the input only
@@ -198,6 +200,12 @@ class DataConfig:
         checks.grid("data.grid", self.grid)
         self._check_regrid()
         checks.at_least("data.boundary", self.boundary, 0)
+        checks.at_least("data.relaxation", self.relaxation, 0)
+        if self.relaxation and not self.boundary:
+            raise UserError(
+                "data.relaxation: is for rows and columns beside a rim that is given, but "
+                "data.boundary is 0. Set data.boundary or data.relaxation=0."
+            )
         checks.not_empty("data.prognostic", self.prognostic)
         if self.levels is not None and not self.levels:
             raise UserError(

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
-from credit_dp.data.boundary import check_boundary, rim_mask
+from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
@@ -93,7 +93,7 @@ class Store:
         self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
         self.grid = source.grid
-        check_boundary(config.boundary, self.grid, source.where)
+        check_boundary(config.boundary, config.relaxation, self.grid, source.where)
         self.stored_forcing = [
             Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS
         ]
@@ -377,6 +377,12 @@ class Store:
         if not self.config.boundary:
             return None
         return rim_mask(self.grid, self.config.boundary)[rows]
+
+    def given_share(self, rows: slice) -> NDArray[np.float64] | None:
+        """Return the share of the given state at each point, `(rows, W)`; None without a rim."""
+        if not self.config.boundary:
+            return None
+        return given_share(self.grid, self.config.boundary, self.config.relaxation)[rows]
 
     def scored_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Return where the output channels count, `(outputs, rows, W)`; None if everywhere.

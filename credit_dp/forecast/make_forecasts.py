@@ -253,7 +253,13 @@ class ForecastSetup:
         model, normaliser = parts.forecast_model, states.normaliser
         step = run_on_all_ranks(
             lambda: build_forecast_step(
-                config.model, self.prepared, manager, model, normaliser, points, store.rim(rows)
+                config.model,
+                self.prepared,
+                manager,
+                model,
+                normaliser,
+                points,
+                store.given_share(rows),
             )
         )
         names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()

@@ -194,7 +194,7 @@ def build_forecast_step_and_loss(
         config.loss, store.channels, store.grid, rows, scale, scored, manager, pressures
     )
     step = build_forecast_step(
-        config.model, prepared, manager, model, normaliser, points, store.rim(rows)
+        config.model, prepared, manager, model, normaliser, points, store.given_share(rows)
     )
     return step, loss
 

@@ -90,6 +90,7 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
         # Of model levels, for fixers, which an exported model has, too.
         "hybrid": hybrid_of(store) if has_budgets(model) else {},
         **({"boundary": store.config.boundary} if store.config.boundary else {}),
+        **({"relaxation": store.config.relaxation} if store.config.relaxation else {}),
         **({} if store.calendar.is_standard else {"calendar": store.calendar.name}),
     }
 
@@ -218,7 +219,8 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
             f"{use.subject} was trained with dates of the {calendars[0].name} calendar, but "
             f"{where} has those of the {calendars[1].name} calendar. {use.store_advice}"
         )
-    use.check_equal("data.boundary", *(of.get("boundary", 0) for of in (saved, current)))
+    for key in ("boundary", "relaxation"):
+        use.check_equal(f"data.{key}", *(of.get(key, 0) for of in (saved, current)))
     differing = grid_of_fields(saved).difference(grid_of_fields(current))
     if differing:
         raise UserError(

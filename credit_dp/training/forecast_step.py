@@ -53,7 +53,8 @@ class ForecastStep:
             model was trained with, so that the next step starts from inputs of the same kind.
         fixers: correct the fields after a step, given the last state; collective if a budget is
             among them.
-        rim: the points of a region, `(h, W)`, whose state is given after each step of a rollout.
+        given_share: of a region with a rim, the share of the given state after each step of a
+            rollout, `(h, W)`: 1 on the rim.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class ForecastStep:
         residual: bool = True,
         fill: Callable[[Tensor], Tensor] | None = None,
         fixers: Fixers | None = None,
-        rim: Tensor | None = None,
+        given_share: Tensor | None = None,
     ) -> None:
         self.model = model
         self.tendency_scale = tendency_scale
         self.residual = residual
         self.fill = fill
         self.fixers = fixers
-        self.rim = rim
+        self.given_share = given_share
 
     @property
     def states(self) -> int:
@@ -115,10 +116,12 @@ class ForecastStep:
         state = last + state * self.tendency_scale
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
-    def _with_rim(self, fields: Tensor, given: Tensor, rim: Tensor) -> Tensor:
-        """Return fields with the given state on the rim; diagnostic channels stay as they are."""
+    def _with_given(self, fields: Tensor, given: Tensor, share: Tensor) -> Tensor:
+        """Return fields with a share of the given state; diagnostic channels stay as they are."""
         state, diagnostic = fields[:, : self.states], fields[:, self.states :]
-        state = torch.where(rim, given[:, : self.states], state)
+        given = given[:, : self.states]
+        drawn = torch.where(share > 0, torch.lerp(state, given, share), state)
+        state = torch.where(share == 1, given, drawn)  # whatever is predicted there, also NaN
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
     def rollout(
@@ -133,18 +136,18 @@ class ForecastStep:
 
         Each forcing is that of the time from which its step starts. If `state` has several states,
         each step drops the oldest. `begin` is called with the number of each step, from 1, before
-        it. With a rim, `given` are the states after each step, `(B, C or more, h, W)`, of which the
-        rim replaces the predicted one.
+        it. With a rim, `given` are the states after each step, `(B, C or more, h, W)`, of which
+        each point takes its share.
         """
-        if self.rim is not None and given is None:
+        if self.given_share is not None and given is None:
             raise ValueError("the rim of each state has to be given")
-        after = repeat(None) if self.rim is None or given is None else given
+        after = repeat(None) if self.given_share is None or given is None else given
         for step, (forcing, truth) in enumerate(zip(forcings, after, strict=False), start=1):
             if begin is not None:
                 begin(step)
             fields = self(state, forcing, static)
-            if truth is not None and self.rim is not None:
-                fields = self._with_rim(fields, truth, self.rim)
+            if truth is not None and self.given_share is not None:
+                fields = self._with_given(fields, truth, self.given_share)
             if self.fill is not None:
                 fields = self.fill(fields)
             yield fields
@@ -234,7 +237,7 @@ def build_forecast_step(
     model: Model,
     normaliser: Normaliser,
     points: ValidPoints | None,
-    rim: NDArray[np.bool_] | None = None,
+    given_share: NDArray[np.float64] | None = None,
 ) -> ForecastStep:
     """Return the forecast step around a model, of training and of forecasts alike.
 
@@ -242,7 +245,7 @@ def build_forecast_step(
         config: of the model.
         normaliser: on the device of the model's output.
         points: with values, on this rank's rows; None: all of them.
-        rim: the points of this rank's rows that are given; see `Store.rim`.
+        given_share: on this rank's rows; see `Store.given_share`.
 
     Raises:
         UserError: see `fixers_of_run`.
@@ -255,5 +258,5 @@ def build_forecast_step(
         config.residual,
         fill,
         fixers_of_run(config, prepared, manager, tendency.device),
-        None if rim is None else torch.from_numpy(rim).to(tendency.device),
+        None if given_share is None else torch.from_numpy(given_share).to(tendency),
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from credit_dp.data.boundary import check_boundary, rim_mask
+from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.grid import Grid
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.errors import UserError
@@ -21,13 +21,28 @@ def test_the_rim_is_what_is_near_an_edge():
     assert not rim_mask((7, 9), 0).any()
 
 
+def test_the_given_share_falls_from_the_rim_inward():
+    share = given_share((9, 10), 2, 2)
+    inner = {1: 0.5378828427399902, 2: 0.2384058440442351}  # 1 - tanh(j / 2)
+    for row in range(9):
+        for column in range(10):
+            edge = min(row, 8 - row, column, 9 - column)
+            assert share[row, column] == pytest.approx(inner.get(edge - 1, float(edge < 2)))
+    assert np.array_equal(given_share((7, 9), 2, 0), rim_mask((7, 9), 2))
+
+
 def test_rims_that_make_no_sense_are_refused():
-    check_boundary(0, GLOBE, "globe.zarr")
-    check_boundary(5, BOX, "box.zarr")
+    check_boundary(0, 0, GLOBE, "globe.zarr")
+    check_boundary(5, 0, BOX, "box.zarr")
+    check_boundary(2, 3, BOX, "box.zarr")
     with pytest.raises(UserError, match=r"^data.boundary: is for regions, but globe.zarr covers"):
-        check_boundary(1, GLOBE, "globe.zarr")
+        check_boundary(1, 0, GLOBE, "globe.zarr")
     with pytest.raises(UserError, match=r"^data.boundary: 6 rows .* leave none of the 11x13 of b"):
-        check_boundary(6, BOX, "box.zarr")
+        check_boundary(6, 0, BOX, "box.zarr")
+    with pytest.raises(
+        UserError, match=r"^data.relaxation: 6 rows .* leave none of the 11x13 of b"
+    ):
+        check_boundary(2, 4, BOX, "box.zarr")
 
 
 def on_grid(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> np.ndarray:

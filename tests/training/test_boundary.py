@@ -70,7 +70,9 @@ def test_a_rollout_goes_on_from_the_given_rim(members):
 
     rim = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
     rim[2:5, 2:4] = False
-    ensemble = EnsembleForecast(ForecastStep(model, SCALE, rim=rim), members=range(members))
+    ensemble = EnsembleForecast(
+        ForecastStep(model, SCALE, given_share=rim.double()), members=range(members)
+    )
     times = np.array(["2000-01-01", "2000-01-02"], "M8[ns]")
     found = torch.zeros(())
     steps = ensemble.rollout(times, truth[0], forcing[:3], static, truth[1:])
@@ -87,7 +89,7 @@ def test_a_rollout_goes_on_from_the_given_rim(members):
 
 
 def test_a_rollout_without_the_rim_is_a_mistake():
-    step = ForecastStep(network(), torch.ones(STATES, 1, 1), rim=torch.ones(1, 1).bool())
+    step = ForecastStep(network(), torch.ones(STATES, 1, 1), given_share=torch.ones(1, 1))
     with pytest.raises(ValueError, match="the rim of each state has to be given"):
         next(step.rollout(torch.zeros(1), [torch.zeros(1)], torch.zeros(1)))
 

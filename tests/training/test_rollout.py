@@ -79,7 +79,7 @@ def three_steps(store, seas, kind: str, **changes: Any) -> Config:
         config = sea_config(seas, model)
     elif kind == "rim":
         config = make_config(box(store.parent), store.parent / "run", model)
-        config = replace(config, data=replace(config.data, boundary=RIM))
+        config = replace(config, data=replace(config.data, boundary=RIM, relaxation=1))
     else:
         config = make_config(store, store.parent / "run", model)
     return replace(config, trainer=replace(config.trainer, rollout={0: 3}, **changes))
@@ -115,10 +115,13 @@ def by_hand(config: Config) -> Found:
     )
     masks = store.valid_mask(rows)
     valid = torch.ones((), dtype=torch.bool) if masks is None else torch.from_numpy(masks)
-    rim = torch.zeros((), dtype=torch.bool)
+    rim, given = torch.zeros((), dtype=torch.bool), torch.zeros((), dtype=torch.float64)
     if config.data.boundary:
         rim = torch.ones(store.grid, dtype=torch.bool)
         rim[RIM:-RIM, RIM:-RIM] = False
+        given = rim.double()
+        given[RIM:-RIM, RIM:-RIM] = 1 - np.tanh(0.5)  # one row or column beside the rim
+        given[RIM + 1 : -RIM - 1, RIM + 1 : -RIM - 1] = 0
     scale = torch.ones(store.channels.num_outputs, 1, 1, dtype=torch.float64)
     scale[:states] = normaliser.tendency_scale[:states]
     # Rows of a region in equal steps have areas in proportion to the cosine.
@@ -134,13 +137,13 @@ def by_hand(config: Config) -> Found:
         made = model(torch.cat([*now, forcing, static], dim=1))
         made = torch.cat([now[-1] + made[:, :states] * scale[:states], made[:, states:]], dim=1)
         truth = fields(times + (step + 1) * STEP)
+        made = given * truth + (1 - given) * made
         error = (made - truth) / scale
         square = torch.where(valid & ~rim, error.square(), 0) * area
         points = (area * torch.ones_like(made[:1])).sum((0, 2, 3))
         total = total + (square.sum((0, 2, 3)) / points / len(times) * weight).sum() / 3
         if masks is not None:
             made = torch.where(valid, made, normaliser.fills)
-        made = torch.where(rim, truth, made)
         now = [*now[1:], made[:, :states]]
     total.backward()
     named = training.trainer.state.parameters

@@ -187,11 +187,6 @@ class RegionPoints:
         if name == GLOBAL:  # the whole grid
             everything = slice(None)
             return cls(everything, everything, torch.from_numpy(truth.grid.weights))
-        if truth.grid.is_projected:
-            raise UserError(
-                f"regions: needs rows of latitude, but {truth.source.where} is on a projection. "
-                f"Leave {name} out."
-            )
         region = REGIONS[name]
         rows = region.rows(truth.latitude)
         columns = region.columns(truth.longitude)

@@ -173,13 +173,22 @@ class EarthAttention(GroupedRows):
         # them by broadcasting, without a copy. All others are folded into the heads.
         qkv = qkv.permute(7, 0, 5, 1, 3, 8, 2, 4, 6, 9)
         folded = (level_windows * row_windows * heads, prod(window), head_width)
-        qkv = qkv.reshape(3, batch, column_windows, *folded)
+        qkv = qkv.reshape(3, batch * column_windows, *folded)
         if self.is_global or not self.shift[2]:
             x = self._attend_in_windows(qkv, groups)
         else:
             # Only the last window of columns has tokens of both ends: its mask is another.
-            several = self._attend_in_windows(qkv[:, :, :-1], groups)
-            x = torch.cat([several, self._attend_in_windows(qkv[:, :, -1:], groups, True)], 1)
+            windows = qkv.view(3, batch, column_windows, *folded)
+            parts = [
+                self._attend_in_windows(part.flatten(1, 2), groups, splits_columns).view(
+                    batch, part.shape[2], *folded
+                )
+                for part, splits_columns in (
+                    (windows[:, :, :-1], False),
+                    (windows[:, :, -1:], True),
+                )
+            ]
+            x = torch.cat(parts, dim=1)
         x = x.reshape(batch, column_windows, level_windows, row_windows, heads, *window, head_width)
         x = x.permute(0, 2, 5, 3, 6, 1, 7, 4, 8)
         return x.reshape(batch, levels, rows, columns, heads * head_width)
@@ -190,12 +199,11 @@ class EarthAttention(GroupedRows):
         """Return the attention in windows of columns; see `bias` for the arguments.
 
         Shapes:
-            `(3, B, column windows, ...)` -> `(B, column windows, ...)`.
+            `(3, B * column windows, ...)` -> `(B * column windows, ...)`.
         """
-        query, key, value = qkv.flatten(1, 2).unbind(0)
+        query, key, value = qkv.unbind(0)
         bias = self.bias(groups, splits_columns).to(query.dtype)
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
-        return torch.unflatten(x, 0, qkv.shape[1:3])
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
 
     def bias(self, groups: slice, splits_columns: bool = False) -> Tensor:
         """Return the bias of the logits of each pair of tokens; minus infinity for masked pairs.
@@ -222,16 +230,18 @@ class EarthAttention(GroupedRows):
         """
         # Only the last window of levels, rows or columns wraps around: its last `shift` levels,
         # rows or columns are the globe's first ones. True marks these.
-        levels, rows, columns = (
+        dims = 3 if splits_columns else 2
+        levels, rows, *columns = (
             (torch.arange(n * w, device=self.table.device) >= n * w - s).view(n, w)
-            for n, w, s in zip(self.counts, self.window, self.shift, strict=True)
+            for n, w, s in zip(self.counts[:dims], self.window, self.shift, strict=False)
         )
         rows = rows[groups]
         # A number from 0 to 7 for each token: pairs with different numbers are masked.
         region = levels[:, None, None, :, None, None] + 2 * rows[None, :, None, None, :, None]
-        region = region + 4 * (columns[-1] & splits_columns)
+        for marked in columns:
+            region = region + 4 * marked[-1]
         per_window = (len(levels) * len(rows), 1, *self.window)
-        region = region.reshape(per_window).flatten(2)
+        region = region.expand(-1, -1, -1, -1, -1, self.window[2]).reshape(per_window).flatten(2)
         region = region.expand(-1, self.heads, -1).flatten(0, 1)
         return region[:, :, None] != region[:, None]
 

@@ -224,6 +224,16 @@ def test_bands_of_a_region_equal_the_whole(kind, data):
     on_threads(ranks, assert_same_as_whole_globe, _model, (config, grid), shape, MODEL)
 
 
+def test_a_rank_without_windows_takes_part():
+    """One window of rows for two ranks, and two windows of columns, of which the last is masked."""
+    config = PanguConfig(
+        name="pangu", width=4, depths=[2, 1, 1, 1], heads=[2, 2, 1, 1], patch=[1, 1, 1],
+        window=[1, 3, 2], mlp_ratio=1,
+    )  # fmt: skip
+    shape = (2, _fields(config).inputs, 3, 4)
+    on_threads(2, assert_same_as_whole_globe, _model, (config, (3, 4)), shape, MODEL)
+
+
 def test_bands_of_a_region_equal_the_whole_on_processes():
     case = (_model, (PANGU, (13, 20)), (1, LEVELS.inputs, 13, 20), MODEL)
     on_processes(2, assert_same_as_whole_globe, *case)

@@ -23,6 +23,8 @@ LATITUDE, LONGITUDE = slice(75, 20), slice(225, 358)  # degrees
 
 def main() -> None:
     """Write both stores; a climate that is there is kept."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python scripts/make_region.py FOLDER [runs=2 ...]")
     folder, settings = Path(sys.argv[1]), dict(text.split("=") for text in sys.argv[2:])
     climate = folder / "climate.zarr"
     if not climate.exists():

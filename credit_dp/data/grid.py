@@ -112,7 +112,7 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
 
     Source: Eriksson 1990, "On the measure of solid angles", for the areas of triangles.
     """
-    centres = _unit_vectors(latitude, longitude)
+    centres = unit_vectors(latitude, longitude)
     for axis in (1, 2):
         edges = np.take(centres, [0, 1, 2, -1, -2, -3], axis)
         one, two, three, last, second, third = np.split(edges, 6, axis)
@@ -123,7 +123,7 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
     return np.abs(_quadrilateral_areas(corners))
 
 
-def _unit_vectors(latitude: Degrees, longitude: Degrees) -> Field:
+def unit_vectors(latitude: Degrees, longitude: Degrees) -> Field:
     """Return the points of a sphere of radius 1: `(H, W)` degrees -> `(3, H, W)`."""
     phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
     return np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
@@ -444,7 +444,7 @@ class Grid(tuple[int, int]):
                 return f"{name} is missing at row {row} and column {column} of the file"
         if np.abs(self.latitude).max() > POLE:
             return "latitude must lie within -90 to 90 degrees"
-        centres = _unit_vectors(self.latitude, self.longitude)
+        centres = unit_vectors(self.latitude, self.longitude)
         areas = _quadrilateral_areas(centres)
         wrong = np.argwhere(~(areas * np.sign(np.median(areas)) > 0))
         if len(wrong):

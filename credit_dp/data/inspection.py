@@ -14,7 +14,7 @@ from credit_dp.bands import max_rows_touched, row_amplification
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
-from credit_dp.data.grid import POLE, Grid, turns
+from credit_dp.data.grid import POLE, Grid, turns, unit_vectors
 from credit_dp.data.sources.source import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
@@ -195,8 +195,7 @@ def _spacing(grid: Grid) -> str:
         return size + (seam if grid.is_channel else "")
     row, column = (size // 2 for size in grid)
     near = slice(row - 1, row + 1), slice(column - 1, column + 1)
-    phi, lam = np.deg2rad(grid.latitude[near]), np.deg2rad(grid.longitude[near])
-    points = np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+    points = unit_vectors(grid.latitude[near], grid.longitude[near])
     apart = [
         np.linalg.norm(points[:, 1, 1] - other) for other in (points[:, 0, 1], points[:, 1, 0])
     ]

@@ -336,9 +336,9 @@ class Normaliser:
         """
         return self.outputs.normalise(fields, out)
 
-    def normalise_forcing(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+    def normalise_forcing(self, fields: NDArray[np.float32]) -> Tensor:
         """Normalise the forcings, `(..., F, h, W)`; see `normalise_outputs`."""
-        return self.forcing.normalise(fields, out)
+        return self.forcing.normalise(fields)
 
     def normalise_static(self, fields: NDArray[np.float32]) -> Tensor:
         """Normalise the static fields, `(..., S, h, W)`; see `normalise_outputs`."""

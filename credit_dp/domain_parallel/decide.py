@@ -23,7 +23,7 @@ from torch import nn
 
 from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run, empty_inputs
+from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition, too_few_rows_messages
 from credit_dp.domain_parallel.planning.audit import AuditError
@@ -32,6 +32,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
     InputFactory,
     Shape,
     as_shapes,
+    empty_inputs,
     find_heights,
     is_banded,
     plan_calls,

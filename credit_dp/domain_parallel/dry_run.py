@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
+    empty_inputs,
     failure_message,
     is_banded,
 )
@@ -42,7 +43,6 @@ from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
 from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
     PlanningMode,
-    dtype_and_device,
     launches_kernel,
     preserve_model,
     reads_values,
@@ -653,16 +653,6 @@ def _result(
         launches=recorder.launches,
         decisions=decisions,
     )
-
-
-def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
-    """Return a function that makes one tensor of each shape, without values."""
-    dtype, device = dtype_and_device(model)
-
-    def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
-        return [torch.empty(shape_of(s), dtype=dtype, device=device) for s in shapes], {}
-
-    return inputs
 
 
 def _forward(

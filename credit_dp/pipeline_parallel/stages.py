@@ -50,12 +50,6 @@ def as_segmented(model: nn.Module) -> SegmentedModel:
     return model
 
 
-def parameter_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the real dtype of a model's first float or complex parameter; None if it has none."""
-    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex())
-    return next((dtype.to_real() for dtype in dtypes), None)
-
-
 def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     """Return the multiply-adds of each segment's forward, by the segment's name.
 

@@ -56,34 +56,6 @@ InputFactory = Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, A
 PLACEHOLDER_BATCH_SIZES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
-def plan_model(
-    model: nn.Module,
-    manager: DomainParallelManager,
-    input_shape: Shape | Sequence[Shape],
-    excluded: Iterable[nn.Module] = (),
-) -> Planner:
-    """Plan a model: bands for every height that occurs in it, and heights for every layer.
-
-    The model runs on fake tensors, on the whole globe and on each distinct band, in training and in
-    evaluation mode. Nothing is sent; values of the model and the random state do not change.
-
-    Args:
-        model: a converted model.
-        manager: the manager that it was converted with.
-        input_shape: one shape of the whole globe's input, or several.
-        excluded: modules whose operations are not audited.
-
-    Returns:
-        The planner that was active in these runs.
-
-    Raises:
-        UserError: a level has fewer rows than there are ranks, code between the layers couples rows
-            or changes their number, or control flow depends on data.
-    """
-    shapes = list(as_shapes(input_shape))
-    return plan_calls(model, manager, shapes, _input_factory(model, shapes), excluded)
-
-
 def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
     """Return one shape or several as a tuple of shapes.
 
@@ -98,7 +70,8 @@ def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
     return (tuple(input_shape),) if is_single_shape else tuple(tuple(s) for s in input_shape)  # type: ignore
 
 
-def _input_factory(model: nn.Module, shapes: list[Shape]) -> InputFactory:
+def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
+    """Return a function that makes one tensor of each shape, without values."""
     dtype, device = dtype_and_device(model)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -108,7 +81,7 @@ def _input_factory(model: nn.Module, shapes: list[Shape]) -> InputFactory:
 
 
 def find_heights(
-    model: nn.Module, input_shape: Shape | Sequence[Shape], excluded: Iterable[nn.Module] = ()
+    model: nn.Module, input_shape: Shape | Sequence[Shape], excluded: Iterable[nn.Module]
 ) -> dict[int, str]:
     """Return every banded height in a converted model, with the path of its first layer.
 
@@ -125,7 +98,7 @@ def find_heights(
         planner.record_module_names(),
         use_fake_tensors(model),
     ):
-        _trace_run(planner, None, True, lambda: _input_factory(model, shapes)(lambda shape: shape))
+        _trace_run(planner, None, True, lambda: empty_inputs(model, shapes)(lambda shape: shape))
     return _first_uses(planner, shapes)
 
 
@@ -153,11 +126,26 @@ def plan_calls(
     manager: DomainParallelManager,
     shapes: list[Shape],
     inputs: InputFactory,
-    excluded: Iterable[nn.Module] = (),
+    excluded: Iterable[nn.Module],
 ) -> Planner:
-    """Plan calls with the arguments of `inputs`, whose tensors have these shapes of the globe.
+    """Plan a converted model: bands for every height that occurs, and heights for every layer.
 
-    Operations inside `excluded` modules are not audited.
+    The model runs on fake tensors, on the whole globe and on each distinct band, in training and in
+    evaluation mode. Nothing is sent; values of the model and the random state do not change.
+
+    Args:
+        model: a converted model.
+        manager: the manager that it was converted with.
+        shapes: of the tensors of `inputs` on the whole globe.
+        inputs: makes the arguments of a call.
+        excluded: modules whose operations are not audited.
+
+    Returns:
+        The planner that was active in these runs.
+
+    Raises:
+        UserError: a level has fewer rows than there are ranks, code between the layers couples rows
+            or changes their number, or control flow depends on data.
     """
     names = _layer_names(model)
     excluded = list(excluded)

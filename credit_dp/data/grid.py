@@ -124,9 +124,10 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
 
 
 def unit_vectors(latitude: Degrees, longitude: Degrees) -> Field:
-    """Return the points of a sphere of radius 1: `(H, W)` degrees -> `(3, H, W)`."""
+    """Return points of a sphere of radius 1: degrees, broadcast to `(...)`, -> `(3, ...)`."""
     phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
-    return np.stack([np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)])
+    radius = np.cos(phi)
+    return np.stack(np.broadcast_arrays(radius * np.cos(lam), radius * np.sin(lam), np.sin(phi)))
 
 
 def _quadrilateral_areas(corners: Field) -> Field:
@@ -372,8 +373,8 @@ class Grid(tuple[int, int]):
                 (float(latitude[0]), float(latitude[-1])),
                 (float(longitude[0]), float(longitude[-1])),
             )
-        middle, half = longitude[self[0] // 2, self[1] // 2], FULL_CIRCLE / 2
-        around = (longitude - middle + half) % FULL_CIRCLE - half + middle
+        middle = longitude[self[0] // 2, self[1] // 2]
+        around = degrees_east(longitude, middle) + middle
         return (
             (float(latitude.max()), float(latitude.min())),
             (float(around.min()), float(around.max())),
@@ -493,8 +494,13 @@ def _are_in_a_row(longitude: Degrees) -> bool:
 
 def turns(longitude: Degrees) -> Degrees:
     """Return the steps from column to column along the circle, -180 to 180."""
+    return degrees_east(longitude[..., 1:], longitude[..., :-1])
+
+
+def degrees_east(longitude: Degrees, of: Degrees | float) -> Degrees:
+    """Return how far longitudes are east of others along the circle, -180 to 180."""
     half = FULL_CIRCLE / 2
-    return np.asarray(half - (half - np.diff(longitude)) % FULL_CIRCLE, dtype=np.float64)
+    return np.asarray(half - (half - (longitude - of)) % FULL_CIRCLE, dtype=np.float64)
 
 
 GLOBAL = "global"

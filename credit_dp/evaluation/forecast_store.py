@@ -15,7 +15,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid
+from credit_dp.data.grid import COORDINATE_TOLERANCE, Grid, degrees_east
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
@@ -367,8 +367,7 @@ def column_indices(expected: Degrees, stored: Degrees, where: str, key: str) -> 
     """
     if len(expected) != len(stored):
         raise _grid_error("columns", "longitude", expected, stored, where, key)
-    half = FULL_CIRCLE / 2
-    distance = np.abs((stored[None, :] - expected[:, None] + half) % FULL_CIRCLE - half)
+    distance = np.abs(degrees_east(stored, expected[:, None]))
     columns: NDArray[np.intp] = distance.argmin(axis=1)
     # `not <=`: also refuses NaN.
     if not distance[np.arange(len(expected)), columns].max() <= COORDINATE_TOLERANCE:

@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
+from credit_dp.data.grid import FULL_CIRCLE, Grid, degrees_east, turns
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -121,9 +121,9 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourSca
 
 def draw_graticule(axes: Axes, cells: Grid) -> None:
     """Draw circles of latitude and meridians over a map in rows and columns of a projection."""
-    middle, half = cells.longitude[cells[0] // 2, cells[1] // 2], FULL_CIRCLE / 2
-    around = (cells.longitude - middle + half) % FULL_CIRCLE - half
-    seam = np.abs(around) > 0.9 * half  # where longitudes jump, if the pole is on the map
+    middle = cells.longitude[cells[0] // 2, cells[1] // 2]
+    around = degrees_east(cells.longitude, middle)
+    seam = np.abs(around) > 0.45 * FULL_CIRCLE  # where longitudes jump, if the pole is on the map
     for degrees, shift in ((cells.latitude, 0.0), (np.where(seam, np.nan, around), middle)):
         lowest, highest = np.nanmin(degrees) + shift, np.nanmax(degrees) + shift
         levels = [x for x in MaxNLocator(6).tick_values(lowest, highest) if lowest < x < highest]

@@ -27,6 +27,7 @@ from credit_dp.config.data import CONSERVATIVE, REGRIDDING
 from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import unit_vectors
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.regrid import PointInterpolation
@@ -494,8 +495,8 @@ class Perturbations:
 
     def __init__(self, seed: int, latitude: Matrix, longitude: Matrix, channels: int) -> None:
         self._seed = seed
-        self._latitude = np.deg2rad(latitude)
-        self._longitude = np.deg2rad(longitude)
+        self._latitude = latitude
+        self._longitude = np.broadcast_to(longitude, (len(latitude), longitude.shape[-1]))
         self._channels = channels
 
     def draw(self, time: np.datetime64, job: ForecastJob) -> Matrix:
@@ -504,28 +505,12 @@ class Perturbations:
         random = random_stream(self._seed, hour_key(time), job.member)
         waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
         amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
-        longitudes = np.broadcast_to(
-            self._longitude, (len(self._latitude), self._longitude.shape[-1])
-        )
-        rows = [
-            amplitudes @ self._wave_basis(waves, *row)
-            for row in zip(self._latitude, longitudes, strict=True)
-        ]
+        rows = []
+        for latitude, longitude in zip(self._latitude, self._longitude, strict=True):
+            # Of points in space: waves are smooth across the poles.
+            angles = waves @ unit_vectors(latitude, longitude)
+            rows.append(amplitudes @ np.concatenate([np.cos(angles), np.sin(angles)]))
         return np.stack(rows, axis=1)
-
-    def _wave_basis(self, waves: Matrix, latitude: Matrix, longitude: Matrix) -> Matrix:
-        """Return cosines and sines of all waves on one row: `(2 * WAVE_COUNT, W)`."""
-        radius = np.cos(latitude)
-        # Cartesian coordinates on the unit sphere: waves are smooth across the poles.
-        points = np.stack(
-            [
-                radius * np.cos(longitude),
-                radius * np.sin(longitude),
-                np.broadcast_to(np.sin(latitude), longitude.shape),
-            ]
-        )
-        angles = waves @ points
-        return np.concatenate([np.cos(angles), np.sin(angles)])
 
 
 @final

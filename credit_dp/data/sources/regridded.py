@@ -9,7 +9,7 @@ import numpy as np
 from credit_dp.config import DataConfig
 from credit_dp.config.data import CONSERVATIVE, ROWS
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import parse_grid
+from credit_dp.data.grid import degrees_east, parse_grid
 from credit_dp.data.regrid import regridder_to, regular_grid
 from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper
 from credit_dp.errors import UserError
@@ -69,7 +69,7 @@ class RegriddedSource(SourceWrapper):
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`: that of the nearest value."""
-        away = abs((self._source.longitude - self.longitude[column] + 180) % 360 - 180)
+        away = np.abs(degrees_east(self._source.longitude, self.longitude[column]))
         row = int(abs(self._source.latitude - self.latitude[row]).argmin())
         return self._source.location(channel, time, row, int(away.argmin()))
 

@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid, healpix_rows
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid, degrees_east, healpix_rows
 from credit_dp.data.regrid import RowLayout
 from credit_dp.errors import UserError
 
@@ -179,8 +179,7 @@ class CellRows:
         starts = np.repeat(self._starts[:-1], self._lengths)
         steps = FULL_CIRCLE / lengths
         expected = longitudes[starts] + (np.arange(len(longitudes)) - starts) * steps
-        half = FULL_CIRCLE / 2
-        away = np.abs((longitudes - expected + half) % FULL_CIRCLE - half)
+        away = np.abs(degrees_east(longitudes, expected))
         # `not <=` instead of `>`: NaN compares as False and has to be refused, too.
         wrong = np.flatnonzero(~(away <= 1e-2 * steps))
         if len(wrong):

@@ -153,9 +153,8 @@ def open_driver(
     """
     if request.boundary == TRUTH:
         return None
-    hours = store.config.step_hours
-    steps = np.arange(hours, request.lead_hours(hours)[-1] + 1, hours).astype("m8[h]")
-    return DrivingStates(request.boundary, store, init, init + steps)
+    times = init + request.steps(store.config.step_hours)
+    return DrivingStates(request.boundary, store, init, times)
 
 
 def settings_of_boundary(request: ForecastRequest, store: Store) -> dict[str, Any]:

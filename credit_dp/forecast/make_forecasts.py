@@ -541,9 +541,8 @@ class InitialStates:
         self.times: Times = request.initial_times()
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
         step_hours = self.store.config.step_hours
-        self._step = np.timedelta64(step_hours, "h")
         self._frames = frame_offsets(frames, step_hours)
-        self.steps = request.lead_hours(step_hours)[-1] // step_hours
+        self._steps = request.steps(step_hours)
         self._request = request
         self._static = self.normaliser.normalise_static(self.store.read_static(rows))
         masks = self.store.valid_mask(rows)
@@ -572,9 +571,9 @@ class InitialStates:
 
     def forcings(self, job: ForecastJob) -> Iterator[Tensor]:
         """Yield the forcing of each step, `(1, F, h, W)`; each is read when it is needed."""
-        for step in range(self.steps):
-            time = self.times[[job.time]] + step * self._step
-            yield self.normaliser.normalise_forcing(self.store.read_forcing(time, self.rows))
+        # That of a step is the one at its beginning.
+        for time in self.times[job.time] + self._steps - self._steps[0]:
+            yield self.normaliser.normalise_forcing(self.store.read_forcing(time[None], self.rows))
 
     def given(self, job: ForecastJob) -> Iterator[Tensor] | None:
         """Yield the states after each step, whose rim is given, `(1, C, h, W)`; None without."""
@@ -584,8 +583,8 @@ class InitialStates:
         if driver is not None:
             states = driver.states(self.rows, self._read_states)
         else:
-            times = self.times[[job.time]] + np.arange(1, self.steps + 1)[:, None] * self._step
-            states = (self.store.read_states(time, self.rows) for time in times)
+            times = self.times[job.time] + self._steps
+            states = (self.store.read_states(time[None], self.rows) for time in times)
         return map(self.normaliser.normalise_outputs, states)
 
     def denormalise(self, fields: Tensor) -> Tensor:
@@ -605,16 +604,14 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
         UserError: the store lacks an input state or the forcing of a step.
     """
     hours = store.config.step_hours
-    times = request.initial_times()
+    times, steps = request.initial_times()[:, None], request.steps(hours)
     if not request.init_file:
-        _refuse_missing(store, times[:, None] + frame_offsets(frames, hours), "a state")
+        _refuse_missing(store, times + frame_offsets(frames, hours), "a state")
     if request.boundary == TRUTH:
-        after = np.arange(hours, request.lead_hours(hours)[-1] + 1, hours, dtype="m8[h]")
-        _refuse_missing(store, times[:, None] + after, "the rim")
+        _refuse_missing(store, times + steps, "the rim")
     # The last step's forcing is that at its beginning, so that the last valid time is not needed.
     if any(name not in COMPUTED_FORCINGS for name in store.channels.forcing):
-        steps = request.lead_hours(hours)[-1] // hours
-        _refuse_missing(store, times[:, None] + frame_offsets(1, hours, steps - 1), "the forcing")
+        _refuse_missing(store, times + steps - steps[0], "the forcing")
 
 
 def _refuse_missing(store: Store, times: Times, what: str) -> None:

@@ -164,6 +164,10 @@ class ForecastRequest:
             raise UserError(f"every: needs to divide lead={last}h, got {every}h. Change either.")
         return tuple(range(every, last + 1, every))
 
+    def steps(self, step_hours: int) -> NDArray[np.timedelta64]:
+        """Return the time from the initial time to each step of the model, `(N,)`, rising."""
+        return np.arange(step_hours, self.lead_hours(step_hours)[-1] + 1, step_hours, dtype="m8[h]")
+
     @property
     def target(self) -> Path:
         """Return the absolute path of the output.

@@ -302,8 +302,9 @@ def align(
         forecast.interpolate_to(truth.grid)
     # Rows have one order, north first, but columns may begin at any longitude.
     columns = column_order(truth.grid, forecast.grid, forecast.where, "forecast")
-    _check_times(truth, forecast, initials, leads)
+    # Lead time 0 stands for the initial time itself, which persistence needs.
     valid_times = times[:, None] + np.append(np.timedelta64(0, "s"), forecast.lead_times[leads])
+    _check_times(truth, valid_times)
     if truth.filled_channels:
         # Points that have values at all scored dates, and at those that a climatology is fitted to.
         with translate_error_keys("truth"):
@@ -417,20 +418,15 @@ def _validated_levels(
     return levels if any(forecast.variables[name].levels for name in names) else None
 
 
-def _check_times(
-    truth: Store, forecast: ForecastStore, initials: NDArray[np.intp], leads: NDArray[np.intp]
-) -> None:
-    """Check that the truth has every initial and every valid time."""
-    times = forecast.initial_times[initials]
-    # Lead time 0 stands for the initial time itself, which persistence needs.
-    valid = times[:, None] + np.append(np.timedelta64(0, "s"), forecast.lead_times[leads])
+def _check_times(truth: Store, valid: NDArray[np.datetime64]) -> None:
+    """Check that the truth has all times of forecasts, `(N, 1 + leads)`."""
     missing = ~np.isin(valid, truth.times)
     if missing.any():
         text = truth.calendar.text
         lacking = np.count_nonzero(missing.any(axis=1))
         raise UserError(
             f"{truth.source.where}: the truth has no {text(valid[missing].min())}, a time that is "
-            f"needed by {lacking} of {counted(len(times), 'initial time')} "
+            f"needed by {lacking} of {counted(len(valid), 'initial time')} "
             f"(the truth has {text(truth.times[0])} to {text(truth.times[-1])}). Choose initial "
             "times with dates=[first,last] or lead times with hours=[...]."
         )

@@ -21,6 +21,7 @@ from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     check_coordinates,
     chunk_length,
+    decode_durations,
     grid_of_lines,
     has_model_levels,
     in_dim_order,
@@ -61,8 +62,8 @@ def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
         units = lead.attrs.get("units", lead.encoding.get("units"))
         encoded_bounds = encoded_bounds.copy(deep=False)
         encoded_bounds.attrs |= {"units": units}
-    bounds = decode_timedelta(encoded_bounds, where).values
-    leads = decode_timedelta(lead, where).values
+    bounds = decode_durations(encoded_bounds, str(name), where, "forecast")
+    leads = decode_durations(lead, LEAD_DIM, where, "forecast")
     # A sum over another span at each lead time, for instance since the start, can't be compared
     # with the truth's sums over one step.
     spans = np.diff(bounds).ravel()
@@ -75,20 +76,6 @@ def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
         )
     span: np.timedelta64 = spans[0].astype("m8[ns]")
     return span
-
-
-def decode_timedelta(variable: xr.Variable, where: str) -> xr.Variable:
-    """Return lead times as timedelta64; netCDF and older zarr stores have numbers with a unit.
-
-    Raises:
-        UserError: the unit is unknown.
-    """
-    if np.issubdtype(variable.dtype, np.timedelta64):
-        return variable
-    try:
-        return xr.conventions.decode_cf_variable(LEAD_DIM, variable, decode_timedelta=True)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"{where}: {LEAD_DIM} can't be read ({reason_of(error)}).") from error
 
 
 MEMBER_DIM = "member"
@@ -297,14 +284,8 @@ def _is_forecast(array: xr.DataArray) -> bool:
 
 def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
     """Return the lead times, after checking that they are timedeltas and rise."""
-    variable = decode_timedelta(dataset[LEAD_DIM].variable, where)
-    if not np.issubdtype(variable.dtype, np.timedelta64) or np.isnat(variable.values).any():
-        raise UserError(
-            f"{where}: {LEAD_DIM} must be timedeltas or numbers with units like hours, but is "
-            f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. "
-            "Set its attribute units in the store, or give another one as forecast."
-        )
-    leads: NDArray[np.timedelta64] = variable.values.astype("m8[ns]")
+    decoded = decode_durations(dataset[LEAD_DIM].variable, LEAD_DIM, where, "forecast")
+    leads: NDArray[np.timedelta64] = decoded.astype("m8[ns]")
     if not len(leads):
         raise UserError(f"{where}: {LEAD_DIM} is empty. Give a store with lead times as forecast.")
     falls = np.flatnonzero(np.diff(leads) <= np.timedelta64(0, "ns"))

@@ -26,6 +26,7 @@ from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
 from credit_dp.data.regrid import PointInterpolation, Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
+from credit_dp.data.sources.coordinates import decode_durations
 from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
 from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.sources.gridded import (
@@ -46,7 +47,6 @@ from credit_dp.variable_names import all_names_of, long_name
 KEY = "init_file"
 NETCDF_SIGNATURES = (b"CDF", b"\x89HDF")
 LEAD_DIMS = ("prediction_timedelta", "step", "lead_time")
-TIME_UNITS = {"hours": "h", "days": "D", "minutes": "m", "seconds": "s", "nanoseconds": "ns"}
 SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
 
 Field = NDArray[np.float32]
@@ -469,7 +469,7 @@ def _split_time(
         and lead is not None
         and dataset.sizes.get("time", 1) > 1
         # Analyses may have a lead time, too, which is 0.
-        and (_durations(dataset[lead], path).values != np.timedelta64(0, "h")).any()
+        and (_lead_times(dataset, lead, path) != np.timedelta64(0, "h")).any()
     ):
         dataset = _forecast_from(dataset, initial, path)
     dataset = dataset.squeeze([x for x in names if dataset.sizes.get(x) == 1])
@@ -487,7 +487,7 @@ def _split_time(
         )
     calendar, times = calendar_of(dates.values), np.atleast_1d(decode_dates(dates.values))
     if valid is None and lead is not None:
-        leads = np.atleast_1d(_durations(dataset[lead], path).values)
+        leads = np.atleast_1d(_lead_times(dataset, lead, path))
         # In nanoseconds, times of other calendars would overflow.
         times = times + (leads if calendar.is_standard else leads.astype("m8[s]"))
     dataset = dataset.drop_vars([name for name in names if name in dataset.variables])
@@ -514,17 +514,8 @@ def _forecast_from(dataset: xr.Dataset, initial: np.datetime64, path: Path) -> x
     return dataset.isel(time=int(np.flatnonzero(starts == initial)[0]))
 
 
-def _durations(lead: xr.DataArray, path: Path) -> xr.DataArray:
-    """Return lead times as timedelta64; they may be stored as numbers with a unit."""
-    if np.issubdtype(lead.dtype, np.timedelta64):
-        return lead
-    unit = str(lead.attrs.get("units", "")).split(" ")[0]
-    if unit not in TIME_UNITS:
-        raise UserError(
-            f"{KEY}: {path}: {lead.name} has the unit {unit!r}, not one of "
-            f"{', '.join(TIME_UNITS)}. Change {KEY}."
-        )
-    return lead.copy(data=lead.values.astype("int64").astype(f"m8[{TIME_UNITS[unit]}]"))
+def _lead_times(dataset: xr.Dataset, name: str, path: Path) -> NDArray[np.timedelta64]:
+    return decode_durations(dataset[name].variable, name, str(path), KEY)
 
 
 def _conversion(store: Store, channel: Channel, file: StateFile, unit: str) -> tuple[float, float]:

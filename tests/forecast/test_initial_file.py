@@ -94,7 +94,7 @@ def test_a_forecast_goes_on_from_its_grib(config, tmp_path):
             assert close(found[name].values, wanted, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["scalar time", "valid_time", "lead times", "zarr"])
+@pytest.mark.parametrize("kind", ["scalar time", "valid_time", "lead times", "half hours", "zarr"])
 def test_times_of_datasets(data, store, tmp_path, kind):
     one = data[["geopotential", "temperature", "2m_temperature"]].sel(time=[TIME])
     path = tmp_path / "a.nc"
@@ -104,11 +104,12 @@ def test_times_of_datasets(data, store, tmp_path, kind):
         one = one.isel(time=0, drop=True).assign_coords(
             time=TIME - np.timedelta64(6, "h"), step=np.timedelta64(6, "h"), valid_time=TIME
         )
-    elif kind == "lead times":
+    elif kind in ("lead times", "half hours"):
         steps = [data.isel(time=i, drop=True) for i in (11, 12)]
+        last, start = (6, "2000-01-03T18:00") if kind == "lead times" else (1.5, "2000-01-03T22:30")
         one = xr.concat(steps, "prediction_timedelta").assign_coords(
-            time=data["time"].values[11],
-            prediction_timedelta=("prediction_timedelta", [0, 6], {"units": "hours"}),
+            time=np.datetime64(start, "ns"),
+            prediction_timedelta=("prediction_timedelta", [0, last], {"units": "hours"}),
         )
         assert data["time"].values[12] == TIME
     if kind == "zarr":

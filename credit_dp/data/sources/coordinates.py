@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.calendar import are_dates, calendar_of, decode_dates, is_time
 from credit_dp.data.grid import Axis, Grid, Projection
+from credit_dp.data.sources.address import reason_of
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
 
@@ -469,6 +470,37 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
             f"time has the years {first} to {last}, but texts of dates have 1 to 9999; select "
             "these, as with xarray's dataset.sel(time=slice('0001', '9999'))",
         )
+
+
+def decode_durations(
+    variable: xr.Variable, name: str, where: str, key: str
+) -> NDArray[np.timedelta64]:
+    """Return lead times; netCDF and older zarr stores have numbers with a unit.
+
+    Args:
+        variable: with its attributes.
+        name: of the variable.
+        where: the address of its store.
+        key: names this store.
+
+    Raises:
+        UserError: the unit is unknown, or a value is missing.
+    """
+    decoded = variable
+    if variable.dtype.kind != "m":
+        try:
+            decoded = xr.conventions.decode_cf_variable(name, variable, decode_timedelta=True)
+        except (ValueError, TypeError, OverflowError) as error:
+            reason = reason_of(error)
+            raise UserError(f"{where}: {name} can't be read ({reason}). Change {key}.") from error
+    durations: NDArray[np.timedelta64] = decoded.values
+    if durations.dtype.kind != "m" or np.isnat(durations).any():
+        raise UserError(
+            f"{where}: {name} must be timedeltas or numbers with units like hours, but is "
+            f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. Set its "
+            f"attribute units, or change {key}."
+        )
+    return durations
 
 
 def _store_error(where: str, problem: str) -> UserError:

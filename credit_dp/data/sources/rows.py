@@ -7,6 +7,7 @@ HEALPix in NESTED order has no rows of adjacent cells: all of it is read, then p
 
 import logging
 from dataclasses import replace
+from functools import lru_cache
 from typing import final
 
 import numpy as np
@@ -93,6 +94,8 @@ class CellRows:
         self.grid = Grid(latitude[::-1] if self._flipped else latitude, longitude)
         if not self.is_regular:
             self.grid.check_global(where)
+        # A rank reads the same rows again and again.
+        self._cells_around = lru_cache(maxsize=2)(self._find_cells_around)
         order = -1 if self._flipped else 1
         in_columns = RowLayout.of(self.grid)
         firsts = self._firsts * FULL_CIRCLE / self._lengths
@@ -132,26 +135,14 @@ class CellRows:
         if self.is_regular:
             fields = values.reshape(*values.shape[:-1], last - first, self.grid.shape[1])
         else:
-            fields = self._interpolate(values, slice(first, last))
+            fields = self._interpolate(values, first, last)
         return fields[..., ::-1, :] if self._flipped else fields
 
-    def _interpolate(self, values: Fields, stored_rows: slice) -> Fields:
-        width = self.grid.shape[1]
-        lengths = self._lengths[stored_rows, None]
-        begin = self._starts[stored_rows, None] - self._starts[stored_rows.start]
-        position = np.arange(width) * lengths / width - self._firsts[stored_rows, None]
-        # A column on a cell has its value, whatever rounding does to its position.
-        whole = np.rint(position)
-        position = np.where(np.abs(position - whole) < 1e-9, whole, position)
-        west = np.floor(position)
-        share = (position - west).astype(np.float32)
-        west = west.astype(np.intp)
-        east = np.where(share > 0, west + 1, west)
+    def _interpolate(self, values: Fields, first: int, last: int) -> Fields:
+        west, east, share = self._cells_around(first, last)
         left: Fields
         right: Fields
-        left, right = (
-            np.take(values, begin + cell % lengths, axis=-1, mode="clip") for cell in (west, east)
-        )
+        left, right = (np.take(values, cells, axis=-1, mode="clip") for cells in (west, east))
         if np.isnan(values).any():
             left, right = (
                 np.where(np.isnan(left), right, left),
@@ -163,6 +154,23 @@ class CellRows:
         right += left
         np.copyto(right, left, where=share == 0)
         return right
+
+    def _find_cells_around(
+        self, first: int, last: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], Fields]:
+        """Return the cells west and east of each column in stored rows, and the latter's share."""
+        width = self.grid.shape[1]
+        lengths = self._lengths[first:last, None]
+        begin = self._starts[first:last, None] - self._starts[first]
+        position = np.arange(width) * lengths / width - self._firsts[first:last, None]
+        # A column on a cell has its value, whatever rounding does to its position.
+        whole = np.rint(position)
+        position = np.where(np.abs(position - whole) < 1e-9, whole, position)
+        west = np.floor(position)
+        share = (position - west).astype(np.float32)
+        west = west.astype(np.intp)
+        east = np.where(share > 0, west + 1, west)
+        return begin + west % lengths, begin + east % lengths, share
 
     def _in_rows(self, rows: slice) -> slice:
         """Return which cells, in their order along rows, rows consist of."""

@@ -178,6 +178,7 @@ class Projection(NamedTuple):
 
 UNKNOWN_PROJECTION = Projection("", {}, Axis("y", np.empty(0), {}), Axis("x", np.empty(0), {}))
 ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
+UNEVEN = 1.5  # a step that is longer than another by this factor: a missing row makes one of 2
 SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 
 
@@ -407,7 +408,7 @@ class Grid(tuple[int, int]):
         if len(steps) == 0:
             return "needs at least two rows of latitude, has one"
         narrowest, widest = np.abs(steps).min(), np.abs(steps).max()
-        if widest > 2 * narrowest:
+        if widest > UNEVEN * narrowest:
             first, last = self.latitude[[0, -1]]
             return (
                 f"latitude must go in roughly equal steps, but goes from {first:g} to {last:g} in "
@@ -461,6 +462,18 @@ class Grid(tuple[int, int]):
                 "a curvilinear grid that goes round the globe can't be used: regrid it to one with "
                 "a row for each latitude and a column for each longitude first"
             )
+        for axis, name in ((1, "rows"), (2, "columns")):
+            # As scales of projections change from place to place, each step and the next.
+            apart = np.linalg.norm(np.diff(centres, axis=axis), axis=0)
+            steps = np.degrees(np.median(apart, axis=2 - axis))
+            ratio = steps[1:] / steps[:-1]
+            uneven = np.flatnonzero(np.maximum(ratio, 1 / ratio) > UNEVEN)
+            if len(uneven):
+                at = int(uneven[0])
+                return (
+                    f"{name} must go in roughly equal steps, but {name} {at}, {at + 1} and {at + 2}"
+                    f" of the file are {steps[at]:.4g} and {steps[at + 1]:.4g} degrees apart"
+                )
         return ""
 
 

@@ -534,18 +534,16 @@ class Region:
     latitude: Spans = EVERYWHERE
     longitude: Spans = EVERYWHERE
 
-    def rows(self, latitude: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Return the indices of the rows inside: `(H,)` degrees -> `(h,)`."""
-        return _indices_within(latitude, self.latitude)
-
-    def columns(self, longitude: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Return the indices of the columns inside: `(W,)` degrees, from 0 or -180 -> `(w,)`."""
-        return _indices_within(longitude % FULL_CIRCLE, self.longitude)
+    def holds(self, latitude: Degrees, longitude: Degrees) -> NDArray[np.bool_]:
+        """Return which points are inside: `(H, W)` degrees each, from 0 or -180 -> `(H, W)`."""
+        return _is_within(latitude, self.latitude) & _is_within(
+            longitude % FULL_CIRCLE, self.longitude
+        )
 
 
-def _indices_within(degrees: NDArray[np.float64], spans: Spans) -> NDArray[np.intp]:
+def _is_within(degrees: Degrees, spans: Spans) -> NDArray[np.bool_]:
     inside = [(degrees >= first) & (degrees <= last) for first, last in spans]
-    return np.flatnonzero(np.any(inside, axis=0))
+    return np.asarray(np.any(inside, axis=0))
 
 
 # Source: WeatherBench 2, names and boxes of its evaluation script.

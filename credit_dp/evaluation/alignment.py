@@ -283,11 +283,6 @@ def align(
                 f"{source.members[0]}, or as with xarray's ds.mean('number'), and change "
                 "data.store."
             )
-        if request.regions and truth.grid.is_projected:
-            raise UserError(
-                f"regions: needs rows of latitude, but {source.where} is on a projection. Leave "
-                f"{request.regions[0]} out."
-            )
         period = ClimatologyPeriod(
             request.climatology_dates, truth.times, times[0], source.calendar
         )

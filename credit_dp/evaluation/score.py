@@ -169,8 +169,8 @@ class RegionPoints:
 
     Attributes:
         rows, columns: their indices.
-        weights: area weights of these rows, `(h,)`, or, on a projection, points, `(h, W)`; those
-            of the whole grid, as in WeatherBench 2.
+        weights: area weights of these rows, `(h,)`, or, on a projection, points, `(h, w)`, of
+            which those outside the region have none; those of the whole grid, as in WeatherBench 2.
     """
 
     rows: Indexer
@@ -187,16 +187,17 @@ class RegionPoints:
         if name == GLOBAL:  # the whole grid
             everything = slice(None)
             return cls(everything, everything, torch.from_numpy(truth.grid.weights))
-        region = REGIONS[name]
-        rows = region.rows(truth.latitude)
-        columns = region.columns(truth.longitude)
-        if not len(rows) or not len(columns):
+        inside = REGIONS[name].holds(*truth.grid.points)
+        if not inside.any():
             raise UserError(
                 f"{truth.source.where}: its grid of {truth.grid[0]} x {truth.grid[1]} points has "
                 f"none in {name}. Change regions."
             )
-        weights = torch.from_numpy(truth.grid.weights[rows])
-        return cls(to_indexer(rows), to_indexer(columns), weights)
+        rows, columns = (np.flatnonzero(inside.any(axis)) for axis in (1, 0))
+        weights = truth.grid.weights[rows]
+        if truth.grid.is_projected:  # these rows and columns have points outside, too
+            weights = (weights * inside[rows])[:, columns]
+        return cls(to_indexer(rows), to_indexer(columns), torch.from_numpy(weights))
 
     def select(self, fields: Tensor) -> Tensor:
         """Return the points of the region: `(..., H, W)` -> `(..., h, w)`."""

@@ -19,6 +19,7 @@ from credit_dp.evaluation.score_folder import (
     scorecard_page,
 )
 from credit_dp.evaluation.scorecard import Scorecard
+from tests.data import region_stores
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
@@ -441,6 +442,30 @@ def test_regions_are_those_of_weatherbench(tmp_path: Path, west: int) -> None:
     assert [row[0] for row in wind.rows] == [
         f"u_component_of_wind_{level}" for level in observed["level"].values
     ]
+
+
+def test_regions_on_a_projection_are_masks_of_its_points(tmp_path: Path) -> None:
+    """Europe ends at 42.5 E, a meridian that crosses rows and columns."""
+    observed = region_stores.dataset("rotated")[["2m_temperature", "crs"]].drop_encoding()
+    longitude = observed["lon"] + 20
+    observed = observed.assign_coords(lon=longitude.assign_attrs(observed["lon"].attrs))
+    made = observed.isel(time=[4, 6]).expand_dims(prediction_timedelta=forecasts.LEADS[:2])
+    noise = np.random.default_rng(3).normal(size=made["2m_temperature"].shape)
+    made["2m_temperature"] = (made["2m_temperature"] + noise).astype("f4")
+    forecasts.write(observed, tmp_path / "truth.zarr")
+    path = forecasts.write(made, tmp_path / "forecast.zarr")
+    card = scored(tmp_path, path, climatology="", regions=("europe",))
+    inside = (longitude <= 42.5).values
+    assert not inside[:, inside.any(0)].all()  # it is no box of rows and columns
+    area = region_stores.areas("rotated") * inside
+    truth = observed["2m_temperature"].values[[[4, 6], [5, 7]]].astype("f8")
+    error = made["2m_temperature"].values - truth
+    for name, power, root in (("rmse", 2, 2), ("bias", 1, 1)):
+        wanted = ((error**power * area).sum((-2, -1)) / area.sum()).mean(1) ** (1 / root)
+        # Areas from the formulas of the projection differ by 2e-3 at most.
+        found = card.regions["europe"][name][0, :, 0]
+        assert found == pytest.approx(wanted, abs=2e-4), name
+        assert found != pytest.approx(card.scores[name][0, :, 0], abs=1e-2), name
 
 
 @pytest.mark.parametrize(

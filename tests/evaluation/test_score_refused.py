@@ -8,7 +8,6 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import check_same_rows, column_indices
-from tests.data import region_stores
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
@@ -255,14 +254,3 @@ def test_scores_that_are_not_finite_or_too_good(folder: Path, tmp_path: Path) ->
     card.scores["bias"][0, 1, 1] = np.nan
     with pytest.raises(UserError, match=f"bias of the forecast is nan for {card.channels[1].name}"):
         card.check()
-
-
-def test_regions_of_latitudes_on_a_projection(tmp_path):
-    """Refused before a climatology is fitted."""
-    observed = region_stores.dataset("lambert")[["2m_temperature"]].drop_encoding()
-    made = observed.isel(time=[4]).expand_dims(prediction_timedelta=forecasts.LEADS[:1])
-    forecasts.write(observed, tmp_path / "truth.zarr")
-    path = forecasts.write(made, tmp_path / "forecast.zarr")
-    said = refusal(tmp_path, path, climatology="", regions=("europe",))
-    assert "truth.zarr is on a projection. Leave europe out." in said
-    assert not list((tmp_path / "cache").glob("*climatology*"))

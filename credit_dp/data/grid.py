@@ -222,6 +222,14 @@ class Grid(tuple[int, int]):
         """Whether coordinates are two-dimensional."""
         return self.latitude.ndim == 2
 
+    @property
+    def dims(self) -> tuple[str, str]:
+        """The names of the dims of rows and of columns in files."""
+        if not self.is_projected:
+            return "latitude", "longitude"
+        projection = self.projection or UNKNOWN_PROJECTION
+        return projection.rows.name, projection.columns.name
+
     def description(self) -> list[object]:
         """Return what a cached result depends on, as JSON for a fingerprint."""
         description: list[object] = [self.latitude.tolist(), self.longitude.tolist()]

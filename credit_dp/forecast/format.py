@@ -147,12 +147,7 @@ class ForecastFormat:
     @property
     def horizontal_dims(self) -> tuple[str, ...]:
         """Return the names of the dims of rows and columns, or of the one of cells."""
-        if self.cells is not None:
-            return ("cell",)
-        if not self.grid.is_projected:
-            return "latitude", "longitude"
-        projection = self.grid.projection or UNKNOWN_PROJECTION
-        return projection.rows.name, projection.columns.name
+        return self.grid.dims if self.cells is None else ("cell",)
 
     @property
     def levels(self) -> list[int]:

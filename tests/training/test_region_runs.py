@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import credit_dp.forecast
+from credit_dp.training.checkpoint_files import locate_checkpoint
+from credit_dp.training.checkpoint_shards import Checkpoint
+from credit_dp.training.state import MODEL_PREFIX
 from tests import commands
 from tests.data import region_stores
 from tests.data.region_stores import COLUMNS, KINDS, ROWS
@@ -108,6 +112,34 @@ def test_three_ranks_have_the_log_of_one(trained):
     trained.command(*trained.training, "run.dir=run3", "parallel.domain=3", "trainer.steps=4")
     one = losses(trained.folder / "run1")
     assert losses(trained.folder / "run3") == pytest.approx(one, rel=1e-10)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the last checkpoint of a run."""
+    checkpoint = Checkpoint.open("run", locate_checkpoint("run", str(folder)))
+    found = {
+        name: torch.empty(shape, dtype=checkpoint.dtype(name))
+        for name, shape in checkpoint.shapes.items()
+        if name.startswith(MODEL_PREFIX)
+    }
+    checkpoint.read(found)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_training_on_a_prepared_copy_is_the_same_in_every_bit(trained, ranks):
+    copy = trained.folder / "copy.zarr"
+    if not copy.exists():
+        words = (f"store={trained.store}", f"out={copy}", *KEYS[:5])
+        trained.command("credit-dp", "data", "prepare", *words)
+    keys = (f"data.store={copy}", f"run.dir=copy{ranks}", f"parallel.domain={ranks}")
+    trained.command("python", str(ROOT / "train.py"), *KEYS, *keys, "trainer.steps=4")
+    one, other = (trained.folder / f"{name}{ranks}" for name in ("copy", "run"))
+    assert losses(one) == losses(other)
+    found, wanted = tensors(one), tensors(other)
+    assert found
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_statistics_are_those_of_the_cells(trained):

@@ -55,7 +55,7 @@ class SelectedFields:
 
     Attributes:
         times: `(T,)`.
-        latitude, longitude: degrees on the target grid; latitude decreases.
+        grid: its rows begin in the north.
         metadata: for the attributes of the prepared store.
     """
 
@@ -87,8 +87,7 @@ class SelectedFields:
         )
         self.times: Times = self._step_reader.times[self._start : stop]
         self.calendar = source.calendar
-        self.latitude = source.latitude
-        self.longitude = source.longitude
+        self.grid = source.grid
         self.metadata = self._metadata()
 
     @classmethod
@@ -99,18 +98,13 @@ class SelectedFields:
             UserError: it lacks a requested variable, level or date.
         """
         source = open_source(selection.config)
-        if source.grid.is_projected:
-            raise UserError(
-                f"{source.where}: is on a projection, which prepared stores can't have. Train on "
-                "the store itself."
-            )
         config = without_absent_statics(source, selection.config)
         return cls(source, replace(selection, config=config))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Return the numbers of times, channels, rows and columns."""
-        return len(self.times), len(self._channels), len(self.latitude), len(self.longitude)
+        return len(self.times), len(self._channels), *self.grid
 
     def blocks(self, size: int) -> list[tuple[int, int]]:
         """Split the times into blocks `(first, stop)` of at most `size` times.

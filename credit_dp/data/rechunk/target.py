@@ -31,6 +31,7 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.calendar import Calendar
+from credit_dp.data.grid import UNKNOWN_PROJECTION, Axis, Grid
 from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.data.sources.source import Fields, Times
@@ -39,7 +40,6 @@ from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, wr
 from credit_dp.random_streams import random_stream
 
 SETTINGS = "prepared"  # attribute with all that the content depends on, chunks and codec included
-FIELD_DIMS = ("channel", "latitude", "longitude")
 
 
 @final
@@ -102,7 +102,8 @@ class RechunkTarget:
         group.create_array(
             "fields",
             shape=selected.shape,
-            dimension_names=("time", *FIELD_DIMS),
+            dimension_names=("time", "channel", *selected.grid.dims),
+            attributes=_field_attributes(selected.grid),
             **shard_options(selected.shape, rows, codec),
         )
         _write_static(group, selected, rows, codec)
@@ -165,12 +166,25 @@ def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec:
     values: Fields = selected.static()
     options = shard_options(values.shape, rows, codec)
     array = group.create_array(
-        "static", shape=values.shape, dimension_names=("static", *FIELD_DIMS[1:]), **options
+        "static",
+        shape=values.shape,
+        dimension_names=("static", *selected.grid.dims),
+        attributes=_field_attributes(selected.grid),
+        **options,
     )
     array[:] = values
 
 
+def _field_attributes(grid: Grid) -> dict[str, Any]:
+    """Return the attributes with which CF finds coordinates and mapping of a projection."""
+    if not grid.is_projected:
+        return {}
+    mapping = (grid.projection or UNKNOWN_PROJECTION).name
+    return {"coordinates": "latitude longitude"} | ({"grid_mapping": mapping} if mapping else {})
+
+
 def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
+    grid = selected.grid
     attributes: dict[str, dict[str, Any]] = {
         "time": {
             **{"units": TIME_UNITS, "calendar": selected.calendar.cf_name},
@@ -179,18 +193,26 @@ def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
         "latitude": {"units": "degrees_north", "standard_name": "latitude"},
         "longitude": {"units": "degrees_east", "standard_name": "longitude"},
     }
-    values = {
+    values: dict[str, NDArray[Any]] = {
         "time": hours_since_1900(selected.times, selected.calendar, selected.metadata.origin),
-        "latitude": selected.latitude,
-        "longitude": selected.longitude,
+        "latitude": grid.latitude,
+        "longitude": grid.longitude,
     }
+    dims: dict[str, tuple[str, ...]] = {}
+    if grid.is_projected:
+        mapping, of_mapping, *axes = grid.projection or UNKNOWN_PROJECTION
+        dims = {"latitude": grid.dims, "longitude": grid.dims, mapping: ()}
+        axes.append(Axis(mapping, np.array(0, np.int32), of_mapping))
+        for name, numbers, of_axis in axes:
+            if name and numbers.size:  # a file may have neither mapping nor axes
+                values[name], attributes[name] = numbers, dict(of_axis)
     for name, numbers in values.items():
         group.create_array(
             name,
-            data=np.ascontiguousarray(numbers),
+            data=np.asarray(numbers, order="C"),  # keeps no dims as they are
             chunks=numbers.shape,
             compressors=None,
-            dimension_names=(name,),
+            dimension_names=dims.get(name, (name,)),
             attributes=attributes[name],
         )
 

@@ -23,11 +23,11 @@ from credit_dp.data.sources.source import (
 )
 from credit_dp.data.sources.stacked import (
     StackedArray,
-    coordinate_dataset,
     describe_source,
     get_array,
     open_stacked,
     read_array,
+    times_dataset,
 )
 from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
 from credit_dp.data.sources.sums import StatedSums
@@ -151,7 +151,7 @@ class AnemoiSource(Source):
         name = str(attributes.get("resolution") or "")
         self.cells = CellRows(latitudes, longitudes, where, name)
         self.grid = self.cells.grid
-        check_coordinates(coordinate_dataset(self), where)
+        check_coordinates(times_dataset(self), where, grid=self.grid)
         self.variables: Mapping[str, VariableInfo] = names.variables
         self._channel_indices = names.indices
         self._data = StackedArray(data, where, dates, StoreChangeDetector(address, ["data"]))

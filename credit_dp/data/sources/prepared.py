@@ -10,23 +10,24 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
+import xarray as xr
 import zarr
 
 from credit_dp.data.calendar import Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.data.sources.address import redact_secrets
-from credit_dp.data.sources.coordinates import check_coordinates
+from credit_dp.data.sources.coordinates import check_coordinates, projected_grid
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.source import BlockReader, Fields, Indexer, Source, Times, VariableInfo
 from credit_dp.data.sources.stacked import (
     StackedArray,
-    coordinate_dataset,
     describe_source,
     get_array,
     open_shard_reader,
     open_stacked,
     read_array,
+    times_dataset,
 )
 from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
 from credit_dp.errors import UserError
@@ -123,7 +124,10 @@ class PreparedSource(Source):
             read_array(group, name, where).astype(float) for name in ("latitude", "longitude")
         )
         self.grid = Grid(latitude, longitude)
-        check_coordinates(coordinate_dataset(self), where)
+        if self.grid.is_projected:
+            dataset = xr.open_zarr(group.store, consolidated=False, decode_times=False, chunks=None)
+            self.grid = projected_grid(dataset) or self.grid
+        check_coordinates(times_dataset(self), where, grid=self.grid)
         if self.grid.rises:
             raise UserError(
                 f"{where}: latitude has to decrease in a prepared store, but increases. Prepare it "

@@ -195,24 +195,45 @@ def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:
     assert np.array_equal(read[:, 0], wanted)
 
 
-def test_a_box_is_prepared_and_a_projection_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "known"), [*((kind, True) for kind in KINDS), ("rotated", False)])
+def test_a_region_is_prepared(
+    kind: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = ("data=zarr", "data.prognostic=[2m_temperature]", "data.static=[]", "data.levels=null")
-    for kind in ("box", "lambert"):
-        words = (
-            f"store={region_stores.write(kind, tmp_path)}",
-            f"out={tmp_path / kind}.out",
-            *keys,
-        )
-        code, _, complaints = answer(monkeypatch, "data", "prepare", *words, program="")
-        if kind == "lambert":
-            assert code == 2
-            assert "is on a projection, which prepared stores can't have. Train on" in complaints
-            break
-        assert code == 0
-        grid = open_single_source(str(tmp_path / "box.out")).grid
-        assert grid.difference(GriddedSource.open(str(tmp_path / "box.zarr")).grid) is None
+    """The copy has the store's fields and coordinates, for this program and for xarray."""
+    if known:
+        path = region_stores.write(kind, tmp_path)
+    else:
+        data = without_axes(region_stores.dataset("rotated"))
+        data.to_netcdf(path := tmp_path / "axes.nc")
+    keys = (
+        "data=zarr",
+        "data.prognostic=[2m_temperature,mean_sea_level_pressure]",
+        "data.static=[land_sea_mask]",
+        "data.levels=null",
+    )
+    out = tmp_path / "out.zarr"
+    code, _, complaints = answer(
+        monkeypatch, "data", "prepare", f"store={path}", f"out={out}", *keys, program=""
+    )
+    assert code == 0, complaints
+    source, copy = GriddedSource.open(str(path)), open_single_source(str(out))
+    assert source.grid.difference(copy.grid, 0) is None
+    assert source.grid.to_json() == copy.grid.to_json()
+    for name in ("2m_temperature", "mean_sea_level_pressure", "land_sea_mask"):
+        wanted, found = (x.read([Channel(name)], slice(0, 3), slice(2, 9)) for x in (source, copy))
+        assert np.array_equal(wanted, found)
+    assert inspect_source(copy, [1]).projection == inspect_source(source, [1]).projection
+    if not source.grid.is_projected:
+        return
+    data = xr.open_zarr(out, consolidated=False, decode_coords="all")
+    assert np.array_equal(data["fields"]["latitude"].values, source.latitude)
+    assert data["fields"].dims[-2:] == source.grid.dims == data["static"].dims[-2:]
+    if known:
+        stored = region_stores.dataset(kind)
+        rows = stored[source.grid.dims[0]].values[:: -1 if kind == "lambert" else 1]
+        assert np.array_equal(data[source.grid.dims[0]].values, rows)
+        assert data["fields"].encoding["grid_mapping"] == "crs"
+        assert data["crs"].attrs == stored["crs"].attrs
 
 
 def hole(data: xr.Dataset) -> xr.Dataset:

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final, get_origin
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from credit_dp.checks import existing_path
 from credit_dp.config import VariableConfig
 from credit_dp.config.model import MODELS
+from credit_dp.data.boundary import check_boundary
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
@@ -40,6 +42,9 @@ from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Checkpoint, chec
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 2"
+OF_PLANE = ("latitude", "longitude", "shape", "projection", "axes")  # see `Grid.to_json`
+# Entries that most models lack, and their usual values.
+LATER_ENTRIES = {"calendar": STANDARD.name, "projection": {}, "boundary": 0, "relaxation": 0}
 MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
 # The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
@@ -74,7 +79,7 @@ class ModelMetadata:
         frames: number of input states.
         residual: whether the network predicts the change over a step.
         step_hours: the model's step.
-        latitude, longitude: of rows and columns, in degrees.
+        latitude, longitude: of rows and columns, in degrees; empty on a projection.
         statistics: by the names of `Statistics`, in the store's units; quantiles are lists of
             lists.
         step, seed: optimiser steps and seed of the training.
@@ -84,6 +89,8 @@ class ModelMetadata:
             `VariableConfig`.
         hybrid: coefficients `a` and `b` of model levels, if a fixer needs them; see `HybridLayers`.
         calendar: of the times; see `Calendar`.
+        projection: the grid as `Grid.to_json` has one on a projection; empty without one.
+        boundary, relaxation: of a region whose rim is given; see `credit_dp.data.boundary`.
     """
 
     kind: str
@@ -106,6 +113,9 @@ class ModelMetadata:
     variables: dict[str, Any] = field(default_factory=dict)
     hybrid: dict[str, Any] = field(default_factory=dict)
     calendar: str = STANDARD.name
+    projection: dict[str, Any] = field(default_factory=dict)
+    boundary: int = 0
+    relaxation: int = 0
 
     @property
     def states(self) -> int:
@@ -141,10 +151,11 @@ class ModelMetadata:
         arrays = {name: np.array(values, float) for name, values in self.statistics.items()}
         return Statistics(**arrays)
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
-        """Return the grid, which knows whether it is a region."""
-        return Grid(np.array(self.latitude, float), np.array(self.longitude, float))
+        """The grid, which knows whether it is a region."""
+        lists = {"latitude": self.latitude, "longitude": self.longitude}
+        return Grid.from_json(self.projection or lists)
 
     def __post_init__(self) -> None:
         # The values come from a file that anybody may have written: check them all.
@@ -156,8 +167,13 @@ class ModelMetadata:
         names = [variable for variable, _ in self.channels]
         if not all(type(t) is str for t in (*names, *self.units, *self.forcing, *self.static)):
             raise TypeError("a name or a unit is not a string")
-        if not np.isfinite(np.array([*self.latitude, *self.longitude], float)).all():
+        if self.projection and not self.grid.is_projected:
+            raise ValueError("the coordinates of the projection do not have two dims")
+        if not all(np.isfinite(x).all() for x in (self.grid.latitude, self.grid.longitude)):
             raise ValueError("a latitude or longitude is not finite")
+        if min(self.boundary, self.relaxation) < 0:
+            raise ValueError("boundary or relaxation is out of range")
+        check_boundary(self.boundary, self.relaxation, self.grid, "the model")
         for name, variable in self.variable_configs.items():
             variable.check(f"data.variables.{name}")
         if self.hybrid and np.shape([self.hybrid[name] for name in ("a", "b")])[1:] < (2,):
@@ -200,8 +216,9 @@ class ModelMetadata:
             "units_of_outputs": dict(zip(self.outputs, self.units, strict=True)),
             **asdict(self),
         }
-        if Calendar(self.calendar).is_standard:
-            del entries["calendar"]  # as before there were others
+        for name, usual in LATER_ENTRIES.items():
+            if entries[name] == usual:
+                del entries[name]
         return {
             name: value if isinstance(value, str) else json.dumps(value)
             for name, value in entries.items()
@@ -214,13 +231,13 @@ class ModelMetadata:
         Raises:
             UserError: an entry is missing or invalid.
         """
-        texts = {"calendar": STANDARD.name, **texts}
         try:
             entries: dict[str, Any] = {
                 entry.name: (
                     texts[entry.name] if entry.type is str else json.loads(texts[entry.name])
                 )
                 for entry in fields(cls)
+                if entry.name in texts or entry.name not in LATER_ENTRIES
             }
             return cls(**entries)
         except METADATA_ERRORS as error:
@@ -234,23 +251,17 @@ class ModelMetadata:
             UserError: an entry is missing or invalid.
         """
         data = state["data"]
-        if data.get("fields", {}).get("boundary"):
-            raise UserError(
-                f"{where}: was trained with data.boundary={data['fields']['boundary']}: it needs "
-                "the rim of its region at each step, which a model without data can't get. Use "
-                "`credit-dp forecast` with boundary=."
-            )
-        if "shape" in data.get("fields", {}):
-            raise UserError(
-                f"{where}: is of a grid on a projection, which exported models can't have. Use "
-                "`credit-dp forecast` with the checkpoint."
-            )
         try:
+            of_data = data["fields"]
+            if "shape" in of_data:
+                projection = {name: of_data[name] for name in OF_PLANE}
+                of_data = {name: of_data[name] for name in of_data if name not in OF_PLANE}
+                of_data |= {"latitude": [], "longitude": [], "projection": projection}
             return cls(
                 kind=data["model"]["kind"],
                 keys=data["model"]["keys"],
                 config=state["config"],
-                **data["fields"],
+                **of_data,
                 forcing=data["data.forcing"],
                 static=data["data.static"],
                 frames=data["model.frames"],
@@ -530,9 +541,10 @@ def summary_text(trained: TrainedModel) -> str:
     rows, columns = metadata.grid
     name = metadata.keys.get("name", metadata.kind)
     size = sum(tensor.numel() for tensor in trained.weights.values())
+    extent = "global" if metadata.grid.is_global else "regional"
     predicts = "the change over one step" if metadata.residual else "the next state"
     return (
-        f"A global weather model (`{name}`, {size:,} weights) that forecasts the state of the "
+        f"A {extent} weather model (`{name}`, {size:,} weights) that forecasts the state of the "
         f"atmosphere on a grid of {rows} x {columns} points {metadata.step_hours} hours ahead"
         f"{frames_text(metadata)}. The network predicts {predicts}; inputs and outputs are in the "
         f"units below. Trained with credit_dp {metadata.versions.get('credit_dp', '')}."
@@ -551,6 +563,8 @@ def usage_text(metadata: ModelMetadata, path: Path) -> str:
     what = "(time, channel, latitude, longitude)"
     names = metadata.external_forcing
     forcing = f", torch.zeros(1, {len(names)}, {rows}, {columns})" if names else ""
+    if metadata.boundary:
+        forcing += f", boundary=torch.zeros(1, {metadata.states}, {rows}, {columns})"
     imports, times = "import numpy as np", 'np.array(["2001-01-01T00"], dtype="datetime64[h]")'
     if not Calendar(metadata.calendar).is_standard:
         imports = "import cftime"
@@ -572,11 +586,19 @@ def usage_text(metadata: ModelMetadata, path: Path) -> str:
             f"start Python, set {PLUGINS_VARIABLE} to the Python file that defines it, or install "
             f"the package that has it.\n\n{block}"
         )
-    return (
-        f"{block}\nRows go from {metadata.latitude[0]:g} to {metadata.latitude[-1]:g} degrees "
-        f"north, columns from {metadata.longitude[0]:g} to {metadata.longitude[-1]:g} degrees "
-        f"east. Times are UTC.{order_note}{forcing_note}"
+    if metadata.boundary:
+        order_note += (
+            f" The states of `boundary`, one step later, give the {metadata.boundary} rows and "
+            "columns at each edge, which the model does not predict."
+        )
+    (north, south), (west, east) = metadata.grid.extent
+    place = (
+        f"Rows go from {north:g} to {south:g} degrees north, columns from {west:g} to {east:g} "
+        "degrees east."
     )
+    if metadata.projection:
+        place = "`model.latitude` and `model.longitude` have the degrees of each point."
+    return f"{block}\n{place} Times are UTC.{order_note}{forcing_note}"
 
 
 def channels_table(metadata: ModelMetadata) -> str:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from credit_dp import checks
 from credit_dp.config import DiffusionConfig, ModelConfig, OwnModelConfig, VariableConfig
 from credit_dp.config.model import FIXER_KEYS, MODELS
+from credit_dp.data.boundary import given_share
 from credit_dp.data.calendar import Calendar, are_dates, calendar_of, decode_dates
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import COMPUTED_FORCINGS
-from credit_dp.data.grid import row_weights
 from credit_dp.data.normaliser import ChannelScaler, ChannelStatistics, with_computed_fields
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
@@ -124,7 +124,7 @@ class Forecaster(nn.Module):
         variables: names of the output channels, in order.
         states: number of the first output channels that are the state, and inputs again.
         units: of each output channel.
-        latitude, longitude: `(H,)` and `(W,)`, in degrees.
+        latitude, longitude: `(H,)` and `(W,)`, in degrees, or `(H, W)` each, on a projection.
         step: time between two states.
         calendar: of the times.
         frames: number of input states.
@@ -139,6 +139,7 @@ class Forecaster(nn.Module):
     tendency_scale: Tensor
     static: Tensor
     valid: Tensor | None
+    given_share: Tensor | None
 
     def __init__(
         self, model: nn.Module, trained: TrainedModel, diffusion: DiffusionConfig | None = None
@@ -149,8 +150,8 @@ class Forecaster(nn.Module):
         self.variables = tuple(metadata.outputs)
         self.states = metadata.states
         self.units = tuple(metadata.units)
-        self.latitude = np.array(metadata.latitude)
-        self.longitude = np.array(metadata.longitude)
+        self.latitude = metadata.grid.latitude
+        self.longitude = metadata.grid.longitude
         self.step = np.timedelta64(metadata.step_hours, "h")
         self.calendar = Calendar(metadata.calendar)
         self.frames = metadata.frames
@@ -181,6 +182,9 @@ class Forecaster(nn.Module):
         self.register_buffer("static", static, persistent=False)
         valid = None if trained.valid is None else trained.valid.bool()
         self.register_buffer("valid", valid, persistent=False)
+        share = given_share(metadata.grid, metadata.boundary, metadata.relaxation)
+        rim = torch.from_numpy(share).to(like) if metadata.boundary else None
+        self.register_buffer("given_share", rim, persistent=False)
 
     @property
     def mean(self) -> Tensor:
@@ -202,6 +206,7 @@ class Forecaster(nn.Module):
         steps: int,
         forcing: Callable[[np.ndarray], Tensor] | None = None,
         *,
+        boundary: Callable[[np.ndarray], Tensor] | None = None,
         member: int | None = None,
         seed: int = 0,
     ) -> Iterator[Tensor]:
@@ -214,6 +219,7 @@ class Forecaster(nn.Module):
             fields, times: see the class.
             steps: number of steps.
             forcing: returns `self.forcing` at times `(B,)`; needed if the model has any.
+            boundary: returns the states at times `(B,)` after each step; see `forward`.
             member, seed: see `forward`.
 
         Raises:
@@ -223,11 +229,14 @@ class Forecaster(nn.Module):
         for number in range(1, steps + 1):
             dates = self.calendar.dates(valid_times)
             external = None if forcing is None else forcing(dates)
-            output = self(fields, dates, external, member=member, seed=seed, number=number)
+            valid_times = valid_times + self.step
+            rim = None if boundary is None else boundary(self.calendar.dates(valid_times))
+            output = self(
+                fields, dates, external, boundary=rim, member=member, seed=seed, number=number
+            )
             yield output
             # Append the new state, drop the oldest.
             fields = torch.cat([fields, output[:, : self.states]], dim=1)[:, self.states :]
-            valid_times = valid_times + self.step
 
     def forward(
         self,
@@ -235,6 +244,7 @@ class Forecaster(nn.Module):
         times: Times,
         forcing: Tensor | None = None,
         *,
+        boundary: Tensor | None = None,
         member: int | None = None,
         seed: int = 0,
         number: int = 1,
@@ -243,6 +253,8 @@ class Forecaster(nn.Module):
 
         Args:
             fields, times, forcing: see the class.
+            boundary: states one step later, `(B, states, H, W)`, that give the rim of a model with
+                `data.boundary`, of which it needs one; what they have elsewhere is not used.
             member: of an ensemble: the noise is that of `credit-dp forecast` for this member, from
                 0, with `perturb_seed=seed`; None: no noise, or member 0 of a diffusion model.
             seed: of the noise.
@@ -253,6 +265,7 @@ class Forecaster(nn.Module):
         """
         dates = _decode_times(times, self.calendar)
         external = self._checked_forcing(fields, dates, forcing)
+        given = self._normalised_boundary(len(dates), boundary)
         shape = (len(dates), self.frames, self.states, *self.metadata.grid)
         states = self._output_normaliser.normalise(
             fields.reshape(shape), self.static, self.valid
@@ -260,8 +273,15 @@ class Forecaster(nn.Module):
         residual = self.metadata.residual
         static = self.static.expand(len(states), -1, -1, -1)
         with self._noise(dates - (number - 1) * self.step, (seed, member, number)) as model:
-            step = ForecastStep(model, self.tendency_scale, residual, fixers=self.fixers)
-            output = step(states, self._normalised_forcing(dates, external), static)
+            step = ForecastStep(
+                model,
+                self.tendency_scale,
+                residual,
+                fixers=self.fixers,
+                given_share=self.given_share,
+            )
+            forcings = [self._normalised_forcing(dates, external)]
+            [output] = step.rollout(states, forcings, static, given=given)
         return self._output_normaliser.denormalise(output, self.valid)
 
     @contextmanager
@@ -313,6 +333,26 @@ class Forecaster(nn.Module):
             return self.static.new_empty(len(times), 0, *self.metadata.grid)
         return self._forcing_normaliser.normalise(torch.stack(forcings, dim=1), self.static)
 
+    def _normalised_boundary(self, count: int, boundary: Tensor | None) -> list[Tensor] | None:
+        """Check and return the states that give the rim, normalised; None without one.
+
+        Raises:
+            UserError: they are missing, invalid, or the model has no rim.
+        """
+        width, states = self.metadata.boundary, self.states
+        if boundary is None and width:
+            raise UserError(
+                f"boundary: this model was trained with data.boundary={width}, rows and columns at "
+                f"the rim that are given: it needs the {states} states one step later, got none."
+            )
+        if boundary is None:
+            return None
+        if not width:
+            raise UserError("boundary: this model predicts all points. Leave boundary out.")
+        shape = (count, states, *self.metadata.grid)
+        _check_tensor("boundary", boundary, shape, f"{states} channels (the states)")
+        return [self._output_normaliser.normalise(boundary, self.static, self.valid)]
+
     def _checked_forcing(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
         """Check fields and forcing, and return the forcing, with no channels if there is none.
 
@@ -359,9 +399,8 @@ def _build_fixers(trained: TrainedModel) -> Fixers | None:
         metadata.hybrid,
         ground,
     )
-    latitude = np.array(metadata.latitude)
     rows, columns = metadata.grid
-    mean = GlobalMean(row_weights(latitude), slice(0, rows), columns, SingleRankTransport())
+    mean = GlobalMean(metadata.grid.weights, slice(0, rows), columns, SingleRankTransport())
     return build_fixers(ModelConfig(**keys), channels, mean, metadata.step_hours)
 
 

@@ -21,6 +21,7 @@ import credit_dp
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import (
     Config,
+    DatesConfig,
     ModelConfig,
     OwnModelConfig,
     StandardLossConfig,
@@ -39,6 +40,7 @@ from credit_dp.training.build_training import Training
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer
+from tests.data import region_stores
 from tests.full_disk import full_disk
 from tests.training.runs import (
     alone,
@@ -112,6 +114,100 @@ def test_a_model_of_a_region_loads_as_one(file):
         model = build_forecaster("", region, build_model_config("", region.metadata))
         layers = [layer for layer in model.modules() if isinstance(layer, PeriodicConv2d)]
         assert {layer.column_mode for layer in layers} == {mode}
+
+
+@pytest.fixture(scope="module")
+def region(tmp_path_factory):
+    """A run on a projection whose rim of two rows and columns is given, with a relaxation zone."""
+    folder = tmp_path_factory.mktemp("region")
+    config = make_config(region_stores.write("lambert", folder), folder / "run", steps=2)
+    dates = DatesConfig(
+        train=["2019-12-28", "2019-12-30"],
+        valid=["2019-12-31", "2020-01-01T06"],
+        test=["2020-01-01T12", "2020-01-02T18"],
+    )
+    fields = {
+        "prognostic": ["mean_sea_level_pressure", "2m_temperature"],
+        "forcing": ["insolation"],
+        "static": ["land_sea_mask"],
+    }
+    data = replace(config.data, **fields, dates=dates, boundary=2, relaxation=1)
+    config = replace(config, data=data)
+    return folder / "run", config, trained(config)
+
+
+def test_a_model_of_a_projection_is_given_its_rim(region):
+    folder, config, training = region
+    store = prepare_training_data(config.data).store
+    dates = HeldOutData(config, prepare_training_data(config.data), slice(None), training.like)
+    times = dates.initial_times[:2]
+    hours = [times + step * dates.step for step in range(3)]
+    truth = {time[0]: torch.from_numpy(store.read_states(time, slice(None))) for time in hours}
+    given = [dates.normaliser.normalise_outputs(store.read_states(x, slice(None))) for x in hours]
+    with torch.no_grad():
+        forcings = [dates.forcing(time) for time in hours[:2]]
+        steps = training.forecast_step.rollout(given[0], forcings, dates.static(2), given=given[1:])
+        wanted = [dates.normaliser.denormalise(fields) for fields in steps]
+    start = truth[times[0]]
+    for source in (exported(folder), folder):
+        model = credit_dp.load(source)
+        assert np.array_equal(model.latitude, store.latitude)
+        assert model.metadata.grid.to_json() == store.grid.to_json()
+        assert (model.metadata.boundary, model.metadata.relaxation) == (2, 1)
+        with torch.no_grad():
+            found = list(model.rollout(start, times, 2, boundary=lambda time: truth[time[0]]))
+            one = model(start, times, boundary=truth[times[0] + dates.step])
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        assert torch.equal(one, found[0])
+        edges = truth[times[0] + dates.step].double()
+        torch.testing.assert_close(one[..., :2, :], edges[..., :2, :], rtol=1e-12, atol=0)
+        assert not torch.allclose(one[..., 2:-2, 2:-2], edges[..., 2:-2, 2:-2], rtol=1e-6, atol=0)
+    with pytest.raises(UserError, match=r"was trained with data\.boundary=2, rows and columns"):
+        model(start, times)
+    with pytest.raises(UserError, match=r"boundary: needs 2 samples .* got 2 x 1 x 13 x 16"):
+        model(start, times, boundary=start[:, :1])
+
+
+def test_a_model_without_a_rim_is_given_none(run, file):
+    (fields, times, solar), wanted = forecast(*run[1:], 2)
+    with pytest.raises(UserError, match=r"predicts all points\. Leave boundary out"):
+        credit_dp.load(file)(fields, times, solar, boundary=wanted)
+
+
+def test_the_card_of_a_region_says_so_and_its_block_runs(region, tmp_path, monkeypatch):
+    file = exported(region[0], "--output", str(tmp_path / "model.safetensors"))
+    card = file.with_suffix(".md").read_text()
+    assert "A regional weather model" in card
+    assert "give the 2 rows and columns at each edge" in card
+    (block,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    (tmp_path / "block.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path("block.py")["later"].shape == (1, 2, 13, 16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [13, 15]},
+        {"shape": [13, 16, 1]},
+        {"latitude": "<f8AAAA"},
+        {"axes": 1},
+        {"boundary": 7},
+        {"boundary": -1},
+    ],
+)
+def test_doctored_regions_are_one_line(region, tmp_path, changes):
+    file = exported(region[0], "--output", str(tmp_path / "model.safetensors"))
+    with safe_open(str(file), framework="pt") as opened:
+        texts = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    del texts["checksums"]
+    if "boundary" in changes:
+        texts["boundary"] = json.dumps(changes["boundary"])
+    else:
+        texts["projection"] = json.dumps(json.loads(texts["projection"]) | changes)
+    save_file(tensors, file, texts)
+    assert "has metadata that can't be read" in refusal(file)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xarray as xr
 
+import credit_dp
 import credit_dp.forecast
 from credit_dp.training.checkpoint_files import locate_checkpoint
 from credit_dp.training.checkpoint_shards import Checkpoint
@@ -207,6 +208,22 @@ def test_forecasts_have_the_coordinates_of_the_store(trained, form):
         for dim in array.dims[-2:]:
             np.testing.assert_array_equal(found[dim].values, expected[dim].values)
             assert found[dim].attrs["standard_name"] == expected[dim].attrs["standard_name"]
+
+
+def test_an_exported_model_makes_the_first_step_of_forecasts(trained):
+    trained.command("credit-dp", "checkpoint", "export", "run2", "--output", "model.safetensors")
+    model = credit_dp.load(str(trained.folder / "model.safetensors"))
+    names = ("latitude", "longitude") if trained.kind != "rotated" else ("lat", "lon")
+    for name, degrees in zip(names, (model.latitude, model.longitude), strict=True):
+        assert np.array_equal(degrees, trained.data[name].values)
+    forecast = xr.open_zarr(trained.folder / "forecast.zarr", decode_timedelta=True)
+    start = trained.data.sel(time=forecast["time"].values)
+    fields = torch.from_numpy(np.stack([start[name].values for name in NAMES], axis=1))
+    with torch.no_grad():
+        found = model(fields, forecast["time"].values)
+    for index, name in enumerate(NAMES):
+        wanted = forecast[name].sel(prediction_timedelta=np.timedelta64(6, "h")).values
+        np.testing.assert_allclose(found[:, index], wanted, rtol=1e-6)
 
 
 def test_grib_is_written_for_boxes_alone(trained):

@@ -694,7 +694,7 @@ def _report(
         custom_converters=declared_converters(model),
         whole_ops=whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
-        recomputed=recomputed_modules(model, config.trainer),
+        recomputed=recomputed_modules(model, config, domain),
     )
 
 

@@ -85,8 +85,16 @@ def keep_nothing(_: nn.Module) -> Callable[[], AbstractContextManager[object]]:
     return nullcontext
 
 
+def may_draw(_: nn.Module) -> bool:
+    """Return True: what a module draws is unknown."""
+    return True
+
+
 def checkpoint_modules(
-    model: nn.Module, paths: Sequence[str], keep_state: KeepState = keep_nothing
+    model: nn.Module,
+    paths: Sequence[str],
+    keep_state: KeepState = keep_nothing,
+    draws: Callable[[nn.Module], bool] = may_draw,
 ) -> None:
     """Let backward compute these modules again, in place; names of parameters stay.
 
@@ -96,13 +104,16 @@ def checkpoint_modules(
         model: converted, if it is to be.
         paths: of the modules, none within another one; "" stands for the model.
         keep_state: keeps what a forward depends on beside its inputs.
+        draws: whether a forward may draw from torch's random numbers.
     """
     modules = [model.get_submodule(path) for path in paths]
     _detach_exchanges_across(model, modules)
     for path, module in zip(paths, modules, strict=True):
         if not isinstance(module.__dict__.get("forward"), CheckpointedForward):
             # Replacing `forward` rather than wrapping the module keeps the names of parameters.
-            module.forward = CheckpointedForward(module, path or "the model", keep_state)
+            module.forward = CheckpointedForward(
+                module, path or "the model", keep_state, draws=draws
+            )
 
 
 @contextmanager
@@ -143,6 +154,7 @@ class CheckpointedForward:
         keep_state: keeps what a forward depends on beside its inputs.
         with_hooks: whether to call the module, so that its hooks run again, too; otherwise its
             forward alone.
+        draws: whether a forward may draw from torch's random numbers.
 
     Raises:
         UserError: at the first call, if the forward changes a buffer: the second one would again.
@@ -154,9 +166,11 @@ class CheckpointedForward:
         path: str,
         keep_state: KeepState = keep_nothing,
         with_hooks: bool = False,
+        draws: Callable[[nn.Module], bool] = may_draw,
     ) -> None:
         self.module = module
         self.keep_state = keep_state
+        self.draws = draws
         # A bound method, which deepcopy binds to the copy.
         self.original = module.__call__ if with_hooks else module.forward
         self.path = path
@@ -175,7 +189,12 @@ class CheckpointedForward:
         # rank needs: another rank might need one more, and wait for an exchange that never comes.
         with set_checkpoint_early_stop(False):
             output = checkpoint(
-                self.original, *args, use_reentrant=False, context_fn=self._contexts, **kwargs
+                self.original,
+                *args,
+                use_reentrant=False,
+                context_fn=self._contexts,
+                preserve_rng_state=self.draws(self.module),
+                **kwargs,
             )
         if not self._checked:
             self._check_buffers_unchanged(before)

@@ -207,16 +207,22 @@ def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
     """Return the output of a block; with `checkpointing` backward recomputes it from its input."""
     if not (checkpointing and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
-    # Where nothing is drawn, the state of torch's random numbers is not needed: it can't be read in
-    # a CUDA graph.
-    random = any(map(_draws_from_torch, block.modules()))
+    random = draws_from_torch(block)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if layers_with_draws(block):
         options["context_fn"] = lambda: (nullcontext(), keep_draws(block)())
     return checkpoint(block, x, **options)  # type: ignore[no-any-return]
 
 
-def _draws_from_torch(layer: nn.Module) -> bool:
+def draws_from_torch(block: nn.Module) -> bool:
+    """Return whether torch's random numbers have to be kept for computing a block again.
+
+    Otherwise they must not: their state can't be read in a CUDA graph.
+    """
+    return any(map(_layer_draws, block.modules()))
+
+
+def _layer_draws(layer: nn.Module) -> bool:
     layer = layer.__dict__.get("wrapped", layer)
     if isinstance(layer, StochasticDepth):
         return layer.rate > 0 and layer.draws is None

@@ -463,7 +463,8 @@ class CrossFormer(SegmentedModel):
         name = f"levels.{level}.blocks.{block}"
         embedding = (f"levels.{level}.embedding",) if not block else ()
         padding = ("enlarge",) if not level and not block else ()
-        return Segment(name, partial(self._encode, level, block), (*padding, *embedding, name))
+        modules = (*padding, *embedding, name)
+        return Segment(name, partial(self._encode, level, block), modules, is_recomputed=True)
 
     def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *skips = state

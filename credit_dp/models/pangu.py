@@ -537,6 +537,7 @@ class Pangu(SegmentedModel):
                 f"stages.{stage}.{block}",
                 partial(self._block, stage, block),
                 (*RESOLUTION_CHANGES.get((stage, block), ()), f"stages.{stage}.{block}"),
+                is_recomputed=True,
             )
             for stage, blocks in enumerate(self.stages)
             for block in range(len(cast(nn.ModuleList, blocks)))

@@ -23,11 +23,13 @@ class Segment:
         run: maps the state before the segment to that after it. The state is all that later
             segments get, so skip connections are part of it.
         modules: paths of all modules that the segment calls, the main block among them.
+        is_recomputed: whether backward computes the main block again with `checkpointing`.
     """
 
     name: str
     run: Callable[[SegmentState], SegmentState]
     modules: tuple[str, ...]
+    is_recomputed: bool = False
 
 
 class SegmentedModel(nn.Module, ABC):

@@ -447,12 +447,14 @@ class UNet(SegmentedModel):
         name = f"encoder.{level}.{block}"
         before = [f"down.{level - 1}"] if level and not block else []
         after = ["globe"] if self._is_last(level, block) else []
-        return Segment(name, partial(self._encode, level, block), (*before, name, *after))
+        modules = (*before, name, *after)
+        return Segment(name, partial(self._encode, level, block), modules, is_recomputed=True)
 
     def _decoder_segment(self, level: int, block: int) -> Segment:
         name = f"decoder.{level}.{block}"
         before = [] if block else [f"up.{level}", f"crop.{level}"]
-        return Segment(name, partial(self._decode, level, block), (*before, name))
+        modules = (*before, name)
+        return Segment(name, partial(self._decode, level, block), modules, is_recomputed=True)
 
     def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, skips = state[0], list(state[1:])  # torch 2.11 compiles `x, *skips` as a tuple

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from credit_dp.config import TrainerConfig
+from credit_dp.config import Config
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.process_groups import new_group_of
@@ -134,22 +134,31 @@ class ActivationCheckpointWrapper(nn.Module):
         return self.checkpointed(x)  # type: ignore[no-any-return]
 
 
-def recomputed_modules(model: nn.Module, trainer: TrainerConfig) -> list[str]:
+def recomputed_modules(model: nn.Module, config: Config, domain: int) -> list[str]:
     """Return the paths of the modules that backward computes again; "" stands for the model.
 
-    With `trainer.checkpoint_activations=blocks` a model stops checkpointing its blocks by itself.
+    A model stops checkpointing its blocks by itself where that would send rows again, and with
+    `trainer.checkpoint_activations=blocks`.
 
     Args:
         model: complete, before it is converted.
-        trainer: of the run's config.
+        config: of the run.
+        domain: ranks that share its rows.
     """
-    chosen = trainer.checkpoint_activations
-    if chosen != "blocks":
-        return [""] if chosen == "step" else []
+    chosen = config.trainer.checkpoint_activations
+    if chosen == "step":
+        return [""]
     if not isinstance(model, SegmentedModel):
-        return repeated_blocks(model)
-    model.checkpointing = False
-    names = dict.fromkeys(segment.name for segment in model.segments())
+        return repeated_blocks(model) if chosen == "blocks" else []
+    segments = model.segments()
+    if chosen == "blocks":
+        model.checkpointing = False
+    else:
+        by_itself = getattr(config.model, "activation_checkpointing", False)
+        sends_again = by_itself and domain > 1 and config.parallel.pipeline == 1
+        segments = [s for s in segments if s.is_recomputed and sends_again]
+        model.checkpointing = not segments and (by_itself or model.checkpointing)
+    names = dict.fromkeys(segment.name for segment in segments)
     return [name for name in names if has_several_layers(model.get_submodule(name))]
 
 

@@ -43,7 +43,12 @@ from credit_dp.domain_parallel.planning.model_plan import parameters_outside_gra
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.models import build_model, cast_model
-from credit_dp.models.blocks import draw_noise, keep_draws, number_stochastic_depths
+from credit_dp.models.blocks import (
+    draw_noise,
+    draws_from_torch,
+    keep_draws,
+    number_stochastic_depths,
+)
 from credit_dp.models.initial_weights import InitialWeights, build_without_weights
 from credit_dp.pipeline_parallel.module_placement import place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
@@ -251,7 +256,7 @@ def build_network(
     if isinstance(config.model, OwnModelConfig) and mesh is None and manager.world_size > 1:
         without_gradient = parameters_outside_graph(model, fields.inputs, store.grid)
     # Of the complete model: conversion changes types.
-    blocks = recomputed_modules(model, config.trainer)
+    blocks = recomputed_modules(model, config, parallel.domain)
     model = cast_model(model, like.dtype)
     model = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
     _set_loss_factor(model, manager)
@@ -259,6 +264,8 @@ def build_network(
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
+    elif config.trainer.checkpoint_activations == "false":  # those that a model chooses by itself
+        checkpoint_modules(model, blocks, keep_draws, draws_from_torch)
     _enable_configured_autocast(model, config.trainer, like)
     if config.compile:
         obstacle = obstacle_to_compilation(model, config.model)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
 from credit_dp.domain_parallel.transport import ReceivedMessages
@@ -37,6 +37,12 @@ NAMES = {
         *(f"stages.{n}" for n in ("0.0", "1.0", "1.1", "2.0", "3.0")),
         "recovery",
     ],
+}
+# With `model.activation_checkpointing`.
+BY_ITSELF = {
+    "unet": NAMES["unet"],
+    "crossformer": NAMES["crossformer"][:2],
+    "pangu": NAMES["pangu"][1:-1],
 }
 
 
@@ -109,20 +115,50 @@ def compare(manager, model, x, paths):
     return sum(sent[0].values())
 
 
-def built(name):
+def built(name, checkpoint_activations="blocks", **options):
     torch.manual_seed(1)
-    config = make_config("store", "run", MODELS[name], checkpoint_activations="blocks")
+    model_config = replace(MODELS[name], **options)
+    config = make_config(
+        "store", "run", model_config, checkpoint_activations=checkpoint_activations
+    )
     model = build_model(config.model, FIELDS, (ROWS, 16)).double()
-    return model, recomputed_modules(model, config.trainer)
+    return model, recomputed_modules(model, config, 3)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_of_models_send_nothing_twice(name):
-    model, paths = built(name)
-    assert paths == NAMES[name]
+def test_blocks_of_models_send_nothing_twice(name, by_itself):
+    kind = "false" if by_itself else "blocks"
+    model, paths = built(name, kind, activation_checkpointing=by_itself)
+    assert paths == (BY_ITSELF if by_itself else NAMES)[name]
     x = torch.randn(2, FIELDS.inputs, ROWS, 16, dtype=torch.float64)
     assert sum(on_processes(3, compare, model, x, paths))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_that_a_model_computes_again_by_itself_send_nothing_twice(name):
+    model, paths = built(name, "false", activation_checkpointing=True)
+    plain, _ = built(name, "false", activation_checkpointing=False)
+    assert paths == BY_ITSELF[name]
+    shape = (1, FIELDS.inputs, ROWS, 16)
+    rules = declared_converters(model)
+    again = plan_report(model, shape, 3, custom_converters=rules, recomputed=paths)
+    whole = plan_report(plain, shape, 3, custom_converters=rules)
+    assert again.forward == whole.forward
+    assert again.backward == whole.backward
+    assert max(again.saved_bytes) < max(whole.saved_bytes)
+
+
+def test_a_model_checkpoints_its_blocks_by_itself_alone_and_in_a_pipeline():
+    config = make_config("store", "run", tiny_crossformer(activation_checkpointing=True))
+    model = build_model(config.model, FIELDS, (ROWS, 16))
+    stages = replace(config, parallel=replace(config.parallel, pipeline=2))
+    for given, domain in ((config, 1), (stages, 3)):
+        assert recomputed_modules(model, given, domain) == []
+        assert model.checkpointing
+    assert recomputed_modules(model, config, 3)
+    assert not model.checkpointing
 
 
 @pytest.mark.usefixtures("overlap")

@@ -12,10 +12,11 @@ from credit_dp.config import StandardLossConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.errors import UserError
-from credit_dp.training import cuda_graph
+from credit_dp.training import cuda_graph, model_parts
 from credit_dp.training import run as training_run
 from credit_dp.training.build_training import build_training
 from credit_dp.training.cuda_graph import StepGraph
+from credit_dp.training.forward_backward import recomputed_modules
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import (
@@ -130,7 +131,8 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replayed_steps_of_ranks_equal_the_steps(store, tmp_path, mesh):
     """Their messages are counted, too."""
-    config = on_mesh(make_config(store, tmp_path, TINY_MODELS["crossformer"]), mesh)
+    model = replace(TINY_MODELS["crossformer"], activation_checkpointing=True)
+    config = on_mesh(make_config(store, tmp_path, model), mesh)
     wanted, found = (
         on_processes(mesh.ranks, trained, config, graph, domain=mesh.domain)
         for graph in (False, True)
@@ -395,6 +397,21 @@ def on_gpu(store, folder, graph=True, model=None, change=lambda training: None):
 def test_a_cuda_graph_equals_the_steps(store, tmp_path, name):
     _, wanted = on_gpu(store, tmp_path, False, GPU_MODELS[name])
     training, found = on_gpu(store, tmp_path, True, GPU_MODELS[name])
+    assert training.trainer.graph._step is not None
+    assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted]
+
+
+@needs_gpu
+def test_blocks_that_keep_what_they_received_are_captured(store, tmp_path, monkeypatch):
+    model = tiny_crossformer(activation_checkpointing=True, stochastic_depth=0.3)
+    _, wanted = on_gpu(store, tmp_path, False, model)
+    as_sharded = partial(recomputed_modules, domain=2)
+    monkeypatch.setattr(
+        model_parts, "recomputed_modules", lambda model, config, _: as_sharded(model, config)
+    )
+    training, found = on_gpu(store, tmp_path, True, model)
+    (part,) = training.trainer.state.parts
+    assert not part.checkpointing
     assert training.trainer.graph._step is not None
     assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted]
 

@@ -153,7 +153,8 @@ class Statistics:
     """Area-weighted statistics of all channels over the training dates.
 
     They are of transformed values (see `apply_transform`) in the units that the config converts to.
-    Points without values have no weight.
+    Points without values have no weight, nor has the rim of a region, except in static fields,
+    which may vary there alone.
 
     Constant forcings and statics have std 1; computed ones have mean 0, std 1 and the range 0 to 1.
     A range is NaN if a given file lacks it, and empty in models exported without ranges.
@@ -273,8 +274,9 @@ def add_window(
     """Return the moments of a piece with those of another window added."""
     weights = store.grid.weights[piece.rows]
     updated = []
+    inner_fields = store.without_rim(window.fields, piece.rows)
     for index, (channel, (values, changes)) in enumerate(zip(piece.channels, moments, strict=True)):
-        values_before = window.fields[:, index].astype(np.float64)
+        values_before = inner_fields[:, index].astype(np.float64)
         fields = _transform_fields(store, channel, values_before, quantiles)
         step_changes = fields[window.after] - fields[window.before]
         # A window repeats fields of the one before that a pair still needs: count those only once.
@@ -410,6 +412,7 @@ SETTINGS = {
     "step": "data.step",
     "dates": "data.dates.train",
     "grid": "data.store",
+    "boundary": "data.boundary",
 }
 
 
@@ -441,7 +444,7 @@ class StatisticsFile:
                 }
                 for name, row in content["channels"].items()
             }
-            description = dict(content["made_from"])
+            description = {"boundary": 0, **content["made_from"]}
             required = {"store": str, "every": int, "transforms": dict, "values": dict}
             if not all(type(description[key]) is kind for key, kind in required.items()):
                 return None
@@ -529,7 +532,7 @@ def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
 
 
 def statistics_cache_key(store: Store, every: int) -> str:
-    """Return a hash of the store (its path and age), variables, dates, step and transforms."""
+    """Return a hash of the store (its path and age), variables, dates, step, transforms and rim."""
     config = store.config
     times = store.times[TrainingDates.of(store, every).indices]
     variables = [channel.variable for group in channel_groups(store) for channel in group]
@@ -537,7 +540,8 @@ def statistics_cache_key(store: Store, every: int) -> str:
     roles = [config.prognostic, config.diagnostic, config.forcing, config.static]
     dates = [str(time) for time in times]
     transforms = _describe_transforms(store)
-    return fingerprint(FILE_FORMAT, description, roles, dates, every, config.step_hours, transforms)
+    parts = [FILE_FORMAT, description, roles, dates, every, config.step_hours, transforms]
+    return fingerprint(*parts, *([config.boundary] if config.boundary else []))
 
 
 def input_description(store: Store, every: int) -> dict[str, Any]:
@@ -563,6 +567,7 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
         ],
         "every": every,
         "grid": [rows, columns, coordinates],
+        "boundary": store.config.boundary,
         "transforms": _describe_transforms(store),
         "values": _value_digests(first, span.start),
         **({"members": sorted(members)} if len(members) > 1 else {}),

@@ -378,6 +378,11 @@ class Store:
             return None
         return rim_mask(self.grid, self.config.boundary)[rows]
 
+    def without_rim(self, fields: Fields, rows: slice) -> Fields:
+        """Return `(..., rows, W)` with NaN on the rim; the same without one."""
+        rim = self.rim(rows)
+        return fields if rim is None else np.where(rim, np.float32(np.nan), fields)
+
     def given_share(self, rows: slice) -> NDArray[np.float64] | None:
         """Return the share of the given state at each point, `(rows, W)`; None without a rim."""
         if not self.config.boundary:

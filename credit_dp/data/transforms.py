@@ -220,7 +220,8 @@ def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
             if store.config.variable_config(channel.variable).normalise == "quantile"
         ]
         values_of_dates: Sequence[NDArray[np.float32]] = [
-            block[0, ..., number % stride :: stride].copy()  # not a view of the whole field
+            # Not a view of the whole field.
+            store.without_rim(block[0], slice(0, rows))[..., number % stride :: stride].copy()
             for number, (member, date) in enumerate(samples if channels else [])
             for index in [int(dates.indices[date])]
             for _, block in store.member(member).blocks(

@@ -19,7 +19,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.streaming import ThreadWorkers, TrainingDates
 from credit_dp.data.transforms import QuantileMap, sample_quantiles, weighted_quantiles
 from credit_dp.errors import UserError
-from tests.data import stores
+from tests.data import region_stores, stores
 
 
 def direct(fields, weights):
@@ -315,3 +315,53 @@ def test_quantiles_depend_neither_on_chunks_nor_on_pieces(tmp_path, monkeypatch)
         np.concatenate(columns, axis=1), row_weights(np.linspace(90, -90, 12))
     )
     assert np.array_equal(first["temperature_500"], wanted)
+
+
+@pytest.mark.parametrize("kind", ["box", "lambert"])
+@pytest.mark.parametrize("block_bytes", [1, 10**6])
+def test_the_rim_of_a_region_has_no_weight(kind, block_bytes, tmp_path, monkeypatch):
+    """Far-off values at the edges change neither moments, nor ranges, nor quantiles.
+
+    A static field that is constant inside keeps the spread that it has with them.
+    """
+    monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
+    data, inside = region_stores.dataset(kind), (..., slice(3, -3), slice(3, -3))
+    names = ("2m_temperature", "mean_sea_level_pressure")
+    for name in (*names, "land_sea_mask"):
+        field = data[name].values
+        inner = field[inside].copy()
+        field += 40
+        field[inside] = inner
+    path = tmp_path / "region.zarr"
+    data.to_zarr(path, zarr_format=2)
+    config = stores.config(
+        path, prognostic=["2m_temperature"], forcing=["mean_sea_level_pressure"],
+        static=["land_sea_mask"], limits={"land_sea_mask": None}, boundary=3,
+        variables={"mean_sea_level_pressure": VariableConfig(normalise="quantile")},
+        train=["2019-12-28", "2020-01-02"], valid=["2020-01-03", "2020-01-04"],
+        test=["2020-01-05", "2020-01-06"],
+    )  # fmt: skip
+    found = prepare_training_data(config).statistics
+    north_up = slice(None, None, -1 if kind == "lambert" else 1)
+    areas = region_stores.areas(kind)
+    weights = areas[inside]
+
+    def moments(values, weights=weights):
+        full = np.broadcast_to(weights, values.shape)
+        mean = np.average(values, weights=full)
+        return mean, np.sqrt(np.average((values - mean) ** 2, weights=full))
+
+    inner = {name: data[name].values[..., north_up, :][inside].astype(float) for name in names}
+    states = inner["2m_temperature"][:24]
+    mean, std = moments(states)
+    assert found.mean[0] == pytest.approx(mean, rel=1e-9)
+    assert found.std[0] == pytest.approx(std, rel=1e-6)
+    assert found.tendency_std[0] == pytest.approx(moments(np.diff(states, axis=0))[1], rel=1e-6)
+    assert (found.minimum[0], found.maximum[0]) == (states.min(), states.max())
+    mean, std = moments(data["land_sea_mask"].values[north_up].astype(float), areas)
+    assert std > 10
+    assert (found.static_mean[0], found.static_std[0]) == pytest.approx((mean, std), rel=1e-4)
+    forcing = inner["mean_sea_level_pressure"][:24].reshape(-1, weights.size)
+    tiled = np.broadcast_to(weights.ravel(), forcing.shape)
+    assert np.array_equal(found.forcing_quantiles[0], weighted_quantiles(forcing, tiled))
+    assert found.forcing_quantiles[0].max() <= forcing.max()

@@ -345,3 +345,19 @@ def test_digests_do_not_depend_on_the_path(path, tmp_path):
     found = [input_description(Store.open(stores.config(x)), 1) for x in (path, copy)]
     assert found[0].pop("store") != found[1].pop("store")
     assert found[0] == found[1]
+
+
+def test_a_file_is_of_the_points_inside_a_rim(tmp_path):
+    """A file from before rims has no `boundary`, and is of all points."""
+    path = tmp_path / "box.zarr"
+    stores.dataset().isel(longitude=slice(0, 6)).to_zarr(path, zarr_format=2)
+    whole = own_file(path, tmp_path / "whole.json")
+    inside = own_file(path, tmp_path / "inside.json", boundary=2)
+    content = json.loads((tmp_path / "whole.json").read_text())
+    assert content["made_from"].pop("boundary") == 0
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    prepare_training_data(stores.config(path, statistics=inside, boundary=2))
+    prepare_training_data(stores.config(path, statistics=str(tmp_path / "old.json")))
+    text = "has statistics of boundary {}, but the config has {}. Change data.boundary or data.st"
+    assert text.format(2, 0) in refused(path, inside)
+    assert text.format(0, 2) in refused(path, whole, boundary=2)

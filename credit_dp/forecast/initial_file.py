@@ -40,7 +40,7 @@ from credit_dp.data.sources.source import describe_members
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.forecast.request import ForecastRequest, Times, parse_list
 from credit_dp.variable_names import all_names_of, long_name
 
@@ -301,21 +301,26 @@ class InitialFiles:
                     f"model's are of the {store.calendar.name} calendar. Change {KEY}."
                 )
         fields: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
-        missing: dict[np.datetime64, list[Channel]] = {}
+        missing: dict[tuple[Channel, ...], list[str]] = {}
         for time in np.unique(times):
+            lacking = []
             for channel in store.channels.prognostic:
                 found = self._find(store, channel, time)
                 if found is None:
-                    missing.setdefault(time, []).append(channel)
+                    lacking.append(channel)
                 else:
                     fields[channel, time] = found
+            if lacking:
+                missing.setdefault(tuple(lacking), []).append(store.calendar.text(time))
         if missing:
             where = ", ".join(self.addresses)
-            lacks = "; ".join(
-                f"at {store.calendar.text(time)} {_describe_channels(channels)}"
-                for time, channels in missing.items()
+            lacks = []
+            for channels, (first, *later) in missing.items():
+                also = f" and {counted(len(later), 'later time')}" if later else ""
+                lacks.append(f"at {first}{also} {_describe_channels(channels)}")
+            raise UserError(
+                f"{KEY}: {where} lacks {'; '.join(lacks)}. Add a file that has it to {KEY}."
             )
-            raise UserError(f"{KEY}: {where} lacks {lacks}. Add a file that has it to {KEY}.")
         conversions = {
             (channel, time): _conversion(store, channel, file, field.unit)
             for (channel, time), (file, field) in fields.items()

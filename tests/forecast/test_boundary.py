@@ -167,7 +167,10 @@ BAD = {
         "needs the rim from 2000-01-04T06:00 to 2000-01-05T00",
     ),
     "gap": (box(4, 5, time=[12, 19]), "has no time between 2000-01-04T00:00 and 2000-01-05T18:00"),
-    "variable": (box(4, 5).drop_vars("temperature"), "lacks at .* temperature"),
+    "variable": (
+        box(4, 5).drop_vars("temperature"),
+        r"lacks at \S+ and 3 later times temperature on levels [0-9, ]+\. Add a file",
+    ),
     "levels": (box(4, 5, level=[0, 1]), "lacks at .* geopotential on level 1000, temperature on"),
     "unit": (
         box(4, 5).assign(temperature=lambda x: x.temperature.assign_attrs(units="m")),

@@ -259,13 +259,17 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_loss(config: Config, data: DataSummary) -> None:
-    """Refuse weights and errors of variables that the model does not forecast."""
+    """Refuse losses of variables that are not forecast, and what the grid does not allow."""
     from credit_dp.data.setup import expected_channels
-    from credit_dp.training.loss import channel_errors, channel_weights  # torch: takes seconds
+    from credit_dp.training.augmentation import check_augmentation  # torch: takes seconds
+    from credit_dp.training.loss import channel_errors, channel_weights, check_spectra
 
     channels = expected_channels(config.data) if data.store is None else data.store.channels
     channel_weights(config.loss, channels.output_channels)
     channel_errors(config.loss, channels.output_channels)
+    if data.store is not None:
+        check_spectra(config.loss, data.store.grid)
+        check_augmentation(config.trainer, data.store)
 
 
 def check_fixers(model: ModelConfig, store: "Store") -> None:

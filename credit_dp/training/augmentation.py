@@ -268,7 +268,16 @@ def build_augmentation(
     trainer = config.trainer
     if not (trainer.shift_longitude or trainer.mirror or trainer.input_noise):
         return None
-    store = data.store
+    check_augmentation(trainer, data.store)
+    return Augmentation(trainer, data, manager, like, config.seed)
+
+
+def check_augmentation(trainer: TrainerConfig, store: Store) -> None:
+    """Refuse data that can't be turned or mirrored.
+
+    Raises:
+        UserError: names the key, and what the data lack.
+    """
     for key in ("shift_longitude", "mirror"):
         if getattr(trainer, key):
             store.grid.check_global(f"trainer.{key}", f"Leave trainer.{key} out.")
@@ -281,7 +290,6 @@ def build_augmentation(
         )
     if trainer.mirror:
         _check_signs(store)
-    return Augmentation(trainer, data, manager, like, config.seed)
 
 
 def _check_fills(store: Store, key: str) -> None:

@@ -28,7 +28,12 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.errors import UserError
 from credit_dp.plugins import report_plugin_errors
-from credit_dp.training.field_errors import FLOOR, FieldError, build_field_errors
+from credit_dp.training.field_errors import (
+    FLOOR,
+    FieldError,
+    build_field_errors,
+    quadrature_weights,
+)
 
 
 @final
@@ -166,9 +171,7 @@ def build_loss(
             variable, all weights are 0, a channel has no values at all, the rows do not fit
             `loss.sphere_spectrum`, or a region has a loss of spectra.
     """
-    for key in ("spectrum", "sphere_spectrum"):
-        if getattr(config, key):
-            grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
+    check_spectra(config, grid)
     weights = grid.weights if config.latitude_weight else np.ones(grid[0])
     band_weights = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
     channel_weight = channel_weights(config, channels.output_channels, pressures)
@@ -194,6 +197,19 @@ def build_loss(
         build_field_errors(config, grid, weights, by_channel, manager, points),
         manager.ensemble_transport,
     )
+
+
+def check_spectra(config: LossConfig, grid: Grid) -> None:
+    """Refuse spectra in the loss of a region, and those on the sphere of rows without quadrature.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key in ("spectrum", "sphere_spectrum"):
+        if getattr(config, key):
+            grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
+    if config.sphere_spectrum:
+        quadrature_weights(np.sin(np.deg2rad(grid.latitude)))
 
 
 def check_channels_have_values(channels: Channels, weights: Tensor) -> None:

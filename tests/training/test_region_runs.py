@@ -265,9 +265,10 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("check", [[], ["--check"]], ids=["run", "check"])
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_needs_the_globe_is_one_line(trained, key):
-    done = trained.run(*trained.training, "run.dir=other", key)
+def test_what_needs_the_globe_is_one_line(trained, key, check):
+    done = trained.run(*trained.training, "run.dir=other", key, *check)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert REFUSED[key] in line

@@ -5,6 +5,7 @@ missing (`find_missing`) and within its range (`credit_dp.data.limits`).
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -34,6 +35,8 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import BlockConsumer, BlockReader, Fields, Source, Times
 from credit_dp.data.units import check_units, converted_unit, usual_unit
 from credit_dp.errors import UserError, counted
+
+logger = logging.getLogger(__name__)
 
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 Masks = Mapping[Channel, ValidMask]  # of the globe, (H, W)
@@ -126,8 +129,13 @@ class Store:
         store = cls(open_source(config), config)
         check_units(store.source, store.config)
         store.resolve_dates(needed)
-        for split in SPLITS:
-            split_slice(store.config, split, store.times, store.calendar)
+        times = {x: split_slice(store.config, x, store.times, store.calendar) for x in SPLITS}
+        for split in ("valid", "test"):
+            stop = min(times["train"].stop, times[split].stop)
+            shared = stop - max(times["train"].start, times[split].start)
+            if shared > 0:
+                text = "data.dates: train has %s of %s, too: scores of %s are too good"
+                logger.info(text, counted(shared, "time"), split, split)
         return store
 
     def with_ranges(self, ranges: Mapping[str, ValueRange]) -> "Store":

@@ -1,5 +1,6 @@
 """`data.dates=auto`: the store decides which dates each split gets."""
 
+import logging
 from itertools import pairwise
 
 import numpy as np
@@ -299,3 +300,15 @@ def test_a_store_knows_its_dates_when_it_is_open(tmp_path):
         ["2000-01-05T12", "2000-01-05T18"],
     )
     assert "train 2000-01-01T00 to 2000-01-04T18 (16 times)" in store.dates_note
+
+
+@pytest.mark.parametrize(("first", "shared"), [("03T18", 1), ("03", 4), ("04", 0)])
+def test_times_of_training_in_another_split_are_noted(tmp_path, caplog, first, shared):
+    path = stores.write(stores.dataset(steps=20), tmp_path / "s.zarr")
+    dates = {"train": ["2000-01-01", "2000-01-03"], "valid": ["2000-01-04", "2000-01-04"]}
+    caplog.set_level(logging.INFO, "credit_dp.data")
+    Store.open(stores.config(path, **dates, test=[f"2000-01-{first}", "2000-01-05"]))
+    noted = [line for line in caplog.messages if line.startswith("data.dates: train has")]
+    times = "1 time" if shared == 1 else f"{shared} times"
+    wanted = f"data.dates: train has {times} of test, too: scores of test are too good"
+    assert noted == [wanted] * bool(shared)

@@ -1,10 +1,9 @@
 """Runs on the output of climate models in their own calendars, from inspection to scores."""
 
-import csv
 import json
-import os
 import runpy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,9 @@ import credit_dp
 from credit_dp.data.grid import row_weights
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
-from tests import commands
 from tests.data import stores
+from tests.training.command_runs import CommandRuns
 
-ROOT = Path(__file__).parents[2]
 KEYS = (
     "data=zarr", "data.prognostic=[TREFHT,PSL]", "data.static=[]", "data.levels=null",
     "data.forcing=[day_of_year_sin,insolation]", "data.batch_size=4", "model.channels=[8,16]",
@@ -83,6 +81,10 @@ class Case(NamedTuple):
     first: str
     last_of_february: str
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*(f"data.dates.{k}=[{','.join(v)}]" for k, v in self.dates.items()), *KEYS)
+
 
 def splits(year: str, last_of_february: str, last: str) -> dict[str, tuple[str, str]]:
     return {
@@ -112,30 +114,11 @@ CASES = {
 }
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run(CommandRuns):
     """A folder with the store, runs on one and two ranks, and a forecast."""
 
     case: Case
-    folder: Path
-    store: Path
-
-    def command(self, *words: str) -> str:
-        """Run a command, which has to succeed, and return what it printed."""
-        done = run(self.folder, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def refusal(self, *words: str) -> str:
-        """Return the only line of a command that is refused."""
-        done = run(self.folder, *words)
-        assert done.returncode == 2
-        [line] = done.stderr.splitlines()
-        return line
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        dates = (f"data.dates.{k}=[{','.join(v)}]" for k, v in self.case.dates.items())
-        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *dates, *KEYS)
 
 
 def opened(path: Path, **options: Any) -> xr.Dataset:
@@ -144,27 +127,15 @@ def opened(path: Path, **options: Any) -> xr.Dataset:
     return xr.open_dataset(path, **options)
 
 
-def run(folder: Path, *words: str):
-    environment = {**os.environ, "CREDIT_DP_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    return commands.run(words, folder, environment)
-
-
 @pytest.fixture(scope="module", params=CASES)
 def trained(request, tmp_path_factory) -> Run:
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("calendar")
-    made = Run(case, folder, case.write(folder))
-    for ranks in (1, 2):
-        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
-        made.command(*made.training, *keys)
+    made = Run(folder, case.write(folder), case.keys, case)
+    made.train_on_one_and_two_ranks()
     words = ("checkpoint=run2", f"init={case.init}", "lead=24h", "parallel.domain=2")
     made.command("credit-dp", "forecast", *words, "out=forecast.zarr")
     return made
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_dates_are_shown_and_checked_in_the_calendar(trained):
@@ -179,18 +150,11 @@ def test_dates_are_shown_and_checked_in_the_calendar(trained):
 
 
 def test_one_and_two_ranks_have_equal_logs(trained):
-    one, two = (rows_of(trained.folder / f"run{ranks}") for ranks in (1, 2))
-    assert len(one) == len(two) > 0
-    for a, b in zip(one, two, strict=True):
-        assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-10)
+    trained.check_log_on(ranks=2)
 
 
 def test_a_run_resumes_on_another_mesh(trained):
-    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
-    trained.command(*trained.training, *keys)
-    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
-    resumed, straight = (rows_of(trained.folder / name)[-1] for name in ("longer", "straight"))
-    assert float(resumed["loss"]) == pytest.approx(float(straight["loss"]), rel=1e-10)
+    trained.check_resuming()
 
 
 def test_forecasts_have_the_calendar_of_the_store(trained):
@@ -307,7 +271,7 @@ def test_other_calendars_are_one_line(trained, tmp_path):
     case = trained.case
     other = next(of for of in CASES.values() if of.calendar != case.calendar)
     store = other.write(tmp_path)
-    kept = Run(other, trained.folder, store)
+    kept = replace(trained, store=store, keys=other.keys)
     here, there = f"{case.calendar} calendar", f"{other.calendar} calendar"
     line = trained.refusal(*kept.training, "run.dir=other", "resume=run1")
     assert line.startswith("error: resume: the checkpoint was trained with dates of the ")

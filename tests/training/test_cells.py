@@ -1,22 +1,19 @@
 """Runs on reduced Gaussian grids and HEALPix, as rows or regridded, from inspection to scores."""
 
-import csv
 import json
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
 
-from tests import commands
 from tests.data import cell_stores, stores
 from tests.data.cell_stores import NAMES, Cells
+from tests.training.command_runs import CommandRuns
 
-ROOT = Path(__file__).parents[2]
 KEYS = (
     "data=zarr", f"data.prognostic=[{','.join(NAMES)}]", "data.static=[]", "data.levels=null",
     "data.forcing=[day_of_year_sin]", "data.batch_size=4", "model.channels=[8,16]",
@@ -52,33 +49,16 @@ ON_CELLS = [x for x in PARAMETERS if x.values[0] != "regular on 12x24"]
 ON_GRID = [x for x in PARAMETERS if CASES[x.values[0]][2] is not None]
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run(CommandRuns):
     """A folder with the store, runs on one and two ranks, and a forecast."""
 
-    folder: Path
-    store: Path
     cells: Cells
     grid: tuple[int, int] | None
 
-    def command(self, *words: str) -> str:
-        """Run a command, which has to succeed, and return what it printed."""
-        done = self.run(*words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def run(self, *words: str):
-        environment = {
-            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        return commands.run(words, self.folder, environment)
-
     @property
-    def training(self) -> tuple[str, ...]:
-        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS, *self.on_grid)
-
-    @property
-    def on_grid(self) -> tuple[str, ...]:
-        return (f"data.grid={self.grid[0]}x{self.grid[1]}" if self.grid else "data.regrid=rows",)
+    def on_grid(self) -> str:
+        return self.keys[-1]
 
     @property
     def latitude(self) -> np.ndarray:
@@ -110,23 +90,17 @@ class Run(NamedTuple):
 def trained(request, tmp_path_factory) -> Run:
     write, cells, grid = CASES[request.param]
     folder = tmp_path_factory.mktemp("cells")
-    made = Run(folder, write(folder, cells), cells, grid)
-    for ranks in (1, 2):
-        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
-        made.command(*made.training, *keys)
+    on_grid = f"data.grid={grid[0]}x{grid[1]}" if grid else "data.regrid=rows"
+    made = Run(folder, write(folder, cells), (*KEYS, on_grid), cells, grid)
+    made.train_on_one_and_two_ranks()
     words = ("checkpoint=run2", "init=2000-01-08/2000-01-09/12h", "lead=24h", "parallel.domain=2")
     made.command("credit-dp", "forecast", *words, "out=forecast.zarr")
     return made
 
 
-def losses(folder: Path) -> list[float]:
-    with (folder / "metrics.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
-
-
 def test_inspection_and_check_have_the_grid_of_rows(trained):
     height, width = trained.shape
-    words = (f"store={trained.store}", *trained.on_grid)
+    words = (f"store={trained.store}", trained.on_grid)
     text = trained.command("credit-dp", "data", "inspect", *words)
     poles = "with" if trained.latitude[0] == 90 else "without"
     assert f"grid    {height} x {width} {poles} rows on the poles" in text
@@ -136,15 +110,12 @@ def test_inspection_and_check_have_the_grid_of_rows(trained):
 
 
 def test_two_ranks_have_the_log_of_one(trained):
-    one = losses(trained.folder / "run1")
-    assert losses(trained.folder / "run2") == pytest.approx(one, rel=1e-10)
+    trained.check_log_on(ranks=2)
 
 
 @pytest.mark.slow
 def test_three_ranks_have_the_log_of_one(trained):
-    trained.command(*trained.training, "run.dir=run3", "parallel.domain=3", "trainer.steps=4")
-    one = losses(trained.folder / "run1")
-    assert losses(trained.folder / "run3") == pytest.approx(one, rel=1e-10)
+    trained.check_log_on(ranks=3)
 
 
 def test_statistics_are_those_of_the_rows(trained):
@@ -159,11 +130,7 @@ def test_statistics_are_those_of_the_rows(trained):
 
 
 def test_a_run_resumes_on_another_mesh(trained):
-    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
-    trained.command(*trained.training, *keys)
-    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
-    resumed, straight = (losses(trained.folder / name)[-1] for name in ("longer", "straight"))
-    assert resumed == pytest.approx(straight, rel=1e-10)
+    trained.check_resuming()
 
 
 def test_scores_are_those_of_numpy(trained):
@@ -225,9 +192,7 @@ def test_forecasts_go_back_to_the_cells(trained):
 @pytest.mark.parametrize("trained", ["HEALPix zarr"], indirect=True)
 def test_healpix_is_not_written_as_grib(trained):
     words = ("checkpoint=run2", "init=2000-01-09", "lead=12h", "grid=source", "format=grib")
-    done = trained.run("credit-dp", "forecast", *words, "out=cells.grib")
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    line = trained.refusal("credit-dp", "forecast", *words, "out=cells.grib")
     assert "format: GRIB is written on reduced Gaussian grids from longitude 0" in line
 
 
@@ -263,9 +228,7 @@ def test_a_forecast_starts_from_a_file_of_cells(trained):
 
 def test_other_cells_are_one_line(trained, tmp_path):
     store = cell_stores.anemoi(tmp_path, cell_stores.octahedral(17))
-    done = trained.run(*trained.training, f"data.store={store}", "run.dir=other", "resume=run1")
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    line = trained.refusal(*trained.training, f"data.store={store}", "run.dir=other", "resume=run1")
     if trained.grid is None:
         shape = "x".join(map(str, trained.shape))
         assert f"resume: the checkpoint was trained with data.grid={shape}" in line
@@ -282,19 +245,17 @@ def test_another_grid_or_way_is_one_line(trained):
         "data.grid=null": f"was trained with data.grid={height}x{width}",
     }
     for key, expected in cases.items():
-        done = trained.run(*trained.training, key, "run.dir=other", "resume=run1")
-        assert done.returncode == 2
-        [line] = done.stderr.splitlines()
+        line = trained.refusal(*trained.training, key, "run.dir=other", "resume=run1")
         assert expected in line
 
 
 @pytest.mark.parametrize("trained", ON_GRID, indirect=True)
 def test_a_prepared_copy_trains_as_the_store_does(trained):
-    grid = trained.on_grid[0].removeprefix("data.")
+    grid = trained.on_grid.removeprefix("data.")
     names = f"data.prognostic=[{','.join(NAMES)}]"
     keys = (grid, "out=copy.zarr", names, "data.static=[]", "data.levels=null")
     trained.command("credit-dp", "data", "prepare", f"store={trained.store}", *keys)
     train, _, *others = trained.training[1:]
     keys = ("data=prepared", "data.store=copy.zarr", "data.grid=null", "run.dir=copied")
     trained.command("python", train, *others[1:], *keys, "trainer.steps=4")
-    assert losses(trained.folder / "copied") == losses(trained.folder / "run1")
+    assert trained.log("copied") == trained.log("run1")

@@ -1,22 +1,19 @@
 """Runs on all members of an ensemble, from inspection to a forecast of one member."""
 
-import csv
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import xarray as xr
 
-from tests import commands
 from tests.data import ensemble_stores, stores
 from tests.data.ensemble_stores import MEMBERS
+from tests.training.command_runs import CommandRuns
 
-ROOT = Path(__file__).parents[2]
 DATA = ensemble_stores.dataset()
+STEPS = 8  # 21 samples are five steps an epoch
 KEYS = (
     "data=zarr", "data.prognostic=[2m_temperature,geopotential]", "data.static=[land_sea_mask]",
     "data.forcing=[day_of_year_sin]", "data.levels=[500]", "data.batch_size=4",
@@ -24,9 +21,8 @@ KEYS = (
     "trainer.evaluate_stride_hours=6", "trainer.dtype=float64", "device=cpu",
     "trainer.validate_every=4", "trainer.log_every=1",
     "data.dates.train=[2000-01-01,2000-01-02]", "data.dates.valid=[2000-01-03T00,2000-01-03T06]",
-    "data.dates.test=[2000-01-03T06,2000-01-03T18]",
+    "data.dates.test=[2000-01-03T06,2000-01-03T18]", f"trainer.steps={STEPS}",
 )  # fmt: skip
-STEPS = 8  # 21 samples are five steps an epoch
 CASES: dict[str, Callable[[Path], Path]] = {
     # Of chunks over all rows, which ranks share the reading of.
     "zarr": lambda path: stores.write(DATA, path),
@@ -37,43 +33,13 @@ CASES: dict[str, Callable[[Path], Path]] = {
 }  # fmt: skip
 
 
-class Run(NamedTuple):
-    """A folder with the store, and runs on one and two ranks."""
-
-    folder: Path
-    store: Path
-
-    def command(self, *words: str) -> str:
-        """Run a command, which has to succeed, and return what it printed."""
-        done = self.run(*words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def run(self, *words: str):
-        environment = {
-            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        return commands.run(words, self.folder, environment)
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
-
-    def train(self, name: str, *keys: str) -> str:
-        return self.command(*self.training, f"run.dir={name}", f"trainer.steps={STEPS}", *keys)
-
-    def log(self, name: str, column: str = "loss") -> list[float]:
-        with (self.folder / name / "metrics.csv").open() as file:
-            return [float(row[column]) for row in csv.DictReader(file) if row[column]]
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(case, marks=() if case == "zarr" else pytest.mark.slow) for case in CASES],
 )
-def trained(request, tmp_path_factory) -> Run:
+def trained(request, tmp_path_factory) -> CommandRuns:
     folder = tmp_path_factory.mktemp("members")
-    made = Run(folder, CASES[request.param](folder / "store.zarr"))
+    made = CommandRuns(folder, CASES[request.param](folder / "store.zarr"), KEYS)
     made.train("run1")
     made.train("run2", "parallel.domain=2")
     return made
@@ -119,7 +85,7 @@ def test_scores_are_over_all_members(trained):
 def test_members_are_shown(trained):
     text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
     assert "\n        3 members, 0 to 2\n" in text
-    text = trained.command(*trained.training, "--check", f"trainer.steps={STEPS}")
+    text = trained.command(*trained.training, "--check")
     assert "samples 21 for training, 5 steps of 4 in an epoch; 6 forecasts to 6 h" in text
 
 
@@ -145,7 +111,7 @@ def test_other_members_are_not_resumed(trained):
     assert "was trained with data.member=[0,1,2], the config has [0,1]" in done.stderr
 
 
-def forecast(trained: Run, name: str, *keys: str) -> xr.Dataset:
+def forecast(trained: CommandRuns, name: str, *keys: str) -> xr.Dataset:
     words = ("checkpoint=run2", "init=2000-01-03T06", "lead=6h", f"out={name}.zarr", *keys)
     text = trained.command("credit-dp", "forecast", *words)
     said = "starts from member 0 of 3 members, 0 to 2; data.member=1 chooses another"

@@ -1,10 +1,8 @@
 """Runs on boxes and projections, from inspection to scores."""
 
-import csv
 import json
-import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +14,10 @@ import credit_dp.forecast
 from credit_dp.training.checkpoint_files import locate_checkpoint
 from credit_dp.training.checkpoint_shards import Checkpoint
 from credit_dp.training.state import MODEL_PREFIX
-from tests import commands
 from tests.data import region_stores
 from tests.data.region_stores import COLUMNS, KINDS, ROWS
+from tests.training.command_runs import CommandRuns
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("mean_sea_level_pressure", "2m_temperature")
 DAY = np.timedelta64(24, "h")
 KEYS = (
@@ -33,28 +30,11 @@ KEYS = (
 )  # fmt: skip
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run(CommandRuns):
     """A folder with the store, runs on one and two ranks, and a forecast."""
 
-    folder: Path
-    store: Path
     kind: str
-
-    def command(self, *words: str) -> str:
-        """Run a command, which has to succeed, and return what it printed."""
-        done = self.run(*words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def run(self, *words: str):
-        environment = {
-            **os.environ, "CREDIT_DP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        return commands.run(words, self.folder, environment)
-
-    @property
-    def training(self) -> tuple[str, ...]:
-        return ("python", str(ROOT / "train.py"), f"data.store={self.store}", *KEYS)
 
     @property
     def data(self) -> xr.Dataset:
@@ -79,10 +59,8 @@ class Run(NamedTuple):
 )
 def trained(request, tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("region")
-    made = Run(folder, region_stores.write(request.param, folder), request.param)
-    for ranks in (1, 2):
-        keys = (f"run.dir=run{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
-        made.command(*made.training, *keys)
+    made = Run(folder, region_stores.write(request.param, folder), KEYS, request.param)
+    made.train_on_one_and_two_ranks()
     words = (
         "checkpoint=run2",
         "init=2020-01-05/2020-01-05T12/12h",
@@ -93,26 +71,18 @@ def trained(request, tmp_path_factory) -> Run:
     return made
 
 
-def losses(folder: Path) -> list[float]:
-    with (folder / "metrics.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
-
-
 def test_the_check_has_the_grid(trained):
     text = trained.command(*trained.training, "--check")
     assert f"{ROWS} x {COLUMNS} points" in text
 
 
 def test_two_ranks_have_the_log_of_one(trained):
-    one = losses(trained.folder / "run1")
-    assert losses(trained.folder / "run2") == pytest.approx(one, rel=1e-10)
+    trained.check_log_on(ranks=2)
 
 
 @pytest.mark.slow
 def test_three_ranks_have_the_log_of_one(trained):
-    trained.command(*trained.training, "run.dir=run3", "parallel.domain=3", "trainer.steps=4")
-    one = losses(trained.folder / "run1")
-    assert losses(trained.folder / "run3") == pytest.approx(one, rel=1e-10)
+    trained.check_log_on(ranks=3)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -133,11 +103,11 @@ def test_training_on_a_prepared_copy_is_the_same_in_every_bit(trained, ranks):
     if not copy.exists():
         words = (f"store={trained.store}", f"out={copy}", *KEYS[:5])
         trained.command("credit-dp", "data", "prepare", *words)
-    keys = (f"data.store={copy}", f"run.dir=copy{ranks}", f"parallel.domain={ranks}")
-    trained.command("python", str(ROOT / "train.py"), *KEYS, *keys, "trainer.steps=4")
-    one, other = (trained.folder / f"{name}{ranks}" for name in ("copy", "run"))
-    assert losses(one) == losses(other)
-    found, wanted = tensors(one), tensors(other)
+    on_copy = replace(trained, store=copy)
+    on_copy.train(f"copy{ranks}", f"parallel.domain={ranks}", "trainer.steps=4")
+    one, other = f"copy{ranks}", f"run{ranks}"
+    assert trained.log(one) == trained.log(other)
+    found, wanted = (tensors(trained.folder / name) for name in (one, other))
     assert found
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -157,11 +127,7 @@ def test_statistics_are_those_of_the_cells(trained):
 
 
 def test_a_run_resumes_on_another_mesh(trained):
-    keys = ("run.dir=longer", "resume=run2", "trainer.steps=6", "parallel.domain=1")
-    trained.command(*trained.training, *keys)
-    trained.command(*trained.training, "run.dir=straight", "trainer.steps=6")
-    resumed, straight = (losses(trained.folder / name)[-1] for name in ("longer", "straight"))
-    assert resumed == pytest.approx(straight, rel=1e-10)
+    trained.check_resuming()
 
 
 def test_scores_are_those_of_numpy(trained):
@@ -228,13 +194,11 @@ def test_an_exported_model_makes_the_first_step_of_forecasts(trained):
 
 def test_grib_is_written_for_boxes_alone(trained):
     keys = ("checkpoint=run2", "init=2020-01-05", "lead=24h", "format=grib", "out=f.grib")
-    done = trained.run("credit-dp", "forecast", *keys)
     if trained.kind != "box":
-        assert done.returncode == 2
-        [line] = done.stderr.splitlines()
+        line = trained.refusal("credit-dp", "forecast", *keys)
         assert "format: GRIB is written on grids of latitudes and longitudes" in line
         return
-    assert done.returncode == 0, done.stderr
+    trained.command("credit-dp", "forecast", *keys)
     options = {"filter_by_keys": {"shortName": "2t"}, "indexpath": ""}
     path = trained.folder / "f.grib"
     data = xr.open_dataset(path, engine="cfgrib", backend_kwargs=options, decode_timedelta=True)
@@ -268,7 +232,5 @@ REFUSED = {
 @pytest.mark.parametrize("check", [[], ["--check"]], ids=["run", "check"])
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_needs_the_globe_is_one_line(trained, key, check):
-    done = trained.run(*trained.training, "run.dir=other", key, *check)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
+    line = trained.refusal(*trained.training, "run.dir=other", key, *check)
     assert REFUSED[key] in line

@@ -135,8 +135,10 @@ class GribStates(StateFile):
     def __init__(self, path: Path) -> None:
         self._file = GribFile.open(path, KEY)
         self.where = str(path)
-        latitude, longitude, lengths = self._file.read_grid(reduced=True)
-        self.grid = Grid(latitude, longitude)
+        latitude, longitude, lengths = self._file.read_grid(reduced=True, projected=True)
+        grid = Grid(latitude, longitude)
+        self._flipped = grid.rises  # on a projection
+        self.grid = grid.flipped() if self._flipped else grid
         if lengths:
             latitudes = np.repeat(latitude, lengths)
             longitudes = [longitude[0] + np.arange(n) * (FULL_CIRCLE / n) for n in lengths]
@@ -168,7 +170,8 @@ class GribStates(StateFile):
         return None
 
     def _read(self, message: Message) -> Field:
-        return self._file.read(message).ravel()
+        field = self._file.read(message)
+        return field.reshape(self.grid.shape)[::-1].ravel() if self._flipped else field.ravel()
 
 
 @final

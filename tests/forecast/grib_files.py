@@ -4,6 +4,7 @@ import numpy as np
 
 from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.units import GRAVITY
+from tests.data import region_grids
 
 eccodes = load_eccodes("init_file")
 
@@ -99,3 +100,33 @@ def write_scanned(path, scanned, flags):
             to.write(eccodes.codes_get_message(handle))
             eccodes.codes_release(handle)
     return scanned
+
+
+def projected(kind):
+    """The keys of GRIB of a grid on a projection, and its latitudes and longitudes `(13, 16)`."""
+    y, x = (1.2e5 * (np.arange(n) - n / 2) for n in (13, 16))
+    keys = {"gridType": kind, "Nx": 16, "Ny": 13, "DxInMetres": 120_000, "DyInMetres": 120_000}
+    if kind == "lambert":  # from the south, as HRRR's
+        latitude, longitude = region_grids.Lambert().coordinates(y, x)
+        keys |= {"LaDInDegrees": 38.5, "LoVInDegrees": 262.5, "jScansPositively": 1}
+        keys |= {"Latin1InDegrees": 38.5, "Latin2InDegrees": 38.5}
+    elif kind == "polar_stereographic":
+        latitude, longitude, _ = region_grids.polar_stereographic(y - 2e6, x)
+        keys |= {"LaDInDegrees": 90, "orientationOfTheGridInDegrees": 0, "jScansPositively": 1}
+    else:
+        rlat, rlon = 6 - 1.0 * np.arange(13), 1.0 * np.arange(16) - 9
+        latitude, longitude = region_grids.rotated(rlat, rlon, (39.25, -162.0))
+        keys = {
+            **{"gridType": kind, "Ni": 16, "Nj": 13},
+            **{"iDirectionIncrementInDegrees": 1, "jDirectionIncrementInDegrees": 1},
+            **{"latitudeOfLastGridPointInDegrees": -6, "longitudeOfLastGridPointInDegrees": 6},
+            **{"latitudeOfSouthernPoleInDegrees": -39.25, "longitudeOfSouthernPoleInDegrees": 18},
+        }
+    first = (6, 351) if kind == "rotated_ll" else (latitude[0, 0], longitude[0, 0] % 360)
+    ends = ("latitudeOfFirstGridPointInDegrees", "longitudeOfFirstGridPointInDegrees")
+    keys |= {
+        "shapeOfTheEarth": 6,
+        "numberOfDataPoints": 13 * 16,
+        **dict(zip(ends, first, strict=True)),
+    }
+    return keys, latitude, longitude

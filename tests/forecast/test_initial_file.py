@@ -17,8 +17,8 @@ from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import GribStates, InitialFiles
 from credit_dp.forecast.request import ForecastRequest
-from tests.data import cell_stores
-from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, write_grib, write_scanned
+from tests.data import cell_stores, stores
+from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, projected, write_grib, write_scanned
 from tests.forecast.runs import INIT, forecast, forecast_config
 
 eccodes = load_eccodes("init_file")
@@ -61,6 +61,22 @@ def test_fields_of_grib_are_found(data, store, tmp_path, table, edition):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)
     assert close(states(path, store), wanted)
     assert np.array_equal(states(path, store, rows=slice(4, 9)), states(path, store)[:, :, 4:9])
+
+
+@pytest.mark.parametrize("kind", ["lambert", "rotated_ll"])
+def test_grib_on_a_projection_is_read_on_its_grid(config, tmp_path, kind):
+    keys, latitude, longitude = projected(kind)
+    dims = ("y", "x")
+    data = stores.dataset(13, 16, 20)[["2m_temperature"]]
+    on_plane = data.drop_vars(["latitude", "longitude"]).rename(latitude="y", longitude="x")
+    on_plane = on_plane.assign_coords(latitude=(dims, latitude), longitude=(dims, longitude))
+    on_plane.to_zarr(tmp_path / "plane.zarr", zarr_format=2)
+    fields = {"prognostic": ["2m_temperature"], "forcing": [], "static": [], "levels": None}
+    store = Store.open(replace(config.data, store=str(tmp_path / "plane.zarr"), **fields))
+    table = {"2m_temperature": ECMWF["2m_temperature"]}
+    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), table, **keys)
+    wanted = store.read_states(np.array([TIME]), EVERY_ROW)
+    assert close(states(path, store), wanted)
 
 
 def test_a_forecast_from_netcdf_has_the_bits_of_one_from_the_store(config, data, tmp_path, whole):

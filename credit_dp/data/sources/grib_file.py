@@ -44,6 +44,7 @@ CHECKSUM_MARK: Final = b"credit_dp crc32 "
 HEADER_LENGTH = 16  # bytes of section 0, which end with the length of the message
 GRIDS = ("regular_ll", "regular_gg")  # rows of equally many points
 REDUCED = "reduced_gg"  # rows of fewer points near the poles
+PROJECTIONS = ("lambert", "polar_stereographic", "rotated_ll")
 ADVICE = (
     "Request it on a regular grid of latitudes and longitudes, or convert it, for example with "
     "`cdo -setgridtype,regular` (reduced grids) or `cdo -sp2gpl` (spectral fields)"
@@ -322,15 +323,17 @@ class GribFile(Mapping[Any, Any]):
         return [message for x in fields if (message := _message(*x)) is not None]
 
     def read_grid(
-        self, reduced: bool = False
+        self, reduced: bool = False, projected: bool = False
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], Sequence[int]]:
         """Return the grid of the fields: its latitudes, longitudes and row lengths.
 
         Latitudes, `(H,)`, fall; longitudes, `(W,)`, rise from the first; in degrees. Only a reduced
-        grid has row lengths, `(H,)`; its longitudes are those of the longest row.
+        grid has row lengths, `(H,)`; its longitudes are those of the longest row. On a projection
+        both are of all points, `(H, W)`, in the order of the file.
 
         Args:
             reduced: whether it may be a reduced Gaussian grid, whose rows differ in length.
+            projected: whether it may be on a projection.
 
         Raises:
             UserError: fields are on different grids, or on one that can't be read.
@@ -346,6 +349,12 @@ class GribFile(Mapping[Any, Any]):
             grid = field["gridType"]
             if grid in GRIDS:
                 return field["distinctLatitudes"], field["distinctLongitudes"], ()
+            if projected and grid in PROJECTIONS:
+                latitude, longitude = (
+                    field[name].reshape(field["Nj"], field["Ni"])
+                    for name in ("latitudes", "longitudes")
+                )
+                return latitude, longitude, ()
             if not reduced or grid != REDUCED:
                 name = "spectral" if grid == "sh" else GRID_TYPES.get(grid, grid)
                 raise UserError(f"{where} has a {name} grid ({grid}). {ADVICE}.")
@@ -368,7 +377,8 @@ class GribFile(Mapping[Any, Any]):
     def read(self, message: Message) -> NDArray[np.float32]:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
 
-        Of a reduced grid these are the points of all rows, `(N,)`, in the same order.
+        Of a reduced grid these are the points of all rows, `(N,)`, in the same order; on a
+        projection in that of the file.
 
         Raises:
             UserError: it can't be decoded, or its checksum is wrong.
@@ -458,9 +468,9 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
         lock=LIBRARY_LOCK,
     )
     for variable, array in dataset.data_vars.items():
-        # A message, one field of the globe, is decoded at once.
+        # A message, one field of the whole grid, is decoded at once.
         sizes = [
-            size if dim in ("latitude", "longitude", "values") else 1
+            size if dim in ("latitude", "longitude", "values", "y", "x") else 1
             for dim, size in array.sizes.items()
         ]
         dataset[variable].encoding["chunksizes"] = tuple(sizes)

@@ -16,7 +16,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.forecast.grib_files import ECMWF, SCANNING, write_grib, write_scanned
+from tests.forecast.grib_files import ECMWF, SCANNING, projected, write_grib, write_scanned
 
 HOUR = np.timedelta64(1, "h")
 RAIN = "total_precipitation"
@@ -65,6 +65,25 @@ def test_points_may_be_in_any_order(order, west, tmp_path):
     ]
     assert sorted(columns) == list(range(len(columns)))
     np.testing.assert_allclose(field[:, columns], state["2m_temperature"].values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
+    keys, latitude, longitude = projected(kind)
+    data = stores.dataset(13, 16, 3)[["2m_temperature"]]
+    for time in data["time"].values:
+        write_grib(tmp_path / "a.grib", data.sel(time=time), SURFACE_TABLE, **keys)
+    source = open_source(config(tmp_path / "a.grib", tmp_path / "cache"))
+    order = slice(None, None, -1 if source.latitude[0, 0] != pytest.approx(latitude[0, 0]) else 1)
+    assert source.latitude.mean(1)[0] > source.latitude.mean(1)[-1]
+    np.testing.assert_allclose(source.latitude, latitude[order], atol=1e-5)
+    east = (source.longitude - longitude[order] + 180) % 360 - 180
+    np.testing.assert_allclose(east, 0, atol=1e-5)
+    channel = Channel("2m_temperature")
+    assert source.chunk_shape(channel) == (1, 1, 13, 16)
+    field = source.read([channel], slice(1, 3), slice(2, 7))[:, 0]
+    wanted = data["2m_temperature"].values[1:3, order][:, 2:7]
+    np.testing.assert_allclose(field, wanted, rtol=1e-6)
 
 
 def test_damage_is_found(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import xarray as xr
 from numpy.polynomial.legendre import leggauss
 
@@ -102,6 +103,15 @@ def octahedral(number: int) -> Cells:
     return gaussian(north + north[::-1])
 
 
+def classic(number: int) -> Cells:
+    """ECMWF's NN, with the row lengths of the samples that come with ecCodes."""
+    eccodes = pytest.importorskip("eccodes")
+    handle = eccodes.codes_grib_new_from_samples(f"reduced_gg_pl_{number}_grib2")
+    lengths = eccodes.codes_get_array(handle, "pl")
+    eccodes.codes_release(handle)
+    return gaussian([int(length) for length in lengths])
+
+
 def healpix(nside: int) -> Cells:
     """HEALPix in RING order. Source: Gorski et al. 2005, equations 4 to 9."""
     sines, lengths, firsts = [], [], []
@@ -133,11 +143,11 @@ def nested(nside: int) -> np.ndarray:
     return np.array(order)
 
 
-def waves(cells: Cells) -> xr.Dataset:
-    """Ten days, six-hourly, of a temperature and a pressure: `(time, values)`."""
+def waves(cells: Cells, steps: int = STEPS) -> xr.Dataset:
+    """A temperature and a pressure every six hours, by default for ten days: `(time, values)`."""
     phi, wave = np.deg2rad(cells.latitudes), np.deg2rad(cells.longitudes)
-    days = np.arange(STEPS)[:, None] / 4
-    noise = np.random.default_rng(0).normal(size=(2, STEPS, len(phi)))
+    days = np.arange(steps)[:, None] / 4
+    noise = np.random.default_rng(0).normal(size=(2, steps, len(phi)))
     fields = (
         285 + 20 * np.cos(phi) + 5 * np.cos(phi) * np.sin(2 * wave - 0.6 * days) + 0.3 * noise[0],
         101000 + 900 * np.cos(phi) ** 2 * np.cos(3 * wave - 0.9 * days) + 30 * noise[1],
@@ -149,35 +159,66 @@ def waves(cells: Cells) -> xr.Dataset:
             for name, field, unit in zip(NAMES, fields, units, strict=True)
         },
         {
-            "time": stores.times(STEPS),
+            "time": stores.times(steps),
             "latitude": ("values", cells.latitudes, {"units": "degrees_north"}),
             "longitude": ("values", cells.longitudes, {"units": "degrees_east"}),
         },
     )
 
 
-def anemoi(folder: Path, cells: Cells, **attributes: Any) -> Path:
+def anemoi(folder: Path, cells: Cells, steps: int = STEPS, **attributes: Any) -> Path:
     """Write a dataset of anemoi, one chunk for each time."""
-    data = waves(cells)
+    data = waves(cells, steps)
     # A grid of one row, as far as the writer is concerned; the coordinates say what it is.
     flat = data.drop_vars(["latitude", "longitude"]).rename(values="longitude")
     flat = flat.expand_dims("latitude", axis=1).assign_coords(
         latitude=[0.0], longitude=np.arange(len(cells.latitudes))
     )
     about = {SHORT[name]: {"units": data[name].attrs["units"]} for name in NAMES}
-    changes = {"field_shape": [len(cells.latitudes)], "variables_metadata": about, **attributes}
+    name = f"{'o' if cells.lengths[0] == 20 else 'n'}{len(cells.lengths) // 2}"
+    changes = {"field_shape": [len(cells.latitudes)], "variables_metadata": about}
+    changes |= {"resolution": name, **attributes}
     arrays = {"latitudes": cells.latitudes, "longitudes": cells.longitudes}
     return anemoi_stores.write(flat, folder / "anemoi.zarr", None, arrays, SHORT, **changes)
 
 
-def netcdf(folder: Path, cells: Cells) -> Path:
+def netcdf(folder: Path, cells: Cells, steps: int = STEPS) -> Path:
     """Write a netCDF file with the dims time and values."""
     path = folder / "cells.nc"
-    waves(cells).to_netcdf(path)
+    waves(cells, steps).to_netcdf(path)
     return path
 
 
-def zarr(folder: Path, cells: Cells) -> Path:
+def zarr(folder: Path, cells: Cells, steps: int = STEPS) -> Path:
     """Write a zarr store with the dims time and cell, as for HEALPix."""
-    data = waves(cells).rename(values="cell", latitude="lat", longitude="lon")
+    data = waves(cells, steps).rename(values="cell", latitude="lat", longitude="lon")
     return stores.write(data, folder / "cells.zarr")
+
+
+def grib(folder: Path, cells: Cells, steps: int = STEPS, order: str = "nested") -> Path:
+    """Write a GRIB file of an NN, or of HEALPix in an order, as ecCodes makes messages of them."""
+    eccodes = pytest.importorskip("eccodes")
+    path, data = folder / "cells.grib", waves(cells, steps)
+    nside = len(cells.lengths) // 4 + 1
+    keys = {"bitsPerValue": 24}
+    sample = f"reduced_gg_pl_{len(cells.lengths) // 2}_grib2"
+    if cells.lengths[0] == 4:
+        keys |= {"gridType": "healpix", "Nside": nside, "longitudeOfFirstGridPoint": 45_000_000}
+        keys |= {"orderingConvention": order}
+        sample = "GRIB2"
+        data = data if order == "ring" else data.isel(values=nested(nside))
+    levels = {"2t": ("heightAboveGround", 2), "msl": ("meanSea", 0)}
+    with path.open("wb") as file:
+        for step, name in np.ndindex(steps, len(NAMES)):
+            short = SHORT[NAMES[name]]
+            kind, level = levels[short]
+            time = data["time"].values[step].astype("M8[h]").item()
+            handle = eccodes.codes_grib_new_from_samples(sample)
+            about = {"typeOfLevel": kind, "level": level, "shortName": short}
+            about |= {"dataDate": int(f"{time:%Y%m%d}"), "dataTime": 100 * time.hour}
+            for key, value in (keys | about).items():
+                eccodes.codes_set(handle, key, value)
+            eccodes.codes_set_values(handle, data[NAMES[name]].values[step].astype(float))
+            file.write(eccodes.codes_get_message(handle))
+            eccodes.codes_release(handle)
+    return path

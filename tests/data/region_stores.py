@@ -96,14 +96,13 @@ def dataset(kind: str) -> xr.Dataset:
     return data.assign(crs=((), 0, mapping))
 
 
-def write(kind: str, folder: Path) -> Path:
-    """Write the store of a kind: zarr, and netCDF for the rotated pole."""
-    if kind == "rotated":
-        path = folder / "rotated.nc"
-        dataset(kind).to_netcdf(path)
-        return path
-    path = folder / f"{kind}.zarr"
+def write(kind: str, folder: Path, suffix: str = "") -> Path:
+    """Write the store of a kind: unless named, zarr, and netCDF for the rotated pole."""
+    path = folder / f"{kind}{suffix or ('.nc' if kind == 'rotated' else '.zarr')}"
     data = dataset(kind)
+    if path.suffix == ".nc":
+        data.to_netcdf(path)
+        return path
     encoding = {
         name: {"chunks": (1, *array.shape[1:])}
         for name, array in data.data_vars.items()

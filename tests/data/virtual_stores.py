@@ -14,6 +14,15 @@ def repository(path: Path):
     return icechunk.Repository.create(icechunk.local_filesystem_storage(str(path)))
 
 
+def write_tag(data: xr.Dataset, folder: Path) -> str:
+    """Write a repository, and return the address of a tag."""
+    made = repository(folder / "era5")
+    session = made.writable_session("main")
+    data.to_zarr(session.store, consolidated=False)
+    made.create_tag("v1", session.commit("All times"))
+    return f"{folder}/era5@tag.v1"
+
+
 def write_netcdf(data: xr.Dataset, path: Path) -> Path:
     """Write one time in each chunk, compressed, with bytes shuffled."""
     encoding = {

@@ -93,9 +93,8 @@ def test_static_fields_that_differ_fail_the_check(trained, tmp_path):
     sea = DATA["land_sea_mask"].expand_dims(number=DATA["number"]).copy()
     sea[2, 5, 2] += 0.01
     path = stores.write(DATA.assign(land_sea_mask=sea), tmp_path / "differing.zarr")
-    done = trained.run(*trained.training, f"data.store={path}", "--check")
-    assert done.returncode == 2
-    assert "differing.zarr, member 2: land_sea_mask is not that of the other" in done.stderr
+    line = trained.refusal(*trained.training, f"data.store={path}", "--check")
+    assert "differing.zarr, member 2: land_sea_mask is not that of the other" in line
 
 
 def test_one_member_is_a_store_of_one(trained):
@@ -106,9 +105,9 @@ def test_one_member_is_a_store_of_one(trained):
 
 
 def test_other_members_are_not_resumed(trained):
-    done = trained.run(*trained.training, "resume=run1", "run.dir=fewer", "data.member=[0,1]")
-    assert done.returncode == 2
-    assert "was trained with data.member=[0,1,2], the config has [0,1]" in done.stderr
+    words = ("resume=run1", "run.dir=fewer", "data.member=[0,1]")
+    line = trained.refusal(*trained.training, *words)
+    assert "was trained with data.member=[0,1,2], the config has [0,1]" in line
 
 
 def forecast(trained: CommandRuns, name: str, *keys: str) -> xr.Dataset:
@@ -116,7 +115,7 @@ def forecast(trained: CommandRuns, name: str, *keys: str) -> xr.Dataset:
     text = trained.command("credit-dp", "forecast", *words)
     said = "starts from member 0 of 3 members, 0 to 2; data.member=1 chooses another"
     assert (said in " ".join(text.split())) == (not keys)
-    return xr.open_zarr(trained.folder / f"{name}.zarr", decode_timedelta=True)
+    return trained.opened(name)
 
 
 def test_forecasts_start_from_a_member(trained):
@@ -134,26 +133,23 @@ def test_forecasts_start_from_a_member(trained):
 def test_a_state_of_members_is_refused(trained):
     DATA.isel(time=slice(9, 10)).to_netcdf(trained.folder / "state.nc")
     words = ("checkpoint=run2", "init_file=state.nc", "lead=6h", "out=state.zarr")
-    done = trained.run("credit-dp", "forecast", *words)
-    assert done.returncode == 2
-    assert "init_file: " in done.stderr
-    assert "state.nc has 3 members, 0 to 2. Select one" in done.stderr
+    line = trained.refusal("credit-dp", "forecast", *words)
+    assert "init_file: " in line
+    assert "state.nc has 3 members, 0 to 2. Select one" in line
 
 
 def test_a_truth_of_members_is_refused_and_one_is_prepared(trained):
     if not (trained.folder / "first.zarr").exists():
         forecast(trained, "first")
     words = ("forecast=first.zarr", f"truth={trained.store}", "out=scores")
-    done = trained.run("credit-dp", "evaluate", *words)
-    assert done.returncode == 2
-    assert "has 3 members, 0 to 2, but the truth needs to be one. Write it, with" in done.stderr
-    assert "`credit-dp data prepare` and data.member=0, or as with xarray's" in done.stderr
+    line = trained.refusal("credit-dp", "evaluate", *words)
+    assert "has 3 members, 0 to 2, but the truth needs to be one. Write it, with" in line
+    assert "`credit-dp data prepare` and data.member=0, or as with xarray's" in line
     prepare = (
         "credit-dp", "data", "prepare", f"store={trained.store}", "out=copy.zarr", *KEYS[:5],
     )  # fmt: skip
-    done = trained.run(*prepare)
-    assert done.returncode == 2
-    assert "has 3 members, 0 to 2, but a prepared store has one. Choose it with" in done.stderr
+    expected = "has 3 members, 0 to 2, but a prepared store has one. Choose it with"
+    assert expected in trained.refusal(*prepare)
     trained.command(*prepare, "data.member=2", "domains=[1]")
     trained.train("prepared", "data.name=prepared", "data.store=copy.zarr")
     trained.train("direct", "data.member=2")

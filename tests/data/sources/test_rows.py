@@ -9,22 +9,10 @@ from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import UserError
 from tests.data import cell_stores, stores
 
-N320_ROWS = 640
-
-
-def n320():
-    """ECMWF's own row lengths, from the samples that come with ecCodes."""
-    eccodes = pytest.importorskip("eccodes")
-    handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_320_grib2")
-    lengths = eccodes.codes_get_array(handle, "pl")
-    eccodes.codes_release(handle)
-    return cell_stores.gaussian([int(length) for length in lengths])
-
-
 # Cells, rows and longest row, as ECMWF and the HEALPix papers give them.
 GRIDS = {
     "O96": (lambda: cell_stores.octahedral(96), (40320, 192, 400)),
-    "N320": (n320, (542080, N320_ROWS, 1280)),
+    "N320": (lambda: cell_stores.classic(320), (542080, 640, 1280)),
     "HEALPix 1": (lambda: cell_stores.healpix(1), (12, 3, 4)),
     "HEALPix 8": (lambda: cell_stores.healpix(8), (768, 31, 32)),
     "HEALPix 64": (lambda: cell_stores.healpix(64), (49152, 255, 256)),
@@ -241,46 +229,14 @@ def test_a_region_of_cells_is_refused(tmp_path):
         open_single_source(str(tmp_path / "north.nc"))
 
 
-def grib(path, handle, fields):
-    """Write a field for each time, as ecCodes makes messages of the grid of `handle`."""
-    eccodes = pytest.importorskip("eccodes")
-    for time, field in enumerate(fields):
-        keys = {"dataDate": 20000101, "dataTime": 600 * time, "shortName": "2t"}
-        keys |= {"typeOfLevel": "heightAboveGround", "level": 2, "bitsPerValue": 24}
-        for key, value in keys.items():
-            eccodes.codes_set(handle, key, value)
-        eccodes.codes_set_values(handle, field.astype(float))
-        with path.open("ab") as file:
-            file.write(eccodes.codes_get_message(handle))
-    eccodes.codes_release(handle)
-
-
-def check_grib(path, cells, fields):
+@pytest.mark.parametrize("form", ["N32", "ring", "nested"])
+def test_grib_of_cells_is_read_as_rows(tmp_path, form):
+    cells = cell_stores.classic(32) if form == "N32" else cell_stores.healpix(8)
+    path = cell_stores.grib(tmp_path, cells, 2, form)
     source = open_source(stores.config(path, static=[], forcing=[]))
     np.testing.assert_allclose(source.latitude, cells.latitude, atol=1e-5)
-    found = source.read([Channel("2m_temperature")], slice(0, 2), slice(3, 27))[:, 0]
-    wanted = np.stack([cells.on_rows(field) for field in fields])[:, 3:27]
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_reduced_grib_is_read_as_rows(tmp_path):
-    eccodes = pytest.importorskip("eccodes")
-    handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
-    cells = cell_stores.gaussian([int(x) for x in eccodes.codes_get_array(handle, "pl")])
-    fields = cell_stores.waves(cells)["2m_temperature"].values[:2]
-    grib(tmp_path / "a.grib", handle, fields)
-    check_grib(tmp_path / "a.grib", cells, fields)
-
-
-@pytest.mark.parametrize("order", ["ring", "nested"])
-def test_healpix_grib_is_read_as_rows(tmp_path, order):
-    eccodes = pytest.importorskip("eccodes")
-    handle = eccodes.codes_grib_new_from_samples("GRIB2")
-    keys = {"gridType": "healpix", "Nside": 8, "longitudeOfFirstGridPoint": 45_000_000}
-    for key, value in (keys | {"orderingConvention": order}).items():
-        eccodes.codes_set(handle, key, value)
-    cells = cell_stores.healpix(8)
-    fields = cell_stores.waves(cells)["2m_temperature"].values[:2]
-    stored = fields if order == "ring" else fields[:, cell_stores.nested(8)]
-    grib(tmp_path / "a.grib", handle, stored)
-    check_grib(tmp_path / "a.grib", cells, fields)
+    for name in cell_stores.NAMES:
+        found = source.read([Channel(name)], slice(0, 2), slice(3, 27))[:, 0]
+        fields = cell_stores.waves(cells, 2)[name].values
+        wanted = np.stack([cells.on_rows(field) for field in fields])[:, 3:27]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)

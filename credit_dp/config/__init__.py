@@ -283,6 +283,11 @@ class Config:
             self._check_late_check()
         if self.trainer.cuda_graph:
             self._check_cuda_graph()
+        if self.trainer.channels_last and self.parallel.data_mode == "fsdp2":
+            raise UserError(
+                "trainer.channels_last: needs parallel.data_mode=ddp, got fsdp2, which shards "
+                "contiguous weights only. Change one of them."
+            )
         if self.model.fixers:
             self._check_fixers()
         for key in ("shift_longitude", "mirror"):

@@ -81,6 +81,9 @@ class TrainerConfig:
     profile: bool = False  # write a profiler trace of a few steps
     # on GPUs replay forward and backward as a CUDA graph: the host no longer starts each kernel
     cuda_graph: bool = False
+    # keep weights of 2-D convolutions, and with them fields between layers, in the memory format
+    # channels_last of torch
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         checks.at_least("trainer.steps", self.steps, 1)

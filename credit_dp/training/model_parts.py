@@ -110,6 +110,20 @@ def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
     part.forward = forward_with_autocast
 
 
+def use_channels_last(model: nn.Module) -> None:
+    """Store the weights of 2-D convolutions in channels-last memory, in place.
+
+    Convolutions return fields in the memory format of their weights.
+    """
+
+    def convert(x: Tensor) -> Tensor:
+        return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+            apply_to_tensors(module, convert, recurse=False)
+
+
 @final
 @dataclass(frozen=True)
 class ModelParts:
@@ -239,6 +253,8 @@ def build_network(
     number_stochastic_depths(model)
     check_parameter_patterns(model, config)
     freeze(model, config.trainer.freeze)
+    if config.trainer.channels_last:
+        use_channels_last(model)
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch * members_per_rank(config), fields.inputs, *store.grid)
     if parallel.pipeline > 1:

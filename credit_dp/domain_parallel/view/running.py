@@ -272,6 +272,11 @@ def _calling_model() -> nn.Module | None:
 # ---------------------------------------------------------------- Python's and NumPy's numbers
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on a device is captured in a CUDA graph now, not carried out."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Iterator[None]:
     """Draw from Python's and NumPy's generators what the first rank draws; a collective.
@@ -284,7 +289,9 @@ def same_python_numbers(view: GlobalView, error: UserError | None = None) -> Ite
         UserError: that of this rank, or one that names another rank with an error.
     """
     group = view.manager.domain_group
-    if group is None:  # ranks are threads, which have one generator, or this is a dry run
+    # Ranks that are threads have one generator, a dry run has one rank, and a step that draws from
+    # these generators can't become a CUDA graph.
+    if group is None or is_captured(message_device(group)):
         if error is not None:
             raise error
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
-from credit_dp.domain_parallel.view import function_rules
+from credit_dp.domain_parallel.view import function_rules, running
 from credit_dp.domain_parallel.view.attach import attach_view, attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor
 from credit_dp.errors import UserError
@@ -353,3 +354,25 @@ def test_a_value_in_a_text_can_be_planned():
         return model.text
 
     assert on_threads(2, text) == ["1.000"] * 2
+
+
+def _gathers_of_a_forward(manager):
+    """Return how often a forward gathers, by itself and while a CUDA graph is captured."""
+    model = _Model(lambda x: 2 * x)
+    attach_view(model, manager, [SHAPE])
+    band = shard_tensor(torch.ones(SHAPE), manager=manager)
+    counts = []
+    for captured in (False, True):
+        gather = mock.Mock(wraps=manager.transport.all_gather)
+        with (
+            mock.patch.object(running, "is_captured", lambda device, captured=captured: captured),
+            mock.patch.object(manager.transport, "all_gather", gather),
+        ):
+            model(band)
+        counts.append(gather.call_count)
+    return counts
+
+
+def test_a_captured_forward_exchanges_no_numbers_of_python():
+    """The host would wait for them, which a CUDA graph can't hold."""
+    assert on_processes(2, _gathers_of_a_forward) == [[1, 0], [1, 0]]

@@ -407,7 +407,9 @@ class Config:
     def _check_cuda_graph(self) -> None:
         parallel = self.parallel
         supported: dict[str, tuple[object, object]] = {
-            "parallel.data_mode": (parallel.data_mode, "ddp"),
+            "parallel.cpu_offload": (parallel.cpu_offload, False),
+            "parallel.param_dtype": (parallel.param_dtype or "null", "null"),
+            "parallel.reduce_dtype": (parallel.reduce_dtype or "null", "null"),
             "parallel.pipeline": (parallel.pipeline, 1),
             "parallel.layout": (dict(parallel.layout), {}),
             "compile": (self.compile, False),

@@ -27,6 +27,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.blocks import NoiseModulation, StochasticDepth, layers_with_draws
 from credit_dp.torch_private import buffers_of, parameters_of, version_of
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
+from credit_dp.training.replicas import local_tensor
 
 # Steps before the capture. torch's DDP measures its first ten by events, which a graph can't hold.
 WARM_UP = 11
@@ -188,7 +189,7 @@ class StepGraph:
             channel_losses=self.forward_backward.channel_losses,
             sent=sent,
             memory=[
-                (table, name, tensor.data_ptr())
+                (table, name, local_tensor(tensor).data_ptr())
                 for _, module in parts
                 if isinstance(module, nn.Module)
                 for table in (parameters_of(module), buffers_of(module))
@@ -221,7 +222,7 @@ class _CapturedStep:
     def memory_moved(self) -> bool:
         """Whether a parameter or a buffer is in other memory than when the step was captured."""
         tensors = ((table.get(name), pointer) for table, name, pointer in self.memory)
-        return any(tensor is None or tensor.data_ptr() != at for tensor, at in tensors)
+        return any(x is None or local_tensor(x).data_ptr() != at for x, at in tensors)
 
 
 @final
@@ -262,7 +263,7 @@ class _HostState:
                 # A tensor with a gradient belongs to one step: no later one can use it.
                 elif isinstance(value, Tensor) and value.is_leaf:
                     on_host = value.device != device and not value.is_inference()
-                    memory = value.data_ptr() if key in held else 0
+                    memory = local_tensor(value).data_ptr() if key in held else 0
                     tensors[name] = value, memory, version_of(value) if on_host else 0
         return cls(numbers, tensors)
 

@@ -17,6 +17,7 @@ from credit_dp.training import run as training_run
 from credit_dp.training.build_training import build_training
 from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.forward_backward import recomputed_modules
+from credit_dp.training.replicas import local_tensor
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import (
@@ -92,7 +93,9 @@ def trained(manager, config, graph):
         logs = [record.metrics() for record in step_records(training)]
     times = {"seconds", "wait_seconds", "samples_per_second", "peak_memory_bytes"}
     logs = [{name: x for name, x in log.items() if name not in times} for log in logs]
-    weights = {name: p.detach().clone() for name, p in trainer.state.parameters.items()}
+    weights = {
+        name: local_tensor(p.detach()).clone() for name, p in trainer.state.parameters.items()
+    }
     return logs, weights, (capture.captures, capture.replays)
 
 
@@ -124,7 +127,9 @@ def test_replayed_steps_equal_the_steps(store, tmp_path, name):
 
 MESHES = [
     Mesh(1, 1, 2),
+    Mesh(1, 2, 1, "fsdp2"),
     *(pytest.param(Mesh(1, *two), marks=pytest.mark.slow) for two in ((2, 1), (2, 2), (1, 3))),
+    pytest.param(Mesh(1, 1, 2, "fsdp2"), marks=pytest.mark.slow),
 ]
 
 
@@ -367,6 +372,21 @@ def test_it_needs_a_gpu(store, tmp_path):
         built(config, alone())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("cpu_offload", True, "cpu_offload=false, got true"),
+        ("param_dtype", "bfloat16", "param_dtype=null, got bfloat16"),
+        ("reduce_dtype", "bfloat16", "reduce_dtype=null, got bfloat16"),
+    ],
+)
+def test_options_of_fsdp2_are_refused(store, tmp_path, key, value, line):
+    config = on_mesh(make_config(store, tmp_path, dtype="float32"), Mesh(1, 2, 1, "fsdp2"))
+    parallel = replace(config.parallel, **{key: value})
+    with pytest.raises(UserError, match=rf"cuda_graph: needs parallel\.{line}"):
+        replace(config, parallel=parallel, trainer=replace(config.trainer, cuda_graph=True))
+
+
 GPU_MODELS = {
     "unet": tiny_unet(stochastic_depth=0.3, dropout=0.1),
     "pangu": TINY_MODELS["pangu"],
@@ -380,10 +400,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 def on_gpu(store, folder, graph=True, model=None, change=lambda training: None):
     """Train on a GPU, and return the run, and each step's loss and norm of gradients."""
-    members = 2 if getattr(model, "noise", 0) else 1
-    config = make_config(store, folder, model, cuda_graph=graph, members=members)
-    if members > 1:
-        config = replace(config, loss=StandardLossConfig(name="crps", spectrum=0.1))
+    config = make_config(store, folder, cuda_graph=graph)
+    if model is not None:
+        config = replace(config, model=model)
+    if getattr(model, "noise", 0):
+        loss = StandardLossConfig(name="crps", spectrum=0.1)
+        config = replace(config, loss=loss, trainer=replace(config.trainer, members=2))
     prepared = prepare_training_data(config.data)
     training = build_training(config, prepared, alone(), torch.device("cuda", 0))
     change(training)
@@ -440,8 +462,8 @@ def test_a_cuda_graph_is_captured_again_if_memory_moves(store, tmp_path):
         trainer = training.trainer
         train_step = trainer.train_step
 
-        def step(batch):
-            record = train_step(batch)
+        def step(batch, *rest):
+            record = train_step(batch, *rest)
             if record.step == WARM_UP + 1:
                 replace_weights(trainer.state.parts[0])
             steps.append(trainer.graph._step)

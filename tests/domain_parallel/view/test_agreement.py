@@ -375,4 +375,6 @@ def _gathers_of_a_forward(manager):
 
 def test_a_captured_forward_exchanges_no_numbers_of_python():
     """The host would wait for them, which a CUDA graph can't hold."""
-    assert on_processes(2, _gathers_of_a_forward) == [[1, 0], [1, 0]]
+    for outside, captured in on_processes(2, _gathers_of_a_forward):
+        assert outside > 0
+        assert captured == 0

@@ -60,6 +60,7 @@ class InterpolationTable:
         return self.sources.shape[0]
 
     @cached_property
+    @disable_current_modes()  # on a GPU a dry run would copy them, without data, to the host
     def _source_lists(self) -> list[list[int]]:
         return self.sources.tolist()
 

@@ -28,6 +28,7 @@ from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_lea
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 from credit_dp.pipeline_parallel.stages import _tensors_of as tensors_of
+from tests.ranks import cpu_only
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
 ERA5 = ["data.grid=721x1440", f"data.levels={LEVELS}", "device=cpu"]
@@ -143,6 +144,7 @@ LAYERS = {
 }
 
 
+@cpu_only("fake tensors are made on the CPU")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_launches_no_more(name):
     build, launches, views = LAYERS[name]

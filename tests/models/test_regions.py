@@ -56,7 +56,8 @@ def _model(config, grid, is_global=False):
 
 
 def _numpy_pad(x, rows, columns, edges):
-    return torch.from_numpy(np.pad(x, ((0, 0), (0, 0), rows, columns), NUMPY_MODES[edges]))
+    padded = np.pad(x.cpu(), ((0, 0), (0, 0), rows, columns), NUMPY_MODES[edges])
+    return torch.from_numpy(padded).to(x.device)
 
 
 @pytest.mark.parametrize("edges", EDGES)
@@ -114,7 +115,7 @@ def test_whole_cubes_of_pangu_pad_the_region(edges):
     x = torch.randn(1, LEVELS.inputs, 7, 10, dtype=torch.float64)
     levels = x[:, [1, 2, 3, 4, 5, 6]].unflatten(1, (2, 3))
     widths = ((0, 0), (0, 0), (0, 1), (0, 1), (0, 2))
-    upper = torch.from_numpy(np.pad(levels, widths, NUMPY_MODES[edges]))
+    upper = torch.from_numpy(np.pad(levels.cpu(), widths, NUMPY_MODES[edges])).to(x.device)
     conv = embedding.upper[1]
     tokens = F.conv3d(upper, conv.weight, conv.bias, (2, 2, 3))
     conv = embedding.surface[1]

@@ -16,7 +16,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
-from tests.ranks import DEVICE, on_processes, seeded
+from tests.ranks import DEVICE, cpu_only, on_processes, seeded
 
 WIDTH = 4
 
@@ -175,6 +175,7 @@ def _draw_again(manager):
     return model.stem.weight.grad.isfinite().all().item()
 
 
+@cpu_only("its function keeps the state of the CPU's random numbers")
 def test_backward_draws_the_numbers_of_forward():
     assert on_processes(3, _draw_again) == [True] * 3
 

@@ -27,6 +27,9 @@ from tests.domain_parallel.view.functions import (
 )
 from tests.ranks import RankError, on_threads
 
+# Of torch on GPUs, where the view gives copies of their weights to recurrent layers.
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
+
 
 def tokens(x):
     return x.flatten(2).transpose(1, 2)

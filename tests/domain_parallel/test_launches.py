@@ -144,7 +144,7 @@ LAYERS = {
 }
 
 
-@cpu_only("fake tensors are made on the CPU")
+@cpu_only("launches are counted on fake tensors of a CPU")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_launches_no_more(name):
     build, launches, views = LAYERS[name]

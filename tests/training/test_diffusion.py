@@ -36,6 +36,7 @@ from credit_dp.training.monitoring import Validation
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
     ONE,
@@ -362,13 +363,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [
-        *(pytest.param(*case, id="-".join(map(str, case))) for case in FAST),
-        *(pytest.param(*c, id="-".join(map(str, c)), marks=pytest.mark.slow) for c in SLOW),
-    ],
-)
+@pytest.mark.parametrize(("model", "mesh"), tiers(FAST, SLOW))
 def test_a_diffusion_model_trains_as_on_one_process(reference, model, mesh):
     config, wanted = reference(model)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)

@@ -23,6 +23,7 @@ from credit_dp.training.loss import almost_fair_crps, channel_weights, members_s
 from credit_dp.training.monitoring import Validation
 from credit_dp.training.summary import batch_line, members_bytes
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
     HALF_WAY,
@@ -221,13 +222,7 @@ SLOW = [  # each model, each mode, and 2, 3 and 4 bands; members on 2 and 4 rank
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [
-        *(pytest.param(*case, id="-".join(map(str, case))) for case in FAST),
-        *(pytest.param(*c, id="-".join(map(str, c)), marks=pytest.mark.slow) for c in SLOW),
-    ],
-)
+@pytest.mark.parametrize(("model", "mesh"), tiers(FAST, SLOW))
 def test_members_train_as_on_one_process(reference, model, mesh):
     config, wanted = reference(model)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)

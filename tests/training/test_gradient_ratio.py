@@ -23,6 +23,7 @@ from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.loss import build_loss
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.plugins import LogCoshConfig
@@ -103,10 +104,7 @@ SLOW = [
     ("mae", False, Mesh(2, 1, 2, "ddp")),
     ("huber", True, Mesh(2, 1, 2, "fsdp2")),
 ]
-CASES = [
-    *FAST,
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-]
+CASES = tiers(FAST, SLOW)
 
 Gradients = dict[str, np.ndarray]
 
@@ -155,7 +153,7 @@ def reference(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(("name", "sea", "mesh"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "sea", "mesh"), CASES)
 def test_a_step_of_training_has_the_gradient_of_one_process(reference, name, sea, mesh):
     config, (loss, norm, whole) = reference(name, sea)
     found = on_processes(

@@ -18,6 +18,7 @@ from credit_dp.training.forward_backward import ActivationCheckpointWrapper
 from credit_dp.training.loss import channel_weights
 from tests.data import stores
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
     CLIP,
@@ -230,13 +231,7 @@ SLOW = [  # each model with each mode, and computing steps again or not with eac
     ("depth", Mesh(1, 2, 2, "fsdp2"), "blocks"),
     ("crossformer", Mesh(1, 1, 3, "ddp"), "blocks"),
 ]
-CASES = [
-    *(pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}") for case in FAST),
-    *(
-        pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}", marks=pytest.mark.slow)
-        for case in SLOW
-    ),
-]
+CASES = tiers(FAST, SLOW)
 
 
 @pytest.fixture(scope="module")

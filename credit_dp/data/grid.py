@@ -192,15 +192,15 @@ class Grid(tuple[int, int]):
     Attributes:
         latitude: `(H,)` degrees, strictly falling or strictly rising, or `(H, W)` on a projection.
         longitude: `(W,)` degrees in equal steps, from anywhere, or `(H, W)`.
-        projection: of a grid with two-dimensional coordinates, if it is known.
+        projection: of a grid with two-dimensional coordinates; `UNKNOWN_PROJECTION` of others.
     """
 
     latitude: Degrees
     longitude: Degrees
-    projection: Projection | None
+    projection: Projection
 
     def __new__(
-        cls, latitude: Degrees, longitude: Degrees, projection: Projection | None = None
+        cls, latitude: Degrees, longitude: Degrees, projection: Projection = UNKNOWN_PROJECTION
     ) -> Self:
         """Return the grid of coordinates."""
         grid = super().__new__(cls, (len(latitude), longitude.shape[-1]))
@@ -208,7 +208,7 @@ class Grid(tuple[int, int]):
         grid.projection = projection
         return grid
 
-    def __getnewargs__(self) -> tuple[Degrees, Degrees, Projection | None]:
+    def __getnewargs__(self) -> tuple[Degrees, Degrees, Projection]:
         """Return the arguments that a copy is made with."""
         return self.latitude, self.longitude, self.projection
 
@@ -227,8 +227,7 @@ class Grid(tuple[int, int]):
         """The names of the dims of rows and of columns in files."""
         if not self.is_projected:
             return "latitude", "longitude"
-        projection = self.projection or UNKNOWN_PROJECTION
-        return projection.rows.name, projection.columns.name
+        return self.projection.rows.name, self.projection.columns.name
 
     def description(self) -> list[object]:
         """Return what a cached result depends on, as JSON for a fingerprint."""
@@ -288,8 +287,7 @@ class Grid(tuple[int, int]):
     def flipped(self) -> "Grid":
         """Return the grid with its rows in the opposite order."""
         longitude = self.longitude[::-1] if self.is_projected else self.longitude
-        projection = self.projection and self.projection.flipped()
-        return Grid(self.latitude[::-1], longitude, projection)
+        return Grid(self.latitude[::-1], longitude, self.projection.flipped())
 
     def difference(
         self, other: "Grid", tolerance: float = COORDINATE_TOLERANCE
@@ -319,7 +317,7 @@ class Grid(tuple[int, int]):
         """Return the grid as JSON; coordinates on a projection as text, as they are many."""
         if not self.is_projected:
             return {"latitude": self.latitude.tolist(), "longitude": self.longitude.tolist()}
-        name, attributes, *axes = self.projection or UNKNOWN_PROJECTION
+        name, attributes, *axes = self.projection
         return {
             "latitude": _to_text(self.latitude),
             "longitude": _to_text(self.longitude),

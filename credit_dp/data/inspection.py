@@ -180,7 +180,7 @@ def _projection(grid: Grid) -> str:
     """Return the name of the projection of two-dimensional coordinates, if the file has one."""
     if not grid.is_projected:
         return ""
-    attributes = {} if grid.projection is None else grid.projection.attributes
+    attributes = grid.projection.attributes
     return str(attributes.get("grid_mapping_name") or "unnamed projection")
 
 

@@ -16,7 +16,7 @@ from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import UNKNOWN_PROJECTION, Grid
+from credit_dp.data.grid import Grid
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
 from credit_dp.errors import UserError
@@ -209,14 +209,12 @@ class ForecastFormat:
                 name: Coordinate(getattr(self.grid, name), DEGREES[name] | {"axis": axis})
                 for name, axis in (("latitude", "Y"), ("longitude", "X"))
             }
-        projection = self.grid.projection or UNKNOWN_PROJECTION
+        _, _, *axes = self.grid.projection
         return {
             axis.name: Coordinate(axis.values, dict(axis.attributes))
             if len(axis.values)
             else Coordinate(np.arange(size), {"long_name": f"number of the {name}"})
-            for axis, size, name in zip(
-                (projection.rows, projection.columns), self.grid, ("row", "column"), strict=True
-            )
+            for axis, size, name in zip(axes, self.grid, ("row", "column"), strict=True)
         }
 
     @property
@@ -234,11 +232,9 @@ class ForecastFormat:
                 Auxiliary(name, self.horizontal_dims, getattr(degrees, name), DEGREES[name])
                 for name in ("latitude", "longitude")
             ]
-        if self.grid.is_projected:
-            projection = self.grid.projection or UNKNOWN_PROJECTION
-            if projection.name:
-                attributes = dict(projection.attributes)
-                others.append(Auxiliary(projection.name, (), np.array(0, np.int32), attributes))
+        if self.grid.projection.name:
+            name, attributes, *_ = self.grid.projection
+            others.append(Auxiliary(name, (), np.array(0, np.int32), dict(attributes)))
         return tuple(others)
 
     def shape(self, variable: OutputVariable) -> tuple[int, ...]:
@@ -277,7 +273,7 @@ class ForecastFormat:
             return {"coordinates": "latitude longitude"}
         if not self.grid.is_projected:
             return {}
-        name = (self.grid.projection or UNKNOWN_PROJECTION).name
+        name = self.grid.projection.name
         return {
             "coordinates": "latitude longitude",
             **({"grid_mapping": name} if name else {}),

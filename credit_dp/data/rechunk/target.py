@@ -31,7 +31,7 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.calendar import Calendar
-from credit_dp.data.grid import UNKNOWN_PROJECTION, Axis, Grid
+from credit_dp.data.grid import Axis, Grid
 from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.data.sources.source import Fields, Times
@@ -179,7 +179,7 @@ def _field_attributes(grid: Grid) -> dict[str, Any]:
     """Return the attributes with which CF finds coordinates and mapping of a projection."""
     if not grid.is_projected:
         return {}
-    mapping = (grid.projection or UNKNOWN_PROJECTION).name
+    mapping = grid.projection.name
     return {"coordinates": "latitude longitude"} | ({"grid_mapping": mapping} if mapping else {})
 
 
@@ -200,7 +200,7 @@ def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
     }
     dims: dict[str, tuple[str, ...]] = {}
     if grid.is_projected:
-        mapping, of_mapping, *axes = grid.projection or UNKNOWN_PROJECTION
+        mapping, of_mapping, *axes = grid.projection
         dims = {"latitude": grid.dims, "longitude": grid.dims, mapping: ()}
         axes.append(Axis(mapping, np.array(0, np.int32), of_mapping))
         for name, numbers, of_axis in axes:

@@ -5,7 +5,6 @@ groups along time and member. Everything that is not joined has to be identical 
 are the settings of the forecast that wrote them.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
 from credit_dp.forecast.format import describe_difference
 from credit_dp.forecast.netcdf_writer import ROWS_ATTRIBUTE
-from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
+from credit_dp.forecast.writer import read_settings_attribute
 
 LATITUDE_NAMES = ("latitude", "lat")
 # Settings that may differ between the initial times and members that are joined.
@@ -200,11 +199,8 @@ def _settings_of(data: xr.Dataset, bands: bool) -> Mapping[str, Any]:
         bands: whether the files are bands of one globe, and not other times or members, which may
             come from forecasts with other `init` or `members`.
     """
-    try:
-        settings = json.loads(data.attrs[SETTINGS_ATTRIBUTE])
-        return settings if bands else {k: settings[k] for k in settings if k not in OTHER_RUNS}
-    except (KeyError, TypeError, ValueError):
-        return {}
+    settings = read_settings_attribute(data.attrs)
+    return settings if bands else {k: settings[k] for k in settings if k not in OTHER_RUNS}
 
 
 def _unjoined_variables(data: xr.Dataset, along: set[str]) -> set[str]:

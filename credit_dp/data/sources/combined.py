@@ -36,8 +36,31 @@ GRID_TOLERANCE = 5e-5  # degrees: more than the rounding of coordinates in float
 logger = logging.getLogger(__name__)
 
 
+class _CombinedSource(Source):
+    """A source that reads others."""
+
+    _sources: Sequence[Source]
+
+    @property
+    def original(self) -> Source:
+        """See `Source`."""
+        return self._sources[0].original
+
+    def set_calendar(self, calendar: Calendar) -> None:
+        """See `Source`."""
+        super().set_calendar(calendar)
+        for source in self._sources:
+            source.set_calendar(calendar)
+
+    def of_members(self, numbers: Sequence[int]) -> Self:
+        """See `Source`."""
+        source = super().of_members(numbers)
+        source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
+        return source
+
+
 @final
-class FilesSource(Source):
+class FilesSource(_CombinedSource):
     """Sources that follow each other in time and agree in everything else.
 
     A variable that one source lacks, or has on other levels or in other units, is listed with a
@@ -71,11 +94,6 @@ class FilesSource(Source):
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
         self.members = _common_members(self._sources)
 
-    @property
-    def original(self) -> Source:
-        """See `Source`."""
-        return self._sources[0].original
-
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: file by file."""
         if not self.variables[channels[0].variable].has_time:
@@ -93,18 +111,6 @@ class FilesSource(Source):
             times_in_file = as_slice(time_indices[in_file] - self._starts[file])
             fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
         return fields
-
-    def set_calendar(self, calendar: Calendar) -> None:
-        """See `Source`."""
-        super().set_calendar(calendar)
-        for source in self._sources:
-            source.set_calendar(calendar)
-
-    def of_members(self, numbers: Sequence[int]) -> Self:
-        """See `Source`."""
-        source = super().of_members(numbers)
-        source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
-        return source
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """See `Source`; the sources may have times that are differently far apart."""
@@ -235,7 +241,7 @@ def _difference(
 
 
 @final
-class JoinedSource(Source):
+class JoinedSource(_CombinedSource):
     """Sources with different variables on one grid, at the times of all of them.
 
     A variable that several stores have is read from the first one; a store that has it under the
@@ -292,11 +298,6 @@ class JoinedSource(Source):
         with_members = [source for source in all_sources if source.members]
         self.members = _common_members(with_members) if with_members else ()
 
-    @property
-    def original(self) -> Source:
-        """See `Source`."""
-        return self._sources[0].original
-
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: store by store."""
         owners = [self._owner(channel) for channel in channels]
@@ -314,12 +315,6 @@ class JoinedSource(Source):
                 fields = np.empty(shape, dtype=np.float32)
             fields[:, positions] = part
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
-
-    def of_members(self, numbers: Sequence[int]) -> Self:
-        """See `Source`."""
-        source = super().of_members(numbers)
-        source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
-        return source
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
         """See `Source`."""

@@ -659,8 +659,7 @@ class StackedArray:
         if first // chunk == last // chunk:
             values = self._read_selection((*time, slice(first, last + 1), *rest))
             return np.take(values, channels - first, axis=len(time))
-        runs = np.split(channels, np.flatnonzero(np.diff(channels) != 1) + 1)
-        slices = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
+        slices = [slice(first, stop) for first, stop, _ in _runs(channels.tolist())]
         return np.concatenate(
             [self._read_selection((*time, run, *rest)) for run in slices], len(time)
         )

@@ -1,6 +1,6 @@
 """A cache of computed files that all ranks and jobs share.
 
-`create_once` creates a file or folder exactly once: it takes a lock and writes atomically.
+`load_or_create` has a file or folder created exactly once: with a lock, and atomically.
 `lock_output` guards what a command writes outside of the cache.
 `fingerprint` gives the name under which a result is stored.
 """
@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock
 
@@ -69,6 +70,42 @@ def fingerprint(*parts: object) -> str:
     """
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+Loaded = TypeVar("Loaded")
+
+
+def load_or_create(
+    path: Path,
+    load: Callable[[Path], Loaded | None],
+    create: Callable[[Path], None],
+    result: str,
+    compute: bool = True,
+) -> Loaded:
+    """Return what is at a path in the cache, which is created first if it is not there.
+
+    Args:
+        path: of a file or folder.
+        load: reads it; returns None if it is absent or damaged.
+        create: writes it to another path, which is then renamed.
+        result: what it is, for messages.
+        compute: whether it may be created.
+
+    Raises:
+        UserError: another user's files are in the way.
+        NotComputedError: it would have to be created.
+    """
+    found = load(path)
+    if found is None:
+        check_may_compute(compute, result, path.parent)
+        # Of several processes one creates it and the others wait; these get no path.
+        with create_once(path, lambda file: load(file) is not None) as new:
+            if new is not None:
+                create(new)
+        found = load(path)
+    if found is None:
+        raise OSError(f"{path}: was just written but cannot be read back")
+    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once, fingerprint
+from credit_dp.data.cache import ProgressCallback, fingerprint, load_or_create
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import split_slice
 from credit_dp.data.sources.source import Times
@@ -55,15 +55,13 @@ def with_masks(
     times = [str(time) for time in store.times[train]]
     name = fingerprint(VERSION, store.description(names), channels, times)
     path = folder / f"masks-{name}.npz"
-    saved = load_masks(path, store)
-    if saved is None:
-        check_may_compute(compute, "points without values", folder)
-        with create_once(path, lambda file: load_masks(file, store) is not None) as file:
-            if file is not None:
-                find_presence(store, dates, progress).save(file)
-        saved = load_masks(path, store)
-    if saved is None:
-        raise OSError(f"{path}: was just written but cannot be read back")
+    saved = load_or_create(
+        path,
+        lambda file: load_masks(file, store),
+        lambda file: find_presence(store, dates, progress).save(file),
+        "points without values",
+        compute,
+    )
     points = store.grid[0] * store.grid[1]
     for channel, count in saved.partial.items():
         logger.info(

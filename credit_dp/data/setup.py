@@ -26,8 +26,8 @@ from credit_dp.data.cache import (
     ProgressCallback,
     cache_folder,
     check_may_compute,
-    create_once,
     fingerprint,
+    load_or_create,
     lock_cached,
 )
 from credit_dp.data.calendar import STANDARD, Calendar
@@ -169,17 +169,14 @@ def load_or_sample_ranges(
     dates = store.config.dates.train
     name = fingerprint(RANGES_VERSION, store.description(variables), store.config.step, dates)
     path = folder / f"ranges-{name}.json"
-    known = _read_ranges(path)
-    if known is not None:
-        return known
-    check_may_compute(compute, "ranges of values", folder)
-    with create_once(path, lambda file: _read_ranges(file) is not None) as file:
-        if file is not None:
-            ranges: dict[str, ValueRange] = {}
-            for group in store.source.group_by_chunk(channels):
-                ranges |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
-            file.write_text(json.dumps(ranges))
-    return _read_ranges(path) or {}
+
+    def create(file: Path) -> None:
+        ranges: dict[str, ValueRange] = {}
+        for group in store.source.group_by_chunk(channels):
+            ranges |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
+        file.write_text(json.dumps(ranges))
+
+    return load_or_create(path, _read_ranges, create, "ranges of values", compute)
 
 
 def _read_ranges(path: Path) -> dict[str, ValueRange] | None:
@@ -239,36 +236,20 @@ def load_or_fit_climatology(
         NotComputedError: it is missing, and `compute` is False.
     """
     path = climatology_path(store, folder, every)
+
+    def create(new: Path) -> None:
+        dates = TrainingDates.of(store, every)
+        fit = ClimatologyFit(store, dates, new)
+        file = statistics_path(store, folder, every)
+        lacks_statistics = with_statistics and StatisticsFile.load(file) is None
+        table = _run_training_pass(store, dates, fit, lacks_statistics, progress)
+        if table is not None:
+            # Raises if a channel is constant, before such statistics get into the cache.
+            Statistics.of(table, store, store.config.store)
+            StatisticsFile(input_description(store, every), table).save(file)
+
     load = partial(Climatology.load, channels=store.channels, calendar=store.calendar)
-    climatology = load(path)
-    if climatology is None:
-        check_may_compute(compute, "climatology", folder)
-        with create_once(path, lambda file: load(file) is not None) as fit_folder:
-            if fit_folder is not None:
-                _fit_climatology(store, folder, fit_folder, every, progress, with_statistics)
-        climatology = load(path)
-    if climatology is None:
-        raise OSError(f"{path}: was just written but cannot be read back")
-    return climatology
-
-
-def _fit_climatology(
-    store: Store,
-    folder: Path,
-    fit_folder: Path,
-    every: int,
-    progress: ProgressCallback,
-    with_statistics: bool,
-) -> None:
-    dates = TrainingDates.of(store, every)
-    fit = ClimatologyFit(store, dates, fit_folder)
-    file = statistics_path(store, folder, every)
-    with_statistics = with_statistics and StatisticsFile.load(file) is None
-    table = _run_training_pass(store, dates, fit, with_statistics, progress)
-    if table is not None:
-        # Raises if a channel is constant, before such statistics get into the cache.
-        Statistics.of(table, store, store.config.store)
-        StatisticsFile(input_description(store, every), table).save(file)
+    return load_or_create(path, load, create, "climatology", compute)
 
 
 def _no_progress(title: str, fraction: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from credit_dp.data.cache import ProgressCallback, check_may_compute, create_once
+from credit_dp.data.cache import ProgressCallback, load_or_create
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.sources.address import (
@@ -169,20 +169,14 @@ def load_or_compute_statistics(
     Raises:
         NotComputedError: the cache lacks them and they may not be computed.
     """
+
+    def create(file: Path) -> None:
+        with closing(StatisticsRun(store, file, every)) as run:
+            report = _fraction_callback(run.num_fields, progress)
+            run.run(ThreadWorkers(store, run.dates, store.config.workers), report)
+
     path = statistics_path(store, folder, every)
-    known = StatisticsFile.load(path)
-    if known is not None:
-        return known
-    check_may_compute(compute, "statistics", folder)
-    with create_once(path, lambda file: StatisticsFile.load(file) is not None) as file:
-        if file is not None:
-            with closing(StatisticsRun(store, file, every)) as run:
-                report = _fraction_callback(run.num_fields, progress)
-                run.run(ThreadWorkers(store, run.dates, store.config.workers), report)
-    result = StatisticsFile.load(path)
-    if result is None:
-        raise OSError(f"{path}: was just written but cannot be read back")
-    return result
+    return load_or_create(path, StatisticsFile.load, create, "statistics", compute)
 
 
 def sampling_stride(store: Store) -> int:

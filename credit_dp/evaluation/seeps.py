@@ -18,7 +18,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import ProgressCallback, cache_folder, create_once, fingerprint
+from credit_dp.data.cache import ProgressCallback, cache_folder, fingerprint, load_or_create
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
 from credit_dp.data.climatology import hour_of_day
@@ -134,15 +134,9 @@ def open_seeps(
     name = fingerprint(VERSION, description, dry_below, [str(time) for time in times])
     path = cache_folder(cache) / f"seeps-{name}.npz"
     load = partial(ComputedSeeps.load, dry_below=dry_below, calendar=truth.calendar)
-    if load(path) is None:
-        # Of several processes, one computes it and the others wait; these get no file.
-        with create_once(path, lambda file: load(file) is not None) as new:
-            if new is not None:
-                compute_seeps(truth, channel, dry_below, new, report)
-    computed = load(path)
-    if computed is None:
-        raise OSError(f"{path}: was just written, but can't be read back")
-    return computed
+    return load_or_create(
+        path, load, lambda file: compute_seeps(truth, channel, dry_below, file, report), TITLE
+    )
 
 
 def _open_stored(

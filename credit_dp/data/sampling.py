@@ -31,6 +31,11 @@ class RolloutLengths:
 ONE_STEP = RolloutLengths()
 
 
+def evenly_spaced_indices(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` evenly spaced indices below `count`, with first and last."""
+    return sorted({*np.linspace(0, count - 1, max_count).round().astype(int).tolist()})
+
+
 def frame_offsets(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
     """Return the time offsets of `frames` states, oldest first, and of `later` steps after them."""
     return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")

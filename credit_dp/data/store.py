@@ -30,6 +30,7 @@ from credit_dp.data.limits import (
     extremes,
     extremes_of_block,
 )
+from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import BlockConsumer, BlockReader, Fields, Source, Times
@@ -183,17 +184,14 @@ class Store:
         )
 
     def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
-        """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks.
+        """Yield channels, `(C, H, W)`, at up to `count` evenly spaced training dates, unchecked.
 
         The dates of all members follow each other.
         """
         train = split_slice(self.config, "train", self.times, self.calendar)
         dates = train.stop - train.start
-        last = train.start + self.num_members * dates - 1
-        indices = np.linspace(train.start, last, count).round().astype(np.intp)
-        # Short splits have fewer dates than `count`, so that rounding yields some of them twice.
-        for index in np.unique(indices):
-            member, date = divmod(int(index) - train.start, dates)
+        for index in evenly_spaced_indices(self.num_members * dates, count):
+            member, date = divmod(index, dates)
             reader = self.member(member)._step_reader
             # Without `_read`, which checks values against the ranges that these samples are to
             # give.

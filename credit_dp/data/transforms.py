@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from credit_dp.config import VariableConfig
+from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, channel_groups
 
@@ -203,9 +204,8 @@ def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
     Raises:
         UserError: a field cannot be read.
     """
-    last = store.num_members * len(dates.indices) - 1
-    positions = np.unique(np.linspace(0, last, QUANTILE_DATES).round().astype(int))
-    samples = [divmod(position, len(dates.indices)) for position in positions.tolist()]
+    positions = evenly_spaced_indices(store.num_members * len(dates.indices), QUANTILE_DATES)
+    samples = [divmod(position, len(dates.indices)) for position in positions]
     rows, columns = store.grid
     stride = -(-len(positions) * rows * columns // QUANTILE_VALUES)
     weights = store.grid.weights

@@ -13,13 +13,12 @@ from typing import final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.dates import HasTimes, Times
 from credit_dp.data.normaliser import Normaliser
-from credit_dp.data.sampling import frame_offsets, initial_times
+from credit_dp.data.sampling import evenly_spaced_indices, frame_offsets, initial_times
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
 from credit_dp.data.valid_points import ValidPoints
@@ -72,11 +71,6 @@ class EvaluationDates:
         if self.max_times is None:
             return times
         return times[evenly_spaced_indices(len(times), self.max_times)]
-
-
-def evenly_spaced_indices(count: int, max_count: int) -> NDArray[np.intp]:
-    """Return at most `max_count` evenly spaced indices below `count`, with first and last."""
-    return np.unique(np.linspace(0, count - 1, max_count).round().astype(np.intp))
 
 
 @final
@@ -145,7 +139,7 @@ class HeldOutData:
 
     def _check_readable(self) -> None:
         """Read a few fields before training, so that gaps do not stop the run after it."""
-        for probe in evenly_spaced_indices(self.num_samples, PROBED_TIMES).tolist():
+        for probe in evenly_spaced_indices(self.num_samples, PROBED_TIMES):
             member, number = divmod(probe, len(self.initial_times))
             store, start = self.members[member].prepared.store, self.initial_times[number]
             store.read_forcing_at(start, self.rows)

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
@@ -173,10 +174,7 @@ def scorecard_page(card: Scorecard) -> str:
 def table_lead_indices(hours: Sequence[int]) -> list[int]:
     """Return the indices of the lead times that tables show."""
     usual = [hours.index(hour) for hour in TABLE_HOURS if hour in hours]
-    if usual:
-        return usual
-    spaced = np.linspace(0, len(hours) - 1, len(TABLE_HOURS)).round()
-    return sorted({int(index) for index in spaced})
+    return usual or evenly_spaced_indices(len(hours), len(TABLE_HOURS))
 
 
 def page_metadata(card: Scorecard) -> dict[str, str]:

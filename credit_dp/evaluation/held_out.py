@@ -37,7 +37,7 @@ from credit_dp.evaluation.metric_table import (
     ScoreSums,
     metrics_of_run,
 )
-from credit_dp.evaluation.metrics import ZonalSpectra, latitude_band_weights
+from credit_dp.evaluation.metrics import ZonalSpectra
 from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
 
 PROBED_TIMES = 4  # initial times read before training, including the first and the last
@@ -247,7 +247,6 @@ class LastLeadAccumulator:
 
     def __init__(self, held_out: HeldOutData, manager: DomainParallelManager) -> None:
         store = held_out.prepared.store
-        rows = held_out.rows
         like = held_out.area_weights
         self._held_out = held_out
         self._manager = manager
@@ -256,14 +255,10 @@ class LastLeadAccumulator:
         points = held_out.points
         self._spectra = ZonalSpectra(
             (len(SPECTRA_SOURCES), len(self.spectra_channels)),
-            latitude_band_weights(store.grid)[:, rows].to(like.device),
-            # A copy, because torch takes no view with a negative stride, as latitudes of a flipped
-            # store are.
-            torch.as_tensor(
-                store.latitude[rows].reshape(len(like), -1)[:, 0].copy(), device=like.device
-            ),
-            store.grid[1],
+            store.grid,
+            held_out.rows,
             None if points is None else ValidPoints(points.valid[self.spectra_channels]),
+            like.device,
         )
         sizes = (2, len(like), store.grid[1])
         # float64: sums of many squares would lose digits in float32.

@@ -456,30 +456,32 @@ class ZonalSpectra(Accumulator):
 
     Args:
         shape: leading dims of the sums, for instance (sources, leads, channels).
-        bands: weight of each local row in each band, `(K, h)`; only ratios within a band matter.
-        latitude: of the local rows, `(h,)`, in degrees.
-        columns: number of columns of the globe, W.
+        grid: of the globe; on a region there are no spectra.
+        rows: the local ones.
         points: points with values; None: all points have values.
+        device: of the fields.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
-        bands: Tensor,
-        latitude: Tensor,
-        columns: int,
+        grid: Grid,
+        rows: slice,
         points: ValidPoints | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.bands = bands.double()
+        self.bands = latitude_band_weights(grid)[:, rows].to(device)
         self._complete_rows = None if points is None else points.valid.all(dim=-1)  # (C, h)
-        circles = 2 * torch.pi * EARTH_RADIUS * torch.deg2rad(latitude.double()).cos().abs()
+        latitude = grid.latitude[rows]
+        degrees = torch.tensor(latitude.reshape(len(latitude), -1)[:, 0].copy(), device=device)
+        circles = 2 * torch.pi * EARTH_RADIUS * torch.deg2rad(degrees).cos().abs()
         # `rfft` returns each wavenumber but 0 once for a pair of conjugates: its power is doubled.
-        factors = torch.full((columns // 2 + 1,), 2.0, dtype=torch.float64, device=bands.device)
+        factors = torch.full((grid[1] // 2 + 1,), 2.0, dtype=torch.float64, device=device)
         factors[0] = 1.0
         self._lengths = circles[:, None] * factors
-        sizes = (*shape, len(bands), columns // 2 + 1)
-        self.sums = torch.zeros(sizes, dtype=torch.float64, device=bands.device)
-        self.weights = torch.zeros(sizes[:-1], dtype=torch.float64, device=bands.device)
+        sizes = (*shape, len(self.bands), len(factors))
+        self.sums = torch.zeros(sizes, dtype=torch.float64, device=device)
+        self.weights = torch.zeros(sizes[:-1], dtype=torch.float64, device=device)
 
     def add(self, index: Index, fields: Tensor) -> None:
         """Add the spectra of fields `(B, ..., C, h, W)` of all channels to the sums at `index`."""

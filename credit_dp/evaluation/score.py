@@ -18,7 +18,7 @@ from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
+from credit_dp.data.grid import GLOBAL, REGIONS, Grid, check_regions
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
@@ -55,7 +55,6 @@ from credit_dp.evaluation.metrics import (
     ErrorMapAccumulator,
     RankHistogram,
     ZonalSpectra,
-    latitude_band_weights,
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
 from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
@@ -211,39 +210,6 @@ def to_indexer(indices: NDArray[np.intp]) -> Indexer:
 
 
 @final
-@dataclass(frozen=True)
-class GridGeometry:
-    """The rows of the fields with their weights.
-
-    Attributes:
-        regions: the points of the globe and of each region, by name; the globe is the first.
-        bands: area weights in each latitude band, `(K, h)`.
-        latitude: `(h,)`, in degrees.
-        columns: W.
-    """
-
-    regions: Mapping[str, RegionPoints]
-    bands: Tensor
-    latitude: Tensor
-    columns: int
-
-    @classmethod
-    def of(cls, truth: Store, regions: Sequence[str]) -> "GridGeometry":
-        """Return the geometry of the truth's grid with some regions.
-
-        Raises:
-            UserError: a region does not exist, or has no point.
-        """
-        check_regions(regions)
-        return cls(
-            {name: RegionPoints.of(name, truth) for name in dict.fromkeys([GLOBAL, *regions])},
-            latitude_band_weights(truth.grid),
-            torch.from_numpy(truth.latitude.reshape(truth.grid[0], -1)[:, 0].copy()),
-            truth.grid[1],
-        )
-
-
-@final
 class VariableScores:
     """Accumulates all scores, spectra and the rank histogram of the C levels of a variable.
 
@@ -253,6 +219,8 @@ class VariableScores:
     Args:
         sizes: number of lead times and of channels.
         members: number of members; 1 without an ensemble.
+        grid: of the fields.
+        regions: the points of the globe and of each region, by name; the globe is the first.
         points: points with values; None: all points have values.
         seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
     """
@@ -261,15 +229,16 @@ class VariableScores:
         self,
         sizes: tuple[int, int],
         members: int,
-        geometry: GridGeometry,
+        grid: Grid,
+        regions: Mapping[str, RegionPoints],
         points: ValidPoints | None,
         seeps_points: Tensor | None = None,
     ) -> None:
         metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
-        self._regions = geometry.regions
+        self._regions = regions
         self._scores: dict[str, ScoreSums] = {}
         self._seeps: dict[str, AreaMean] = {}
-        for name, region in geometry.regions.items():
+        for name, region in regions.items():
             inside = None if points is None else ValidPoints(region.select(points.valid))
             # Sums of one initial time, which `end_initial_time` folds before the next.
             extent = Extent(region.weights, inside, samples=1, members=members)
@@ -277,17 +246,10 @@ class VariableScores:
             if seeps_points is not None:
                 scored = ValidPoints(region.select(seeps_points)[None])
                 self._seeps[name] = AreaMean((len(SOURCES), *sizes), region.weights, scored)
-        self._spectra = ZonalSpectra(
-            (len(SPECTRA_SOURCES), *sizes),
-            geometry.bands,
-            geometry.latitude,
-            geometry.columns,
-            points,
-        )
+        shape = (len(SPECTRA_SOURCES), *sizes)
+        self._spectra = ZonalSpectra(shape, grid, slice(None), points)
         self._ranks = (
-            RankHistogram(sizes, members, geometry.regions[GLOBAL].weights, points)
-            if members > 1
-            else None
+            RankHistogram(sizes, members, regions[GLOBAL].weights, points) if members > 1 else None
         )
 
     def add(self, leads: slice, fields: StoredFields) -> None:
@@ -360,7 +322,9 @@ class Scorer:
         with translate_error_keys("truth"):
             self.valid = truth.scored_mask(slice(0, truth.grid[0]))
         leads = len(aligned.lead_indices)
-        geometry = GridGeometry.of(truth, request.regions)
+        check_regions(request.regions)
+        names = dict.fromkeys([GLOBAL, *request.regions])
+        regions = {name: RegionPoints.of(name, truth) for name in names}
         # Each variable is scored in runs of channels of at most `STEP_BYTES`: (channels, scores).
         self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
         self._seeps: dict[str, SeepsClimate] = {}
@@ -373,11 +337,11 @@ class Scorer:
                 points = (
                     None
                     if self.valid is None
-                    else ValidPoints.of(self.valid[part], geometry.latitude)
+                    else ValidPoints.of(self.valid[part], regions[GLOBAL].weights)
                 )
                 sizes = (leads, part.stop - part.start)
                 members = aligned.forecast.members
-                scores = VariableScores(sizes, members, geometry, points, seeps_points)
+                scores = VariableScores(sizes, members, truth.grid, regions, points, seeps_points)
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         hours = np.array(aligned.hours)

@@ -26,7 +26,6 @@ from credit_dp.evaluation.metrics import (
     RankHistogram,
     RootMeanSquare,
     ZonalSpectra,
-    latitude_band_weights,
 )
 from tests.ranks import on_processes, on_threads
 
@@ -183,8 +182,6 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
     area = torch.from_numpy(row_weights(LATITUDE)[rows].copy())
     points = ValidPoints(torch.from_numpy(mask().values[:, rows].copy())) if masked else None
     shape = (2, 2)
-    bands = latitude_band_weights(GRID)[:, rows]
-    latitude = torch.from_numpy(LATITUDE[rows].copy())
     scores = {
         "rmse": RootMeanSquare(shape, area, points),
         "bias": Bias(shape, area, points),
@@ -195,7 +192,7 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
         "energy": EnergyScore(shape, TIMES, area, points, members=MEMBERS),
         "ranks": RankHistogram(shape, MEMBERS, area, points),
         "skill": EnsembleMeanRMSE(shape, area, points),
-        "spectra": ZonalSpectra(shape, bands, latitude, COLUMNS, points),
+        "spectra": ZonalSpectra(shape, GRID, rows, points),
     }
     members, truth, normal = (torch.from_numpy(x.values[..., rows, :]) for x in fields(masked))
     for first in range(manager.dp_rank, TIMES, manager.dp_world_size):
@@ -296,7 +293,7 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
     members, truth, normal = (torch.from_numpy(x.values.copy()) for x in fields(masked))
     area = torch.from_numpy(row_weights(LATITUDE))
     points = ValidPoints(torch.from_numpy(mask().values)) if masked else None
-    latitude, several = torch.from_numpy(LATITUDE), members.swapaxes(0, 1)
+    several = members.swapaxes(0, 1)
     shape = (1, TIMES, 2)
 
     def scores() -> dict[str, Any]:
@@ -306,13 +303,7 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
             "acc": AnomalyCorrelation(shape, 1, area, points),
             "crps": FairCRPS(shape, area, points),
             "spread": EnsembleSpread(shape, area, points),
-            "spectra": ZonalSpectra(
-                shape,
-                latitude_band_weights(GRID),
-                latitude,
-                COLUMNS,
-                points,
-            ),
+            "spectra": ZonalSpectra(shape, GRID, slice(None), points),
         }
 
     def add(to: dict[str, Any], leads: slice | int) -> None:

@@ -524,6 +524,6 @@ def example_map(
         unit=store.shown_unit(channel.variable),
         forecast=gather_field(local[0], manager),
         truth=gather_field(local[1], manager),
-        grid=MapGrid(store.latitude, store.longitude, NO_LINES if coasts is None else coasts),
+        grid=MapGrid(store.grid, NO_LINES if coasts is None else coasts),
         bounds=manager.partition(len(store.latitude)).bounds,
     )

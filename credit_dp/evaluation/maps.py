@@ -28,21 +28,10 @@ NO_LINES: Lines = np.empty((0, 2))
 @final
 @dataclass(frozen=True)
 class MapGrid:
-    """The grid and coasts of a map.
+    """The cells and coasts of a map; the northernmost row is the first."""
 
-    Shapes:
-        latitude `(H,)`, north first, and longitude `(W,)`, in degrees, or both `(H, W)`; coasts
-        `(N, 2)`.
-    """
-
-    latitude: np.ndarray
-    longitude: np.ndarray
+    cells: Grid
     coasts: Lines
-
-    @property
-    def cells(self) -> Grid:
-        """Return the grid."""
-        return Grid(self.latitude, self.longitude)
 
 
 @final

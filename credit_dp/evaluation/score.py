@@ -34,7 +34,7 @@ from credit_dp.evaluation.alignment import (
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.forecast_blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.maps import NO_LINES, coasts_of
+from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
@@ -431,9 +431,7 @@ class Scorer:
             units=tuple(
                 truth.shown_unit(channel.variable) for channel in truth.channels.output_channels
             ),
-            latitude=truth.latitude,
-            longitude=truth.longitude,
-            coasts=NO_LINES if coasts is None else coasts,
+            grid=MapGrid(truth.grid, NO_LINES if coasts is None else coasts),
             scores=regions.pop(GLOBAL),
             spectra=torch.cat([one.spectra for one in results], dim=2).numpy(),
             bands=tuple(LATITUDE_BANDS),

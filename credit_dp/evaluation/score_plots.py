@@ -93,7 +93,7 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourSca
     if cells.is_projected:
         longitudes, latitudes = (np.arange(size + 1) - 0.5 for size in (cells[1], cells[0]))
     else:
-        longitudes, latitudes = column_edges(grid.longitude), cells.row_edges
+        longitudes, latitudes = column_edges(cells.longitude), cells.row_edges
     axes.pcolormesh(
         longitudes,
         latitudes,

@@ -21,7 +21,7 @@ from rich.table import Table
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
-from credit_dp.evaluation.maps import Lines, MapGrid
+from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
@@ -250,8 +250,7 @@ class Scorecard:
         initial_times: in ISO format, to the minute.
         hours: lead times.
         units: one for each channel; empty if unknown.
-        latitude, longitude: `(H,)` and `(W,)`, of the truth.
-        coasts: for maps; see `maps.coasts_of`.
+        grid: of the truth, with coasts for maps.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         spectra: `(2, leads, C, K, W // 2 + 1)`, of forecast and truth; in squared units times
             metres.
@@ -271,9 +270,7 @@ class Scorecard:
     hours: tuple[int, ...]
     channels: tuple[Channel, ...]
     units: tuple[str, ...]
-    latitude: Array
-    longitude: Array
-    coasts: Lines
+    grid: MapGrid
     scores: Mapping[str, Array]
     spectra: Array
     bands: tuple[str, ...]
@@ -281,11 +278,6 @@ class Scorecard:
     regions: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     rank_histograms: Array | None = None
     boundary: int = 0
-
-    @property
-    def grid(self) -> MapGrid:
-        """Return the grid of maps."""
-        return MapGrid(self.latitude, self.longitude, self.coasts)
 
     def check(self) -> None:
         """Refuse scores that are not finite; scores that may be undefined may be NaN."""

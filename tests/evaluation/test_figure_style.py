@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 import credit_dp
 from credit_dp.cli.show_sweep import draw_png
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (
     RC_PARAMS,
@@ -47,7 +48,7 @@ from credit_dp.training.loss_curve import draw_loss
 from tests.sweeps.folders import write_done, write_sweep
 
 PACKAGE = Path(credit_dp.__file__).parent
-GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth_coasts())
+GRID = MapGrid(Grid(np.linspace(90, -90, 5), np.arange(8) * 45.0), earth_coasts())
 FIELD = np.arange(40.0).reshape(5, 8)
 MEASURES = {"credit_dp.evaluation.maps"}  # it uses a figure that is never shown, to find contours
 LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
@@ -113,9 +114,7 @@ def card() -> Scorecard:
         hours=(24, 48),
         channels=(Channel("x"),),
         units=("m2 s-2",),
-        latitude=GRID.latitude,
-        longitude=GRID.longitude,
-        coasts=GRID.coasts,
+        grid=GRID,
         scores={name: np.ones((sources, 2, 1)) for name, sources in scores.items()},
         spectra=np.ones((2, 2, 1, 1, 5)),
         bands=("globe",),

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from credit_dp.config import DataConfig, QuickstartConfig
 from credit_dp.data import quickstart
+from credit_dp.data.grid import Grid
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.opening import open_source
 from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of, earth_coasts, outline
@@ -106,7 +107,7 @@ def test_the_quickstart_is_recognised(tmp_path: Path) -> None:
 
 def test_maps_have_coasts(tmp_path: Path) -> None:
     axes = Figure().subplots()
-    grid = MapGrid(np.linspace(87, -87, 6), np.arange(8) * 45.0, earth_coasts())
+    grid = MapGrid(Grid(np.linspace(87, -87, 6), np.arange(8) * 45.0), earth_coasts())
     draw_cells(axes, grid, np.zeros((6, 8)), ("viridis", Normalize(0, 1)))
     assert len(axes.lines) == 1
     assert axes.get_xlim() == (-22.5, 337.5)
@@ -125,13 +126,14 @@ def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool
     forecasts.write(forecasts.climatology(timed), tmp_path / "climatology.zarr")
     made = forecasts.write(forecasts.forecast(timed), tmp_path / "forecast.zarr")
     card = forecasts.scored(tmp_path, made, hours=(6,), variables=("2m_temperature",))
-    assert (card.coasts is earth_coasts()) != simulated
-    assert card.grid.coasts is card.coasts
-    assert np.nanmin(card.coasts[:, 0]) == pytest.approx(67.5) if simulated else True
+    coasts = card.grid.coasts
+    assert (coasts is earth_coasts()) != simulated
+    assert np.nanmin(coasts[:, 0]) == pytest.approx(67.5) if simulated else True
 
 
 def test_a_box_ends_at_its_outermost_edges():
-    grid = MapGrid(np.linspace(60, 42, 13), (170 + 1.5 * np.arange(16) + 180) % 360 - 180, NO_LINES)
+    longitude = (170 + 1.5 * np.arange(16) + 180) % 360 - 180
+    grid = MapGrid(Grid(np.linspace(60, 42, 13), longitude), NO_LINES)
     axes = Figure().subplots()
     draw_cells(axes, grid, np.ones((13, 16)), ("viridis", Normalize(0, 1)))
     assert axes.get_xlim() == pytest.approx((169.25, 193.25))
@@ -142,7 +144,7 @@ def test_a_projection_with_the_pole_is_drawn_from_the_north():
     y, x = (1e5 * (np.arange(n) - n / 2 + 0.3) for n in (12, 16))
     latitude, longitude, _ = polar_stereographic(y[::-1], x)
     axes = Figure().subplots()
-    grid = MapGrid(latitude, longitude, earth_coasts())
+    grid = MapGrid(Grid(latitude, longitude), earth_coasts())
     draw_cells(axes, grid, np.ones((12, 16)), ("viridis", Normalize(0, 1)))
     bottom, top = axes.get_ylim()
     assert bottom > top  # rows are counted from the north

@@ -8,8 +8,9 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.evaluation import score as evaluation_score
-from credit_dp.evaluation.maps import NO_LINES
+from credit_dp.evaluation.maps import NO_LINES, MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import (
@@ -334,9 +335,7 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         hours=(24,),
         channels=(Channel(r"<b>$\frac$"),),
         units=(r"<b>$\frac$",),
-        latitude=np.array([45.0, -45.0]),
-        longitude=np.array([0.0, 180.0]),
-        coasts=NO_LINES,
+        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), NO_LINES),
         scores={"rmse": np.ones((3, 1, 1))},
         spectra=np.full((2, 1, 1, 1, 2), np.nan),
         bands=("globe",),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import Grid
 from credit_dp.evaluation.figure_style import superscript
-from credit_dp.evaluation.maps import NO_LINES
+from credit_dp.evaluation.maps import NO_LINES, MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.score_folder import score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
@@ -26,9 +27,7 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         hours=(24,),
         channels=tuple(Channel(f"x{number}") for number in range(channels)),
         units=("K",) * channels,
-        latitude=np.array([45.0, -45.0]),
-        longitude=np.array([0.0, 180.0]),
-        coasts=NO_LINES,
+        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), NO_LINES),
         scores={
             name: np.array(values)[:, None, None].repeat(channels, 2)
             for name, values in scores.items()

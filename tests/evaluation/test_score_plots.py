@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.config import Config
-from credit_dp.data.grid import row_edges
+from credit_dp.data.grid import Grid, row_edges
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -49,9 +49,8 @@ from tests.training.runs import alone, make_config, make_store
 def field(bounds: tuple[int, ...]) -> FieldMap:
     latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
     truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
-    return FieldMap(
-        "t, 24 h", "m2 s-2", truth + 0.1, truth, MapGrid(latitude, longitude, NO_LINES), bounds
-    )
+    grid = MapGrid(Grid(latitude, longitude), NO_LINES)
+    return FieldMap("t, 24 h", "m2 s-2", truth + 0.1, truth, grid, bounds)
 
 
 def test_the_map_is_a_large_picture(tmp_path):

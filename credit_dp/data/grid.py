@@ -179,6 +179,7 @@ class Projection(NamedTuple):
 UNKNOWN_PROJECTION = Projection("", {}, Axis("y", np.empty(0), {}), Axis("x", np.empty(0), {}))
 ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
 UNEVEN = 1.5  # a step that is longer than another by this factor: a missing row makes one of 2
+COORDINATES = "latitude longitude"  # CF's attribute of fields without these dims
 SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 
 
@@ -228,6 +229,14 @@ class Grid(tuple[int, int]):
         if not self.is_projected:
             return "latitude", "longitude"
         return self.projection.rows.name, self.projection.columns.name
+
+    @property
+    def field_attributes(self) -> dict[str, Any]:
+        """The attributes of a field by which CF finds the coordinates and the projection."""
+        if not self.is_projected:
+            return {}
+        mapping = self.projection.name
+        return {"coordinates": COORDINATES} | ({"grid_mapping": mapping} if mapping else {})
 
     def description(self) -> list[object]:
         """Return what a cached result depends on, as JSON for a fingerprint."""

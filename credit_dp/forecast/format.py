@@ -16,7 +16,7 @@ from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import COORDINATES, Grid
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
 from credit_dp.errors import UserError
@@ -265,18 +265,7 @@ class ForecastFormat:
             # CF 1.11: tells a temperature from a difference of temperatures, also in kelvin.
             **({"units_metadata": "temperature: on_scale"} if unit == "K" else {}),
             **self._cell_methods(name),
-            **self._projection_attributes(),
-        }
-
-    def _projection_attributes(self) -> Attributes:
-        if self.cells is not None:
-            return {"coordinates": "latitude longitude"}
-        if not self.grid.is_projected:
-            return {}
-        name = self.grid.projection.name
-        return {
-            "coordinates": "latitude longitude",
-            **({"grid_mapping": name} if name else {}),
+            **(self.grid.field_attributes if self.cells is None else {"coordinates": COORDINATES}),
         }
 
     def _cell_methods(self, name: str) -> Attributes:

@@ -31,7 +31,7 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.calendar import Calendar
-from credit_dp.data.grid import Axis, Grid
+from credit_dp.data.grid import Axis
 from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.data.sources.source import Fields, Times
@@ -103,7 +103,7 @@ class RechunkTarget:
             "fields",
             shape=selected.shape,
             dimension_names=("time", "channel", *selected.grid.dims),
-            attributes=_field_attributes(selected.grid),
+            attributes=selected.grid.field_attributes,
             **shard_options(selected.shape, rows, codec),
         )
         _write_static(group, selected, rows, codec)
@@ -169,18 +169,10 @@ def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec:
         "static",
         shape=values.shape,
         dimension_names=("static", *selected.grid.dims),
-        attributes=_field_attributes(selected.grid),
+        attributes=selected.grid.field_attributes,
         **options,
     )
     array[:] = values
-
-
-def _field_attributes(grid: Grid) -> dict[str, Any]:
-    """Return the attributes with which CF finds coordinates and mapping of a projection."""
-    if not grid.is_projected:
-        return {}
-    mapping = grid.projection.name
-    return {"coordinates": "latitude longitude"} | ({"grid_mapping": mapping} if mapping else {})
 
 
 def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:

@@ -11,15 +11,21 @@ class GridShape(tuple[int, int]):
 
     Attributes:
         is_global: whether rows go from pole to pole, and columns once round the globe. If not, the
-            grid is a region: nothing lies beyond its edges.
+            grid is a region: nothing lies beyond its first and last row.
+        is_periodic: whether columns go once round the globe: the globe's, or those of a region
+            between two circles of latitude, such as the tropics.
     """
 
     is_global: bool
+    is_periodic: bool
 
-    def __new__(cls, shape: Iterable[int], is_global: bool = True) -> Self:
-        """Return the shape (rows, columns)."""
+    def __new__(
+        cls, shape: Iterable[int], is_global: bool = True, is_periodic: bool | None = None
+    ) -> Self:
+        """Return the shape (rows, columns); by default columns are periodic on the globe alone."""
         grid = super().__new__(cls, shape)
         grid.is_global = is_global
+        grid.is_periodic = is_global if is_periodic is None else is_periodic
         return grid
 
     @property

@@ -12,7 +12,6 @@ from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config
 from credit_dp.distributed.launch import launch
 from credit_dp.errors import UserError
-from credit_dp.fields import GridShape
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.verify import VerifyReport
@@ -63,14 +62,14 @@ def verify_model(config: Config) -> "VerifyReport":
     check_rows(config)
     import torch  # takes seconds: not for --help
 
-    from credit_dp.data.setup import covers_globe, expected_channels, quickstart_grid
+    from credit_dp.data.setup import expected_channels, planned_grid
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
     from credit_dp.training.model_parameters import check_planned_model
 
-    grid = GridShape(quickstart_grid(config.data), is_global=covers_globe(config.data))
+    grid = planned_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)

@@ -122,7 +122,8 @@ class OwnModelConfig(ModelConfig, Plugin):
     def build(self, in_channels: int, out_channels: int, grid: GridShape) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
 
-        `grid.is_global` is false for a region, whose columns do not go round the globe.
+        `grid.is_global` is false for a region, which has no poles; its columns go round the globe
+        if `grid.is_periodic` is true.
 
         The module's class may have `row_rules`: module type -> name of a sharding rule, or a rule.
         Derived from `credit_dp.models.segments.SegmentedModel`, it can run in a pipeline.
@@ -148,7 +149,7 @@ class BlocksConfig(ModelConfig):
     # random numbers of a sample and member that scale and shift the channels after the norms of
     # blocks, e.g. 32; 0: none. Above 0 needs trainer.members
     noise: int = 0
-    edges: str = "replicate"  # replicate | reflect | zeros: padding on all four sides of a region
+    edges: str = "replicate"  # replicate | reflect | zeros: padding beyond the edges of a region
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -187,8 +187,8 @@ SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are ex
 class Grid(tuple[int, int]):
     """Rows and columns of cells; as a tuple, their numbers.
 
-    It covers the globe or a region. Beyond the outermost rows of the globe are the poles, and its
-    columns go round in a circle; beyond the edges of a region is nothing.
+    It covers the globe or a region. Beyond the outermost rows of the globe are the poles, beyond
+    those of a region is nothing; columns may go round in a circle, see `is_periodic`.
 
     Attributes:
         latitude: `(H,)` degrees, strictly falling or strictly rising, or `(H, W)` on a projection.
@@ -252,12 +252,12 @@ class Grid(tuple[int, int]):
     @cached_property
     def is_global(self) -> bool:
         """Whether the grid reaches from pole to pole and once round the globe."""
-        return not self.is_projected and self._goes_from_pole_to_pole() and self._goes_round()
+        return self.is_periodic and self._goes_from_pole_to_pole()
 
     @property
-    def is_channel(self) -> bool:
-        """Whether columns go round the globe, but rows do not reach both poles."""
-        return not self.is_projected and self._goes_round() and not self.is_global
+    def is_periodic(self) -> bool:
+        """Whether columns go once round the globe: the globe's, or those of a band of latitudes."""
+        return not self.is_projected and self._goes_round()
 
     @cached_property
     def weights(self) -> Field:

@@ -190,9 +190,8 @@ def _spacing(grid: Grid) -> str:
         return ""
     if not grid.is_projected:
         steps = (np.abs(turns(axis)).mean() for axis in (grid.latitude, grid.longitude))
-        seam = ", columns round the globe, which models pad by model.edges"
         size = " x ".join(f"{step:.4g}" for step in steps) + " degrees"
-        return size + (seam if grid.is_channel else "")
+        return size + (", columns round the globe" if grid.is_periodic else "")
     row, column = (size // 2 for size in grid)
     near = slice(row - 1, row + 1), slice(column - 1, column + 1)
     points = unit_vectors(grid.latitude[near], grid.longitude[near])

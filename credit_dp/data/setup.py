@@ -65,6 +65,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, all_pieces, stream_windows
 from credit_dp.data.transforms import sample_quantiles
 from credit_dp.errors import UserError
+from credit_dp.fields import GridShape
 
 TITLE = "statistics and climatology"
 RANGES_VERSION = "credit_dp ranges 1"  # change with the definition of ranges: old files are ignored
@@ -343,13 +344,17 @@ def quickstart_grid(config: DataConfig) -> tuple[int, int]:
     return resolve_grid(config.quickstart, requested)
 
 
-def covers_globe(config: DataConfig) -> bool:
-    """Whether the grid is the globe, not a region. A user's store is opened.
+def planned_grid(config: DataConfig) -> GridShape:
+    """Return the `quickstart_grid` with the edges of the config's grid. A user's store is opened.
 
     Raises:
         UserError: the store does not fit the config.
     """
-    return config.name == "quickstart" or open_on_own_grid(config).grid.is_global
+    shape = quickstart_grid(config)
+    if config.name == "quickstart":
+        return GridShape(shape)
+    grid = open_on_own_grid(config).grid
+    return GridShape(shape, grid.is_global, grid.is_periodic)
 
 
 def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:

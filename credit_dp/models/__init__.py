@@ -41,7 +41,8 @@ BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, GridShape], nn.Module]]
 def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
     """Return the model of a config for these channels and a grid of (rows, columns).
 
-    A grid with an attribute `is_global` that is false is a region; any other is the globe.
+    A grid with an attribute `is_global` that is false is a region; any other is the globe. The
+    columns of a region go round the globe if its `is_periodic` is true.
 
     Shapes:
         the model maps `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
@@ -51,7 +52,7 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
             other fields, or a plug-in's `build` fails.
     """
     # Subclasses, too: a config may derive from one of this package's and keep its model.
-    shape = GridShape(grid, getattr(grid, "is_global", True))
+    shape = GridShape(grid, getattr(grid, "is_global", True), getattr(grid, "is_periodic", None))
     build = next((build for kind, build in BUILDERS.items() if isinstance(config, kind)), None)
     if build is not None:
         return build(config, fields, shape)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from credit_dp.config.model import CrossFormerConfig, UNetConfig
 from credit_dp.constants import constant_tensor
+from credit_dp.fields import GridShape
 from credit_dp.random_streams import random_stream
 from credit_dp.torch_private import DropoutNd
 
@@ -258,12 +259,13 @@ POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")
 COLUMN_PADDINGS = ("circular", "zeros", "replicate", "reflect")
 
 
-def padding_modes(config: UNetConfig | CrossFormerConfig, is_global: bool) -> tuple[str, str]:
+def padding_modes(config: UNetConfig | CrossFormerConfig, grid: GridShape) -> tuple[str, str]:
     """Return how a model pads beyond the first and last row, and beyond the first and last column.
 
-    On a region there are no poles, and columns do not go round: see `model.edges`.
+    On a region there are no poles, and columns may not go round: see `model.edges`.
     """
-    return (config.poles, "circular") if is_global else (config.edges, config.edges)
+    rows = config.poles if grid.is_global else config.edges
+    return rows, "circular" if grid.is_periodic else config.edges
 
 
 def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
@@ -328,7 +330,7 @@ def pad_columns(x: Tensor, columns: int, mode: str = "circular") -> Tensor:
 class PolePad(nn.Module):
     """Pads a field on the globe: across the poles in latitude, periodically in longitude.
 
-    A region is padded by other modes: it has no poles, and its columns do not go round.
+    A region is padded by other modes: it has no poles, and its columns may not go round.
 
     A path across a pole continues on the opposite meridian: it meets the same rows in the opposite
     order, at longitudes shifted by 180 degrees. `poles="earth"` pads like this. Scalars keep their

@@ -403,7 +403,7 @@ class CrossFormer(SegmentedModel):
     def __init__(self, config: CrossFormerConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()
         self.checkpointing = config.activation_checkpointing
-        modes = padding_modes(config, grid.is_global)
+        modes = padding_modes(config, grid)
         # `reflect` repeats all rows and columns but the outermost.
         unrepeated = int(modes[0] == "reflect")
         padded = _padded_grid(config, grid, unrepeated)

@@ -76,9 +76,10 @@ class EarthAttention(GroupedRows):
             in the east pad it to a multiple of the window, and take part in the attention.
         window: levels, rows and columns.
         shifted: whether windows begin half a window later, in each dim with several windows. They
-            wrap around in longitude. In levels and rows, and in the columns of a region, the last
-            window wraps around as well, but tokens of opposite ends are masked from each other.
-        is_global: whether the grid is the globe, not a region.
+            wrap around in longitude. In levels and rows, and in columns that do not go round the
+            globe, the last window wraps around as well, but tokens of opposite ends are masked from
+            each other.
+        is_periodic: whether columns go round the globe.
 
     Shapes:
         `(B, levels, H, columns, width)` -> the same.
@@ -95,11 +96,11 @@ class EarthAttention(GroupedRows):
         globe: Size,
         window: Size,
         shifted: bool,
-        is_global: bool = True,
+        is_periodic: bool = True,
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.is_global = is_global
+        self.is_periodic = is_periodic
         self.globe = globe
         levels, rows = map(min, window[:2], globe[:2])
         columns = window_columns(window[2], globe[2])
@@ -174,7 +175,7 @@ class EarthAttention(GroupedRows):
         qkv = qkv.permute(7, 0, 5, 1, 3, 8, 2, 4, 6, 9)
         folded = (level_windows * row_windows * heads, prod(window), head_width)
         qkv = qkv.reshape(3, batch * column_windows, *folded)
-        if self.is_global or not self.shift[2]:
+        if self.is_periodic or not self.shift[2]:
             x = self._attend_in_windows(qkv, groups)
         else:
             # Only the last window of columns has tokens of both ends: its mask is another.
@@ -511,7 +512,7 @@ class Pangu(SegmentedModel):
                         globes[factor - 1],
                         cast(Size, tuple(config.window)),
                         shifted=block % 2 == 1,
-                        is_global=grid.is_global,
+                        is_periodic=grid.is_periodic,
                     ),
                     factor * width,
                     config,

@@ -109,7 +109,7 @@ EXPANSION = 4  # hidden channels of a `GlobalDepthwiseBlock` per output channel
 
 @final
 class LongRangeConv2d(nn.Conv2d):
-    """A depthwise convolution, periodic in longitude, with zeros beyond the poles.
+    """A depthwise convolution, by default periodic in longitude, with zeros beyond the poles.
 
     A kernel of `2 * H - 1` rows connects every row with every other; more rows have no effect.
 
@@ -117,15 +117,19 @@ class LongRangeConv2d(nn.Conv2d):
         channels: of the input.
         kernel: odd numbers of rows and columns. More columns than the globe has wrap around it
             several times.
-        column_mode: `circular` on the globe; on a region `zeros`, `replicate` or `reflect`, which
-            pads rows, too.
+        row_mode: padding beyond the first and last row: `zeros`, `replicate` or `reflect`.
+        column_mode: `circular`, or as `row_mode`.
 
     Shapes:
         `(B, channels, H, W)` -> the same.
     """
 
     def __init__(
-        self, channels: int, kernel: tuple[int, int], column_mode: str = "circular"
+        self,
+        channels: int,
+        kernel: tuple[int, int],
+        row_mode: str = "zeros",
+        column_mode: str = "circular",
     ) -> None:
         rows, columns = (size // 2 for size in kernel)
         is_circular = column_mode == "circular"
@@ -135,7 +139,7 @@ class LongRangeConv2d(nn.Conv2d):
             kernel,
             padding=(rows, 0 if is_circular else columns),
             groups=channels,
-            padding_mode="zeros" if is_circular else column_mode,  # type: ignore[arg-type]
+            padding_mode=row_mode,  # type: ignore[arg-type]
         )
         self.column_padding = columns if is_circular else 0  # circular, added in `forward`
 
@@ -160,7 +164,7 @@ class GlobalDepthwiseBlock(nn.Module):
         out_channels: channels of the output.
         config: size of the kernel, groups of the norm, dropout, noise, and whether there is a gate.
         rate: of stochastic depth.
-        modes: of padding, see `padding_modes`; on the globe zeros lie beyond the poles.
+        modes: of padding of rows and of columns, see `LongRangeConv2d`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -181,7 +185,7 @@ class GlobalDepthwiseBlock(nn.Module):
         hidden = EXPANSION * out_channels
         self.norm = nn.GroupNorm(config.groups, in_channels)
         self.noise = NoiseModulation(config.noise, in_channels) if config.noise else None
-        self.mix = LongRangeConv2d(in_channels, (rows, columns), modes[1])
+        self.mix = LongRangeConv2d(in_channels, (rows, columns), *modes)
         self.expand = nn.Conv2d(in_channels, hidden, 1)
         self.project = nn.Conv2d(hidden, out_channels, 1)
         same = in_channels == out_channels
@@ -204,7 +208,7 @@ class GlobalDepthwiseBlock(nn.Module):
 class PeriodicConv2d(nn.Module):
     """A convolution on the globe: circular in longitude, `poles` in latitude.
 
-    On a region both modes of padding are its `model.edges`.
+    On a region `model.edges` takes the place of both, or of `poles` alone.
 
     Args:
         in_channels: channels of the input.
@@ -372,7 +376,7 @@ class UNet(SegmentedModel):
         config: of the model.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic and diagnostic channels.
-        is_global: whether the grid is the globe, not a region.
+        grid: of which only the edges count; by default the globe.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -393,17 +397,19 @@ class UNet(SegmentedModel):
         config: UNetConfig,
         in_channels: int,
         out_channels: int,
-        is_global: bool = True,
+        grid: GridShape = GridShape((0, 0)),  # noqa: B008 (never changes)
     ) -> None:
         super().__init__()
         widths = config.channels
-        modes = padding_modes(config, is_global)
+        modes = of_blocks = padding_modes(config, grid)
+        if grid.is_global and config.block == "global_depthwise":
+            of_blocks = ("zeros", modes[1])  # beyond the poles, where long kernels reach far
         steps = list(pairwise(widths))  # (finer, coarser), finest first
         encoder_rates, decoder_rates = _level_depth_rates(config)
         self.checkpointing = config.activation_checkpointing
         self.stem = PeriodicConv2d(in_channels, widths[0], 3, 1, *modes)
         self.encoder = nn.ModuleList(
-            _build_level(w, w, config, rates, modes)
+            _build_level(w, w, config, rates, of_blocks)
             for w, rates in zip(widths, encoder_rates, strict=True)
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, 3, 2, *modes) for a, b in steps)
@@ -411,7 +417,7 @@ class UNet(SegmentedModel):
         # One layer for each height of the grid.
         self.crop = nn.ModuleList(MatchRows() for _ in steps)
         self.decoder = nn.ModuleList(
-            _build_level(2 * a, a, config, rates, modes)
+            _build_level(2 * a, a, config, rates, of_blocks)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, widths[0])
@@ -526,10 +532,11 @@ def build_unet(config: UNetConfig, fields: Fields, grid: GridShape) -> UNet:
             f"{grid.or_finer}."
         )
     is_reflected = not grid.is_global and config.edges == "reflect"
-    if is_reflected and config.block == "global_depthwise" and max(config.kernel) > 2 * coarsest:
+    widest = max(config.kernel[: 1 if grid.is_periodic else 2])
+    if is_reflected and config.block == "global_depthwise" and widest > 2 * coarsest:
         raise UserError(
             f"model.kernel: can have up to {2 * coarsest - 1} rows and columns with model.edges="
-            f"reflect, as the coarsest level has {coarsest}, got {max(config.kernel)}. Use a "
+            f"reflect, as the coarsest level has {coarsest}, got {widest}. Use a "
             "smaller model.kernel or model.edges=replicate."
         )
     if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
@@ -541,4 +548,4 @@ def build_unet(config: UNetConfig, fields: Fields, grid: GridShape) -> UNet:
             rows,
             config.name,
         )
-    return UNet(config, fields.inputs, fields.outputs, grid.is_global)
+    return UNet(config, fields.inputs, fields.outputs, grid)

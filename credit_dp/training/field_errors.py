@@ -58,7 +58,7 @@ def build_field_errors(
     if config.gradient:
         areas = torch.as_tensor(weights).to(channels)
         by_channel = config.gradient * channels
-        errors.append(GradientError(areas, by_channel, manager, points, circular=grid.is_global))
+        errors.append(GradientError(areas, by_channel, manager, points, circular=grid.is_periodic))
     if config.sphere_spectrum:
         rows = manager.rows(grid[0])
         table = SphereTable(grid.latitude, rows, manager.transport, channels)

@@ -12,23 +12,40 @@ BOX = Grid(np.linspace(60, 40, 11), (np.arange(13) * 2.0 - 12) % 360)  # 348 to 
 GLOBE = Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0)
 
 
+def box(rows, columns):
+    return Grid(np.linspace(60, 40, rows), np.arange(columns) * 2.0)
+
+
 def test_the_rim_is_what_is_near_an_edge():
-    mask = rim_mask((7, 9), 2)
+    mask = rim_mask(box(7, 9), 2)
     expected = [
         [min(row, 6 - row, column, 8 - column) < 2 for column in range(9)] for row in range(7)
     ]
     assert np.array_equal(mask, expected)
-    assert not rim_mask((7, 9), 0).any()
+    assert not rim_mask(box(7, 9), 0).any()
 
 
 def test_the_given_share_falls_from_the_rim_inward():
-    share = given_share((9, 10), 2, 2)
+    share = given_share(box(9, 10), 2, 2)
     inner = {1: 0.5378828427399902, 2: 0.2384058440442351}  # 1 - tanh(j / 2)
     for row in range(9):
         for column in range(10):
             edge = min(row, 8 - row, column, 9 - column)
             assert share[row, column] == pytest.approx(inner.get(edge - 1, float(edge < 2)))
-    assert np.array_equal(given_share((7, 9), 2, 0), rim_mask((7, 9), 2))
+    assert np.array_equal(given_share(box(7, 9), 2, 0), rim_mask(box(7, 9), 2))
+
+
+def test_columns_round_the_globe_have_no_rim():
+    tropics = Grid(np.linspace(30, -30, 7), np.arange(4) * 90.0)
+    rim = np.array([1, 1, 0, 0, 0, 1, 1])[:, None] * np.ones(4)
+    assert np.array_equal(rim_mask(tropics, 2), rim)
+    share = np.array([1, 0.5378828427399902, 0, 0, 0, 0.5378828427399902, 1])  # 1 - tanh(1 / 2)
+    found = given_share(tropics, 1, 1)
+    assert found.shape == (7, 4)
+    assert found == pytest.approx(share[:, None] * np.ones(4), rel=1e-15)
+    check_boundary(3, 0, tropics, "tropics.zarr")
+    with pytest.raises(UserError, match=r"^data.boundary: 4 rows and columns at each edge leave"):
+        check_boundary(4, 0, tropics, "tropics.zarr")
 
 
 def test_rims_that_make_no_sense_are_refused():

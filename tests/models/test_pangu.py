@@ -114,11 +114,11 @@ def test_the_bias_depends_on_levels_rows_and_the_distance_of_columns():
 
 
 @pytest.mark.parametrize(
-    ("shifted", "is_global", "columns"),
+    ("shifted", "is_periodic", "columns"),
     [(False, True, 6), (True, True, 6), (False, False, 6), (True, False, 6), (True, False, 7)],
 )
-def test_attention_equals_a_loop_over_windows(shifted, is_global, columns):
-    layer = EarthAttention(4, 2, (3, 5, columns), (2, 2, 3), shifted, is_global).double()
+def test_attention_equals_a_loop_over_windows(shifted, is_periodic, columns):
+    layer = EarthAttention(4, 2, (3, 5, columns), (2, 2, 3), shifted, is_periodic).double()
     torch.nn.init.normal_(layer.table)
     x = torch.randn(2, 3, 5, columns, 4, dtype=torch.float64)
     torch.testing.assert_close(layer(x), _slow_attention(layer, x))
@@ -145,7 +145,7 @@ def _slow_attention(layer, x):
             near = [q for q in near if sides[q][0] == sides[p][0]]
         if row == tall[1] - 1:
             near = [q for q in near if sides[q][1] == sides[p][1]]
-        if column == tall[2] - 1 and not layer.is_global:
+        if column == tall[2] - 1 and not layer.is_periodic:
             near = [q for q in near if sides[q][2] == sides[p][2]]
         entries = [_entry(within[p], within[q], wide) for q in near]
         at = tuple(torch.tensor(near).T)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.config import CrossFormerConfig, OwnModelConfig, PanguConfig, UNetConfig
+from credit_dp.data.grid import Grid
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.errors import UserError
@@ -51,8 +52,8 @@ def _fields(config):
     return LEVELS if isinstance(config, PanguConfig) else FLAT
 
 
-def _model(config, grid, is_global=False):
-    return build_model(config, _fields(config), GridShape(grid, is_global))
+def _model(config, grid, is_global=False, is_periodic=None):
+    return build_model(config, _fields(config), GridShape(grid, is_global, is_periodic))
 
 
 def _numpy_pad(x, rows, columns, edges):
@@ -73,7 +74,7 @@ def test_padding_is_that_of_numpy(edges):
     "layer",
     [
         lambda edges: PeriodicConv2d(3, 2, 5, 2, edges, edges),
-        lambda edges: LongRangeConv2d(3, (5, 5), edges),
+        lambda edges: LongRangeConv2d(3, (5, 5), edges, edges),
     ],
 )
 def test_convolutions_pad_all_four_sides_alike(layer, edges):
@@ -82,6 +83,49 @@ def test_convolutions_pad_all_four_sides_alike(layer, edges):
     padded = _numpy_pad(x, (2, 2), (2, 2), edges)
     expected = F.conv2d(padded, inner.weight, inner.bias, inner.stride, groups=inner.groups)
     torch.testing.assert_close(conv(x), expected)
+
+
+@pytest.mark.parametrize("edges", EDGES)
+@pytest.mark.parametrize(
+    ("config", "name"), [(UNET, "stem"), (DEPTHWISE, "encoder.0.0.mix"), (CROSSFORMER, "enlarge")]
+)
+def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes(config, name, edges):
+    config = type(config)(**vars(config) | {"edges": edges, "poles": "mirror"})
+    layer = _model(config, (9, 13), False, True).double().get_submodule(name)
+    x = torch.randn(2, 4 if "mix" in name else 3, 9, 13, dtype=torch.float64)
+    rows, columns = {
+        "stem": ((1, 1), (1, 1)),
+        "encoder.0.0.mix": ((2, 2), (1, 1)),
+        "enlarge": ((4, 3), (2, 1)),
+    }[name]
+    wide = torch.from_numpy(np.pad(x, ((0, 0), (0, 0), (0, 0), columns), "wrap"))
+    wide = _numpy_pad(wide, rows, (0, 0), edges)
+    if name == "enlarge":
+        assert torch.equal(layer(x), wide)
+        return
+    conv = getattr(layer, "conv", layer)
+    expected = F.conv2d(wide, conv.weight, conv.bias, groups=conv.groups)
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("edges", EDGES)
+@pytest.mark.parametrize(
+    ("config", "grid"),
+    [(UNET, (9, 64)), (DEPTHWISE, (9, 64)), (PANGU, (9, 64)), (CROSSFORMER, (8, 96))],
+    ids=["unet", "unet of far rows", "pangu", "crossformer"],
+)
+def test_a_band_of_latitudes_has_no_seam(config, grid, edges):
+    """Turned by half a circle, a state has the same forecast, turned; of a box it has another."""
+    changes = {"edges": edges, "depths": [2, 2, 1, 1]} if config is PANGU else {"edges": edges}
+    config = type(config)(**vars(config) | changes)
+    x = torch.randn(1, _fields(config).inputs, *grid, dtype=torch.float64)
+    half = grid[1] // 2
+    for is_periodic in (True, False):
+        torch.manual_seed(0)
+        model = _model(config, grid, False, is_periodic).double()
+        turned = model(x.roll(half, -1)).roll(-half, -1)
+        error = (turned - model(x)).abs().max() / turned.abs().max()
+        assert (error < 1e-12) == is_periodic
 
 
 def test_upsampling_with_replicated_edges_is_that_of_torch():
@@ -222,7 +266,8 @@ def _cases(draw, kind):
 def test_bands_of_a_region_equal_the_whole(kind, data):
     ranks, grid, config = data.draw(_cases(kind))
     shape = (2, _fields(config).inputs, *grid)
-    on_threads(ranks, assert_same_as_whole_globe, _model, (config, grid), shape, MODEL)
+    arguments = (config, grid, False, data.draw(st.booleans()))
+    on_threads(ranks, assert_same_as_whole_globe, _model, arguments, shape, MODEL)
 
 
 def test_a_rank_without_windows_takes_part():
@@ -235,15 +280,16 @@ def test_a_rank_without_windows_takes_part():
     on_threads(2, assert_same_as_whole_globe, _model, (config, (3, 4)), shape, MODEL)
 
 
-def test_bands_of_a_region_equal_the_whole_on_processes():
-    case = (_model, (PANGU, (13, 20)), (1, LEVELS.inputs, 13, 20), MODEL)
+@pytest.mark.parametrize("is_periodic", [False, True])
+def test_bands_of_a_region_equal_the_whole_on_processes(is_periodic):
+    case = (_model, (PANGU, (13, 20), False, is_periodic), (1, LEVELS.inputs, 13, 20), MODEL)
     on_processes(2, assert_same_as_whole_globe, *case)
 
 
 class _Whole(nn.Module):
-    def __init__(self, config, grid):
+    def __init__(self, *arguments):
         super().__init__()
-        self.model = _model(config, grid)
+        self.model = _model(*arguments)
 
     def outputs(self, x):
         return [self(x)]
@@ -263,12 +309,18 @@ def _band_in_view(manager, model, x, weights):
 
 @pytest.mark.parametrize("edges", ["replicate", pytest.param("reflect", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("ranks", "config", "grid"),
-    [(2, UNET, (11, 7)), (3, PANGU, (13, 20)), (2, CROSSFORMER, (9, 13))],
+    ("ranks", "config", "grid", "is_periodic"),
+    [
+        (2, UNET, (11, 7), False),
+        (3, PANGU, (13, 20), False),
+        (2, CROSSFORMER, (9, 13), False),
+        (2, DEPTHWISE, (11, 7), True),
+    ],
 )
-def test_the_global_view_of_a_region_equals_the_whole(ranks, config, grid, edges):
+def test_the_global_view_of_a_region_equals_the_whole(ranks, config, grid, is_periodic, edges):
     torch.manual_seed(0)
-    model = _Whole(type(config)(**vars(config) | {"edges": edges}), grid).double()
+    config = type(config)(**vars(config) | {"edges": edges})
+    model = _Whole(config, grid, False, is_periodic).double()
     x = torch.randn(2, _fields(config).inputs, *grid, dtype=torch.float64)
     (expected,), weights, input_grad, parameters, _ = run_whole(model, x)
     results = on_threads(ranks, _band_in_view, model, x, weights)
@@ -284,11 +336,14 @@ def test_a_shape_is_a_tuple_that_knows_whether_it_is_a_region():
     grid = GridShape((9, 8), is_global=False)
     rows, columns = grid
     assert grid == (9, 8) == (rows, columns)
+    assert not grid.is_periodic
     assert GridShape((9, 8)).is_global
+    assert GridShape((9, 8)).is_periodic
     pickled = pickle.loads(pickle.dumps(grid))  # noqa: S301
     for same in (copy.deepcopy(grid), copy.copy(grid), pickled):
         assert same == grid
         assert not same.is_global
+    assert copy.copy(GridShape((9, 8), False, True)).is_periodic
 
 
 @dataclass
@@ -297,13 +352,15 @@ class _OwnConfig(OwnModelConfig):
 
     def build(self, in_channels, out_channels, grid):
         model = nn.Conv2d(in_channels, out_channels, 1)
-        model.seen = (tuple(grid), grid.is_global)
+        model.seen = (tuple(grid), grid.is_global, grid.is_periodic)
         return model
 
 
 def test_own_models_learn_whether_the_grid_is_a_region():
-    assert build_model(_OwnConfig(), FLAT, (9, 8)).seen == ((9, 8), True)
-    assert _model(_OwnConfig(), (9, 8)).seen == ((9, 8), False)
+    assert build_model(_OwnConfig(), FLAT, (9, 8)).seen == ((9, 8), True, True)
+    assert _model(_OwnConfig(), (9, 8)).seen == ((9, 8), False, False)
+    tropics = Grid(np.linspace(20, -20, 9), np.arange(8) * 45.0)
+    assert build_model(_OwnConfig(), FLAT, tropics).seen == ((9, 8), False, True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The rim of a region is given: to rollouts, their gradients, the loss and scores, on any mesh."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,8 +102,12 @@ INTERIOR = (..., slice(RIM, -RIM), slice(RIM, -RIM))
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """A run on a box with a rim, that has no weights yet."""
-    folder = tmp_path_factory.mktemp("box")
-    latitude, longitude = np.linspace(66, 30, BOX_ROWS), np.arange(BOX_COLUMNS) * 2.0
+    return run_on(tmp_path_factory.mktemp("box"), 2.0)
+
+
+def run_on(folder: Path, degrees: float) -> Config:
+    """Return a run on a region whose columns are so far apart."""
+    latitude, longitude = np.linspace(66, 30, BOX_ROWS), np.arange(BOX_COLUMNS) * degrees
     data = stores.dataset(BOX_ROWS, BOX_COLUMNS, 20)
     data = data.assign_coords(latitude=latitude, longitude=longitude)
     config = make_config(stores.write(data, folder / "box.zarr"), folder / "run")
@@ -163,6 +168,19 @@ def test_bands_that_are_all_rim_change_nothing(config, ranks):
             assert scores.scores[name] == pytest.approx(values, rel=1e-10)
         assert other.forecast == pytest.approx(field.forecast, rel=1e-10, nan_ok=True)
         assert diagnostics.rmse == pytest.approx(last.rmse, rel=1e-10, nan_ok=True)
+
+
+def test_the_rim_of_a_band_of_latitudes_is_rows(tmp_path):
+    config = run_on(tmp_path, 360 / BOX_COLUMNS)
+    wanted, field, last = scored(alone(), config)
+    for found in (field.forecast, last.rmse, last.bias):
+        assert np.isfinite(found[RIM:-RIM]).all()
+        assert np.isnan(found[:RIM]).all()
+        assert np.isnan(found[-RIM:]).all()
+    for scores, other, _ in on_processes(3, scored, config):
+        for name, values in wanted.scores.items():
+            assert scores.scores[name] == pytest.approx(values, rel=1e-10)
+        assert other.forecast == pytest.approx(field.forecast, rel=1e-10, nan_ok=True)
 
 
 def test_a_run_resumes_with_its_own_rim(config):

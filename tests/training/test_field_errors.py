@@ -11,7 +11,7 @@ from numpy.polynomial import legendre
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.grid import Grid, row_weights
+from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -133,12 +133,18 @@ def masked(seed: int = 4) -> torch.Tensor:
     return valid
 
 
+@pytest.mark.parametrize("north", [90, 30])
 @pytest.mark.parametrize("with_points", [False, True])
-def test_gradients_are_differences_to_the_next_point(with_points: bool) -> None:
+def test_gradients_are_differences_to_the_next_point(with_points: bool, north: int) -> None:
+    """On the globe, and in a band of latitudes, whose columns go round as well."""
+    latitude = LATITUDE * north / 90
+    half = (latitude[0] - latitude[1]) / 2
+    edges = np.radians(np.clip([latitude[0] + half, *(latitude - half)], -90, 90))
+    area = -np.diff(np.sin(edges))
+    area /= area.mean()
     forecast, target = fields()
     valid = masked() if with_points else torch.ones(2, ROWS, COLUMNS, dtype=torch.bool)
     error = ((forecast - target) / SCALE).numpy()
-    area = row_weights(LATITUDE)
     wanted = np.zeros(2)
     for c in range(2):
         for i in range(ROWS):
@@ -158,7 +164,7 @@ def test_gradients_are_differences_to_the_next_point(with_points: bool) -> None:
         build_loss(
             StandardLossConfig(gradient=weight),
             CHANNELS,
-            GRID,
+            Grid(latitude, np.arange(COLUMNS) * 360 / COLUMNS),
             slice(0, ROWS),
             SCALE,
             ValidPoints(valid) if with_points else None,

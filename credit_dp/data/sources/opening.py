@@ -73,12 +73,6 @@ def open_source(config: DataConfig) -> Source:
     source = _join(timed, timeless, config)
     if config.hybrid:
         source.variables = with_model_levels(source.variables)
-    if source.grid.is_channel:
-        logger.warning(
-            "%s: its columns go round the globe, but models pad them by model.edges, as of any "
-            "region",
-            source.where,
-        )
     _log_names(source, config)
     _log_assumed_sums(source, config)
     return _with_members(source, config)

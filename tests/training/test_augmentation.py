@@ -86,7 +86,10 @@ def parts(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: getattr(batch, name) for name in ("state", "forcing", "static", "target")}
 
 
-def test_a_turned_sample_has_all_fields_some_columns_further(folder, data):
+@pytest.mark.parametrize("north", [90, 30])
+def test_a_turned_sample_has_all_fields_some_columns_further(folder, data, north):
+    """On the globe and in a band of latitudes."""
+    data = on_grid(data, Grid(data.store.latitude * north / 90, data.store.longitude))
     before, after = augmented(alone(), config_of(folder, {"shift_longitude": True}), data)
     found = set()
     for sample in range(len(SAMPLES)):
@@ -275,12 +278,21 @@ def test_what_can_not_be_turned_is_refused(folder, data):
             build_augmentation(config, other, alone(), LIKE)
         assert said in str(error.value)
         assert "\n" not in str(error.value)
-    lopsided = with_config(data.store, data.store.config)
-    lopsided.grid = Grid(data.store.latitude - 1.0, data.store.longitude)
-    with pytest.raises(UserError, match=r"trainer.mirror: needs latitudes that are the same in"):
-        build_augmentation(
-            config_of(folder, {"mirror": 0.5}), replace(data, store=lopsided), alone(), LIKE
-        )
+    latitude, longitude = data.store.latitude, data.store.longitude
+    for key, value, grid, said in (
+        ("mirror", 0.5, Grid(latitude - 1.0, longitude), "needs latitudes that are the same in"),
+        ("mirror", 0.5, Grid(latitude[:-1], longitude), "needs latitudes that are the same in"),
+        ("shift_longitude", True, Grid(latitude, longitude / 2), "a global grid is needed here"),
+    ):
+        with pytest.raises(UserError, match=f"trainer.{key}: {said}"):
+            build_augmentation(config_of(folder, {key: value}), on_grid(data, grid), alone(), LIKE)
+
+
+def on_grid(data: TrainingData, grid: Grid) -> TrainingData:
+    """Return the data of another grid."""
+    store = with_config(data.store, data.store.config)
+    store.grid = grid
+    return replace(data, store=store)
 
 
 def with_config(store: Any, config: Any) -> Any:

@@ -436,12 +436,12 @@ LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 def latitude_band_weights(grid: Grid) -> Tensor:
     """Return area weights of all rows, zero outside each of the K `LATITUDE_BANDS`, in float64.
 
-    On a region they are all zero: its rows are no circles, which have zonal wavenumbers.
+    If columns do not go round the globe, they are all zero: rows have no zonal wavenumbers.
 
     Shapes:
         -> `(K, H)`.
     """
-    if not grid.is_global:
+    if not grid.is_periodic:
         return torch.zeros(len(LATITUDE_BANDS), grid[0], dtype=torch.float64)
     latitude, weights = grid.latitude, grid.weights
     inside = [(latitude >= south) & (latitude <= north) for south, north in LATITUDE_BANDS.values()]

@@ -343,7 +343,7 @@ class ScoreFolder:
             "scores.json": card.to_json(),
             "scorecard.html": scorecard_page(card),
         }
-        if card.grid.cells.is_global:
+        if card.grid.cells.is_periodic:
             files["spectra.csv"] = card.spectra_csv()
         if card.rank_histograms is not None:
             files["rank_histograms.csv"] = card.rank_histograms_csv()

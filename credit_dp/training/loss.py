@@ -205,8 +205,8 @@ def check_spectra(config: LossConfig, grid: Grid) -> None:
     Raises:
         UserError: names the key.
     """
-    for key in ("spectrum", "sphere_spectrum"):
-        if getattr(config, key):
+    for key, fits in (("spectrum", grid.is_periodic), ("sphere_spectrum", grid.is_global)):
+        if getattr(config, key) and not fits:
             grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
     if config.sphere_spectrum:
         quadrature_weights(np.sin(np.deg2rad(grid.latitude)))

@@ -383,7 +383,7 @@ class _Run:
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
             self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
         }
-        if field.grid.cells.is_global:  # rows of a region have no zonal wavenumbers
+        if field.grid.cells.is_periodic:  # other rows have no zonal wavenumbers
             plots[self.folder.spectra_plot] = partial(draw_spectra, scores, last)
         for path, draw in plots.items():
             draw_or_warn(path.name, draw, path)

@@ -325,3 +325,14 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
     for name, score in together.items():
         found, wanted = (one.result(DomainParallelManager(1, 1)) for one in (score, apart[name]))
         assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-13, nan_ok=True), name
+
+
+def test_spectra_are_of_rows_that_go_round_the_globe():
+    latitude = np.linspace(30, -30, 7)
+    north, tropics, south = latitude_band_weights(Grid(latitude, np.arange(8) * 45.0)).numpy()
+    edges = np.sin(np.radians(np.linspace(35, -35, 8)))
+    area = -np.diff(edges) / -np.diff(edges).mean()
+    assert tropics == pytest.approx(area * (np.abs(latitude) <= 20), rel=1e-14)
+    assert north == pytest.approx(area * (latitude == 30), rel=1e-14)
+    assert south == pytest.approx(area * (latitude == -30), rel=1e-14)
+    assert not latitude_band_weights(Grid(latitude, np.arange(8) * 10.0)).any()

@@ -10,6 +10,7 @@ from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
+from credit_dp.errors import UserError
 from credit_dp.training.loss import FLOOR, amplitudes, build_loss, spectrum_error
 
 WIDTHS = st.integers(1, 24)
@@ -108,3 +109,35 @@ def test_gradient_of_the_whole_loss_with_points_left_out(name):
     assert forecast.grad is not None
     assert not forecast.grad[:, ~valid].any()
     assert forecast.grad[:, valid].all()
+
+
+def test_the_rows_of_a_band_of_latitudes_are_circles():
+    """Those of a box are not."""
+    channels = Channels((Channel("sea"),), (), ())
+    scale = torch.ones(1, 1, 1, dtype=torch.float64)
+    latitude, longitude = np.array([25.0, 15, 5, -5]), np.arange(6) * 60.0
+    fields = torch.randn(2, 3, 1, 4, 6, generator=torch.Generator().manual_seed(3)).double()
+    with_spectra, without = (
+        build_loss(
+            StandardLossConfig(spectrum=weight),
+            channels,
+            Grid(latitude, longitude),
+            slice(0, 4),
+            scale,
+        )
+        for weight in (0.8, 0.0)
+    )
+    area = np.diff(np.sin(np.radians([-10, 0, 10, 20, 30])))[::-1]
+    power = np.abs(np.fft.rfft(fields.numpy()) / 6) ** 2 * [1, 2, 2, 1]
+    error = (np.diff(np.sqrt(power), axis=0) ** 2).sum((0, -1))  # (B, 1, H)
+    wanted = 0.8 * np.average(error.mean((0, 1)), weights=area)
+    found = with_spectra(*fields) - without(*fields)
+    assert found.item() == pytest.approx(wanted, rel=1e-4)
+    with pytest.raises(UserError, match=r"loss.spectrum: a global grid is needed here"):
+        build_loss(
+            StandardLossConfig(spectrum=1.0),
+            channels,
+            Grid(latitude, longitude / 2),
+            slice(0, 4),
+            scale,
+        )

@@ -26,6 +26,7 @@ from credit_dp.evaluation.metrics import (
     RankHistogram,
     RootMeanSquare,
     ZonalSpectra,
+    latitude_band_weights,
 )
 from tests.ranks import on_processes, on_threads
 

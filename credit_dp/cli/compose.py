@@ -497,17 +497,9 @@ def check_run_config(config: Config) -> None:
 
 def check_rows(config: Config) -> None:
     """Refuse more bands than the coarsest level of the model has rows, if the grid is known yet."""
-    domain = config.parallel.domain
-    rows = grid_rows(config.data) if domain > 1 else None
-    if rows is None:
-        return
-    coarsest = config.model.coarsest_rows(rows)
-    if domain > coarsest:
-        raise UserError(
-            f"parallel.domain: the model's coarsest level has {coarsest} "
-            f"of the grid's {rows} rows, too few for {domain} ranks. "
-            f"Lower parallel.domain to {coarsest}{' or less' if coarsest > 1 else ''}."
-        )
+    rows = grid_rows(config.data) if config.parallel.domain > 1 else None
+    if rows is not None:
+        config.check_rows(rows)
 
 
 def grid_rows(data: DataConfig) -> int | None:

@@ -308,6 +308,16 @@ class Config:
             self._check_ensemble()
         self._check_ensemble_ranks()
 
+    def check_rows(self, rows: int) -> None:
+        """Refuse more bands than the coarsest level of the model has rows on a grid of `rows`."""
+        coarsest = self.model.coarsest_rows(rows)
+        if self.parallel.domain > coarsest:
+            raise UserError(
+                f"parallel.domain: the model's coarsest level has {coarsest} of the grid's {rows} "
+                f"rows, too few for {self.parallel.domain} ranks. Lower parallel.domain to "
+                f"{coarsest}{' or less' if coarsest > 1 else ''}."
+            )
+
     def _check_diffusion(self) -> None:
         """Refuse what a denoiser can't be trained with."""
         if self.trainer.longest_rollout > 1:

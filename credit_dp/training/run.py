@@ -84,6 +84,7 @@ def run(config: Config, ranks: RankInfo) -> int:
             dates = resolve_dates(config, folder, report)
             config = replace(config, data=replace(config.data, dates=dates))
         data = prepare_training_data(config.data, report)
+        config.check_rows(data.store.grid[0])
         static = list(data.store.channels.static)
         config = replace(config, data=replace(config.data, static=static, optional_static=[]))
 

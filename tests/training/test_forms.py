@@ -358,6 +358,15 @@ def test_what_needs_the_globe_is_one_line(trained, key, check):
     assert REFUSED[key] in trained.refusal(*trained.training, "run.dir=other", key, *check)
 
 
+@only("Lambert netCDF")
+@pytest.mark.parametrize("check", [[], ["--check"]], ids=["run", "check"])
+def test_more_ranks_than_rows_of_the_coarsest_level_are_one_line(trained, check):
+    """The rows of a store are known when it is open."""
+    words = ("run.dir=other", "model.channels=[8,8,8,8]", "parallel.domain=3", *check)
+    said = "parallel.domain: the model's coarsest level has 2 of the grid's 13 rows, too few for 3"
+    assert said in trained.refusal(*trained.training, *words)
+
+
 # Calendars
 
 

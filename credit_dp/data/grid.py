@@ -178,7 +178,7 @@ class Projection(NamedTuple):
 
 UNKNOWN_PROJECTION = Projection("", {}, Axis("y", np.empty(0), {}), Axis("x", np.empty(0), {}))
 ROUNDING = 5e-5  # degrees, of steps between longitudes in float32
-UNEVEN = 1.5  # a step that is longer than another by this factor: a missing row makes one of 2
+UNEVEN = 1.6  # of a step and the next: a missing row makes 2, ModelE has 1.5 at the poles
 COORDINATES = "latitude longitude"  # CF's attribute of fields without these dims
 SMALLEST_PLANE = 3  # rows and columns, of which corners beyond the edges are extrapolated
 
@@ -423,7 +423,7 @@ class Grid(tuple[int, int]):
         if len(steps) == 0:
             return "needs at least two rows of latitude, has one"
         narrowest, widest = np.abs(steps).min(), np.abs(steps).max()
-        if widest > UNEVEN * narrowest:
+        if widest > 2 * narrowest or _jumps(steps).any():
             first, last = self.latitude[[0, -1]]
             return (
                 f"latitude must go in roughly equal steps, but goes from {first:g} to {last:g} in "
@@ -481,8 +481,7 @@ class Grid(tuple[int, int]):
             # As scales of projections change from place to place, each step and the next.
             apart = np.linalg.norm(np.diff(centres, axis=axis), axis=0)
             steps = np.degrees(np.median(apart, axis=2 - axis))
-            ratio = steps[1:] / steps[:-1]
-            uneven = np.flatnonzero(np.maximum(ratio, 1 / ratio) > UNEVEN)
+            uneven = np.flatnonzero(_jumps(steps))
             if len(uneven):
                 at = int(uneven[0])
                 return (
@@ -509,6 +508,12 @@ def _from_text(text: str, shape: Sequence[int]) -> Field:
     except (zlib.error, OverflowError) as error:
         raise ValueError(f"coordinates can't be decompressed: {error}") from error
     return np.frombuffer(content, kind).reshape(shape).astype(np.float64)
+
+
+def _jumps(steps: Degrees) -> NDArray[np.bool_]:
+    """Return where a step and the next differ: `(N,)` of one sign -> `(N - 1,)`."""
+    ratio = steps[1:] / steps[:-1]
+    return np.maximum(ratio, 1 / ratio) > UNEVEN
 
 
 def _are_in_a_row(longitude: Degrees) -> bool:

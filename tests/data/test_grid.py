@@ -213,3 +213,14 @@ def test_the_contents_of_damaged_json_do_not_fill_the_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10**6
+
+
+MERCATOR = np.rad2deg(np.arctan(np.sinh(np.linspace(1.1, 0.36, 60))))  # 53 to 20 degrees north
+MODEL_E = np.array([90, 88.5, *np.arange(87.5, -88, -1), -88.5, -90])
+
+
+@pytest.mark.parametrize("rows", [MERCATOR, MODEL_E], ids=["Mercator", "ModelE"])
+def test_rows_may_stretch(rows):
+    Grid(rows, np.arange(16) * 22.5).check("here")
+    with pytest.raises(UserError, match="latitude must go in roughly equal steps"):
+        Grid(np.delete(rows, len(rows) // 2), np.arange(16) * 22.5).check("here")

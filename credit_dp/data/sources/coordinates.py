@@ -49,6 +49,10 @@ LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
 MEMBER = "member"  # the dim of an ensemble's members, which stores have under these names
 MEMBER_DIMS = (MEMBER, "number", "realization", "ensemble", "member_id")
+# In forecasts and prepared stores: a projection of theirs has other names.
+TAKEN_NAMES = frozenset(
+    [*HORIZONTAL, MEMBER, "time", "prediction_timedelta", "level", "channel", "fields", "static"]
+)
 GRID_TYPES = {  # GRIB's names of grids that are not rows and columns
     "reduced_gg": "reduced Gaussian",
     "rotated_ll": "rotated regional",
@@ -122,7 +126,8 @@ def projected_grid(dataset: xr.Dataset) -> Grid | None:
     rows, columns = (_axis(dataset, dim) for dim in dims)
     mapping = _grid_mapping(dataset)
     attributes = dataset.variables[mapping].attrs if mapping else {}
-    return Grid(latitude, longitude, Projection(mapping, _plain(attributes), rows, columns))
+    projection = Projection(mapping, _plain(attributes), rows, columns)
+    return Grid(latitude, longitude, _with_free_names(projection))
 
 
 def _are_equal(values: NDArray[Any], others: NDArray[Any]) -> bool:
@@ -164,6 +169,16 @@ def _axis(dataset: xr.Dataset, dim: str) -> Axis:
         return Axis(dim, np.empty(0), {})
     attributes = {name: value for name, value in axis.attrs.items() if name != "bounds"}
     return Axis(dim, axis.values.astype(np.float64), _plain(attributes))
+
+
+def _with_free_names(projection: Projection) -> Projection:
+    """Return a projection without the names that the package's files have for something else."""
+    name, attributes, *axes = projection
+    rows, columns = (
+        axis._replace(name=usual) if axis.name in TAKEN_NAMES else axis
+        for axis, usual in zip(axes, ("y", "x"), strict=True)
+    )
+    return Projection("crs" if name in TAKEN_NAMES else name, attributes, rows, columns)
 
 
 def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:

@@ -94,7 +94,15 @@ def kilometres(data: xr.Dataset) -> xr.Dataset:
     return data
 
 
-@pytest.mark.parametrize("change", [cordex, without_axes, kilometres])
+def with_taken_names(data: xr.Dataset) -> xr.Dataset:
+    """Names that forecasts and prepared stores have for something else."""
+    data = data.rename(rlat="latitude", rlon="channel", crs="fields")
+    for array in data.data_vars.values():
+        array.attrs.update({"grid_mapping": "fields"} if "grid_mapping" in array.attrs else {})
+    return data
+
+
+@pytest.mark.parametrize("change", [cordex, without_axes, kilometres, with_taken_names])
 def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> None:
     data = region_stores.dataset("rotated")
     change(data.copy(deep=True)).to_netcdf(tmp_path / "in.nc")
@@ -105,7 +113,10 @@ def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> No
     assert readable == {"mean_sea_level_pressure", "2m_temperature", "land_sea_mask"}
     projection = source.grid.projection
     assert projection is not None
-    assert projection.name == ("rotated_pole" if change is cordex else "")
+    names = {cordex: "rotated_pole", with_taken_names: "crs"}
+    assert projection.name == names.get(change, "")
+    if change is with_taken_names:
+        assert source.grid.dims == ("y", "x")
     assert "bounds" not in projection.rows.attributes
 
 

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -339,13 +340,11 @@ def test_bands_have_the_gradients_of_the_globe(store, tmp_path, bands):
 @pytest.fixture(scope="module")
 def reference(store):
     """Ten steps of each model on one process, and their trajectory."""
-    made: dict[str, Any] = {}
 
+    @cache
     def get(model: str) -> Any:
-        if model not in made:
-            config = of_diffusion(make_config(store, store.parent / model), model, accumulate=2)
-            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
-        return made[model]
+        config = of_diffusion(make_config(store, store.parent / model), model, accumulate=2)
+        return config, run_on_mesh(ONE, train_from_start, config, None)
 
     return get
 

@@ -1,6 +1,7 @@
 """Ensembles in training: their loss, and members that differ in noise, the same on every mesh."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -186,16 +187,14 @@ def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
 @pytest.fixture(scope="module")
 def reference(store):
     """Ten steps of each model on one process, and their trajectory."""
-    made: dict[str, Any] = {}
 
+    @cache
     def get(model: str) -> Any:
-        if model not in made:
-            config = make_config(store, store.parent / model)
-            # A pipeline trains on no rollouts.
-            rollout = {0: 1} if model == "pangu" else {0: 1, 2: 2}
-            config = of_members(config, model, accumulate=2, rollout=rollout)
-            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
-        return made[model]
+        config = make_config(store, store.parent / model)
+        # A pipeline trains on no rollouts.
+        rollout = {0: 1} if model == "pangu" else {0: 1, 2: 2}
+        config = of_members(config, model, accumulate=2, rollout=rollout)
+        return config, run_on_mesh(ONE, train_from_start, config, None)
 
     return get
 

@@ -5,6 +5,7 @@ number of ranks, which clipping and AdamW would hide from a look at the losses.
 """
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -133,22 +134,20 @@ def vector(gradients: Gradients) -> np.ndarray:
 def reference(tmp_path_factory):
     """A run with a loss, on a store with or without a sea, and its first step on one process."""
     folder = tmp_path_factory.mktemp("ratio")
-    made: dict[tuple[str, bool], tuple[Config, tuple[float, float, Gradients]]] = {}
 
     store = make_store(folder, 33)
 
     def plain() -> Config:
         return make_config(store, folder / "run")
 
+    @cache
     def get(name: str, sea: bool) -> tuple[Config, tuple[float, float, Gradients]]:
-        if (name, sea) not in made:
-            config = sea_config(folder) if sea else plain()
-            trainer = replace(config.trainer, gradient_clip=None, steps=1)
-            loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
-            config = replace(config, trainer=trainer, loss=loss)
-            prepare_training_data(config.data)
-            made[name, sea] = config, of_first_step(alone(), config)
-        return made[name, sea]
+        config = sea_config(folder) if sea else plain()
+        trainer = replace(config.trainer, gradient_clip=None, steps=1)
+        loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
+        config = replace(config, trainer=trainer, loss=loss)
+        prepare_training_data(config.data)
+        return config, of_first_step(alone(), config)
 
     return get
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -73,24 +74,22 @@ CASES = [
 def reference(tmp_path_factory):
     """Return a model's config with accumulation, and its trajectory on one process."""
     store = make_store(tmp_path_factory.mktemp("store"), ROWS)
-    made: dict[str, tuple[Config, Trajectory]] = {}
 
+    @cache
     def get(model: str) -> tuple[Config, Trajectory]:
-        if model not in made:
-            config = make_config(
-                store,
-                tmp_path_factory.mktemp(model),
-                MODELS[model],
-                steps=STEPS,
-                accumulate=2,
-                gradient_clip=CLIP,
-            )
-            config = replace(config, data=replace(config.data, batch_size=8))
-            if model == "plug-ins":
-                optimizer = TorchOptimizerConfig(lr=1e-2, warmup_steps=3)
-                config = replace(config, loss=LogCoshConfig(level_weight=True), optimizer=optimizer)
-            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
-        return made[model]
+        config = make_config(
+            store,
+            tmp_path_factory.mktemp(model),
+            MODELS[model],
+            steps=STEPS,
+            accumulate=2,
+            gradient_clip=CLIP,
+        )
+        config = replace(config, data=replace(config.data, batch_size=8))
+        if model == "plug-ins":
+            optimizer = TorchOptimizerConfig(lr=1e-2, warmup_steps=3)
+            config = replace(config, loss=LogCoshConfig(level_weight=True), optimizer=optimizer)
+        return config, run_on_mesh(ONE, train_from_start, config, None)
 
     return get
 
@@ -98,16 +97,14 @@ def reference(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(reference, tmp_path_factory):
     """Return the trajectory of a model on a mesh, and its checkpoint of half way."""
-    made: dict[tuple[str, Mesh], tuple[Trajectory, Path]] = {}
 
+    @cache
     def get(model: str, mesh: Mesh) -> tuple[Trajectory, Path]:
-        if (model, mesh) not in made:
-            folder = tmp_path_factory.mktemp("checkpoint")
-            made[model, mesh] = (
-                run_on_mesh(mesh, train_from_start, reference(model)[0], folder),
-                folder,
-            )
-        return made[model, mesh]
+        folder = tmp_path_factory.mktemp("checkpoint")
+        return (
+            run_on_mesh(mesh, train_from_start, reference(model)[0], folder),
+            folder,
+        )
 
     return get
 

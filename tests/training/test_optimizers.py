@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -285,13 +286,11 @@ def reference(
     """Return a config with an optimizer, and its trajectory on one process."""
     folder = tmp_path_factory.mktemp("optimizers")
     store = make_store(folder, 17)
-    made: dict[str, tuple[Config, Trajectory]] = {}
 
+    @cache
     def get(name: str) -> tuple[Config, Trajectory]:
-        if name not in made:
-            config = replace(make_config(store, folder / name), optimizer=OPTIMIZERS[name])
-            made[name] = config, run_on_mesh(ONE, train_from_start, config, None)
-        return made[name]
+        config = replace(make_config(store, folder / name), optimizer=OPTIMIZERS[name])
+        return config, run_on_mesh(ONE, train_from_start, config, None)
 
     return get
 

@@ -1,6 +1,7 @@
 """Training through all steps of a rollout, on every mesh as on one process."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -237,22 +238,20 @@ CASES = tiers(FAST, SLOW)
 @pytest.fixture(scope="module")
 def reference(store):
     """Five steps of each model on one process, whose rollouts grow, and their trajectory."""
-    made: dict[str, Any] = {}
 
+    @cache
     def get(model: str) -> Any:
-        if model not in made:
-            config = make_config(
-                store,
-                store.parent / model,
-                MODELS[model],
-                steps=5,
-                accumulate=2,
-                gradient_clip=CLIP,
-                rollout=SCHEDULE,
-            )
-            config = replace(config, data=replace(config.data, batch_size=4))
-            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
-        return made[model]
+        config = make_config(
+            store,
+            store.parent / model,
+            MODELS[model],
+            steps=5,
+            accumulate=2,
+            gradient_clip=CLIP,
+            rollout=SCHEDULE,
+        )
+        config = replace(config, data=replace(config.data, batch_size=4))
+        return config, run_on_mesh(ONE, train_from_start, config, None)
 
     return get
 

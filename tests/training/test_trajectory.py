@@ -1,5 +1,6 @@
 """Training is the same on every mesh, and after every interruption."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +31,14 @@ Trajectory = tuple[list[tuple[float, float]], torch.Tensor]  # (loss, gradient n
 def stores(tmp_path_factory):
     """Return a config and the trajectory on one process, with one store for each height."""
     paths: dict[int, Path] = {}
-    made: dict[tuple[int, str], tuple[Config, Trajectory]] = {}
 
+    @cache
     def get(rows: int, model: str = "unet") -> tuple[Config, Trajectory]:
         if rows not in paths:
             paths[rows] = make_store(tmp_path_factory.mktemp(f"rows{rows}"), rows)
-        if (rows, model) not in made:
-            run = paths[rows].parent / "run"
-            config = make_config(paths[rows], run, TINY_MODELS[model])
-            made[rows, model] = config, train_all(alone(), config)
-        return made[rows, model]
+        run = paths[rows].parent / "run"
+        config = make_config(paths[rows], run, TINY_MODELS[model])
+        return config, train_all(alone(), config)
 
     return get
 

@@ -1,7 +1,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,16 +27,14 @@ from tests.data.layouts import LAYOUTS, Layout, consolidate
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Opens the store of a layout, written once, with the dataset that it was written from."""
-    made = {}
 
+    @cache
     def of(name: str) -> tuple[Source, xr.Dataset, Layout]:
-        if name not in made:
-            layout = LAYOUTS[name]
-            folder = tmp_path_factory.mktemp("layout")
-            data = layout.canonical()
-            path = layout.write(data, folder / f"store{layout.suffix}")
-            made[name] = (opened(path), data, layout)
-        return made[name]
+        layout = LAYOUTS[name]
+        folder = tmp_path_factory.mktemp("layout")
+        data = layout.canonical()
+        path = layout.write(data, folder / f"store{layout.suffix}")
+        return (opened(path), data, layout)
 
     return of
 

@@ -17,7 +17,7 @@ from credit_dp.data.quickstart import build
 from credit_dp.files import atomic_path
 
 # Other weather than the one of `data=quickstart`, which drives the region: T42 instead of T21.
-CLIMATE = QuickstartConfig(truncation=42, seed=1, runs=4, run_days=150)
+CLIMATE = QuickstartConfig(truncation=42, seed=1, runs=8, run_days=150)
 LATITUDE, LONGITUDE = slice(75, 20), slice(225, 358)  # degrees
 
 

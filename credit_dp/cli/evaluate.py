@@ -35,8 +35,8 @@ A folder or pattern of netCDF files with a band of rows each is joined. The trut
 data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
 compared with the stores that it started from. If the truth is a region, a forecast on another grid
 that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
-FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page,
-and for ensembles rank_histograms.csv.
+FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained page, of the globe
+spectra.csv, and of ensembles rank_histograms.csv.
 
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
                              regrid=conservative or bilinear; without truth= as for the forecast

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import credit_dp
 from credit_dp.cli.evaluate import evaluate, open_forecast
 from credit_dp.config import DatesConfig
 from credit_dp.data.store import Store
@@ -258,11 +257,6 @@ def test_evaluate_refuses_a_rim_that_is_none(config, tmp_path, monkeypatch):
         evaluate([*keys, "boundary=wide"], "evaluate")
     with pytest.raises(UserError, match=r"^boundary: needs an integer of at least 0, got -1"):
         evaluate([*keys, "boundary=-1"], "evaluate")
-
-
-def test_a_model_with_a_rim_is_not_exported(config):
-    with pytest.raises(UserError, match=r"was trained with data.boundary=2: it needs the rim"):
-        credit_dp.load(config.run.dir)
 
 
 def test_joined_forecasts_still_say_what_they_were_given(config, tmp_path):

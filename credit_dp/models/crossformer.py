@@ -407,7 +407,7 @@ class CrossFormer(SegmentedModel):
         # `reflect` repeats all rows and columns but the outermost.
         unrepeated = int(modes[0] == "reflect")
         padded = _padded_grid(config, grid, unrepeated)
-        _check_kernels(config, GridShape(padded, grid.is_global), unrepeated)
+        _check_kernels(config, GridShape(padded, grid.is_global, grid.is_periodic), unrepeated)
         widths = config.channels
         strides = config.strides
         rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))

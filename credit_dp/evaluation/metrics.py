@@ -448,6 +448,11 @@ def latitude_band_weights(grid: Grid) -> Tensor:
     return torch.from_numpy(np.stack(inside) * weights)
 
 
+def has_zonal_spectra(grid: Grid) -> bool:
+    """Return whether a grid has rows round the globe in any of the `LATITUDE_BANDS`."""
+    return bool(latitude_band_weights(grid).any())
+
+
 @final
 class ZonalSpectra(Accumulator):
     """Accumulates zonal power spectra, averaged over latitude bands and samples.

@@ -75,11 +75,13 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
         folded = folded._replace(outer=sum(layout_of(x).outer for x in tensors))
         return GlobalTensor(torch.cat([x.local for x in tensors], dim), folded, view_)
     tensors = [_in_bands_of(x, dim) for x in tensors]
-    bands = bands_of(tensors)
-    partition = _extended_partition(tensors, bands, dim) if len(bands) == 1 else None
-    if partition is None:
-        partition = view_.partition(sum(x.shape[dim] for x in tensors))
-        assert partition is not None  # no fewer rows than a band has
+    largest = max(bands_of(tensors), key=lambda x: x.shape[dim])
+    position = next(i for i, x in enumerate(tensors) if x is largest)
+    before, after = (
+        sum(x.shape[dim] for x in part) for part in (tensors[:position], tensors[position + 1 :])
+    )
+    partition = _extended_partition(largest, before, after)
+    assert partition is not None  # no fewer rows than a band has
     result = Layout(dim, 1, partition)
     parts, start = [], 0
     for x in tensors:
@@ -108,19 +110,18 @@ def _in_bands_of(x: Any, dim: int) -> Any:
     return with_bands(x, Layout(dim, 1, partition))
 
 
-def _extended_partition(
-    tensors: list[Any], bands: list[GlobalTensor], dim: int
-) -> RowPartition | None:
-    """Return bands with the rows of whole tensors on the first and the last rank, if balanced."""
-    position = next(i for i, x in enumerate(tensors) if x is bands[0])
-    before, after = (
-        sum(x.shape[dim] for x in part) for part in (tensors[:position], tensors[position + 1 :])
-    )
-    layout = layout_of(bands[0])
-    inner = (bound + before for bound in layout.partition.bounds[1:-1])
-    partition = RowPartition((0, *inner, before + layout.size + after))
-    is_balanced = max(partition.sizes) * partition.ranks <= LARGEST_IMBALANCE * partition.height
-    return partition if is_balanced else None
+def _extended_partition(x: GlobalTensor, before: int, after: int) -> RowPartition | None:
+    """Return bands with more rows on the first and last rank, or with fewer; None if too few.
+
+    Rows stay where they are if that is balanced.
+    """
+    layout = layout_of(x)
+    height = before + layout.size + after
+    inner = (min(max(bound + before, 0), height) for bound in layout.partition.bounds[1:-1])
+    partition = RowPartition((0, *inner, height))
+    is_balanced = max(partition.sizes) * partition.ranks < LARGEST_IMBALANCE * height
+    is_kept = is_balanced and min(partition.sizes) > 0
+    return partition if is_kept else x.view_.partition(height)
 
 
 def _ranges_within(partition: RowPartition, start: int, size: int) -> list[tuple[RowRange, ...]]:
@@ -213,7 +214,7 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
     height, padded = layout.size, layout.size + north + south
     if padded < 1 or mode not in MODES:
         raise NoRuleError
-    partition = view.partition(padded)
+    partition = _extended_partition(x, north, south)
     bands = [
         slice(0, padded) if partition is None else partition.rows(r) for r in range(view.ranks)
     ]

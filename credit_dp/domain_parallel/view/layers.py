@@ -88,8 +88,11 @@ def call_layer(
         # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
         x = with_rows_everywhere(x)
         return wrap(func(x.local), x.rows, view)
-    # Layers take and return the manager's bands of a height; the rule may get other ones.
-    source = view.manager.partition(layout.size)
+    # Layers take and return the manager's bands of a height; the rule may get other ones. Of these
+    # convolutions fetch what they need, so that padded rows don't move before.
+    source = layout.partition
+    if not isinstance(layer, _RowConv) or layout.outer != 1 or 0 in source.sizes:
+        source = view.manager.partition(layout.size)
     if 0 in source.sizes:
         raise NoRuleError
     result: Layout | None = None

@@ -1188,9 +1188,9 @@ def test_attention_sends_and_holds_what_its_heads_need(heads, sent, held):
     assert max(of_rank for _, _, of_rank in costs) <= held
 
 
-def _rows_sent(manager, convolutions, shape):
+def _rows_sent(manager, function, shape):
     """Return the rows that a rank sends in a forward and in a backward."""
-    model = Model(lambda m, x: sum(dilated(m, x, dilation) for dilation in convolutions)).double()
+    model = Model(function).double()
     attach_view(model, manager, [shape])
     x = torch.randn(shape, dtype=torch.float64)
     traffic = manager.transport.traffic
@@ -1219,11 +1219,48 @@ def _rows_sent(manager, convolutions, shape):
 )
 def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again, overlap):
     shape = (2, CHANNELS, 16, COLUMNS)
-    sent = on_threads(4, _rows_sent, dilations, shape)
+    sent = on_threads(4, _rows_sent, lambda m, x: sum(dilated(m, x, d) for d in dilations), shape)
     assert [forward for forward, _ in sent] == rows
     # Every rank returns the gradients of as many rows as it has received.
     totals = [sum(of_ranks) for of_ranks in zip(*sent, strict=True)]
     assert totals == [sum(rows), (1 + (again and overlap)) * sum(rows)]
+
+
+def over_the_poles(x, rows):
+    north, south = (
+        part.flip(2).roll(COLUMNS // 2, -1) for part in (x[:, :, :rows], x[:, :, -rows:])
+    )
+    return torch.cat([north, x, south], 2)
+
+
+PADDED = {
+    "zeros": (lambda x: F.pad(x, (0, 0, 1, 1)), [0, 0, 0, 0]),
+    "reflected": (lambda x: F.pad(x, (0, 0, 1, 1), mode="reflect"), [0, 0, 0, 0]),
+    # Fewer rows than ranks go to all of them.
+    "over the poles": (lambda x: over_the_poles(x, 1), [3, 0, 0, 3]),
+    # The slice of each pole becomes bands of one row, which are exchanged by the flip, and return.
+    "many over the poles": (lambda x: over_the_poles(x, 4), [3 + 2 + 1, 2 + 2, 2 + 2, 3 + 2 + 1]),
+    "and cropped": (lambda x: F.pad(F.pad(x, (0, 0, 2, 2)), (0, 0, -1, -1)), [0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_rows_stay_where_they_are(name):
+    pad, of_poles = PADDED[name]
+
+    def function(m, x):
+        padded = pad(x)
+        return F.conv2d(padded, kernel(m, padded.shape[2] - x.shape[2] + 1, 1))
+
+    shape = (2, CHANNELS, 24, COLUMNS)
+    check(function, shape, 4)
+    sent = on_threads(4, _rows_sent, function, shape)
+    width = 4 if "many" in name else 1
+    halos = [width, 2 * width, 2 * width, width]
+    assert [forward for forward, _ in sent] == [
+        sum(rows) for rows in zip(halos, of_poles, strict=True)
+    ]
+    assert sum(backward for _, backward in sent) == sum(halos) + sum(of_poles)
 
 
 def ask_for_a_gradient_in_between(model, x):

@@ -94,6 +94,7 @@ def load_or_create(
     Raises:
         UserError: another user's files are in the way.
         NotComputedError: it would have to be created.
+        OSError: what was written can't be read back.
     """
     found = load(path)
     if found is None:

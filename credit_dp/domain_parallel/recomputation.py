@@ -217,7 +217,8 @@ class CheckpointedForward:
                 raise UserError(
                     "trainer.checkpoint_activations: needs a model whose forward changes no "
                     f"buffer, but {self.path} changes {name}, and would again in backward. Set "
-                    "trainer.checkpoint_activations=false, or use a layer without such a buffer."
+                    "it (or model.activation_checkpointing) to false, or use a layer without such "
+                    "a buffer."
                 )
         self._checked = True
 

@@ -252,8 +252,8 @@ class ReceivedMessages:
         if call is None or (shapes is not None and shapes != [t.shape for t in call]):
             raise UserError(
                 f"trainer.checkpoint_activations: {self.path} must exchange the same rows when "
-                "backward computes it again, but exchanges others. Set "
-                "trainer.checkpoint_activations=false."
+                "backward computes it again, but exchanges others. Set it (or "
+                "model.activation_checkpointing) to false."
             )
         self._next = at + 1
         return call

@@ -138,7 +138,8 @@ def recomputed_modules(model: nn.Module, config: Config, domain: int) -> list[st
     """Return the paths of the modules that backward computes again; "" stands for the model.
 
     A model stops checkpointing its blocks by itself where that would send rows again, and with
-    `trainer.checkpoint_activations=blocks`.
+    `trainer.checkpoint_activations=blocks`. It sends again in a pipeline, or within a step that is
+    computed again.
 
     Args:
         model: complete, before it is converted.

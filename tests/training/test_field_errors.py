@@ -294,7 +294,7 @@ def test_unknown_variables_and_other_rows_are_refused() -> None:
     half = Grid(90 * np.linspace(1, -1, ROWS) ** 3, GRID.longitude)
     with pytest.raises(UserError, match=r"loss\.sphere_spectrum: needs rows that are evenly"):
         build_loss(sphere, CHANNELS, half, slice(0, ROWS), SCALE)
-    region = Grid(np.linspace(60, 20, ROWS), GRID.longitude)
+    region = Grid(np.linspace(60, 20, ROWS), GRID.longitude / 2)
     for key in ("spectrum", "sphere_spectrum"):
         with pytest.raises(UserError, match=rf"^loss\.{key}: a global grid .*Set loss\.{key}=0\.$"):
             build_loss(StandardLossConfig(**{key: 1.0}), CHANNELS, region, slice(0, ROWS), SCALE)

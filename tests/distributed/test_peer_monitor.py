@@ -43,6 +43,15 @@ class LostStore:
         raise RuntimeError("connection reset")
 
 
+class WakingStore(HashStore):
+    """A store whose `add` wakes those who wait, as torch's TCPStore; HashStore's does not."""
+
+    def add(self, key: str, amount: int) -> int:
+        number = super().add(key, amount)
+        self.set("woken", "")
+        return number
+
+
 class LateStore:
     """A store of which `set` does not wait for the server, as in torch's TCPStore."""
 
@@ -193,7 +202,7 @@ def test_a_finished_rank_is_not_taken_for_a_killed_one(
     codes: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All of them wait for the last one, and leave in any order then."""
-    store = HashStore()
+    store = WakingStore()
     monitors = [monitor_of(rank, store) for rank in range(4)]
     for monitor in monitors:
         monitor.rendezvous_store = store
@@ -204,6 +213,7 @@ def test_a_finished_rank_is_not_taken_for_a_killed_one(
     threads[3].start()
     for thread in threads:
         thread.join(60)
+        assert not thread.is_alive()
     assert store.check([END_KEY])
     monitors[0].processes[1] = ended_process()
     monitors[0].watch()

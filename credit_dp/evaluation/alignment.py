@@ -266,6 +266,7 @@ def align(
         source = open_source(config)
         if forecast.calendar.is_standard and source.calendar.name in GREGORIAN:
             forecast.set_calendar(source.calendar)
+            times = forecast.initial_times[initials]
         if source.calendar != forecast.calendar:
             raise UserError(
                 f"{forecast.where}: has dates of the {forecast.calendar.name} calendar, but the "

@@ -23,8 +23,6 @@ from tests.training.command_runs import CommandRuns
 from tests.training.forms import FORMS, Form
 
 DAY = timedelta(hours=24)
-# On N320 a rounding of initial states grows, in one of a million points beyond 1e-6 in a day.
-STARTED = tuple(name for name in FORMS if name != "N320 anemoi")
 REGIONS = ("box", "Lambert zarr", "rotated netCDF")  # beside Lambert netCDF, in the long tier
 LONG = (
     *("O16 netCDF", "O96 anemoi", "N320 anemoi", "HEALPix zarr", "regular on 12x24"),
@@ -135,8 +133,9 @@ def test_scores_are_those_of_numpy(trained):
             assert found == pytest.approx(rmse, rel=form.tolerance)
 
 
-@only("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", slow=STARTED)
+@only("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", slow=tuple(FORMS))
 def test_a_forecast_starts_from_a_file_of_the_form(trained):
+    """Rows of cells may differ by a rounding of float32 at first, which grows a little in a day."""
     form = trained.form
     state = form.data.sel(time=slice(form.last, form.last)).drop_encoding()
     state.to_netcdf(trained.folder / "state.nc")
@@ -144,7 +143,8 @@ def test_a_forecast_starts_from_a_file_of_the_form(trained):
     of_store = trained.opened("forecast").isel(time=[-1])
     assert of_file["time"].values == of_store["time"].values
     for name in form.names:
-        np.testing.assert_allclose(of_file[name], of_store[name], rtol=1e-6)
+        spread = float(of_store[name].std())
+        np.testing.assert_allclose(of_file[name], of_store[name], rtol=0, atol=1e-3 * spread)
 
 
 # Cells
@@ -196,8 +196,12 @@ def test_forecasts_on_cells_are_grib_of_their_grid(trained):
     assert "complete" in trained.command("credit-dp", "forecast", "check", "cells.grib")
     same = trained.opened("same")
     for short, name in (("t2m", "2m_temperature"), ("msl", "mean_sea_level_pressure")):
-        keys = {"filter_by_keys": {"cfVarName": short}, "indexpath": ""}
-        found = xr.open_dataset(trained.folder / "cells.grib", engine="cfgrib", backend_kwargs=keys)
+        found = xr.open_dataset(
+            trained.folder / "cells.grib",
+            engine="cfgrib",
+            decode_timedelta=True,
+            backend_kwargs={"filter_by_keys": {"cfVarName": short}, "indexpath": ""},
+        )
         assert found[short].attrs["GRIB_gridType"] == "reduced_gg"
         np.testing.assert_allclose(found["latitude"], trained.form.cells.latitudes, atol=1e-3)
         np.testing.assert_allclose(found["longitude"], trained.form.cells.longitudes, atol=1e-3)

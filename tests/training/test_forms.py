@@ -135,7 +135,6 @@ def test_scores_are_those_of_numpy(trained):
 
 @only("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", slow=tuple(FORMS))
 def test_a_forecast_starts_from_a_file_of_the_form(trained):
-    """Rows of cells may differ by a rounding of float32 at first, which grows a little in a day."""
     form = trained.form
     state = form.data.sel(time=slice(form.last, form.last)).drop_encoding()
     state.to_netcdf(trained.folder / "state.nc")
@@ -143,8 +142,9 @@ def test_a_forecast_starts_from_a_file_of_the_form(trained):
     of_store = trained.opened("forecast").isel(time=[-1])
     assert of_file["time"].values == of_store["time"].values
     for name in form.names:
-        spread = float(of_store[name].std())
-        np.testing.assert_allclose(of_file[name], of_store[name], rtol=0, atol=1e-3 * spread)
+        # Of the many cells of O96 and N320 some differ by a rounding at first, which grows.
+        rounding = 1e-3 * float(of_store[name].std()) if len(form.areas) > 100 else 0.0
+        np.testing.assert_allclose(of_file[name], of_store[name], rtol=1e-6, atol=rounding)
 
 
 # Cells

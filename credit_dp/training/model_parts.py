@@ -280,7 +280,7 @@ def build_network(
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
-    elif config.trainer.checkpoint_activations == "false":  # those that a model chooses by itself
+    elif config.trainer.checkpoint_activations == "false":  # by model.activation_checkpointing
         checkpoint_modules(model, blocks, keep_draws, draws_from_torch)
     _enable_configured_autocast(model, config.trainer, like)
     if config.compile:

@@ -17,10 +17,9 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import fingerprint
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import year_fraction
-from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, Window, split_rows
 

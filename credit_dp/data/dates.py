@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.config.data import AUTO, SPLITS
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.errors import UserError, counted
 
 Interval = tuple[np.datetime64, np.datetime64]
-Times = NDArray[np.datetime64]
 
 SPLIT_FRACTIONS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # of the times, in this order
 

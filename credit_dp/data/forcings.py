@@ -11,7 +11,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar
+from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar, Times
+from credit_dp.data.grid import Degrees
 
 SOLAR_CONSTANT = 1361.0  # W m-2 at one astronomical unit
 HOUR_ANGLE = np.pi / 12  # rotation of the earth in one hour, radians
@@ -181,8 +182,6 @@ def day_fraction(times: NDArray[np.datetime64]) -> NDArray[np.float64]:
     return np.asarray(seconds.astype(np.float64) / 86400)
 
 
-Degrees = NDArray[np.float64]
-Times = NDArray[np.datetime64]
 Values = NDArray[np.float64]
 
 # Times (T,), latitudes (rows,), longitudes (W,), calendar of the times -> (T, rows, W). On a

@@ -23,7 +23,8 @@ FULL_CIRCLE = 360.0  # degrees
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores have coordinates in float32, or rounded
 
 Degrees = NDArray[np.float64]
-Field = NDArray[np.float64]
+Array = NDArray[np.float64]
+FieldArray = NDArray[np.float32]  # fields as they are read from stores
 
 
 def parse_grid(text: str) -> tuple[int, int]:
@@ -90,13 +91,13 @@ def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
     return area_weights(row_edges(latitude))
 
 
-def area_weights(edges: Degrees) -> Field:
+def area_weights(edges: Degrees) -> Array:
     """Return the areas between circles of latitude divided by their mean: `(H + 1,)` -> `(H,)`."""
     area = np.abs(np.diff(np.sin(np.deg2rad(edges))))
     return np.asarray(area / area.mean(), dtype=np.float64)
 
 
-def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> Field:
+def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) -> Array:
     """Return the areas of the cells of a grid with two-dimensional coordinates, divided by R^2.
 
     A cell is the spherical quadrilateral between four corners. A corner is the mean of the four
@@ -123,14 +124,14 @@ def cell_areas(latitude: NDArray[np.float64], longitude: NDArray[np.float64]) ->
     return np.abs(_quadrilateral_areas(corners))
 
 
-def unit_vectors(latitude: Degrees, longitude: Degrees) -> Field:
+def unit_vectors(latitude: Degrees, longitude: Degrees) -> Array:
     """Return points of a sphere of radius 1: degrees, broadcast to `(...)`, -> `(3, ...)`."""
     phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
     radius = np.cos(phi)
     return np.stack(np.broadcast_arrays(radius * np.cos(lam), radius * np.sin(lam), np.sin(phi)))
 
 
-def _quadrilateral_areas(corners: Field) -> Field:
+def _quadrilateral_areas(corners: Array) -> Array:
     """Return signed areas between neighbouring points: `(3, H, W)` -> `(H - 1, W - 1)`."""
     north_west, north_east = corners[:, :-1, :-1], corners[:, :-1, 1:]
     south_west, south_east = corners[:, 1:, :-1], corners[:, 1:, 1:]
@@ -138,7 +139,7 @@ def _quadrilateral_areas(corners: Field) -> Field:
     return np.asarray(sum(_triangle_area(*half) for half in halves), dtype=np.float64)
 
 
-def _triangle_area(a: Field, b: Field, c: Field) -> Field:
+def _triangle_area(a: Array, b: Array, c: Array) -> Array:
     """Return the signed areas of spherical triangles between unit vectors `(3, ...)`."""
     # Differences of vectors instead of the vectors: cells of few kilometres keep their digits.
     volume = (a * np.cross(b - a, c - a, axis=0)).sum(axis=0)
@@ -260,7 +261,7 @@ class Grid(tuple[int, int]):
         return not self.is_projected and self._goes_round()
 
     @cached_property
-    def weights(self) -> Field:
+    def weights(self) -> Array:
         """The areas of the cells divided by their mean: `(H,)`, or `(H, W)` on a projection.
 
         The outermost rows of a region extend as far outward as inward; for projections see
@@ -491,13 +492,13 @@ class Grid(tuple[int, int]):
         return ""
 
 
-def _to_text(values: Field) -> str:
+def _to_text(values: Array) -> str:
     """Return values in the smaller type that has all their digits, compressed, as text."""
     kind = "<f4" if np.array_equal(values.astype("<f4"), values) else "<f8"
     return kind + base64.b64encode(zlib.compress(values.astype(kind).tobytes())).decode()
 
 
-def _from_text(text: str, shape: Sequence[int]) -> Field:
+def _from_text(text: str, shape: Sequence[int]) -> Array:
     kind = np.dtype(text[:3])
     size = kind.itemsize * math.prod(shape)
     try:

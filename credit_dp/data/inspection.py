@@ -11,11 +11,11 @@ from typing import final
 import numpy as np
 
 from credit_dp.bands import max_rows_touched, row_amplification
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.data.grid import POLE, Grid, turns, unit_vectors
-from credit_dp.data.sources.source import Source, Times, VariableInfo, all_names
+from credit_dp.data.sources.source import Source, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a float32 value

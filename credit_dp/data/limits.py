@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel, suggest_names
-from credit_dp.data.sources.source import Fields, Source, VariableInfo
+from credit_dp.data.grid import FieldArray
+from credit_dp.data.sources.source import Source, VariableInfo
 from credit_dp.data.units import (
     ACCUMULATED,
     CONVERSIONS,
@@ -186,7 +187,9 @@ def _convert_range(limits: ValueRange | None, known: KnownVariable, unit: str) -
     return ValueRange((limits.low - offset) / scale, (limits.high - offset) / scale)
 
 
-def sampled_ranges(fields: Iterable[Fields], channels: Sequence[Channel]) -> dict[str, ValueRange]:
+def sampled_ranges(
+    fields: Iterable[FieldArray], channels: Sequence[Channel]
+) -> dict[str, ValueRange]:
     """Return the ranges of unknown channels, from fields `(C, H, W)` of some dates.
 
     A few damaged fields do no harm: fill values are left out, and the percentiles of each date are
@@ -226,7 +229,7 @@ def _percentiles(field: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.array([low, middle, high])
 
 
-def extremes(fields: Fields) -> tuple[Fields, Fields]:
+def extremes(fields: FieldArray) -> tuple[FieldArray, FieldArray]:
     """Return the smallest and the largest value of each field of `(T, C, rows, W)`: `(T, C)` each.
 
     They are NaN for a field with a NaN. Large fields are read from memory only once.
@@ -247,7 +250,7 @@ def extremes(fields: Fields) -> tuple[Fields, Fields]:
     return lowest.reshape(shape), highest.reshape(shape)
 
 
-def extremes_of_block(values: Fields) -> tuple[Fields, Fields]:
+def extremes_of_block(values: FieldArray) -> tuple[FieldArray, FieldArray]:
     """Return the smallest and the largest value of each channel of `(c, n, r, W)`: `(c,)` each.
 
     They are NaN for a channel with a NaN.
@@ -284,7 +287,7 @@ class ValueLimits:
         return [c for c in channels if not self._is_given(c) and self._known_range(c) is None]
 
     def in_range(
-        self, channels: Sequence[Channel], lowest: Fields, highest: Fields
+        self, channels: Sequence[Channel], lowest: FieldArray, highest: FieldArray
     ) -> NDArray[np.bool_]:
         """Return which fields have no NaN, nor `extremes` out of range: `(T, C)`."""
         low, high = self.bounds(channels)
@@ -296,7 +299,7 @@ class ValueLimits:
         unlimited = ValueRange(-LARGEST, LARGEST)
         return np.array([self.range_of(channel) or unlimited for channel in channels]).T
 
-    def farthest_outlier(self, channel: Channel, field: Fields) -> tuple[int, ...] | None:
+    def farthest_outlier(self, channel: Channel, field: FieldArray) -> tuple[int, ...] | None:
         """Return the index of the value farthest out of range; None if all are in range.
 
         NaN is ignored. The field may have any shape.
@@ -315,7 +318,7 @@ class ValueLimits:
         index = np.unravel_index(int(excess.argmax()), excess.shape)
         return tuple(map(int, index)) if excess[index] > 0 else None
 
-    def is_implausible(self, channel: Channel, field: Fields) -> bool:
+    def is_implausible(self, channel: Channel, field: FieldArray) -> bool:
         """Whether a field is too far out of range even for the forecast of a poor model.
 
         That is so if most values are out of range, or any by more than the width of the range.
@@ -332,7 +335,7 @@ class ValueLimits:
     def check(
         self,
         channel: Channel,
-        field: Fields,
+        field: FieldArray,
         date_of: Callable[[int], tuple[int, str]],
         first_row: int = 0,
     ) -> None:
@@ -360,7 +363,7 @@ class ValueLimits:
     def out_of_range_message(
         self,
         channel: Channel,
-        field: Fields,
+        field: FieldArray,
         outlier: tuple[int, ...],
         position: str,
         other_cause: str = "",
@@ -394,7 +397,7 @@ class ValueLimits:
         )
 
     def _likely_cause(
-        self, channel: Channel, field: Fields, limits: ValueRange, value: float
+        self, channel: Channel, field: FieldArray, limits: ValueRange, value: float
     ) -> str:
         """Return the likely cause of values out of range: fill value, damage or another unit."""
         is_fill_value = np.isclose(FILL_VALUES, value, rtol=1e-5).any()

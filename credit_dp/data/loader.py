@@ -28,9 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import HasTimes, Times, split_slice
+from credit_dp.data.dates import HasTimes, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import (
     ONE_STEP,
@@ -41,7 +43,7 @@ from credit_dp.data.sampling import (
 )
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
-from credit_dp.data.sources.source import BlockConsumer, Fields
+from credit_dp.data.sources.source import BlockConsumer
 from credit_dp.data.store import Store
 from credit_dp.errors import counted
 
@@ -539,7 +541,7 @@ class BatchReader:
         num_outputs: int,
         channels: slice,
         rows: slice,
-        values: Fields,
+        values: FieldArray,
     ) -> None:
         """Normalise values of a time, which it overwrites, into the tensors of a sample.
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
-from credit_dp.data.dates import HasTimes, Times, split_slice, times_with_steps
+from credit_dp.data.calendar import Times
+from credit_dp.data.dates import HasTimes, split_slice, times_with_steps
 from credit_dp.errors import UserError, counted
 from credit_dp.random_streams import random_stream
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
+from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
 from credit_dp.data.dates import SumWindows, indices_on_step, sum_windows, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.source import (
-    Fields,
     Source,
-    Times,
     all_names,
     as_slice,
     describe_sums,
@@ -284,7 +284,9 @@ class StepReader:
         reader._source = source
         return reader
 
-    def read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
+    def read(
+        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
+    ) -> FieldArray:
         """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
 
         Channels with the same window take one read of the source.
@@ -341,7 +343,7 @@ class StepReader:
         block_numbers = positions[indices] // block_length
         return np.split(indices, np.flatnonzero(np.diff(block_numbers)) + 1)
 
-    def convert(self, channels: Sequence[Channel], fields: Fields) -> None:
+    def convert(self, channels: Sequence[Channel], fields: FieldArray) -> None:
         """Convert the units of `(T, C, rows, W)` in place, where the config sets a conversion."""
         if not self._conversions:
             return
@@ -363,7 +365,7 @@ class StepReader:
         channels: Sequence[Channel],
         indices: NDArray[np.intp],
         rows: slice,
-    ) -> Fields:
+    ) -> FieldArray:
         """Read channels that are not summed, or that are summed over one kind of window."""
         if number is None:
             return self._source.read(channels, as_slice(self._indices[indices]), rows)

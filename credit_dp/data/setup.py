@@ -30,7 +30,7 @@ from credit_dp.data.cache import (
     load_or_create,
     lock_cached,
 )
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
@@ -47,7 +47,6 @@ from credit_dp.data.quickstart.dataset import (
 )
 from credit_dp.data.quickstart.dynamics import LEVELS
 from credit_dp.data.selection import check_hybrid, check_variable_keys, data_step_indices
-from credit_dp.data.sources.source import Times
 from credit_dp.data.statistics import (
     Pair,
     Statistics,

@@ -18,11 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.boundary import check_boundary, given_share, rim_mask
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import Degrees
+from credit_dp.data.grid import Degrees, FieldArray
 from credit_dp.data.limits import (
     ValueLimits,
     ValueRange,
@@ -33,7 +33,7 @@ from credit_dp.data.limits import (
 from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import BlockConsumer, BlockReader, Fields, Source, Times
+from credit_dp.data.sources.source import BlockConsumer, BlockReader, Source
 from credit_dp.data.units import check_units, converted_unit, usual_unit
 from credit_dp.errors import UserError, counted
 
@@ -183,7 +183,7 @@ class Store:
             [*self.channels.output_channels, *self.stored_forcing]
         )
 
-    def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
+    def sample(self, channels: Sequence[Channel], count: int) -> Iterator[FieldArray]:
         """Yield channels, `(C, H, W)`, at up to `count` evenly spaced training dates, unchecked.
 
         The dates of all members follow each other.
@@ -219,7 +219,7 @@ class Store:
         """Chunks, or inner chunks of shards, read since opening."""
         return self.source.chunk_reads
 
-    def read_states(self, times: Times, rows: slice) -> Fields:
+    def read_states(self, times: Times, rows: slice) -> FieldArray:
         """Read the prognostic channels at several times, `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
@@ -229,11 +229,11 @@ class Store:
         """
         return self._read(self.channels.prognostic, self.time_indices(times), rows)
 
-    def read_outputs(self, times: Times, rows: slice) -> Fields:
+    def read_outputs(self, times: Times, rows: slice) -> FieldArray:
         """Read the prognostic, then the diagnostic channels, `(T, outputs, rows, W)`."""
         return self._read(self.channels.output_channels, self.time_indices(times), rows)
 
-    def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
+    def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> FieldArray:
         """Read any channels that change in time, `(T, C, rows, W)`.
 
         A chunk that holds several of the channels or times is read once.
@@ -247,12 +247,12 @@ class Store:
         """
         return self._step_reader.chunk_numbers(channel, self.time_indices(times))
 
-    def read_forcing_at(self, time: np.datetime64, rows: slice) -> Fields:
+    def read_forcing_at(self, time: np.datetime64, rows: slice) -> FieldArray:
         """Read or compute the forcing channels at one time, `(F, rows, W)`."""
-        fields: Fields = self.read_forcing(np.array([time]), rows)[0]
+        fields: FieldArray = self.read_forcing(np.array([time]), rows)[0]
         return fields
 
-    def read_forcing(self, times: Times, rows: slice) -> Fields:
+    def read_forcing(self, times: Times, rows: slice) -> FieldArray:
         """Read or compute the forcing channels at several times, `(T, F, rows, W)`."""
         band = self._bounded_rows(rows)
         names = self.channels.forcing
@@ -265,7 +265,7 @@ class Store:
             fields[:, index] = self.computed_forcing(names[index], times, band)
         return fields
 
-    def read_static(self, rows: slice) -> Fields:
+    def read_static(self, rows: slice) -> FieldArray:
         """Read or compute the static channels, `(S, rows, W)`."""
         band = self._bounded_rows(rows)
         names = self.channels.static
@@ -333,7 +333,7 @@ class Store:
         masks = {c: self.masks[c][band] for c in channels if c in self.masks}
         filled = [position for position, channel in enumerate(channels) if channel in masks]
 
-        def check(span: slice, rows: slice, values: Fields) -> None:
+        def check(span: slice, rows: slice, values: FieldArray) -> None:
             self._step_reader.convert(channels[span], values[None])
             ends = extremes_of_block(values)
             for position in filled:
@@ -355,7 +355,7 @@ class Store:
         # NaN, for a missing value, is neither above nor below anything.
         return bool((lowest >= bounds[0]).all() and (highest <= bounds[1]).all())
 
-    def computed_forcing(self, name: str, times: Times, rows: slice) -> Fields:
+    def computed_forcing(self, name: str, times: Times, rows: slice) -> FieldArray:
         """Compute a forcing that is not read, `(T, rows, W)`."""
         instants = np.asarray(times, dtype=self.calendar.dtype)
         coordinates = self.grid.coordinates(self._bounded_rows(rows))
@@ -384,7 +384,7 @@ class Store:
             return None
         return rim_mask(self.grid, self.config.boundary)[rows]
 
-    def without_rim(self, fields: Fields, rows: slice) -> Fields:
+    def without_rim(self, fields: FieldArray, rows: slice) -> FieldArray:
         """Return `(..., rows, W)` with NaN on the rim; the same without one."""
         rim = self.rim(rows)
         return fields if rim is None else np.where(rim, np.float32(np.nan), fields)
@@ -408,7 +408,7 @@ class Store:
 
     def blocks(
         self, channels: Sequence[Channel], span: slice, rows: slice, *, checked: bool = True
-    ) -> Iterator[tuple[int, Fields]]:
+    ) -> Iterator[tuple[int, FieldArray]]:
         """Read all times of `span` in order, in blocks of bounded size.
 
         Blocks end at the edges of the store's chunks if they can. Without `checked`, values may be
@@ -461,7 +461,9 @@ class Store:
                 described.append([name, *changes, *map(mask_digest, masks)])
         return described
 
-    def _read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
+    def _read(
+        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
+    ) -> FieldArray:
         """Read channels that change in time and check their values: `(T, C, rows, W)`."""
         band = self._bounded_rows(rows)
         fields = self._step_reader.read(channels, indices, band)
@@ -482,7 +484,7 @@ class Store:
             self._check_limits(channel, fields[:, channel_index], indices, band)
         return fields
 
-    def _refuse_empty(self, channel: Channel, field: Fields, indices: NDArray[np.intp]) -> None:
+    def _refuse_empty(self, channel: Channel, field: FieldArray, indices: NDArray[np.intp]) -> None:
         """Refuse a field `(T, rows, W)` that has no value at some time on the globe."""
         if field.shape[1:] != self.grid:  # other rows may have values
             return
@@ -496,7 +498,7 @@ class Store:
         return next(role for role in ROLES if channel.variable in getattr(self.config, role))
 
     def _check_limits(
-        self, channel: Channel, field: Fields, indices: NDArray[np.intp] | None, band: slice
+        self, channel: Channel, field: FieldArray, indices: NDArray[np.intp] | None, band: slice
     ) -> None:
         """Refuse values of `(T, rows, W)` that are out of range.
 
@@ -516,7 +518,7 @@ class Store:
 
         self.limits.check(channel, field, date_of, band.start)
 
-    def _read_static(self, band: slice) -> Fields:
+    def _read_static(self, band: slice) -> FieldArray:
         fields = self.source.read(self._static, slice(0, 1), band)
         self._step_reader.convert(self._static, fields)
         for index, channel in enumerate(self._static):
@@ -526,13 +528,13 @@ class Store:
             if find_missing(field, mask) is not None:
                 raise self._missing_value_error(channel, field[0], None, mask)
             self._check_limits(channel, field, None, band)
-        static: Fields = fields[0]
+        static: FieldArray = fields[0]
         return static
 
     def _missing_value_error(
         self,
         channel: Channel,
-        field: Fields,
+        field: FieldArray,
         time: np.datetime64 | None,
         valid: ValidMask | None,
     ) -> UserError:
@@ -574,7 +576,7 @@ def mask_digest(mask: ValidMask) -> str:
     return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()[:16]
 
 
-def all_finite(fields: Fields) -> bool:
+def all_finite(fields: FieldArray) -> bool:
     """Whether no value is NaN or infinite."""
     # A sum is faster than isfinite, and not finite if any value is not. If it is not finite for
     # another reason, which is overflow, the slow check decides.
@@ -582,7 +584,7 @@ def all_finite(fields: Fields) -> bool:
         return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
 
 
-def find_missing(field: Fields, valid: ValidMask | None, has_fill: bool = False) -> int | None:
+def find_missing(field: FieldArray, valid: ValidMask | None, has_fill: bool = False) -> int | None:
     """Set a field to NaN outside `valid`, then look for missing values inside.
 
     Without a mask all points must have values; of a variable with a fill, whose mask is not known,
@@ -611,7 +613,7 @@ def missing_value_error(
     where: str,
     channel: Channel,
     role: str,
-    field: Fields,
+    field: FieldArray,
     time: str | None,
     valid: ValidMask | None = None,
 ) -> UserError:

@@ -20,9 +20,9 @@ from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import one_step_pairs, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Masks, Store
 from credit_dp.errors import UserError, counted
 
@@ -99,7 +99,7 @@ class Window:
         before, after: indices along T of pairs one step apart that are complete for the first time.
     """
 
-    fields: Fields
+    fields: FieldArray
     dates: Indices
     fresh: Indices
     before: Indices
@@ -175,7 +175,7 @@ def stream_windows(
     indices = dates.indices[piece.first : piece.stop]
     next_indices = dates.next_indices[piece.first : piece.stop]
     window_indices: Indices = np.empty(0, dtype=np.intp)
-    fields: Fields | None = None
+    fields: FieldArray | None = None
     store = store.member(piece.member)
     needed = np.union1d(indices, next_indices[next_indices >= 0])
     for block_indices, block in _read_blocks(store, piece, needed, checked):
@@ -198,7 +198,7 @@ def stream_windows(
 
 def _read_blocks(
     store: Store, piece: Piece, indices: Indices, checked: bool
-) -> Iterator[tuple[Indices, Fields]]:
+) -> Iterator[tuple[Indices, FieldArray]]:
     """Yield time indices and their fields, for the given indices only."""
     for span in _contiguous_slices(indices, _dates_per_chunk(store, piece.channels)):
         for first, block in store.blocks(piece.channels, span, piece.rows, checked=checked):

@@ -20,9 +20,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.limits import extremes
-from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import AlignedForecast, translate_error_keys
@@ -32,7 +33,6 @@ MAX_BYTES = 2**30
 READ_PARTS = 16  # a window that fills half of `MAX_BYTES` is read in at least this many parts
 UNSTABLE_HINT = ", or a model that has become unstable"
 
-Fields = NDArray[np.float32]
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 # For each variable, the indices of its channels, which are adjacent.
@@ -57,10 +57,10 @@ class Block:
     initial_time: np.datetime64
     channels: slice
     leads: slice
-    forecast: Fields
-    truth: Fields
-    climatology: Fields
-    start: Fields
+    forecast: FieldArray
+    truth: FieldArray
+    climatology: FieldArray
+    start: FieldArray
 
 
 def read_blocks(aligned: AlignedForecast, valid: Mask | None) -> Iterator[Block]:
@@ -89,13 +89,13 @@ class TimeWindow:
     """
 
     def __init__(
-        self, times: Times, chunks: Indices, read: Callable[[Times], Fields], max_times: int
+        self, times: Times, chunks: Indices, read: Callable[[Times], FieldArray], max_times: int
     ) -> None:
         self._times = times
         self._chunks = chunks
         self._read = read
         self._max_times = max_times
-        self._cache: dict[int, Fields] = {}  # (C, H, W) by the index of the time
+        self._cache: dict[int, FieldArray] = {}  # (C, H, W) by the index of the time
         self._first = 0  # index of the first time that has not been dropped
 
     def load(self, times: Times) -> None:
@@ -123,7 +123,7 @@ class TimeWindow:
                 first = stop
         yield indices[first:]
 
-    def select(self, times: Times, channels: slice) -> Fields:
+    def select(self, times: Times, channels: slice) -> FieldArray:
         """Return channels at times that have been loaded, as a copy: `(T, C, H, W)`."""
         indices = np.searchsorted(self._times, times).tolist()
         return np.stack([self._cache[index][channels] for index in indices])
@@ -236,14 +236,14 @@ class GroupReader:
         chunks = truth.chunk_numbers(truth.channels.output_channels[self._channels.start], times)
         return TimeWindow(times, chunks, self._read_truth, self._max_times)
 
-    def _read_truth(self, times: Times) -> Fields:
+    def _read_truth(self, times: Times) -> FieldArray:
         truth = self._aligned.truth
         with translate_error_keys("truth"):
             return truth.read_channels(
                 truth.channels.output_channels[self._channels], times, self._rows
             )
 
-    def _read_climatology(self, times: Times) -> Fields:
+    def _read_climatology(self, times: Times) -> FieldArray:
         """Read the climatology and check it.
 
         Raises:
@@ -268,7 +268,7 @@ class GroupReader:
             )
         return fields
 
-    def _read_forecasts(self, name: str, channels: slice, batch: Indices) -> Fields:
+    def _read_forecasts(self, name: str, channels: slice, batch: Indices) -> FieldArray:
         """Read the forecasts of a variable, `(I, leads, M, C, H, W)`, and check them.
 
         Raises:
@@ -301,7 +301,7 @@ class GroupReader:
             self._refuse_out_of_range(flat, channels, forecast.where, dates, forecast=True)
         return fields
 
-    def _within_limits(self, fields: Fields, channels: slice) -> bool:
+    def _within_limits(self, fields: FieldArray, channels: slice) -> bool:
         """Whether all values of `(T, C, H, W)` are finite and in their channel's range."""
         truth = self._aligned.truth
         in_range = truth.limits.in_range(
@@ -310,7 +310,7 @@ class GroupReader:
         return bool(in_range.all())
 
     def _refuse_out_of_range(
-        self, fields: Fields, channels: slice, where: str, dates: Sequence[str], forecast: bool
+        self, fields: FieldArray, channels: slice, where: str, dates: Sequence[str], forecast: bool
     ) -> None:
         """Refuse values of `(T, C, H, W)` that are out of range where the truth has values.
 
@@ -339,7 +339,7 @@ class GroupReader:
         first = self._channels.start
         return slice(channels.start - first, channels.stop - first)
 
-    def _count_missing(self, fields: Fields, channels: slice) -> Indices:
+    def _count_missing(self, fields: FieldArray, channels: slice) -> Indices:
         """Count points that only the truth has values on: `(..., C, H, W)` -> `(...)`."""
         missing = ~np.isfinite(fields)
         if self._valid is not None:

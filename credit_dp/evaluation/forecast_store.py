@@ -15,7 +15,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
-from credit_dp.data.grid import COORDINATE_TOLERANCE, Grid, degrees_east
+from credit_dp.data.grid import COORDINATE_TOLERANCE, Degrees, Grid, degrees_east
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
@@ -296,9 +296,6 @@ def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
             f"{before:g}. Sort the store by {LEAD_DIM}, or give another one as forecast."
         )
     return leads
-
-
-Degrees = NDArray[np.float64]
 
 
 def column_order(expected: Grid, stored: Grid, where: str, key: str) -> NDArray[np.intp]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.config import Config, TrainerConfig
-from credit_dp.data.dates import HasTimes, Times
+from credit_dp.data.calendar import Times
+from credit_dp.data.dates import HasTimes
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import evenly_spaced_indices, frame_offsets, initial_times
 from credit_dp.data.setup import TrainingData

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.valid_points import ValidPoints, weighted_sum
 from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
@@ -515,10 +515,6 @@ class ZonalSpectra(Accumulator):
         return sums / sum_over_ranks(self.weights, manager)[..., None]
 
 
-Field = NDArray[np.float64]
-Fields = NDArray[np.float32]
-
-
 @final
 @dataclass(frozen=True)
 class ErrorMap:
@@ -530,8 +526,8 @@ class ErrorMap:
 
     channel: int
     hours: int
-    rmse: Field
-    bias: Field
+    rmse: NDArray[np.float64]
+    bias: NDArray[np.float64]
 
 
 @final
@@ -561,7 +557,7 @@ class ErrorMapAccumulator:
         self._errors = {channel: start.copy() for channel in channels}
         self._squares = {channel: start.copy() for channel in channels}
 
-    def add(self, leads: slice, first: int, forecast: Fields, truth: Fields) -> None:
+    def add(self, leads: slice, first: int, forecast: FieldArray, truth: FieldArray) -> None:
         """Add the errors of the ensemble mean, if the map's lead time is among `leads`.
 
         Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import GLOBAL, REGIONS, Grid, check_regions
+from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, Grid, check_regions
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
@@ -32,7 +32,7 @@ from credit_dp.evaluation.alignment import (
     translate_error_keys,
 )
 from credit_dp.evaluation.drawing import draw_or_warn
-from credit_dp.evaluation.forecast_blocks import Block, Fields, read_blocks, variable_slices
+from credit_dp.evaluation.forecast_blocks import Block, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of
 from credit_dp.evaluation.metric_table import (
@@ -469,6 +469,6 @@ def join_scores(
     return joined
 
 
-def to_tensor(fields: Fields) -> Tensor:
+def to_tensor(fields: FieldArray) -> Tensor:
     """Return fields as a contiguous tensor on the CPU, which copies them only if needed."""
     return torch.from_numpy(np.ascontiguousarray(fields))

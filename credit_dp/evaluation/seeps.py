@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import ProgressCallback, cache_folder, fingerprint, load_or_create
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.climatology import hour_of_day
 from credit_dp.data.dates import split_slice
-from credit_dp.data.sources.source import Times
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import split_rows
 from credit_dp.data.units import canonical_unit
@@ -39,8 +39,6 @@ MONTHS = 12
 FIT_BYTES = 4 * 2**30  # memory for all dates of a band of rows
 NAMED_SPAN = re.compile(r"total_precipitation_(\d+)hr")
 PER_METRE = {"m": 1.0, "": 1.0, "mm": 1000.0, "kg m-2": 1000.0}  # units of precipitation
-
-Fields = NDArray[np.float32]
 
 
 def span_hours(channel: Channel, step_hours: int) -> int:
@@ -66,7 +64,7 @@ class SeepsClimate(ABC):
         self.dry_below = dry_below
 
     @abstractmethod
-    def heavy_from(self, times: Times) -> Fields:
+    def heavy_from(self, times: Times) -> FieldArray:
         """Return the smallest heavy amount at each time, `(T, H, W)`; NaN where it is never wet."""
 
     @property
@@ -75,7 +73,9 @@ class SeepsClimate(ABC):
         # As in WeatherBench 2; NaN compares false.
         return (self.dry_share > MIN_DRY) & (self.dry_share < MAX_DRY)
 
-    def score(self, forecast: Fields, truth: Fields, heavy_from: Fields) -> NDArray[np.float64]:
+    def score(
+        self, forecast: FieldArray, truth: FieldArray, heavy_from: FieldArray
+    ) -> NDArray[np.float64]:
         """Return the score of each point, NaN where it is not `scored`.
 
         Args:
@@ -97,7 +97,7 @@ class SeepsClimate(ABC):
         rows, columns = np.ogrid[: dry.shape[0], : dry.shape[1]]
         return np.asarray(np.where(self.scored, flat[pair, rows, columns], np.nan))
 
-    def _classify(self, amounts: Fields, heavy_from: Fields) -> NDArray[np.intp]:
+    def _classify(self, amounts: FieldArray, heavy_from: FieldArray) -> NDArray[np.intp]:
         """Return 0 for dry, 1 for light and 2 for heavy precipitation."""
         wet = amounts >= self.dry_below
         # Where no date of the season is wet, any precipitation is heavy.
@@ -187,7 +187,7 @@ class StoredSeeps(SeepsClimate):
         )
         super().__init__(np.asarray(total / len(days)), dry_below)
 
-    def heavy_from(self, times: Times) -> Fields:
+    def heavy_from(self, times: Times) -> FieldArray:
         """See `SeepsClimate`."""
         return self._heavy.fields(times, slice(0, 1), self._rows)[:, 0] * self._per_metre
 
@@ -206,7 +206,7 @@ class ComputedSeeps(SeepsClimate):
     def __init__(
         self,
         hours: NDArray[np.int64],
-        heavy: Fields,
+        heavy: FieldArray,
         dry_share: NDArray[np.float64],
         dry_below: float,
         calendar: Calendar = STANDARD,
@@ -228,7 +228,7 @@ class ComputedSeeps(SeepsClimate):
         except (OSError, ValueError, KeyError, EOFError):
             return None
 
-    def heavy_from(self, times: Times) -> Fields:
+    def heavy_from(self, times: Times) -> FieldArray:
         """See `SeepsClimate`; hours without a climate take that of the hour before."""
         slots = np.searchsorted(self._hours, hour_of_day(times), side="right") - 1
         return np.asarray(self._heavy[slots, month_of(times, self._calendar)])
@@ -279,7 +279,7 @@ def compute_seeps(
         np.savez(file, hours=hours, heavy=heavy, dry_share=dry_share)
 
 
-def heavy_amount(amounts: Fields, dry_below: float) -> Fields:
+def heavy_amount(amounts: FieldArray, dry_below: float) -> FieldArray:
     """Return the amount that the heaviest third of wet dates exceeds; NaN without wet dates.
 
     Shapes:

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar
+from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar, Times
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval
 from credit_dp.data.grid import Grid
@@ -27,7 +27,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
-from credit_dp.data.sources.source import Times, as_slice
+from credit_dp.data.sources.source import as_slice
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import column_order, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name

@@ -13,11 +13,13 @@ from typing import Any, final
 import numpy as np
 
 from credit_dp.config.data import BILINEAR
+from credit_dp.data.calendar import Times
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import KEY as FILES_KEY
-from credit_dp.forecast.initial_file import Field, InitialFiles
-from credit_dp.forecast.request import ForecastRequest, Times
+from credit_dp.forecast.initial_file import InitialFiles
+from credit_dp.forecast.request import ForecastRequest
 
 KEY = "boundary"
 FILES_KEY_IN_TEXT = re.compile(rf"(?<![\w/.-]){FILES_KEY}(?![\w/-])")  # not in a path
@@ -64,14 +66,16 @@ class DrivingStates:
         if not np.isin(times, self._times).all():
             self.spacing = np.diff(self._times).max()
 
-    def states(self, rows: slice, initial: Callable[[Times, slice], Field]) -> Iterator[Field]:
+    def states(
+        self, rows: slice, initial: Callable[[Times, slice], FieldArray]
+    ) -> Iterator[FieldArray]:
         """Yield the state after each step on a band of rows, `(1, C, rows, W)`.
 
         Args:
             rows: the band.
             initial: reads the initial state, from which the rim goes on to the driver's first time.
         """
-        fields: dict[np.datetime64, Field] = {}
+        fields: dict[np.datetime64, FieldArray] = {}
         for time in self.times:
             after = int(np.searchsorted(self._times, time))
             exact = self._times[after] == time
@@ -85,8 +89,8 @@ class DrivingStates:
             yield (first + share * (second - first)).astype(np.float32)
 
     def _read(
-        self, time: np.datetime64, rows: slice, initial: Callable[[Times, slice], Field]
-    ) -> Field:
+        self, time: np.datetime64, rows: slice, initial: Callable[[Times, slice], FieldArray]
+    ) -> FieldArray:
         if time not in self._stored:
             return initial(np.array([time]), rows)
         with _errors_of_driver():

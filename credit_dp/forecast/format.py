@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import COORDINATES, Grid
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
 from credit_dp.errors import UserError
-from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, Times
+from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest
 
 CONVENTIONS = "CF-1.11"
 TIME_UNITS = "hours since 1900-01-01"

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config.data import CONSERVATIVE
-from credit_dp.data.calendar import STANDARD, Calendar, calendar_of, decode_dates, is_time
+from credit_dp.data.calendar import STANDARD, Calendar, Times, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import FULL_CIRCLE, Grid, turns
+from credit_dp.data.grid import FULL_CIRCLE, FieldArray, Grid, turns
 from credit_dp.data.regrid import PointInterpolation, Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
@@ -41,15 +41,13 @@ from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
 from credit_dp.errors import UserError, counted
-from credit_dp.forecast.request import ForecastRequest, Times, parse_list
+from credit_dp.forecast.request import ForecastRequest, parse_list
 from credit_dp.variable_names import all_names_of, long_name
 
 KEY = "init_file"
 NETCDF_SIGNATURES = (b"CDF", b"\x89HDF")
 LEAD_DIMS = ("prediction_timedelta", "step", "lead_time")
 SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
-
-Field = NDArray[np.float32]
 
 
 Regrid = Callable[[NDArray[np.floating]], NDArray[np.floating]]
@@ -59,7 +57,7 @@ class FoundField(NamedTuple):
     """A field in a file: its unit as the file gives it, and how to read its values, `(N,)`."""
 
     unit: str
-    read: Callable[[], Field]
+    read: Callable[[], FieldArray]
 
 
 class StateFile(ABC):
@@ -169,7 +167,7 @@ class GribStates(StateFile):
                 return FoundField(message.unit, partial(self._read, message))
         return None
 
-    def _read(self, message: Message) -> Field:
+    def _read(self, message: Message) -> FieldArray:
         field = self._file.read(message)
         return field.reshape(self.grid.shape)[::-1].ravel() if self._flipped else field.ravel()
 
@@ -216,9 +214,9 @@ class GriddedStates(StateFile):
             return FoundField(variable.units, partial(self._read, Channel(name, level), index))
         return None
 
-    def _read(self, channel: Channel, index: int) -> Field:
+    def _read(self, channel: Channel, index: int) -> FieldArray:
         times = slice(index, index + 1)
-        field: Field = self._source.read_values([channel], times, slice(None))[0, 0]
+        field: FieldArray = self._source.read_values([channel], times, slice(None))[0, 0]
         return field
 
 
@@ -360,7 +358,7 @@ class StateReader:
         files = {file.where: file for file, _ in fields.values()}
         self._regridders = {where: file.regridder(store, regrid) for where, file in files.items()}
 
-    def read_states(self, times: Times, rows: slice) -> Field:
+    def read_states(self, times: Times, rows: slice) -> FieldArray:
         """Read the prognostic channels at several times, `(T, C, rows, W)`.
 
         Raises:
@@ -378,7 +376,7 @@ class StateReader:
                 self._check(channel, time, states[index, number], mask, north)
         return states
 
-    def _read_field(self, channel: Channel, time: np.datetime64) -> Field:
+    def _read_field(self, channel: Channel, time: np.datetime64) -> FieldArray:
         """Read one field on the run's grid, `(H, W)`."""
         file, found = self._fields[channel, time]
         scale, offset = self._conversions[channel, time]
@@ -389,7 +387,7 @@ class StateReader:
         self,
         channel: Channel,
         time: np.datetime64,
-        field: Field,
+        field: FieldArray,
         mask: NDArray[np.bool_] | None,
         north: int,
     ) -> None:

@@ -25,9 +25,10 @@ from torch import Tensor
 from credit_dp.config import Config, DatesConfig, microbatches_per_step
 from credit_dp.config.data import CONSERVATIVE, REGRIDDING
 from credit_dp.data.cache import ProgressCallback, fingerprint
+from credit_dp.data.calendar import Times
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
-from credit_dp.data.grid import unit_vectors
+from credit_dp.data.grid import FieldArray, unit_vectors
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.regrid import PointInterpolation
@@ -60,14 +61,8 @@ from credit_dp.forecast.boundary import (
 )
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
-from credit_dp.forecast.request import (
-    ForecastConfig,
-    ForecastJob,
-    ForecastRequest,
-    Times,
-    rank_jobs,
-)
-from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
+from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, rank_jobs
+from credit_dp.forecast.writer import ForecastWriter, disk_errors
 from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
@@ -410,7 +405,7 @@ class ForecastRunner:
             write(*args)
 
 
-def split_by_variable(form: ForecastFormat, values: Fields) -> list[Fields]:
+def split_by_variable(form: ForecastFormat, values: FieldArray) -> list[FieldArray]:
     """Split `(channels, ...)` into `(...)` or `(levels, ...)` of each variable."""
     return [
         values[variable.channels] if variable.on_levels else values[variable.channels.start]

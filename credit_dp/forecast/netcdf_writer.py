@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from xarray.backends.locks import HDF5_LOCK, NETCDFC_LOCK, combine_locks
 from zarr.storage import LocalStore
 
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.address import reason_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -33,7 +34,6 @@ from credit_dp.forecast.format import ForecastFormat, OutputVariable, describe_d
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
     SETTINGS_ATTRIBUTE,
-    Fields,
     ForecastPart,
     ForecastWriter,
     MissingField,
@@ -84,7 +84,7 @@ class NetcdfWriter(ForecastWriter):
             )
         return bands
 
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[FieldArray]) -> None:
         """See `ForecastWriter`; complete files are not written again."""
         final_path = self.partial / self._file_name(job, rows)
         if final_path.exists():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, REGRIDDING, STEP_PATTERN
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file", "grib")
@@ -23,8 +23,6 @@ DIAGNOSTICS = {
     "tcwv": "total_column_water_vapour",
 }
 MAX_INITIAL_TIMES = 10**6  # a longer series is taken for a mistake in the stride
-
-Times = NDArray[np.datetime64]
 
 
 @final

@@ -14,10 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from credit_dp.data.cache import clear_new, lock_output, remove_lock
+from credit_dp.data.grid import FieldArray
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.files import fsync_folders, fsync_tree, partial_path, rename_durably
@@ -26,8 +24,6 @@ from credit_dp.forecast.request import ForecastJob, all_jobs
 
 SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # global attribute with a forecast's settings, as JSON
 BOUNDARY_ATTRIBUTE = "credit_dp_boundary"  # rows and columns at each edge that it was given
-
-Fields = NDArray[np.float32]
 
 
 def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -205,7 +201,7 @@ class ForecastWriter(ABC):
         """
 
     @abstractmethod
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[FieldArray]) -> None:
         """Write the fields of one lead time.
 
         Args:

@@ -30,6 +30,7 @@ from zarr.codecs import Crc32cCodec
 from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore
 
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.rechunk.target import CODECS, AtomicFileStore
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -38,7 +39,6 @@ from credit_dp.forecast.format import ForecastFormat, OutputVariable
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
     SETTINGS_ATTRIBUTE,
-    Fields,
     ForecastPart,
     ForecastWriter,
     MissingField,
@@ -73,7 +73,7 @@ class ZarrWriter(ForecastWriter):
             bands.height, bands.ranks, self._chunk_rows(self.partial)
         )
 
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[FieldArray]) -> None:
         """See `ForecastWriter`; chunks that exist are not written again."""
         if rows.start == rows.stop:
             return  # more ranks than chunks: the last ranks write nothing
@@ -225,7 +225,7 @@ class FileWriter(ForecastWriter):
         """See `ForecastWriter`."""
         return self._zarr_writer.bands_to_write(bands)
 
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[FieldArray]) -> None:
         """See `ForecastWriter`."""
         self._zarr_writer.write(job, lead, rows, fields)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.shared import SHARING_THRESHOLD, ExchangeStoppedError
-from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Store
 from credit_dp.distributed.process_groups import new_background_group
 from credit_dp.domain_parallel import DomainParallelManager
@@ -92,8 +92,8 @@ class GroupChunkExchange:
         return [_decode_text(message) for message in messages]
 
     def all_to_all(
-        self, send: Fields, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[Fields]:
+        self, send: FieldArray, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[FieldArray]:
         """See `ChunkExchange`."""
         received = torch.empty(sum(receive_sizes), dtype=torch.float32)
         work = dist.all_to_all_single(

@@ -10,15 +10,14 @@ import torch
 import xarray as xr
 from zarr.storage import LocalStore
 
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
-from credit_dp.data.sources.source import Times
+from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.storage import CountingStore
 from credit_dp.errors import UserError
 from credit_dp.evaluation import forecast_blocks, score
 from credit_dp.evaluation.alignment import align
-from credit_dp.evaluation.forecast_blocks import Fields, TimeWindow
+from credit_dp.evaluation.forecast_blocks import TimeWindow
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.score import SMALL_GRID_POINTS, limit_threads
 from credit_dp.evaluation.scorecard import Scorecard
@@ -148,7 +147,7 @@ def window(max_times: int) -> tuple[TimeWindow, list[list[int]]]:
     """Ten times in chunks of four, and the hours that are read at once."""
     read: list[list[int]] = []
 
-    def fields(times: Times) -> Fields:
+    def fields(times: Times) -> FieldArray:
         hours = times.astype("M8[h]").astype(int)
         read.append(hours.tolist())
         return np.broadcast_to(hours[:, None, None, None], (len(times), 2, 1, 1)).astype("f4")

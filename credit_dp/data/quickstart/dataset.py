@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.cache import ProgressCallback
+from credit_dp.data.calendar import Times
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.physical_fields import Synthesis
 from credit_dp.errors import UserError
@@ -38,8 +39,6 @@ STEPS_PER_DAY = 4
 BLOCK_BYTES = 64 * 2**20  # of fields in memory per process
 MAX_SHARD_STEPS = 40  # time steps: the index that every read fetches stays small
 FIELDS_PER_STEP = 14  # two-dimensional fields in one time step
-
-Times = NDArray[np.datetime64]
 
 
 def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import zarr
 from credit_dp.bands import rows_touched
 from credit_dp.checks import expand_home
 from credit_dp.data.cache import fingerprint, lock_output
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
 from credit_dp.data.rechunk.target import (
     AUTO,
@@ -34,7 +35,6 @@ from credit_dp.data.rechunk.target import (
     measure_codecs,
     measure_disk_bandwidth,
 )
-from credit_dp.data.sources.source import Fields
 from credit_dp.data.streaming import connect_to_scheduler
 from credit_dp.errors import UserError
 from credit_dp.random_streams import random_stream
@@ -521,14 +521,14 @@ def _compare(
     rows: slice,
 ) -> None:
     try:
-        written: Fields = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
+        written: FieldArray = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
     except (OSError, ValueError, RuntimeError) as error:
         raise _mismatch_error(selected, target, time, rows, f"cannot be read ({error})") from error
     if not same_bits(written, selected.fields(time, time + 1, rows)):
         raise _mismatch_error(selected, target, time, rows, "differ from what the store holds now")
 
 
-def same_bits(first: Fields, second: Fields) -> bool:
+def same_bits(first: FieldArray, second: FieldArray) -> bool:
     """Whether two arrays are equal bit by bit, including NaN and signs of zero."""
     a, b = (
         np.ascontiguousarray(fields, dtype=np.float32).view(np.uint32) for fields in (first, second)

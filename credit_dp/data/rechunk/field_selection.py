@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import DataConfig
 from credit_dp.data.cache import fingerprint
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import date_interval
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
-from credit_dp.data.sources.source import Fields, Source, Times, describe_members, hours_of
+from credit_dp.data.sources.source import Source, describe_members, hours_of
 from credit_dp.data.units import check_units, converted_unit, is_accumulated
 from credit_dp.errors import UserError
 
@@ -122,11 +123,11 @@ class SelectedFields:
             parts += itertools.pairwise([*range(first, stop, size), stop])
         return parts
 
-    def fields(self, first: int, stop: int, rows: slice = slice(None)) -> Fields:
+    def fields(self, first: int, stop: int, rows: slice = slice(None)) -> FieldArray:
         """Read all channels at the times from `first` up to `stop`: `(T, C, rows, W)`."""
         return self._read(np.arange(self._start + first, self._start + stop), rows)
 
-    def static(self) -> Fields:
+    def static(self) -> FieldArray:
         """Read the static channels: `(S, H, W)`."""
         if not self._static:
             return np.empty((0, *self.shape[2:]), dtype=np.float32)
@@ -152,7 +153,7 @@ class SelectedFields:
             "conversions": {name: text for name, text in conversions.items() if text},
         }
 
-    def _read(self, indices: NDArray[np.intp], rows: slice) -> Fields:
+    def _read(self, indices: NDArray[np.intp], rows: slice) -> FieldArray:
         """Read group by group, so that the chunks of only one group are in memory at a time."""
         groups = self._source.group_by_chunk(self._channels)
         if len(groups) == 1:
@@ -162,7 +163,7 @@ class SelectedFields:
 
     def _read_checked(
         self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
-    ) -> Fields:
+    ) -> FieldArray:
         """Read fields and check that their values are plausible.
 
         This is the last chance: a prepared store no longer knows which file a value came from.

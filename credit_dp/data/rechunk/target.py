@@ -30,11 +30,10 @@ from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
 from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import clear_new, new_path, remove_lock
-from credit_dp.data.calendar import Calendar
-from credit_dp.data.grid import Axis
+from credit_dp.data.calendar import Calendar, Times
+from credit_dp.data.grid import Axis, FieldArray
 from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
-from credit_dp.data.sources.source import Fields, Times
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
 from credit_dp.random_streams import random_stream
@@ -163,7 +162,7 @@ def _read_attributes(folder: Path) -> Mapping[str, Any] | None:
 def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec: str) -> None:
     if not selected.metadata.static:
         return
-    values: Fields = selected.static()
+    values: FieldArray = selected.static()
     options = shard_options(values.shape, rows, codec)
     array = group.create_array(
         "static",
@@ -291,7 +290,7 @@ def check_codec(codec: str) -> None:
 
 
 def measure_codecs(
-    fields: Fields, rows: int, names: Sequence[str], disk_bandwidth: float
+    fields: FieldArray, rows: int, names: Sequence[str], disk_bandwidth: float
 ) -> dict[str, CodecMeasurement]:
     """Measure codecs on one sample, in chunks of the final size.
 
@@ -354,7 +353,9 @@ def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]
     }
 
 
-def _measure_codec(sample: Fields, rows: int, name: str, disk_bandwidth: float) -> CodecMeasurement:
+def _measure_codec(
+    sample: FieldArray, rows: int, name: str, disk_bandwidth: float
+) -> CodecMeasurement:
     chunks: dict[str, Buffer] = {}
     array = zarr.create_array(
         MemoryStore(chunks), shape=sample.shape, **shard_options(sample.shape, rows, name)

@@ -7,20 +7,14 @@ from typing import Any, final
 import numpy as np
 import zarr
 
+from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import are_consecutive, check_coordinates
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.rows import CellRows
-from credit_dp.data.sources.source import (
-    AliasedVariables,
-    Fields,
-    Indexer,
-    Source,
-    Times,
-    VariableInfo,
-    as_slice,
-)
+from credit_dp.data.sources.source import AliasedVariables, Indexer, Source, VariableInfo, as_slice
 from credit_dp.data.sources.stacked import (
     StackedArray,
     describe_source,
@@ -167,11 +161,11 @@ class AnemoiSource(Source):
         """
         return cls(*open_stacked(where, ("data",)), where)
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`."""
         return self.cells.fields(self.read_values(channels, times, rows), rows)
 
-    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`."""
         indices = [self._channel_indices[channel] for channel in channels]
         cells = self.cells.cells(rows)

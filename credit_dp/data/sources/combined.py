@@ -14,15 +14,14 @@ from typing import Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.source import (
     AliasedVariables,
-    Fields,
     Indexer,
     Source,
-    Times,
     VariableInfo,
     all_names,
     as_slice,
@@ -94,7 +93,7 @@ class FilesSource(_CombinedSource):
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
         self.members = _common_members(self._sources)
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`: file by file."""
         if not self.variables[channels[0].variable].has_time:
             return self._sources[0].read(channels, times, rows)
@@ -298,12 +297,12 @@ class JoinedSource(_CombinedSource):
         with_members = [source for source in all_sources if source.members]
         self.members = _common_members(with_members) if with_members else ()
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`: store by store."""
         owners = [self._owner(channel) for channel in channels]
         if len(set(owners)) == 1:
             return self._read_from(owners[0], channels, times, rows)
-        fields: Fields | None = None
+        fields: FieldArray | None = None
         # One read of each store, with all of its channels, as they may share chunks.
         for owner in dict.fromkeys(owners):
             positions = [position for position, other in enumerate(owners) if other == owner]
@@ -397,7 +396,7 @@ class JoinedSource(_CombinedSource):
 
     def _read_from(
         self, owner: int, channels: Sequence[Channel], times: Indexer, rows: slice
-    ) -> Fields:
+    ) -> FieldArray:
         """Read channels of one store: either all change in time or none does."""
         source = self._sources[owner]
         if self._variables_by_source[owner][channels[0].variable].has_time:

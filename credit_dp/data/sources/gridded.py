@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from xarray.backends import CachingFileManager, NetCDF4DataStore
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
-from credit_dp.data.calendar import calendar_of, decode_dates
+from credit_dp.data.calendar import Times, calendar_of, decode_dates
 from credit_dp.data.channels import Channel
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.address import (
     is_remote,
     local_path,
@@ -54,11 +55,9 @@ from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import (
     TIME_BOUNDS,
-    Fields,
     Indexer,
     ReadCounter,
     Source,
-    Times,
     VariableInfo,
     as_slice,
 )
@@ -466,19 +465,19 @@ class GriddedSource(Source):
         datasets = open_grib(local_path(where))
         return [cls(dataset, RequestedBytesCounter(), where, static) for dataset in datasets]
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`: variable by variable."""
         if self.cells is not None:
             return self.cells.fields(self.read_values(channels, times, rows), rows)
         return self._read(channels, times, rows)
 
-    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`."""
         fields = self._read(channels, times, rows)
         values = fields.reshape(*fields.shape[:2], -1)
         return values if self.cells is None else self.cells.in_order(values, rows)
 
-    def _read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def _read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """Read rows and columns `(T, C, rows, W)`, or cells `(T, C, n, 1)` as they are stored."""
         parts = []
         # Adjacent channels of one variable are one read, with several levels.
@@ -571,7 +570,9 @@ class GriddedSource(Source):
     def _stored_variable(self, channel: Channel) -> str:
         return self._names.stored_channel(channel).variable
 
-    def _read_variable(self, name: str, levels: list[int], times: Indexer, rows: slice) -> Fields:
+    def _read_variable(
+        self, name: str, levels: list[int], times: Indexer, rows: slice
+    ) -> FieldArray:
         """Read one variable, see `_read`, with length 1 for dims that it lacks."""
         height = self.grid[0]
         north, south, _ = rows.indices(height)

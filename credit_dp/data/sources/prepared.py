@@ -13,13 +13,13 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from credit_dp.data.calendar import Calendar
+from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import check_coordinates, projected_grid
 from credit_dp.data.sources.names import StoredNames
-from credit_dp.data.sources.source import BlockReader, Fields, Indexer, Source, Times, VariableInfo
+from credit_dp.data.sources.source import BlockReader, Indexer, Source, VariableInfo
 from credit_dp.data.sources.stacked import (
     StackedArray,
     describe_source,
@@ -165,7 +165,7 @@ class PreparedSource(Source):
         """
         return cls(*open_stacked(where, ARRAYS), where)
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`."""
         if channels[0] in self._static_indices:
             indices = [self._static_indices[channel] for channel in channels]

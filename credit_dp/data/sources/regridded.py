@@ -9,9 +9,9 @@ import numpy as np
 from credit_dp.config import DataConfig
 from credit_dp.config.data import CONSERVATIVE, ROWS
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import degrees_east, parse_grid
+from credit_dp.data.grid import FieldArray, degrees_east, parse_grid
 from credit_dp.data.regrid import regridder_to, regular_grid
-from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper
+from credit_dp.data.sources.source import Indexer, Source, SourceWrapper
 from credit_dp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class RegriddedSource(SourceWrapper):
         self._regridder = regridder_to(source.row_layout(), rows, columns, method)
         self.grid = self._regridder.grid
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`."""
         values = self._source.read_values(channels, times, self._regridder.source_rows(rows))
         return np.asarray(self._regridder(values, rows), dtype=np.float32)

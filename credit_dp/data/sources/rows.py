@@ -13,14 +13,20 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Grid, degrees_east, healpix_rows
+from credit_dp.data.grid import (
+    COORDINATE_TOLERANCE,
+    FULL_CIRCLE,
+    Degrees,
+    FieldArray,
+    Grid,
+    degrees_east,
+    healpix_rows,
+)
 from credit_dp.data.regrid import RowLayout
 from credit_dp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-Fields = NDArray[np.float32]
-Degrees = NDArray[np.float64]
 N320_CELLS = 542080  # ERA5's native grid
 MIN_OCTAHEDRAL = 16  # the coarsest octahedral grid in use
 MIN_CELLS = 3  # of a row that goes round the globe
@@ -110,7 +116,7 @@ class CellRows:
         """Return which stored cells hold those of rows; rows are counted from the north."""
         return self._in_rows(rows) if self._nested is None else slice(0, len(self._nested))
 
-    def in_order(self, values: Fields, rows: slice) -> Fields:
+    def in_order(self, values: FieldArray, rows: slice) -> FieldArray:
         """Return the values of `cells(rows)` in the order of the cells along rows."""
         return values if self._nested is None else values[..., self._nested[self._in_rows(rows)]]
 
@@ -129,7 +135,7 @@ class CellRows:
             return min(height, cells // width)
         return min(height, int(cells * height // self._starts[-1]) + 2)
 
-    def fields(self, values: Fields, rows: slice) -> Fields:
+    def fields(self, values: FieldArray, rows: slice) -> FieldArray:
         """Return rows and columns of the values in order: `(..., n)` -> `(..., rows, W)`."""
         first, last = self._stored_rows(rows)
         if self.is_regular:
@@ -138,10 +144,10 @@ class CellRows:
             fields = self._interpolate(values, first, last)
         return fields[..., ::-1, :] if self._flipped else fields
 
-    def _interpolate(self, values: Fields, first: int, last: int) -> Fields:
+    def _interpolate(self, values: FieldArray, first: int, last: int) -> FieldArray:
         west, east, share = self._cells_around(first, last)
-        left: Fields
-        right: Fields
+        left: FieldArray
+        right: FieldArray
         left, right = (np.take(values, cells, axis=-1, mode="clip") for cells in (west, east))
         if np.isnan(values).any():
             left, right = (
@@ -157,7 +163,7 @@ class CellRows:
 
     def _find_cells_around(
         self, first: int, last: int
-    ) -> tuple[NDArray[np.intp], NDArray[np.intp], Fields]:
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], FieldArray]:
         """Return the cells west and east of each column in stored rows, and the latter's share."""
         width = self.grid.shape[1]
         lengths = self._lengths[first:last, None]

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.source import Fields, Indexer, Source, SourceWrapper, as_slice
+from credit_dp.data.grid import FieldArray
+from credit_dp.data.sources.source import Indexer, Source, SourceWrapper, as_slice
 from credit_dp.errors import UserError
 
 SHARING_THRESHOLD = 1.05  # reading is shared above this amplification
@@ -50,8 +51,8 @@ class ChunkExchange(Protocol):
         ...
 
     def all_to_all(
-        self, send: Fields, send_sizes: Sequence[int], receive_sizes: Sequence[int]
-    ) -> list[Fields]:
+        self, send: FieldArray, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> list[FieldArray]:
         """Send each rank its part of `send`, and return the parts received, in rank order.
 
         Shapes:
@@ -129,7 +130,7 @@ class SharedSource(SourceWrapper):
         """Whether `stop` was called."""
         return self._state.stopped
 
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """See `Source`; `rows` has to be this rank's band.
 
         Raises:
@@ -176,7 +177,7 @@ class SharedSource(SourceWrapper):
 
     def _read(
         self, channels: Sequence[Channel], time_indices: NDArray[np.intp], rows: slice
-    ) -> Fields:
+    ) -> FieldArray:
         first, stop = self._exchange.bounds[self._exchange.rank : self._exchange.rank + 2]
         if (rows.start, rows.stop) != (first, stop):
             raise ValueError(f"this rank shares the reading of rows {first} to {stop}, not {rows}")
@@ -215,7 +216,7 @@ class SharedSource(SourceWrapper):
             > SHARING_THRESHOLD
         )
 
-    def _exchange_pieces(self, pieces: Sequence[_DecodedChunk], fields: Fields) -> None:
+    def _exchange_pieces(self, pieces: Sequence[_DecodedChunk], fields: FieldArray) -> None:
         """Have each piece decoded by a different rank, and distribute the bands of all of them.
 
         A rank holds one decoded piece at a time, and a second copy of it while it is packed.
@@ -242,7 +243,7 @@ class SharedSource(SourceWrapper):
             shape = (len(piece.steps), len(piece.columns), *fields.shape[2:])
             fields[np.ix_(piece.steps, piece.columns)] = bands[rank].reshape(shape)
 
-    def _pack_bands(self, piece: _DecodedChunk | None) -> Fields:
+    def _pack_bands(self, piece: _DecodedChunk | None) -> FieldArray:
         """Decode a piece on the globe and return its bands one after the other, flat."""
         if piece is None:
             return np.empty(0, dtype=np.float32)

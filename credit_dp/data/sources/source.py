@@ -13,20 +13,18 @@ from typing import Protocol, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
-from credit_dp.data.grid import Degrees, Grid
+from credit_dp.data.grid import Degrees, FieldArray, Grid
 from credit_dp.data.regrid import RowLayout
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import counted
 
-Fields = NDArray[np.float32]
-Times = NDArray[np.datetime64]
 Indexer = slice | NDArray[np.intp]
 # Gets positions of channels and rows in the result, and their values `(c, n, r, W)`, which are n
 # adjacent groups of r rows.
-BlockConsumer = Callable[[slice, slice, Fields], None]
+BlockConsumer = Callable[[slice, slice, FieldArray], None]
 
 
 @final
@@ -176,7 +174,7 @@ class Source(ABC):
         return self.grid.longitude
 
     @abstractmethod
-    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """Read channels at some times: `(T, C, rows, W)`, with NaN for missing values.
 
         Either all channels change in time or none does. A chunk that holds several of them is
@@ -217,7 +215,7 @@ class Source(ABC):
             return self.cells.layout
         return RowLayout.of(self.grid)
 
-    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+    def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
         """Read as `read` does, but cells as they are stored: `(T, C, n)`, see `row_layout`."""
         fields = self.read(channels, times, rows)
         return fields.reshape(*fields.shape[:2], -1)

@@ -28,17 +28,10 @@ from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
-from credit_dp.data.calendar import STANDARD, Calendar
+from credit_dp.data.calendar import STANDARD, Calendar, Times
+from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, zarr_open_error
-from credit_dp.data.sources.source import (
-    BlockConsumer,
-    BlockReader,
-    Fields,
-    Indexer,
-    Source,
-    Times,
-    as_slice,
-)
+from credit_dp.data.sources.source import BlockConsumer, BlockReader, Indexer, Source, as_slice
 from credit_dp.data.sources.storage import (
     CHECKSUM,
     HEADER,
@@ -169,7 +162,7 @@ class RawShardReader:
             return None
         return RawBlockReader(self._shards, self._store, channels, rows, change_detector)
 
-    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+    def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
         """Return the values; None if a file is missing or damaged."""
         first, *rest = selection
         if any(part.step is not None and part.step < 1 for part in selection):
@@ -186,7 +179,7 @@ class RawShardReader:
         except (OSError, ValueError):
             return None
 
-    def _read(self, spans: list[tuple[int, int]]) -> Fields:
+    def _read(self, spans: list[tuple[int, int]]) -> FieldArray:
         result = np.empty([stop - first for first, stop in spans], FLOAT32)
         # Each chunk goes into one buffer, checksum and all; `values` is a view of its floats.
         buffer = np.empty(int(np.prod(self._shards.chunks)) * FLOAT32.itemsize + CHECKSUM, np.uint8)
@@ -249,7 +242,7 @@ class _Views(NamedTuple):
     memory: memoryview
     contents: list[NDArray[np.uint8]]
     checksums: NDArray[np.uint32]
-    values: Fields
+    values: FieldArray
 
     @classmethod
     def of(cls, buffer: NDArray[np.uint8], block: _Block) -> "_Views":
@@ -481,7 +474,7 @@ CONCURRENT_FILES = 8
 class ShardReader(Protocol):
     """Reads slices of one local array of shards without zarr."""
 
-    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+    def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
         """Return the values as float32; None if a file is missing or damaged."""
 
 
@@ -513,7 +506,7 @@ class TensorStoreReader:
             read=True,
         ).result()
 
-    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+    def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
         """See `ShardReader`."""
         try:
             sizes = self._sizes(self._shards.spans(selection))
@@ -584,7 +577,7 @@ class StackedArray:
     fast_reader: ShardReader | None = None
     calendar: Calendar = STANDARD
 
-    def read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
+    def read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> FieldArray:
         """Read channels at some times: `(T, C, ...)`.
 
         Args:
@@ -629,7 +622,7 @@ class StackedArray:
     def _file_shape(self) -> tuple[int, ...]:
         return self.array.shards or self.array.chunks
 
-    def _read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
+    def _read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> FieldArray:
         channel_indices = np.asarray(channels, dtype=np.intp)
         if self.times is None:
             return self._read_channels((), channel_indices, rest)[None]
@@ -644,7 +637,7 @@ class StackedArray:
 
     def _read_channels(
         self, time: tuple[slice, ...], channels: NDArray[np.intp], rest: tuple[Any, ...]
-    ) -> Fields:
+    ) -> FieldArray:
         """Read channels with as few and as small reads as possible.
 
         Adjacent channels are one slice. Others within one chunk are taken from the slice around
@@ -664,7 +657,7 @@ class StackedArray:
             [self._read_selection((*time, run, *rest)) for run in slices], len(time)
         )
 
-    def _read_selection(self, selection: tuple[Any, ...]) -> Fields:
+    def _read_selection(self, selection: tuple[Any, ...]) -> FieldArray:
         values = self.fast_reader.read(selection) if self.fast_reader is not None else None
         return np.asarray(self.array[selection], dtype=np.float32) if values is None else values
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import xarray as xr
 
-from credit_dp.data.calendar import calendar_of, decode_dates, is_time
-from credit_dp.data.sources.source import Times
+from credit_dp.data.calendar import Times, calendar_of, decode_dates, is_time
 
 TIME_METHOD = re.compile(r"\b(?:valid_)?time: (\w+)(?: \(([^)]*)\))?")
 INTERVAL = re.compile(r"\binterval: ([\d.]+) ?(min|h|d)", re.IGNORECASE)

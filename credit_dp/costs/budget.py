@@ -694,7 +694,8 @@ def _report(
         custom_converters=declared_converters(model),
         whole_ops=whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
-        recomputed=recomputed_modules(model, config, domain),
+        # On one rank, too: what a model checkpoints by itself would not be counted.
+        recomputed=recomputed_modules(model, config, max(domain, 2)),
     )
 
 

@@ -22,7 +22,9 @@ from credit_dp.domain_parallel.dry_run import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import counted
+from credit_dp.models.segments import SegmentedModel
 from credit_dp.training.build_training import Training
+from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import whole_state_bytes
 from credit_dp.training.replicas import local_tensor
@@ -130,16 +132,23 @@ def dry_run_step(
     samples *= members_per_rank(config)
     inputs = store.channels.fields(config.model.frames, config.model.denoises).inputs
     (model,) = training.trainer.state.parts
+    by_itself = isinstance(model, SegmentedModel) and model.checkpointing
     try:
-        # Blocks are checkpointed within the model already, complete steps only around it.
-        whole = [""] if config.trainer.checkpoint_activations == "step" else []
-        with checkpointed(model, whole):
+        # Blocks are checkpointed within the model already, complete steps only around it. On one
+        # rank the model may checkpoint blocks by itself, which would not be counted.
+        again = [""] if config.trainer.checkpoint_activations == "step" else []
+        if parallel.domain == 1:
+            again = recomputed_modules(model, config, 2)
+        with checkpointed(model, again):
             shape = (samples, inputs, *store.grid)
             rank = manager.domain_rank
             return dry_run(model, manager, [shape], rank=rank, backward=True, training=True)
     except Exception as error:  # noqa: BLE001 - a failed estimate ends no run
         logger.info("no estimate of activations: %s: %s", type(error).__name__, error)
         return None
+    finally:
+        if isinstance(model, SegmentedModel):
+            model.checkpointing = by_itself
 
 
 def summary_lines(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,15 +23,16 @@ from credit_dp.config import Config, DataConfig, OwnModelConfig, ParallelConfig
 from credit_dp.costs import budget
 from credit_dp.costs.budget import compare_meshes, plan_step
 from credit_dp.data.channels import Channels
-from credit_dp.data.setup import expected_channels
+from credit_dp.data.setup import expected_channels, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager, decide
 from credit_dp.domain_parallel.decide import plan_layers
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build_training import Training
+from credit_dp.training.summary import estimate_run
 from tests.cli.invocation import SMALL, answer, plan
 from tests.data import region_stores
 from tests.ranks import on_processes
-from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
+from tests.training.runs import alone, built, make_config, make_store, step_records, tiny_unet
 
 MICROS = {1: 2, 2: 4}  # of a step, by the ranks of the pipeline
 
@@ -389,3 +393,48 @@ def test_a_plan_on_a_regional_store_is_of_the_model_of_a_region(tmp_path: Path) 
     model, shape = budget.model_and_shape(Composer("plan").compose_config(keys), 1)
     assert shape[-2:] == (region_stores.ROWS, region_stores.COLUMNS)
     assert model.stem.column_mode == "replicate"
+
+
+def saved_bytes(call: Callable[[], Any], held: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages that a call saves for backward and nothing else holds."""
+    saved: dict[int, UntypedStorage] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = call()
+    del result
+    addresses = {x.untyped_storage().data_ptr() for x in held}
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in addresses)
+
+
+def test_what_a_model_on_one_rank_computes_again_is_counted(config: Config) -> None:
+    config = replace(config, model=tiny_unet(activation_checkpointing=True))
+    training = built(config, alone())
+    training.loader.close()
+    (model,) = training.trainer.state.parts
+    held, again = [*model.parameters(), *model.buffers()], []
+    x = torch.randn(budget.model_and_shape(config, 2)[1], dtype=training.like.dtype)
+    model.train()
+    kept = saved_bytes(lambda: model(x), held)
+
+    def measured(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        again.append(saved_bytes(lambda: forward(x), [*held, x]))
+        return forward(x)
+
+    whole = copy.deepcopy(model)
+    whole.checkpointing = False
+    held = [*whole.parameters(), *whole.buffers()]
+    for segment in whole.segments():
+        if segment.is_recomputed:
+            block = whole.get_submodule(segment.name)
+            block.forward = partial(measured, block.forward)
+    whole(x)
+    planned = plan_step(config).budgets[0].held
+    assert (planned["activations"], planned["recomputed"]) == (kept, max(again))
+    estimate = estimate_run(config, prepare_training_data(config.data), training, alone())
+    assert estimate.memory["activations"] == kept + max(again)
+    assert model.checkpointing

@@ -190,7 +190,8 @@ def test_times_that_fall_are_named_in_the_calendar(tmp_path):
 
 @pytest.mark.parametrize("calendar", ["standard", "proleptic_gregorian"])
 @pytest.mark.parametrize("grid", [None, "6x8"])
-def test_dates_on_both_sides_of_2262_are_joined(tmp_path, calendar, grid):
+@pytest.mark.parametrize("files_before", [[slice(0, 6)], [slice(0, 3), slice(3, 6)]])
+def test_dates_on_both_sides_of_2262_are_joined(tmp_path, calendar, grid, files_before):
     """Up to 2262-04-11 xarray decodes datetime64, later dates as objects of cftime."""
     first = np.datetime64("2262-04-10T12", "h")
     hours = (first - np.datetime64("2000-01-01", "h")).astype(int) + 6 * np.arange(12)
@@ -198,13 +199,12 @@ def test_dates_on_both_sides_of_2262_are_joined(tmp_path, calendar, grid):
     data = stores.dataset().rename(solar="total_precipitation")
     data["total_precipitation"] = abs(data["total_precipitation"]) / 1000  # in m
     data = data.assign_coords(time=("time", hours, units))
-    paths = [
-        stores.write(data.isel(time=part), tmp_path / f"{number}.zarr")
-        for number, part in enumerate([slice(0, 6), slice(6, 12)])
-    ]
-    assert open_single_source(str(paths[0])).calendar.is_standard
+    for number, part in enumerate(files_before):
+        before = stores.write(data.isel(time=part), tmp_path / f"before{number}.zarr")
+    assert open_single_source(str(before)).calendar.is_standard
+    after = stores.write(data.isel(time=slice(6, 12)), tmp_path / "after.zarr")
     config = stores.config(
-        tmp_path, store=[*map(str, paths)], step="12h", grid=grid, static=[],
+        tmp_path, store=[f"{tmp_path}/before*.zarr", str(after)], step="12h", grid=grid, static=[],
         prognostic=["2m_temperature"], diagnostic=["total_precipitation"], forcing=[],
     )  # fmt: skip
     store = Store(open_source(config), config)

@@ -214,9 +214,6 @@ def _plan_mode(
 ) -> frozenset[ReaderGroup]:
     """Plan and audit the model in one mode; return groups of layers that read the same tensor."""
     bands = planner.bands
-    planner.batch_sizes = (
-        (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
-    )
     planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     global_run = _trace_run(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}

@@ -146,7 +146,6 @@ class Planner:
         self.is_recomputed = False  # whether `torch.utils.checkpoint` calls any layer
         self.tied_heights: dict[int, int] = {}
         self.layer_calls: list[LayerCall] = []
-        self.batch_sizes = (1, 1)  # the placeholder in the runs and the size to plan for
         self.provenance = RowProvenance()
         self.first_coupling: tuple[TraceStep, RowCouplingError] | None = None
         self._rank: int | None = None

@@ -67,6 +67,17 @@ class RowPartition:
         """Return bands with these numbers of rows, from north to south."""
         return cls(tuple(sum(sizes[:r]) for r in range(len(sizes) + 1)))
 
+    def moved_to_multiples_of(self, unit: int) -> RowPartition:
+        """Return bands of the same rows in multiples of `unit`, with the nearest bounds.
+
+        Balanced bands instead if these are more even.
+        """
+        balanced = RowPartition.in_multiples_of(self.height, self.ranks, unit)
+        inner = [(2 * bound + unit) // (2 * unit) * unit for bound in self.bounds[1:-1]]
+        near = RowPartition((0, *(min(bound, self.height) for bound in inner), self.height))
+        is_even = min(near.sizes) > 0 and max(near.sizes) <= max(balanced.sizes)
+        return near if is_even else balanced
+
     @property
     def height(self) -> int:
         """Return the number of rows of the globe."""

@@ -144,7 +144,9 @@ class EarthAttention(GroupedRows):
         shift = (self.shift[0], self.shift[2])
         if any(shift):
             x = x.roll((-shift[0], -shift[1]), (1, 3))
-        x = self._attend(self.qkv(x), groups)
+        # Rows that are sharded move to whole windows before they have three times the channels.
+        rows = torch.unflatten(x, 2, (groups.stop - groups.start, self.window[1]))
+        x = self._attend(self.qkv(rows), groups)
         if any(shift):
             x = x.roll(shift, (1, 3))
         return self.projection(x[:, :levels, :, :columns])  # type: ignore[no-any-return]
@@ -153,14 +155,14 @@ class EarthAttention(GroupedRows):
         """Return the attention of each token to those of its window.
 
         Shapes:
-            `(B, levels, rows, columns, 3 * width)` -> `(B, levels, rows, columns, width)`.
+            `(B, levels, windows of rows, rows of one, columns, 3 * width)` ->
+            `(B, levels, rows, columns, width)`.
         """
-        batch, levels, rows, columns, channels = qkv.shape
+        batch, levels, row_windows, _, columns, channels = qkv.shape
         window = self.window
         heads = self.heads
         head_width = channels // (3 * heads)
         level_windows = levels // window[0]
-        row_windows = groups.stop - groups.start
         column_windows = columns // window[2]
         qkv = qkv.reshape(
             batch,
@@ -192,7 +194,7 @@ class EarthAttention(GroupedRows):
             x = torch.cat(parts, dim=1)
         x = x.reshape(batch, column_windows, level_windows, row_windows, heads, *window, head_width)
         x = x.permute(0, 2, 5, 3, 6, 1, 7, 4, 8)
-        return x.reshape(batch, levels, rows, columns, heads * head_width)
+        return x.reshape(batch, levels, row_windows * window[1], columns, heads * head_width)
 
     def _attend_in_windows(
         self, qkv: Tensor, groups: slice, splits_columns: bool = False

@@ -92,11 +92,15 @@ def _step(indices: Sequence[int], i: int) -> int:
 def take_rows(x: GlobalTensor, indices: Sequence[int]) -> GlobalTensor:
     """Return the rows `indices` of the globe along the row dimension; a collective.
 
-    A result with fewer rows than ranks is whole. An index of -1 stands for zeros. The result is a
-    copy, as that of an index is on one process.
+    As many rows as before, or a few less, get the bands that these had: shifted or dilated windows
+    lie where other windows do, to which they are added. A result with fewer rows than ranks is
+    whole. An index of -1 stands for zeros. The result is a copy, as that of an index is on one
+    process.
     """
     layout, ranks = layout_of(x), x.view_.ranks
-    partition = x.view_.partition(len(indices))
+    kept = _counts_before(range(len(indices)), layout.partition)
+    is_kept = kept.height == len(indices) and kept.is_well_balanced
+    partition = kept if is_kept else x.view_.partition(len(indices))
     if partition is None:
         return exchange_entries(x, (ranges_of(indices),) * ranks, None)
     result = rearrange_rows(x, indices, layout._replace(partition=partition))

@@ -128,8 +128,7 @@ def in_units(x: GlobalTensor, unit: int) -> GlobalTensor:
     layout = layout_of(x)
     if unit == 1 or layout.partition.bounds_are_multiples_of(unit):
         return x
-    partition = RowPartition.in_multiples_of(layout.partition.height, x.view_.ranks, unit)
-    return with_bands(x, layout._replace(partition=partition))
+    return with_bands(x, layout._replace(partition=layout.partition.moved_to_multiples_of(unit)))
 
 
 def _is_balanced_view(shape: tuple[int, ...], layout: Layout, new: tuple[int, ...]) -> bool:

@@ -1,0 +1,157 @@
+"""Windows of rows through the view: exact, and no row moves farther than to the end of a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from credit_dp.cli.compose import Composer
+from credit_dp.costs.budget import model_and_shape
+from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel.build import declared_converters
+from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_view, plan_report
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.view.attach import attach_view
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.ranks import on_threads
+
+
+def _attend(x, size):
+    """Return the attention of each point to those of its window of rows, in each column."""
+    windows = x.unflatten(2, (-1, size)).permute(0, 2, 4, 3, 1)
+    y = F.scaled_dot_product_attention(windows, windows, windows)
+    return y.permute(0, 4, 1, 3, 2).flatten(2, 3)
+
+
+def _by_index(order, size, m, x):
+    """Add the attention among rows in another order, padded to whole windows in the south."""
+    height = x.shape[2]
+    padded = F.pad(x, (0, 0, 0, -height % size))
+    order = torch.tensor(order(padded.shape[2], size))
+    y = _attend(padded.index_select(2, order), size)
+    return x + y.index_select(2, order.argsort()[:height])
+
+
+def _in_order(height, size):
+    return list(range(height))
+
+
+def _shifted(height, size):
+    return [(row + size // 2) % height for row in range(height)]
+
+
+def _dilated(height, size):
+    step = height // size
+    return [first + step * i for first in range(step) for i in range(size)]
+
+
+ORDERS = [_in_order, _shifted, _dilated]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("height", "size"),
+    [
+        (48, 8),
+        (46, 4),
+        (25, 6),
+        (13, 3),
+        (10, 6),  # fewer windows than ranks
+        (7, 7),
+    ],
+)
+def test_attention_in_windows_is_that_of_the_globe(order, height, size, ranks):
+    check(partial(_by_index, order, size), (2, CHANNELS, height, COLUMNS), ranks)
+
+
+def _rows_sent(manager, function, height, columns=COLUMNS):
+    """Return the rows that a rank sends in a forward and in a backward."""
+    shape = (2, CHANNELS, height, columns)
+    model = Model(function).double()
+    attach_view(model, manager, [shape])
+    x = torch.randn(shape, dtype=torch.float64)
+    traffic = manager.transport.traffic
+    before = traffic.bytes
+    y = model(shard_tensor(x, manager=manager))
+    forward = traffic.bytes - before
+    y.sum().backward()
+    row = x[:, :, 0].numel() * x.element_size()
+    return forward / row, (traffic.bytes - before - forward) / row
+
+
+def test_bands_move_to_the_nearest_windows():
+    # Bands of 12 rows become 16, 8, 16 and 8, and what is added to them moves back.
+    sent = on_threads(4, _rows_sent, lambda m, x: x + _attend(x, 8), 48)
+    assert [forward for forward, _ in sent] == [4, 4, 4, 4]
+    assert sum(backward for _, backward in sent) == 16
+
+
+def test_shifted_windows_stay_with_the_rows_that_they_are_added_to():
+    def blocks(m, x):
+        return _by_index(_shifted, 6, m, _by_index(_in_order, 6, m, x))
+
+    # Bands of 12, 11, 11 and 11 rows, and three of padding on the last rank. One row of the third
+    # rank, and two of the last one, belong to windows of the rank before: to attention, and to be
+    # added to its result. Then each rank sends the three rows by which windows are shifted, and
+    # their results back. At the end outputs get the bands of inputs.
+    sent = on_threads(4, _rows_sent, blocks, 45)
+    assert [forward for forward, _ in sent] == [3 + 3, 3 + 3 + 1, 1 + 1 + 3 + 3 + 2, 2 + 2 + 3 + 3]
+    assert sum(backward for _, backward in sent) == 33
+
+
+def _in_windows(size, m, x):
+    """Return linear layers and attention in windows of channels last, as those of a Swin."""
+    (rows, columns), x = size, x.permute(0, 2, 3, 1)
+    batch, height, width, channels = x.shape
+    x = x.view(batch, height // rows, rows, width // columns, columns, channels)
+    windows = F.linear(x.transpose(2, 3).reshape(-1, rows * columns, channels), m.matrix).tanh()
+    y = F.linear(F.scaled_dot_product_attention(windows, windows, windows), m.matrix)
+    y = y.view(batch, height // rows, width // columns, rows, columns, channels)
+    return y.transpose(2, 3).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("height", "columns", "size"),
+    [(6, 8, (3, 2)), (7, 12, (7, 3)), (10, 8, (5, 4)), (8, 10, (4, 1)), (6, 18, (2, 2))],
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_windows_of_rows_and_columns_are_those_of_the_globe(height, columns, size, ranks):
+    check(partial(_in_windows, size), (2, CHANNELS, height, columns), ranks)
+
+
+@pytest.mark.parametrize(
+    ("bands", "unit", "expected"),
+    [
+        ((25,) * 8, 10, (30, 20, 30, 20, 30, 20, 30, 20)),
+        ((12, 11), 6, (12, 11)),
+        # Balanced if the nearest bounds would leave a rank without any, or give one more.
+        ((2, 18), 5, (10, 10)),
+        ((14, 6, 10), 5, (10, 10, 10)),
+        ((7, 7, 6), 9, (9, 9, 2)),
+    ],
+)
+def test_bounds_move_to_the_nearest_multiples_that_are_as_even(bands, unit, expected):
+    assert RowPartition.from_sizes(list(bands)).moved_to_multiples_of(unit).sizes == expected
+
+
+def _sent_bytes(plan):
+    assert not plan.problems
+    return sum(part.bytes for part in (*plan.forward, *plan.backward))
+
+
+@pytest.mark.parametrize(("name", "most"), [("pangu_base", 1.35), ("crossformer_base", 1.4)])
+def test_presets_send_little_more_than_their_layers(name, most):
+    options = [f"model={name}", "data.grid=721x1440", "model.activation_checkpointing=false"]
+    config = Composer("train").compose_config(options)
+    config = replace(config, data=replace(config.data, batch_size=1))
+    model, shape = model_and_shape(config, 1)
+    layers = plan_report(model, shape, 8, custom_converters=declared_converters(model))
+    assert not layers.in_view
+    wanted = Wanted(limit=None, costs=True)
+    in_view = decide_view(model, counting_manager(8), [shape], wanted, ["compared"])
+    assert _sent_bytes(in_view) <= most * _sent_bytes(layers)

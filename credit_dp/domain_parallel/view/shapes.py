@@ -30,6 +30,7 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
     bands_of,
+    falls_into_equal_parts,
     is_band,
     local_of,
     with_layout,
@@ -143,17 +144,22 @@ def _is_balanced_view(shape: tuple[int, ...], layout: Layout, new: tuple[int, ..
 def _moved_for_view(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     """Return `x` with bands along a dimension in which each rank gets a part of the view.
 
-    A few windows of rows would leave ranks without any. If there is no such dimension, `x` itself
-    is returned.
+    A few windows of rows would leave ranks without any. Whole windows along another dimension come
+    first, as they stay where they are in attention, then the largest dimension. If there is none,
+    `x` itself is returned.
     """
-    for dim in sorted(range(x.ndim), key=lambda d: -x.shape[d]):
-        partition = x.view_.partition(x.shape[dim])
-        if dim == layout_of(x).dim or partition is None:
+    ranks = x.view_.ranks
+    choices: dict[Layout, tuple[bool, int]] = {}
+    for dim, size in enumerate(x.shape):
+        layout = Layout(dim, 1, RowPartition.balanced(size, ranks))
+        if dim == layout_of(x).dim or not _is_balanced_view(x.shape, layout, shape):
             continue
-        layout = Layout(dim, 1, partition)
-        if _is_balanced_view(x.shape, layout, shape):
-            return with_bands(x, layout)
-    return x
+        _, unit = view_layout(x.shape, layout, shape)
+        partition = x.view_.partition(size, unit)
+        if partition is not None:
+            are_windows = unit > 1 and falls_into_equal_parts(size // unit, ranks)
+            choices[layout._replace(partition=partition)] = are_windows, size
+    return with_bands(x, max(choices, key=choices.__getitem__)) if choices else x
 
 
 def _part_of_view(

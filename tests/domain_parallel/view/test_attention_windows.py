@@ -124,6 +124,14 @@ def test_windows_of_rows_and_columns_are_those_of_the_globe(height, columns, siz
     check(partial(_in_windows, size), (2, CHANNELS, height, columns), ranks)
 
 
+def test_few_windows_of_rows_move_to_columns_and_back():
+    # There is not a window of rows for each of three ranks, but one of columns: 2/3 of the six rows
+    # move there, and back. Channels, though more, would move again to be mixed.
+    sent = on_threads(3, _rows_sent, partial(_in_windows, (3, 2)), 6, 6)
+    assert [forward for forward, _ in sent] == pytest.approx([2 * 2 * 2 / 3] * 3)
+    assert sum(backward for _, backward in sent) == pytest.approx(2 * 6 * 2 / 3)
+
+
 @pytest.mark.parametrize(
     ("bands", "unit", "expected"),
     [

@@ -1,12 +1,14 @@
 """Rules of matrix products and `einsum`.
 
 Rows that stay in the result stay where they are; the other operand is cut alike along dimensions
-that both have, or gathered. A product that sums over rows is summed over the ranks.
+that both have, or gathered. A product that sums over rows is summed over the ranks, unless it sends
+less to move the bands to another dimension of the result first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from string import ascii_letters, ascii_lowercase
 from typing import Any
 
@@ -187,11 +189,43 @@ def _label_of_rows(
         for position, (x, names) in enumerate(zip(tensors, labels, strict=True))
         if is_band(x)
     ]
-    kept = [band for band in bands if band[0] in out] or bands
+    kept = [band for band in bands if band[0] in out]
+    if not kept and (cut := _cut_without_sum(tensors, labels, out)) is not None:
+        return cut
+    kept = kept or bands
     if len({label for label, _, _ in kept}) > 1 and kept[0][0] in out:
         kept = [band for band in kept if band[2]] or kept
     label, x, _ = max(kept, key=lambda band: int(band[1].numel()))
     return label, layout_of(x)
+
+
+def _cut_without_sum(
+    tensors: Sequence[Any], labels: Sequence[Sequence[str]], out: Sequence[str]
+) -> tuple[str, Layout] | None:
+    """Return a dimension of the result along which to cut a product that sums over rows.
+
+    None if to move the bands there sends more than to sum the results, or no dimension can be cut
+    evenly. A dimension that all operands have comes first, as the modes of a Legendre transform.
+    """
+    pairs = list(zip(tensors, labels, strict=True))
+    bands = [(x, names) for x, names in pairs if is_band(x)]
+    view = bands[0][0].view_
+    # A dimension of size 1 is broadcast to that of another operand.
+    sizes: dict[str, int] = {}
+    for x, names in pairs:
+        sizes |= {name: n for name, n in zip(names, x.shape, strict=True) if n > 1}
+    common = [
+        name
+        for name in out
+        if falls_into_equal_parts(sizes.get(name, 1), view.ranks)
+        and all(name in names and x.shape[names.index(name)] == sizes[name] for x, names in bands)
+    ]
+    summed = view.ranks * prod(sizes.get(name, 1) for name in out)
+    if not common or sum(x.numel() for x, _ in bands) >= summed:
+        return None
+    label = max(common, key=lambda name: (all(name in names for names in labels), sizes[name]))
+    partition = view.partition(sizes[label])
+    return None if partition is None else (label, Layout(0, 1, partition))
 
 
 def _operand(x: Any, names: Sequence[str], label: str, layout: Layout, view: GlobalView) -> Any:

@@ -1226,6 +1226,27 @@ def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again, ov
     assert totals == [sum(rows), (1 + (again and overlap)) * sum(rows)]
 
 
+@pytest.mark.parametrize(
+    ("coefficients", "rows"),
+    [
+        # Bands move to channels, and back: of 16 rows each time 3/4 of a quarter.
+        (16, 3 + 3),
+        # Fewer than a row for each rank are summed.
+        (3, 0),
+    ],
+)
+def test_products_over_rows_move_bands_where_that_sends_less(coefficients, rows):
+    def function(m, x):
+        table = torch.linspace(-1, 1, 16 * coefficients, dtype=x.dtype).view(coefficients, 16).cos()
+        spectrum = torch.einsum("bchw,gh->bcgw", x, table)
+        return torch.einsum("bcgw,gh->bchw", spectrum, table) + m.rows
+
+    shape = (2, CHANNELS, 16, COLUMNS)
+    check(function, shape, 4)
+    sent = on_threads(4, _rows_sent, function, shape)
+    assert sent == [(rows, rows)] * 4
+
+
 def over_the_poles(x, rows):
     north, south = (
         part.flip(2).roll(COLUMNS // 2, -1) for part in (x[:, :, :rows], x[:, :, -rows:])

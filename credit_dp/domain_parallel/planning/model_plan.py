@@ -392,10 +392,12 @@ def check_model(
         The model has to map `(B, in_channels, H, W)` to `(B, out_channels, H, W)`.
 
     Raises:
-        UserError: it has no parameters to train, fails, or returns something else.
+        UserError: it has no parameters to train, or that its output depends on, fails, or returns
+            something else.
     """
     name = type(model).__name__
-    if not any(p.requires_grad for p in model.parameters()):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
         raise UserError(f"model: {name} has no parameters to train.")
     dtype, device = dtype_and_device(model)
     needed = (CHECK_BATCH_SIZE, out_channels, *grid)
@@ -422,6 +424,11 @@ def check_model(
         raise UserError(
             f"model: {name} needs to return {needed} for an input {x_shape}, got {got}. "
             "It has to return one tensor with the rows and columns of its input."
+        )
+    if len(parameters_outside_graph(model, in_channels, grid)) == len(trained):
+        raise UserError(
+            f"model: the output of {name} depends on none of its parameters, which can't learn. "
+            "Take torch.no_grad, detach or numpy out of its forward."
         )
 
 

@@ -36,6 +36,7 @@ def test_a_good_model_passes_and_is_left_as_it_was():
             r"Model\.forward fails at .*test_check_model\.py:\d+ \(AttributeError",
         ),
         (lambda x: x @ x, r"Model\.forward fails at .*test_check_model\.py:\d+ \(RuntimeError"),
+        (lambda x: x.detach(), "the output of Model depends on none of its parameters"),
         (lambda x: x.view(7), r"\(batch, channels, rows, columns\), of shape \(2, 3, 4, 6\)\.$"),
     ],
 )

@@ -280,6 +280,7 @@ def _look_up(x: Tensor, index: Any) -> GlobalTensor:
     return GlobalTensor(local[index.local], layout_of(index), index.view_)
 
 
+ALL = slice(None)
 KNOWN_INDICES = (int, slice, Tensor)
 
 
@@ -368,12 +369,19 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Assign to integers, slices and indices: each rank assigns rows of its band, maybe none."""
     x, index, value = args
     layout, view = layout_of(x), x.view_
-    if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(value, Tensor):
-        if not (x.is_floating_point() or x.is_complex()):
+    *before, mask = index if isinstance(index, tuple) else (index,)
+    if (
+        isinstance(mask, Tensor)
+        and mask.dtype is torch.bool
+        and all(item is Ellipsis or (isinstance(item, slice) and item == ALL) for item in before)
+        and not isinstance(value, Tensor)
+    ):
+        first = x.ndim - mask.ndim if any(item is Ellipsis for item in before) else len(before)
+        end = first + mask.ndim
+        # A mask is not broadcast: torch's error comes.
+        if mask.shape != x.shape[first:end] or not (x.is_floating_point() or x.is_complex()):
             raise NoRuleError
-        if index.shape != x.shape[: index.ndim]:  # a mask is not broadcast: torch's error comes
-            raise NoRuleError
-        x.masked_fill_(index.reshape(*index.shape, *[1] * (x.ndim - index.ndim)), value)
+        x.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.ndim - end)), value)
         return
     items = _index_of_each_dim(index, x.ndim)
     position = _position_of_dim(items, layout.dim)

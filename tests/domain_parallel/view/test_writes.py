@@ -352,6 +352,22 @@ def test_all_parts_of_a_field_see_what_is_written_to_one(function, ranks):
     check(function, (2, CHANNELS, height, COLUMNS), ranks, whole=None)
 
 
+def _by_masks_of_points(m, x):
+    """As land is masked, in all samples and channels."""
+    land, high = m.rows[: x.shape[2]] > 0, x.detach()[0] > 1
+    y, z = x * 2, x * 3
+    of_channel = z[:, 1]
+    y[:, :, land] = 0.5
+    z[..., land] = 0
+    z[:, high] = -1
+    return y * z, of_channel.cos()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_masks_of_points_are_written_on_bands(ranks):
+    check(_by_masks_of_points, (2, CHANNELS, 9, COLUMNS), ranks)
+
+
 def _random_slice(size, rng):
     start = rng.randrange(size)
     return rng.choice(

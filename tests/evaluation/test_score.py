@@ -68,7 +68,8 @@ def by_definition(
     skill = np.sqrt(globe((made - truth) ** 2)).mean("number")
     neighbours = np.sqrt(globe(made.diff("number") ** 2)).mean("number") if count > 1 else 0
     found["energy_score"]["forecast"] = (skill - neighbours / 2).mean("time")
-    found["spread"]["forecast"] = np.sqrt(globe(made.var("number", ddof=1)).mean("time"))
+    variance = made.var("number", ddof=min(1, count - 1), skipna=False)  # 0 for one member
+    found["spread"]["forecast"] = np.sqrt(globe(variance).mean("time"))
     return found
 
 

@@ -245,7 +245,7 @@ def _output_gradient(y: Any, gradient: Tensor | None, view: GlobalView) -> Tenso
     It has the factor of the loss, as functions of the user's in the pass divide by it.
     """
     if gradient is None and y.numel() == 1:
-        gradient = torch.ones_like(local_of(y))
+        gradient = local_of(y).new_ones(y.shape)
     if is_band(y) or gradient is None:
         if gradient is None:
             return None

@@ -37,9 +37,12 @@ from credit_dp.domain_parallel.view.tensor import (
     call_whole,
     cut,
     functions_named,
+    gather,
     global_tensors,
+    has_few_rows,
     is_band,
     local_of,
+    map_values,
     note_whole_call,
     same_random_numbers,
     whole,
@@ -51,6 +54,7 @@ from credit_dp.torch_private import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    is_alias,
     schema_of,
     suggest_memory_format,
     tree_map,
@@ -61,6 +65,18 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Function, Args, Kwargs], Any]
 RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
+# Functions that leave slices of few rows where they are, as padding across the poles calls, and
+# those for which a tensor must be itself. For any other function all ranks get these rows.
+OF_FEW_ROWS: set[Any] = {
+    torch.autograd.grad,
+    *functions_named(
+        "__getitem__", "__setitem__", "narrow", "flip", "roll", "cat", "concat", "concatenate",
+        "clone", "contiguous", "detach", "neg", "__neg__", "mul", "__mul__", "__rmul__",
+        "register_hook", "retain_grad", "requires_grad_", "detach_", "is_floating_point",
+        "is_complex", "is_signed", "element_size", "is_inference", "is_conj", "is_neg",
+        "get_device", "is_contiguous",
+    ),
+}  # fmt: skip
 # Rows stay where they are if no rank gets more than this factor of the mean.
 LARGEST_IMBALANCE = 1.5
 
@@ -365,6 +381,8 @@ def _compute(func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Globa
     rule = RULES.get(func)
     if rule is None and function_name(func) in ("__get__", "__set__"):
         return _attribute(func, args, kwargs)
+    if func not in OF_FEW_ROWS and any(map(has_few_rows, tensors)):
+        return _with_few_rows_everywhere(func, args, kwargs, list(filter(has_few_rows, tensors)))
     if rule is not None and (any(map(is_band, tensors)) or func in RULES_FOR_WHOLE):
         transport = tensors[0].view_.manager.transport
         calls = transport.calls
@@ -378,6 +396,22 @@ def _compute(func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Globa
                 raise
     # Not while an exception is handled: it would keep tensors of the rule alive.
     return _whole(func, args, kwargs)
+
+
+def _with_few_rows_everywhere(
+    func: Function, args: Args, kwargs: Kwargs, few: Sequence[GlobalTensor]
+) -> Any:
+    """Call a function with slices of few rows on every rank; a collective."""
+    if is_in_place(func, kwargs) and any(x is args[0] for x in few):
+        return _whole(func, args, kwargs)
+    gathered = {id(x): gather(x) for x in few}
+    args, kwargs = map_values(lambda x: gathered.get(id(x), x), (args, kwargs))
+    results = _compute(func, args, kwargs, global_tensors((args, kwargs)))
+    for y in global_tensors(results):
+        y.is_view |= any(is_alias(y.local, x.local) for x in gathered.values())
+    # A function may return its argument as it is.
+    arguments = {id(gathered[id(x)].local): x for x in few}
+    return map_values(lambda y: arguments.get(id(local_of(y)), y), results)
 
 
 def _write_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -442,7 +476,7 @@ def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
     with _random_numbers(func, view, tensors[0].device, kwargs.get("generator")):
         call = with_whole_gradients(func, view) if is_custom_operator(func) else func
         results = call_whole(call, args, kwargs)
-    bands = bands_of(tensors)
+    bands = [x for x in bands_of(tensors) if not has_few_rows(x)]
     if not bands:
         return results
     return tree_map(lambda x: _cut_again(x, bands), results)

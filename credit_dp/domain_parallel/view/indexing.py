@@ -42,20 +42,25 @@ from credit_dp.domain_parallel.view.tensor import (
 )
 from credit_dp.torch_private import FakeTensor
 
+# Slices of tokens `(B, N, C)` that functions of all kinds read, as a class token, are not kept.
+IMAGE_DIMS = 4
 
-def keep_range(x: GlobalTensor, start: int, stop: int, step: int = 1) -> GlobalTensor | None:
-    """Return the rows `range(start, stop, step)` where they are; None if they'd lie unevenly."""
-    layout, rank = layout_of(x), x.view_.rank
-    size = len(range(start, stop, step))
-    bounds = layout.partition.bounds
-    partition = _counts_before(range(start, stop, step), layout.partition)
-    largest = max(partition.sizes) * x.view_.ranks
-    if layout.outer != 1 or min(partition.sizes) == 0 or largest > LARGEST_IMBALANCE * size:
+
+def keep_range(x: GlobalTensor, rows: range) -> GlobalTensor | None:
+    """Return rows where they are; None if they'd lie unevenly.
+
+    A few rows of an image, such as those at a pole, stay with the rank that has them: see
+    `OF_FEW_ROWS`.
+    """
+    layout, view = layout_of(x), x.view_
+    partition = _counts_before(rows, layout.partition)
+    is_few = len(rows) < view.ranks and x.ndim >= IMAGE_DIMS
+    largest = max(partition.sizes) * view.ranks
+    is_even = min(partition.sizes) > 0 and largest <= LARGEST_IMBALANCE * len(rows)
+    if layout.outer != 1 or not (is_few or is_even):
         return None
-    first = start + partition.bounds[rank] * step - bounds[rank]
-    length = (partition.sizes[rank] - 1) * step + 1
-    index = (slice(None),) * layout.dim + (slice(first, first + length, step),)
-    return GlobalTensor(x.local[index], layout._replace(partition=partition), x.view_)
+    index = (slice(None),) * layout.dim + (_own_part(rows, layout.partition, view.rank),)
+    return GlobalTensor(x.local[index], layout._replace(partition=partition), view)
 
 
 def ranges_of(indices: Sequence[int]) -> tuple[RowRange, ...]:
@@ -120,7 +125,7 @@ def _slice_rows(x: GlobalTensor, rows: range) -> Any:
     """Return a slice of the rows, which shares memory with `x` on one process."""
     if not rows:
         raise NoRuleError
-    result = keep_range(x, rows.start, rows.stop, rows.step) if rows.step > 0 else None
+    result = keep_range(x, rows) if rows.step > 0 else None
     return take_rows(x, rows) if result is None else result
 
 
@@ -437,7 +442,7 @@ def _rows_of_value(
     Raises:
         NoRuleError: it has not as many rows in its dimension `dim`.
     """
-    if dim < 0 or value.shape[dim] == 1:  # it broadcasts
+    if dim < 0 or value.shape[dim] == 1 != layout.size:  # it broadcasts
         everywhere: Tensor = whole(value)
         return everywhere
     if value.shape[dim] != layout.size:

@@ -36,6 +36,8 @@ from credit_dp.domain_parallel.view.tensor import (
     Layout,
     bands_of,
     exchange_entries,
+    gather,
+    has_usual_bands,
     is_band,
     local_of,
     with_layout,
@@ -52,7 +54,9 @@ def cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = {"dim": 0} | bind(CAT, args, kwargs)
     tensors = [x for x in arguments["tensors"] if x.ndim != 1 or x.numel()]
     bands = bands_of(tensors)
-    layout, view_ = layout_of(max(bands, key=GlobalTensor.numel)), bands[0].view_
+    # Of several fields of the same size one has the bands that layers return, if any has.
+    largest = max(bands, key=lambda x: (x.numel(), has_usual_bands(x)))
+    layout, view_ = layout_of(largest), largest.view_
     dim = arguments["dim"] % tensors[0].ndim
     if dim == layout.dim:
         return _cat_rows(tensors, bands, dim)
@@ -81,7 +85,8 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
         sum(x.shape[dim] for x in part) for part in (tensors[:position], tensors[position + 1 :])
     )
     partition = _extended_partition(largest, before, after)
-    assert partition is not None  # no fewer rows than a band has
+    if partition is None:
+        raise NoRuleError
     result = Layout(dim, 1, partition)
     parts, start = [], 0
     for x in tensors:
@@ -97,17 +102,14 @@ def _cat_rows(tensors: list[Any], bands: list[GlobalTensor], dim: int) -> Global
 
 
 def _in_bands_of(x: Any, dim: int) -> Any:
-    """Return a field with bands along a dimension; tensors without bands unchanged.
+    """Return a field with bands along a dimension, or on all ranks if it has too few rows there.
 
-    Raises:
-        NoRuleError: its bands are in another dimension, and can't be in this one.
+    Tensors without bands are returned unchanged.
     """
     if not is_band(x) or (layout_of(x).dim == dim and layout_of(x).outer == 1):
         return x
     partition = x.view_.partition(x.shape[dim])
-    if partition is None:
-        raise NoRuleError
-    return with_bands(x, Layout(dim, 1, partition))
+    return gather(x) if partition is None else with_bands(x, Layout(dim, 1, partition))
 
 
 def _extended_partition(x: GlobalTensor, before: int, after: int) -> RowPartition | None:

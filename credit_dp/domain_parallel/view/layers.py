@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.conv import _RowConv
-from credit_dp.domain_parallel.layers.norm import accumulation_dtype, sum_over_bands
+from credit_dp.domain_parallel.layers.norm import (
+    ReductionLayer,
+    accumulation_dtype,
+    sum_over_bands,
+)
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
@@ -89,16 +93,17 @@ def call_layer(
         x = with_rows_everywhere(x)
         return wrap(func(x.local), x.rows, view)
     # Layers take and return the manager's bands of a height; the rule may get other ones. Of these
-    # convolutions fetch what they need, so that padded rows don't move before.
+    # convolutions fetch what they need, so that padded rows don't move before, and norms keep them.
     source = layout.partition
-    if not isinstance(layer, _RowConv) or layout.outer != 1 or 0 in source.sizes:
+    is_norm = isinstance(layer, ReductionLayer)
+    if not (is_norm or isinstance(layer, _RowConv)) or layout.outer != 1 or 0 in source.sizes:
         source = view.manager.partition(layout.size)
     if 0 in source.sizes:
         raise NoRuleError
     result: Layout | None = None
     bands = Bands(source, source)
     if layer.output_is_banded:
-        target = view.partition(layer.out_height(layout.size))
+        target = source if is_norm else view.partition(layer.out_height(layout.size))
         if target is None:
             raise TooFewRowsError
         bands = Bands(source, target)

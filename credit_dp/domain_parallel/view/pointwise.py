@@ -111,7 +111,7 @@ def align(x: Any, layout: Layout, view: GlobalView) -> Any:
     """
     if not isinstance(x, Tensor):
         return x
-    if x.ndim < -layout.dim or x.shape[layout.dim] == 1:
+    if x.ndim < -layout.dim or x.shape[layout.dim] == 1 != layout.size:
         return whole(x)
     if x.shape[layout.dim] != layout.size:
         raise NoRuleError

@@ -613,6 +613,17 @@ def is_band(x: object) -> bool:
     return type(x) is GlobalTensor and x.rows is not None
 
 
+def has_few_rows(x: GlobalTensor) -> bool:
+    """Return whether a tensor is a slice of fewer rows than ranks, of which some have none."""
+    rows = x.rows
+    return rows is not None and rows.partition.bounds[-1] < len(rows.partition.sizes)
+
+
+def has_usual_bands(x: GlobalTensor) -> bool:
+    """Return whether a tensor has the bands that layers return."""
+    return x.rows is not None and x.rows.partition == x.view_.partition(x.rows.partition.height)
+
+
 def wrap(values: Any, layout: Layout | None, view: GlobalView) -> Any:
     """Show results of a function through the view; those of several tensors have one layout."""
     if isinstance(values, Tensor):
@@ -674,8 +685,14 @@ def whole(x: Any) -> Any:
         return x
     if x.rows is None:
         return x.local
+    return gather(x).local
+
+
+def gather(x: GlobalTensor) -> GlobalTensor:
+    """Return a band on every rank; a collective."""
+    assert x.rows is not None
     everything = (RowRange(0, x.rows.partition.height),)
-    return exchange_entries(x, (everything,) * x.view_.ranks, None).local
+    return exchange_entries(x, (everything,) * x.view_.ranks, None)
 
 
 def cut(x: Tensor, layout: Layout, view: GlobalView) -> Tensor:
@@ -745,8 +762,11 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def note_whole_call(
     view: GlobalView, name: str, tensors: Sequence[GlobalTensor]
 ) -> AbstractContextManager[None]:
-    """Count a call that gathers bands; return the context in which it does so and runs whole."""
-    if any(x.rows is not None for x in tensors):
+    """Count a call that gathers bands; return the context in which it does so and runs whole.
+
+    Slices of few rows do not count: a rank may hold them.
+    """
+    if any(x.rows is not None and not has_few_rows(x) for x in tensors):
         view.whole_calls[name] += 1
     return nullcontext() if view.recorder is None else view.recorder.whole_call(name, tensors)
 

@@ -841,6 +841,155 @@ WINDOWS = {
 }
 
 
+def _change_few_rows(m, x):
+    """Write to slices of few rows and to what they are slices of."""
+    y = x * 1
+    north, south = y[:, :, :1], y[:, :, -2:]
+    mean = north.mean(-1, keepdim=True)
+    north.mul_(2)
+    south[:, :2] = mean[:, :2]
+    after = north.softmax(-1)
+    y[:, 1:3] *= 3
+    south.copy_(south.flip(2) + after)
+    north.scatter_(1, north.argsort(1)[:, :1], 0.25)
+    return y, y + north, torch.cat([north, south], 2).sum(2, keepdim=True) + y
+
+
+def _changed_by_hooks(m, x):
+    """Return fields of slices whose gradients hooks have changed."""
+    north = x[:, :, :2]
+    before = north.flip(2)
+    north.register_hook(lambda grad: grad * 2)
+    return x + north.sum(2, keepdim=True), x * torch.cat([before, north], 2).amax(2, keepdim=True)
+
+
+def _change_what_functions_return(m, x):
+    """Write to slices of few rows that functions return as they are."""
+    y = x * 1
+    north, south = y[:, :, :1], y[:, :, -2:]
+    before = north.exp()
+    north.double().mul_(m.scale[:, None, None])
+    F.dropout(south, 0.5, training=False).add_(1)
+    return y, y * north, y + before, y + south[:, :, :1]
+
+
+def _gradients_of_slices(m, x):
+    """Return fields of gradients for slices that several functions have got, and of a corner."""
+    constant = x[:, :, :1] * m.scale[:, None, None]
+    constant.detach_()
+    north, south = x[:, :, :2].detach(), x[:, :, -1:]
+    north.requires_grad_()
+    loss = (north * m.scale[:, None, None]).square().sum() + north.exp().sum() + south.exp().sum()
+    loss = loss + (south * m.scale[:, None, None]).square().sum()
+    of_north, of_south = torch.autograd.grad(loss, [north, south], create_graph=True)
+    (of_corner,) = torch.autograd.grad(x[:1, :1, :1, :1], x, create_graph=True)
+    return x + of_north.sum(2, keepdim=True), x * of_south, x * constant + of_corner
+
+
+RETURN_THEIR_ARGUMENT = {
+    "to": lambda x: x.to(x.dtype),
+    "double": torch.Tensor.double,
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "dropout of channels": lambda x: F.dropout2d(x, 0.5, training=False),
+    "positive": torch.positive,
+    "resolve_conj": torch.Tensor.resolve_conj,
+}
+
+
+def _read_twice(m, x):
+    """Return a number of a field that one function takes where it is and another elsewhere."""
+    return (x * m.scale[:, None, None]).square().sum() + x.exp().sum()
+
+
+def _gradients_of_returned_arguments(m, x):
+    """Return fields of gradients for what functions return as it is; others get the argument."""
+    north, gradients = x[:, :, :2], 0.0
+    for function in RETURN_THEIR_ARGUMENT.values():
+        same = function(north)
+        (grad,) = torch.autograd.grad(_read_twice(m, north), same, create_graph=True)
+        gradients = gradients + grad
+    return x + gradients.sum(2, keepdim=True)
+
+
+def _hooks_of_returned_arguments(m, x):
+    """Return fields of slices with hooks that were registered on what functions return as it is."""
+    results = []
+    for function in RETURN_THEIR_ARGUMENT.values():
+        north = x[:, :, :2]
+        function(north).register_hook(lambda grad: grad * 2 + 0.1)
+        results.append(x + _read_twice(m, north))
+    return results
+
+
+def _hook_of_copy(m, x):
+    """Return a field of a slice whose copy, which some ranks need not make, has a hook."""
+    north = x[:, :, :1]
+    copy = north.contiguous()
+    copy.register_hook(lambda grad: grad * 2 + 0.1)
+    (grad,) = torch.autograd.grad(_read_twice(m, north) + copy.square().sum(), copy)
+    return x + _read_twice(m, north), x * copy.exp().sum(2, keepdim=True) + grad.sum()
+
+
+def _change_past_autograd(m, x):
+    """Write to slices, and to new tensors of few rows, of which autograd sees the values only."""
+    y = x * 1
+    north, south, other = y[:, :, :2], -x[:, :, -2:], x[:, :, :1].detach().clone()
+    other.requires_grad_()
+    with torch.no_grad():
+        north.add_(1)
+        south.mul_(2)
+        south[..., :3] = 0.5
+        other.mul_(2)
+    assert (north.requires_grad, south.requires_grad, other.is_leaf) == (True, True, True)
+    (grad,) = torch.autograd.grad(_read_twice(m, other), other, create_graph=True)
+    return y, x * (north * south).sum(2, keepdim=True), x + south.exp().sum() + grad
+
+
+def _change_with_saved_results(m, x):
+    """Write results to slices, which backward needs and nothing may write to again."""
+    y, z = x * 1, x * 1
+    y[:, :, :1].tanh_()
+    part = z[:, :, -2:][:, :4]
+    part.sigmoid_()
+    first, second = x[:, :, :1] * 1, -x[:, :, :1]
+    F.relu(first, inplace=True)
+    second.cumsum_(-1)
+    return y, z, part.sum(2, keepdim=True) * x[:, :4], first * x + second
+
+
+SLICES = {
+    "of few rows": lambda m, x: (
+        x + x[:, :, :1],
+        x[:, :, :1].expand(-1, -1, x.shape[2], -1) * x,
+        x[:, :, -1:].mean(-1, keepdim=True) + x,
+        (x[:, :, :2] @ m.rows[:COLUMNS]).sum(2, keepdim=True) * x,
+        torch.cat([x[:, :, :1], x[:, :, -1:]], 2).flip(2).mean(2, keepdim=True) - x,
+        torch.cat([x[:, :, -1:], x, x[:, :, :1]], 2)[:, :, 1:-1],
+        torch.stack([x[:, :, :1], x[:, :, 1:2]]).sum(0) + x,
+        x[:, :, 1:2].data * x + x[:, :, :1].detach() * x[:, :, -2:-1],
+        x[:, :, :2].unbind(2)[0][:, :, None] - x,
+        x[:, :, :2].repeat(1, 1, 2, 1).amax(2, keepdim=True) + x,
+        x[:, :, :1].squeeze(2)[:, :, None] * x[:, :, :1] + x,
+        x[:, :, :1][..., 1:4].roll(1, -1).sum(-1, keepdim=True) + x,
+        F.pad(x[:, :, :2], (0, 0, 1, 0), mode="reflect").sum(2, keepdim=True) * x,
+        F.conv2d(x[:, :, :3], kernel(m, 3, 3), padding=(0, 1)) + x,
+        x[:, :, :1] * m.rows[: x.shape[2]] + x,
+        torch.cat([x[:, :, :1], x[:, :, :1] * m.rows[:1]], 1).sum(1, keepdim=True) + x,
+        x[:, :1, :1, :1] * x[:, :, :1] + x[:, :1, :, :1] * x[:, :, :1],
+        x[:, :, :2].masked_fill(x[:, :, :2] > 0, 1.0).prod(2, keepdim=True) + x,
+    ),
+    "that are written": _change_few_rows,
+    "that functions return": _change_what_functions_return,
+    "whose gradients are asked for": _gradients_of_slices,
+    "with hooks": _changed_by_hooks,
+    "that are returned, with gradients": _gradients_of_returned_arguments,
+    "that are returned, with hooks": _hooks_of_returned_arguments,
+    "that are copied": _hook_of_copy,
+    "that are written past autograd": _change_past_autograd,
+    "that get results": _change_with_saved_results,
+}
+
+
 def row_index(x, size=None):
     """Return an index along the rows of `x`, in another order and with repetitions."""
     height = x.shape[-2]
@@ -1018,6 +1167,12 @@ def strict_rules(monkeypatch):
 )
 def test_equals_the_function_of_the_globe(family, name, ranks):
     check(FAMILIES[family][name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_of_few_rows(name, ranks):
+    check(SLICES[name], (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks, whole=None)
 
 
 @pytest.mark.usefixtures("strict_rules", "small_bands")
@@ -1257,8 +1412,8 @@ def over_the_poles(x, rows):
 PADDED = {
     "zeros": (lambda x: F.pad(x, (0, 0, 1, 1)), [0, 0, 0, 0]),
     "reflected": (lambda x: F.pad(x, (0, 0, 1, 1), mode="reflect"), [0, 0, 0, 0]),
-    # Fewer rows than ranks go to all of them.
-    "over the poles": (lambda x: over_the_poles(x, 1), [3, 0, 0, 3]),
+    # Fewer rows than ranks stay where they are.
+    "over the poles": (lambda x: over_the_poles(x, 1), [0, 0, 0, 0]),
     # The slice of each pole becomes bands of one row, which are exchanged by the flip, and return.
     "many over the poles": (lambda x: over_the_poles(x, 4), [3 + 2 + 1, 2 + 2, 2 + 2, 3 + 2 + 1]),
     "and cropped": (lambda x: F.pad(F.pad(x, (0, 0, 2, 2)), (0, 0, -1, -1)), [0, 0, 0, 0]),

@@ -112,10 +112,19 @@ def _global(x, view, rows_dim=0):
 
 def test_a_slice_keeps_rows_where_they_are_unless_that_is_uneven():
     x = torch.arange(24).reshape(12, 2)
-    parts = [keep_range(_global(x, _view(3, rank)), 1, 11) for rank in range(3)]
+    parts = [keep_range(_global(x, _view(3, rank)), range(1, 11)) for rank in range(3)]
     assert [part.rows.partition.sizes for part in parts] == [(3, 4, 3)] * 3
     assert torch.equal(torch.cat([part.local for part in parts]), x[1:11])
-    assert keep_range(_global(x, _view(3)), 0, 5) is None
+    assert keep_range(_global(x, _view(3)), range(5)) is None
+
+
+def test_a_slice_of_few_rows_of_an_image_stays_with_the_ranks_that_have_them():
+    x = torch.arange(24.0).reshape(1, 1, 12, 2)
+    parts = [keep_range(_global(x, _view(3, rank), 2), range(3, 7, 2)) for rank in range(3)]
+    assert [part.rows.partition.sizes for part in parts] == [(1, 1, 0)] * 3
+    assert torch.equal(torch.cat([part.local for part in parts], 2), x[:, :, 3:7:2])
+    # Of tokens all ranks get them.
+    assert keep_range(_global(x[0, 0], _view(3)), range(2)) is None
 
 
 @pytest.mark.parametrize("indices", [[0, 2, 4, 6, 8], [7, 6, 5, 5, 0], [3, -1, 4, -1], [2]])

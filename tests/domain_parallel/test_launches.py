@@ -138,9 +138,9 @@ LAYERS = {
     "mean pool": (lambda: nn.AvgPool2d(3, 2, 1), 8, 14),
     "maximum pool": (lambda: nn.MaxPool2d(3, 2, 1), 8, 15),  # one allocation, but no copy is kept
     "group norm": (lambda: nn.GroupNorm(3, 6), 28, 52),
-    "batch norm": (lambda: nn.BatchNorm2d(6), 46, 23),
-    "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), 36, 21),
-    "layer norm": (lambda: nn.LayerNorm((24, 8)), 38, 19),
+    "batch norm": (lambda: nn.BatchNorm2d(6), 38, 22),
+    "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), 32, 18),
+    "layer norm": (lambda: nn.LayerNorm((24, 8)), 35, 17),
 }
 
 

@@ -3,7 +3,7 @@
 Forward: each rank computes the moments of its band, one collective gathers them, and every rank
 combines them in the same way (`mean_and_variance`, `mean_square`). Backward: the output also
 depends on `x` through the moments, so the sums that this term needs go through one more collective
-(`_gradient_through_moments`). `ReductionLayer` serves all layers that reduce over rows.
+(`_Normalise`). `ReductionLayer` serves all layers that reduce over rows.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tens
         first, second = parts.unbind()
         share = sizes[1] / sum(sizes)
         mean, variance = torch.lerp(first, second, share).unbind()
-        difference = second[0] - first[0]
+        difference = (second - first)[0]
         return mean, variance.addcmul_(difference, difference, value=share * (1 - share))
     means, variances = parts.unbind(1)
     shares = _shares_like(means, sizes)
@@ -217,8 +217,8 @@ def normalise(
     """Return `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
     `moments` have to be those of `x`: backward also differentiates through them and is a
-    collective. `weight` and `bias` broadcast against `x`, or `reduction.by_group(x)`, in
-    `parameter_shape` if it is given.
+    collective. `weight` and `bias` broadcast against `x`, or `reduction.by_group(x)`: in
+    `parameter_shape` if that is given, else they may be those of this band's rows.
     """
     mean, variance = moments
     rstd = (variance + eps).rsqrt_()
@@ -250,6 +250,10 @@ class _Normalise(torch.autograd.Function):
         ctx.eps = eps
         ctx.parameter_shape = parameter_shape
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+        # Whether the parameters are the same in all entries of a moment, on all ranks.
+        ctx.is_uniform = parameter_shape is not None and all(
+            [parameter_shape[d] == 1 for d in reduction.dims if -d <= len(parameter_shape)]
+        )
         y = _standardise(reduction.by_group(x), mean, rstd)
         if weight is not None:
             y = y.mul_(_reshaped(weight, parameter_shape))
@@ -267,9 +271,6 @@ class _Normalise(torch.autograd.Function):
         grad = grad.to(rstd.dtype)
         by_group = reduction.by_group(grad)
         grad_x = grad_weight = grad_bias = None
-        if needs_bias:
-            bias_shape, dtype = ctx.bias_like
-            grad_bias = _summed_to(by_group, bias_shape, shape).to(dtype)
         if gradients_need_graph():
 
             def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -280,26 +281,35 @@ class _Normalise(torch.autograd.Function):
             grad_x, grad_weight = gradients_with_graph(
                 scaled_standard, (x, weight), (needs_x, needs_weight), grad
             )
+            if needs_bias:
+                grad_bias = _summed_to(by_group, shape, *ctx.bias_like)
             return grad_x, grad_weight, grad_bias, *(None,) * 5
         standard = _standardise(reduction.by_group(x), mean, rstd)
-        # Gradients of parameters are this band's share; the trainer sums them over the domain.
         product = by_group * standard
+        parts = [product, by_group]
+        if ctx.is_uniform:  # then parameters and moments need the same sums
+            parts = [part.sum(reduction.dims, True) for part in parts]
+        # Gradients of parameters are this band's share; the trainer sums them over the domain.
         if needs_weight:
-            grad_weight = _summed_to(product, weight.shape, shape).to(weight.dtype)
+            grad_weight = _summed_to(parts[0], shape, weight.shape, weight.dtype)
+        if needs_bias:
+            grad_bias = _summed_to(parts[1], shape, *ctx.bias_like)
         if needs_x:  # the same on every rank, as the input's gradient is a collective
-            scaled, scale = by_group, rstd
-            if weight is not None:
-                weight = _reshaped(weight, shape)
-                # A weight that is the same in all entries of a moment may be multiplied last.
-                both = torch.broadcast_shapes(weight.shape, rstd.shape)  # type: ignore[no-untyped-call]
-                if both == rstd.shape:
-                    scale = rstd * weight
-                else:
-                    scaled = by_group * weight
-                    product = scaled * standard
-            grad_x = _gradient_through_moments(
-                scaled, standard, product, mean is not None, reduction
-            )
+            scale = rstd
+            if weight is not None and ctx.is_uniform:  # it may be multiplied last
+                scale = rstd * _reshaped(weight, shape)
+            elif weight is not None:
+                by_group = by_group * _reshaped(weight, shape)
+                product = by_group * standard
+                parts = [product, by_group]
+            # With `g` the scaled gradient and `s` the standardised input, both over N entries of
+            # the globe: `g - s * sum(g * s) / N - sum(g) / N`, the last term only if the mean was
+            # subtracted. One all-reduce for both sums, which cover all bands.
+            parts = [part.sum_to_size(rstd.shape) for part in parts[: 1 if mean is None else 2]]
+            totals = reduction.transport.all_reduce(torch.stack(parts)) / reduction.count(by_group)
+            grad_x = torch.addcmul(by_group, standard, totals[0], value=-1, out=product)
+            if mean is not None:
+                grad_x.sub_(totals[1])
             grad_x = reduction.ungroup(grad_x.mul_(scale)).to(x.dtype)
         return grad_x, grad_weight, grad_bias, *(None,) * 5
 
@@ -308,11 +318,13 @@ def _reshaped(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
     return parameter if shape is None else parameter.view(shape)
 
 
-def _summed_to(grad: Tensor, parameter_shape: torch.Size, shape: tuple[int, ...] | None) -> Tensor:
+def _summed_to(
+    grad: Tensor, shape: tuple[int, ...] | None, parameter_shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
     """Return the sum of gradients over all entries that have the same entry of a parameter."""
-    if shape is None:
-        return grad.sum_to_size(parameter_shape)
-    return grad.sum_to_size(shape).view(parameter_shape)
+    shape = shape or parameter_shape
+    leading = (1,) * (grad.ndim - len(shape))  # else it adds up dimensions of size one, too
+    return grad.sum_to_size(*leading, *shape).view(parameter_shape).to(dtype)
 
 
 def differentiable_standard(
@@ -336,24 +348,6 @@ def differentiable_standard(
 
 def _standardise(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
     return x * rstd if mean is None else (x - mean).mul_(rstd)
-
-
-def _gradient_through_moments(
-    scaled: Tensor, standard: Tensor, product: Tensor, centred: bool, reduction: GlobalReduction
-) -> Tensor:
-    """Return the gradient of the standardised output, projected for the moments; a collective.
-
-    With `g` the scaled gradient and `s` the standardised input, both over N entries of the globe:
-    `g - s * sum(g * s) / N - sum(g) / N`, the last term only if the mean was subtracted. The sums
-    cover all bands. `product` is `g * s`, and is overwritten.
-    """
-    # One all-reduce for both sums.
-    parts = [product.sum(reduction.dims, True)]
-    if centred:
-        parts.append(scaled.sum(reduction.dims, True))
-    totals = reduction.transport.all_reduce(torch.stack(parts)) / reduction.count(scaled)
-    grad = torch.addcmul(scaled, standard, totals[0], value=-1, out=product)
-    return grad.sub_(totals[1]) if centred else grad
 
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -452,8 +446,9 @@ def update_running_statistics(
     mean, variance = moments
     # As in torch, the running variance is the unbiased one.
     for statistic, moment in zip(running, (mean, variance * (count / (count - 1))), strict=True):
-        average = moment.reshape(-1, len(statistic)).mean(0).to(statistic.dtype)
-        statistic.mul_(1 - momentum).add_(average * momentum)
+        of_samples = moment.reshape(-1, *statistic.shape)
+        average = of_samples.mean(0) if of_samples.shape[0] > 1 else of_samples[0]
+        statistic.mul_(1 - momentum).add_(average.to(statistic.dtype) * momentum)
 
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d

@@ -70,11 +70,6 @@ def _moments_and_statistics(
     return mean, variance
 
 
-def _per_channel(parameter: Any, ndim: int) -> Any:
-    """Return a norm's parameter in the shape in which it broadcasts against `(B, C, ...)`."""
-    return None if parameter is None else local_of(parameter).view(-1, *(1,) * (ndim - 2))
-
-
 def _moments(
     compute: Callable[[Tensor, GlobalReduction], Moments],
     x: Tensor,
@@ -120,8 +115,10 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     layout = layout_of(x)
     reduction = _reduction(x, layout, [d for d in range(x.ndim) if d != 1])
     moments = _moments_and_statistics(x, reduction, running, arguments["momentum"])
-    weight, bias = (_per_channel(arguments[name], x.ndim) for name in ("weight", "bias"))
-    return wrap(normalise(x.local, moments, eps, weight, bias, reduction), layout, x.view_)
+    weight, bias = local_of(arguments["weight"]), local_of(arguments["bias"])
+    per_channel = (x.shape[1], *(1,) * (x.ndim - 2))
+    result = normalise(x.local, moments, eps, weight, bias, reduction, per_channel)
+    return wrap(result, layout, x.view_)
 
 
 @rule_for("group_norm")
@@ -186,8 +183,9 @@ def instance_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
     layout = layout_of(x)
     reduction = _reduction(x, layout, list(range(2, x.ndim)))
     moments = _moments_and_statistics(x, reduction, running, arguments["momentum"])
-    weight, bias = (_per_channel(parameter, x.ndim) for parameter in parameters)
-    result = normalise(x.local, moments, arguments["eps"], weight, bias, reduction)
+    weight, bias = map(local_of, parameters)
+    per_channel = (x.shape[1], *(1,) * (x.ndim - 2))
+    result = normalise(x.local, moments, arguments["eps"], weight, bias, reduction, per_channel)
     return wrap(result, layout, x.view_)
 
 

@@ -72,6 +72,24 @@ def test_batch_and_instance_norm(ranks, kind, options, height, offset):
     on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
+ONE_COLUMN = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True),
+    "layer": lambda: nn.LayerNorm((3, 1)),  # its weight has one value on each rank, another one
+    "root mean square": lambda: nn.RMSNorm((3, 1)),
+}
+
+
+def _of_one_column(name):
+    return _randomised(ONE_COLUMN[name]())
+
+
+@pytest.mark.parametrize("name", ONE_COLUMN)
+def test_bands_of_one_entry(name):
+    """The sums over a band are its entries, of which backward makes the gradient of the input."""
+    on_threads(3, assert_same_as_whole_globe, _of_one_column, (name,), (1, 4, 3, 1), 1e-10)
+
+
 class _Tokens(nn.Module):
     """Rows and columns in one dimension, as transformers have them."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import torch
@@ -163,6 +164,7 @@ class BandEdge:
         return rows.contiguous(memory_format=memory_format_of(grad))
 
 
+@lru_cache(4096)  # of a plan's layers
 def edges_of(settings: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:
     """Return the northern and the southern edge of a band of `rows` rows.
 

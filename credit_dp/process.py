@@ -38,12 +38,14 @@ def no_garbage_collection() -> Iterator[None]:
 
 def profile_region(name: str) -> AbstractContextManager[object]:
     """Return a context whose time the trace shows under `name`; without a profiler it is empty."""
-    from torch.autograd import profiler
-
     from credit_dp.torch_private import is_profiling
 
     # Without the test, torch.compile and tracing would record the profiler's operation.
-    return profiler.record_function(name) if is_profiling() else nullcontext()
+    if not is_profiling():
+        return nullcontext()
+    from torch.autograd import profiler
+
+    return profiler.record_function(name)
 
 
 def profiled_call(name: str, call: Callable[[], None]) -> Callable[[], None]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import row_bytes
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import PeerTensor, Transport
 from credit_dp.errors import UserError
@@ -77,15 +78,16 @@ class CountingTransport(Transport):
         self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
         self.row_bytes: Counter[RowPartition] = Counter()
 
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
+    def announce_exchange(self, exchange: RowExchange, x: Tensor, dim: int, backward: bool) -> None:
         """Count the messages of all ranks in an exchange, or in its backward pass."""
         messages = []
+        size = row_bytes(x, dim)
         received = received_row_counts(exchange.partition, exchange.required_rows)
         for receiver, row_counts in enumerate(received):
             for owner, rows in row_counts:
                 # In the backward pass gradients travel from the receiver to the owner.
                 ends = (receiver, owner) if backward else (owner, receiver)
-                messages.append(MessageSize(*ends, rows * row_bytes))
+                messages.append(MessageSize(*ends, rows * size))
         self._count(messages)
         if messages:
             self.row_bytes[exchange.partition] += sum(m.bytes for m in messages)

@@ -62,15 +62,17 @@ class RowCopy(NamedTuple):
 
 
 class RowMessage(NamedTuple):
-    """The rows of one message between this rank and a peer, as ranges of global rows."""
+    """The rows of one message between this rank and a peer.
+
+    Attributes:
+        peer: the other rank.
+        ranges: in the band of the rank that owns the rows: first row and number of rows.
+        length: the number of all rows.
+    """
 
     peer: int
     ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def length(self) -> int:
-        """Return the number of rows in the message."""
-        return sum(stop - start for start, stop in self.ranges)
+    length: int
 
 
 @final
@@ -98,7 +100,7 @@ class RowExchange:
         bands = (self.partition.rows(r) for r in range(self.partition.ranks))
         return self.required_rows == tuple((RowRange(band.start, band.stop),) for band in bands)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Return the number of rows in this rank's result."""
         return sum(row_range.length for row_range in self.required_rows[self.rank])
@@ -117,7 +119,7 @@ class RowExchange:
             if not row_range.zero_filled and row_range.length:
                 owners.update(range(owner(row_range.start), owner(row_range.stop - 1) + 1))
         senders = sorted(owners - {self.rank})
-        messages = (RowMessage(r, self._rows_needed_from(self.rank, r)) for r in senders)
+        messages = (self._message(r, self.rank, r) for r in senders)
         # An empty band between two others is in the interval of owners, but sends nothing.
         return tuple(message for message in messages if message.ranges)
 
@@ -125,7 +127,7 @@ class RowExchange:
     def sends(self) -> tuple[RowMessage, ...]:
         """Return the forward messages from this rank, by receiver; backward goes the other way."""
         peers = (r for r in range(self.partition.ranks) if r != self.rank)
-        messages = (RowMessage(peer, self._rows_needed_from(peer, self.rank)) for peer in peers)
+        messages = (self._message(peer, peer, self.rank) for peer in peers)
         return tuple(message for message in messages if message.ranges)
 
     @cached_property
@@ -150,7 +152,7 @@ class RowExchange:
             result_start += row_range.length
         return tuple(ranges)
 
-    def _rows_needed_from(self, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
+    def _message(self, peer: int, rank: int, owner: int) -> RowMessage:
         """Return the rows that `rank` needs from `owner`, each once, from north to south."""
         band = self.partition.rows(owner)
         clipped = (
@@ -165,7 +167,8 @@ class RowExchange:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
                 merged.append((start, stop))
-        return tuple(merged)
+        ranges = tuple((start - band.start, stop - start) for start, stop in merged)
+        return RowMessage(peer, ranges, sum(length for _, length in ranges))
 
     def _split_by_owner(self, row_range: RowRange, result_start: int) -> list[RowCopy]:
         """Split a range where its rows change owner."""
@@ -184,10 +187,11 @@ class RowExchange:
 
     def _source_index(self, owner: int, row: int) -> int:
         """Return the index of a global row in its owner's message or in this rank's band."""
+        row -= self.partition.bounds[owner]
         if owner == self.rank:
-            return row - self.partition.bounds[owner]
+            return row
         ranges = next(message.ranges for message in self.receives if message.peer == owner)
-        return sum(min(stop, row) - start for start, stop in ranges if start <= row)
+        return sum(min(length, row - start) for start, length in ranges if start <= row)
 
     def copies_from(self, source_rank: int) -> list[RowCopy]:
         """Return the copies of rows that one rank owns."""
@@ -200,16 +204,15 @@ class RowExchange:
             by_source.setdefault(copy.source_rank, []).append(copy)
         return by_source
 
-    def is_local_band(self, copy: RowCopy) -> bool:
-        """Return whether a copy is this rank's complete band, neither flipped nor rotated."""
-        if copy.source_rank != self.rank or copy.row_range.flipped or copy.row_range.rotated:
-            return False
-        return copy.stop - copy.start == self.partition.sizes[self.rank]
-
-    def local_ranges(self, message: RowMessage) -> list[tuple[int, int]]:
-        """Return the rows of this rank's band in a message: first local row and number of rows."""
-        first = self.partition.bounds[self.rank]
-        return [(start - first, stop - start) for start, stop in message.ranges]
+    @cached_property
+    def local_band(self) -> RowCopy | None:
+        """Return the first copy of this rank's complete band, neither flipped nor rotated."""
+        rows = self.partition.sizes[self.rank]
+        for copy in self.copies_from(self.rank):
+            is_plain = not (copy.row_range.flipped or copy.row_range.rotated)
+            if is_plain and copy.stop - copy.start == rows:
+                return copy
+        return None
 
     @constant_when_compiled
     def graph_name(self) -> str:

@@ -272,8 +272,8 @@ def _start_rows(
 ) -> tuple[Tensor, Callable[[], None]]:
     """Do what `start_fetching` does; return the rows, and a function that waits for them."""
     received = {message.peer: _empty_rows(x, dim, message.length) for message in exchange.receives}
-    send = [(message.peer, _pack_rows(x, exchange, message, dim)) for message in exchange.sends]
-    transport.announce_exchange(exchange, row_bytes(x, dim), backward=False)
+    send = [(message.peer, _pack_rows(x, message, dim)) for message in exchange.sends]
+    transport.announce_exchange(exchange, x, dim, backward=False)
     wait = transport.start(send, list(received.items()))
     # Zeros and this rank's own rows are copied while the messages are under way.
     result = empty_rows_like(x, dim, exchange.length)
@@ -297,7 +297,7 @@ def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, 
     gradients.
     """
     finish = start_returning_gradients(grad, exchange, transport, dim)
-    local_band = next((copy for copy in exchange.copies if exchange.is_local_band(copy)), None)
+    local_band = exchange.local_band
     if local_band is None:
         total = empty_rows_like(grad, dim, exchange.partition.sizes[exchange.rank]).zero_()
     else:
@@ -331,7 +331,7 @@ def start_returning_gradients(
     received = [
         (message.peer, _empty_rows(grad, dim, message.length)) for message in exchange.sends
     ]
-    transport.announce_exchange(exchange, row_bytes(grad, dim), backward=True)
+    transport.announce_exchange(exchange, grad, dim, backward=True)
     wait = transport.start(send, received)
 
     def finish(total: Tensor, already_added: RowCopy | None = None) -> None:
@@ -341,14 +341,14 @@ def start_returning_gradients(
         wait()
         # Always in the order of ranks, not of arrival: sums are the same bits in every run.
         for message, (_, rows) in zip(exchange.sends, received, strict=True):
-            _unpack_add(total, rows, exchange, message, dim)
+            _unpack_add(total, rows, message, dim)
 
     return finish
 
 
-def _pack_rows(x: Tensor, exchange: RowExchange, message: RowMessage, dim: int) -> Tensor:
+def _pack_rows(x: Tensor, message: RowMessage, dim: int) -> Tensor:
     """Return the rows of a message as one contiguous tensor."""
-    parts = [x.narrow(dim, start, length) for start, length in exchange.local_ranges(message)]
+    parts = [x.narrow(dim, start, length) for start, length in message.ranges]
     return (torch.cat(parts, dim) if len(parts) > 1 else parts[0]).contiguous()
 
 
@@ -363,12 +363,10 @@ def _pack_gradients(grad: Tensor, exchange: RowExchange, message: RowMessage, di
     return outgoing
 
 
-def _unpack_add(
-    total: Tensor, rows: Tensor, exchange: RowExchange, message: RowMessage, dim: int
-) -> None:
+def _unpack_add(total: Tensor, rows: Tensor, message: RowMessage, dim: int) -> None:
     """Add the gradients of a message to those of the band; the adjoint of `_pack_rows`."""
     offset = 0
-    for start, length in exchange.local_ranges(message):
+    for start, length in message.ranges:
         total.narrow(dim, start, length).add_(_narrow(rows, dim, offset, length))
         offset += length
 

@@ -149,7 +149,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise ValueError(f"messages are contiguous, got strides {tensor.stride()}")
-    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+    size, address = tensor.nbytes, tensor.data_ptr()
     if size and not address:
         raise ValueError(f"messages have memory, got a {type(tensor).__name__} without")
     # Not through numpy, which lacks bfloat16.
@@ -210,8 +210,8 @@ class LocalMessages:
         outgoing = [(connections[peer], connections[peer].send(tensor)) for peer, tensor in send]
 
         def is_done() -> bool:
-            return all(of.received >= goal for of, goal in incoming) and all(
-                of.sent >= goal for of, goal in outgoing
+            return all([of.received >= goal for of, goal in incoming]) and all(
+                [of.sent >= goal for of, goal in outgoing]
             )
 
         def finish() -> None:

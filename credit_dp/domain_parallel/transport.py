@@ -86,12 +86,15 @@ class Transport(ABC):
         self.traffic = Traffic()
         self.calls = 0
 
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:  # noqa: B027
+    def announce_exchange(  # noqa: B027
+        self, exchange: RowExchange, x: Tensor, dim: int, backward: bool
+    ) -> None:
         """Hook for transports that only count messages: called before all ranks start an exchange.
 
         Args:
             exchange: the rows that every rank needs.
-            row_bytes: bytes of one row.
+            x: has rows like those that are sent.
+            dim: its row dimension, negative.
             backward: whether gradients are returned: then messages go in the opposite direction.
         """
 
@@ -124,7 +127,7 @@ class Transport(ABC):
         send = [(peer, plain(tensor)) for peer, tensor in send]
         self.calls += 1
         self.traffic.messages += len(send)
-        self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
+        self.traffic.bytes += sum([tensor.nbytes for _, tensor in send])
         with profile_region(EXCHANGE):
             return profiled_call(EXCHANGE, self._start(send, receive))
 
@@ -133,22 +136,22 @@ class Transport(ABC):
         if torch.compiler.is_dynamo_compiling():
             gathered: Tensor = _all_gather_operator(x, self.name)
             return gathered
-        return self._collective(lambda: self._all_gather(plain(x).contiguous()), x)
+        return self._collective(self._all_gather, plain(x).contiguous())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on each; `x` is not changed."""
         if torch.compiler.is_dynamo_compiling():
             total: Tensor = _all_reduce_operator(x, self.name)
             return total
-        return self._collective(lambda: self._all_reduce(plain(x)), x)
+        return self._collective(self._all_reduce, plain(x))
 
-    def _collective(self, compute: Callable[[], Tensor], x: Tensor) -> Tensor:
+    def _collective(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         def compute_now() -> Tensor:
             self.calls += 1
             self.traffic.collectives += 1
-            self.traffic.collective_bytes += x.numel() * x.element_size()
+            self.traffic.collective_bytes += x.nbytes
             with profile_region(EXCHANGE):
-                return compute()
+                return compute(x)
 
         kept = _kept_messages.get()
         return compute_now() if kept is None else kept.collective(compute_now)
@@ -381,7 +384,7 @@ class GroupTransport(Transport):
     def _start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        if all(tensor.is_cpu for _, tensor in (*send, *receive)):
+        if all([tensor.is_cpu for _, tensor in (*send, *receive)]):
             return self._start_one_by_one(send, receive)
         transfers = [
             dist.P2POp(action, tensor, self._global_ranks[peer], self.group)
@@ -463,10 +466,8 @@ class GroupTransport(Transport):
         """Return the `x` of every rank, by messages to each."""
         x = x.detach().contiguous()
         of_ranks = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._start_one_by_one(
-            [(rank, x) for rank in others], [(rank, of_ranks[rank]) for rank in others]
-        )()
+        received = [(rank, other) for rank, other in enumerate(of_ranks) if rank != self.rank]
+        self._start_one_by_one([(rank, x) for rank, _ in received], received)()
         return of_ranks
 
     def _all_gather(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def _build():
     )
 
 
-def _no_returned_gradients(total, rows, row_exchange, message, dim):
+def _no_returned_gradients(total, rows, message, dim):
     """Leave out the gradients that other ranks return."""
 
 

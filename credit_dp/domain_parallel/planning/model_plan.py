@@ -428,7 +428,7 @@ def check_model(
     if len(parameters_outside_graph(model, in_channels, grid)) == len(trained):
         raise UserError(
             f"model: the output of {name} depends on none of its parameters, which can't learn. "
-            "Take torch.no_grad, detach or numpy out of its forward."
+            "Take torch.no_grad, detach and reentrant checkpointing out of its forward."
         )
 
 
@@ -437,7 +437,8 @@ def parameters_outside_graph(
 ) -> tuple[str, ...]:
     """Return the names of parameters that learn, but that the output does not depend on.
 
-    They get no gradient. Empty if that can't be known without data, or if the output depends on an
+    They get no gradient. Empty if that can't be known without data, if the model has parameters in
+    a list of its own, which are others on tensors without data, or if the output depends on an
     `autograd.Function` in Python: its backward may compute a block again, as that of reentrant
     checkpointing does, and give gradients to parameters that the graph does not have.
 
@@ -453,7 +454,7 @@ def parameters_outside_graph(
             output = model(
                 torch.empty(CHECK_BATCH_SIZE, in_channels, *grid, dtype=dtype, device=device)
             )
-            used: set[int] = set()
+            used = {id(output)}  # which may be a parameter itself
             nodes, seen = [output.grad_fn], {None}
             while nodes:
                 node = nodes.pop()
@@ -465,6 +466,8 @@ def parameters_outside_graph(
                 if hasattr(node, "variable"):
                     used.add(id(node.variable))
                 nodes += [following for following, _ in node.next_functions]
+            if used - {id(output), *map(id, model.parameters())}:
+                return ()  # parameters that the model reaches otherwise than by their module
             return tuple(
                 name
                 for name, parameter in model.named_parameters()

@@ -58,6 +58,30 @@ def test_what_depends_on_data_is_left_to_the_plan(act):
     check_model(Model(act), 3, 2, (4, 6))
 
 
+class WeightsInList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3, 1, 1))
+        self.weights = [self.weight]
+
+    def forward(self, x):
+        return torch.conv2d(x, self.weights[0])
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.field = nn.Parameter(torch.ones(2, 2, 4, 6))
+
+    def forward(self, x):
+        return self.field
+
+
+@pytest.mark.parametrize("kind", [WeightsInList, Constant])
+def test_parameters_that_the_graph_of_fake_tensors_does_not_show(kind):
+    check_model(kind(), 3, 2, (4, 6))
+
+
 def test_nothing_to_train():
     with pytest.raises(UserError, match="model: Identity has no parameters to train"):
         check_model(nn.Identity(), 2, 2, (4, 6))

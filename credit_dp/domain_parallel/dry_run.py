@@ -59,7 +59,12 @@ from credit_dp.domain_parallel.view.decisions import (
     KnownValues,
     UnplannedError,
 )
-from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, local_of
+from credit_dp.domain_parallel.view.tensor import (
+    GlobalTensor,
+    GlobalView,
+    has_few_rows,
+    local_of,
+)
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     FakeTensor,
@@ -274,7 +279,7 @@ class _Recorder:
 
         Also one without bands, if it gets what another whole call returned.
         """
-        bands = [x for x in tensors if x.rows is not None]
+        bands = [x for x in tensors if x.rows is not None and not has_few_rows(x)]
         if (
             in_backward()
             or self.costs is not None

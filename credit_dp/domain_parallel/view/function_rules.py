@@ -66,7 +66,8 @@ Kwargs = dict[str, Any]
 Rule = Callable[[Function, Args, Kwargs], Any]
 RULES_FOR_WHOLE: set[Any] = set()  # functions whose rules are for tensors without bands, too
 # Functions that leave slices of few rows where they are, as padding across the poles calls, and
-# those for which a tensor must be itself. For any other function all ranks get these rows.
+# those for which a tensor must be itself. For each call of another function these rows are sent to
+# all ranks.
 OF_FEW_ROWS: set[Any] = {
     torch.autograd.grad,
     *functions_named(
@@ -74,7 +75,7 @@ OF_FEW_ROWS: set[Any] = {
         "clone", "contiguous", "detach", "neg", "__neg__", "mul", "__mul__", "__rmul__",
         "register_hook", "retain_grad", "requires_grad_", "detach_", "is_floating_point",
         "is_complex", "is_signed", "element_size", "is_inference", "is_conj", "is_neg",
-        "get_device", "is_contiguous",
+        "get_device", "is_contiguous", "numpy", "__array__",
     ),
 }  # fmt: skip
 # Rows stay where they are if no rank gets more than this factor of the mean.

@@ -374,7 +374,7 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Assign to integers, slices and indices: each rank assigns rows of its band, maybe none."""
     x, index, value = args
     layout, view = layout_of(x), x.view_
-    *before, mask = index if isinstance(index, tuple) else (index,)
+    *before, mask = index if isinstance(index, tuple) and index else (index,)
     if (
         isinstance(mask, Tensor)
         and mask.dtype is torch.bool
@@ -386,6 +386,7 @@ def setitem(func: Function, args: Args, kwargs: Kwargs) -> Any:
         # A mask is not broadcast: torch's error comes.
         if mask.shape != x.shape[first:end] or not (x.is_floating_point() or x.is_complex()):
             raise NoRuleError
+        mask = mask.to(x.device)  # an index may be on the CPU
         x.masked_fill_(mask.reshape(*mask.shape, *[1] * (x.ndim - end)), value)
         return
     items = _index_of_each_dim(index, x.ndim)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
     LARGEST_IMBALANCE,
+    OF_FEW_ROWS,
     Args,
     Function,
     Kwargs,
@@ -181,6 +182,7 @@ def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
 for _name in POINTWISE:
     for _function in functions_named(_name, f"{_name}_"):
         RULES[_function] = pointwise
+    OF_FEW_ROWS.update(functions_named(f"{_name}_"))
 
 
 @layout_before(*POINTWISE, *(f"{name}_" for name in POINTWISE))

@@ -217,7 +217,8 @@ def _cut_without_sum(
     common = [
         name
         for name in out
-        if falls_into_equal_parts(sizes.get(name, 1), view.ranks)
+        if sizes.get(name, 1) >= view.ranks
+        and falls_into_equal_parts(sizes[name], view.ranks)
         and all(name in names and x.shape[names.index(name)] == sizes[name] for x, names in bands)
     ]
     summed = view.ranks * prod(sizes.get(name, 1) for name in out)

@@ -407,6 +407,7 @@ def test_the_plan_counts_what_a_real_step_sends(name):
     sent = sum(traffic.bytes for traffic in (*plan.forward, *plan.backward))
     by_level = sum(level.sent_bytes for level in plan.levels)
     assert 0 < by_level <= sent
+    assert (plan.whole_calls == ()) == (name != "few rows")
 
 
 def test_the_dry_run_of_a_converted_model_counts_the_same():

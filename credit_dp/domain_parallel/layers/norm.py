@@ -447,7 +447,7 @@ def update_running_statistics(
     # As in torch, the running variance is the unbiased one.
     for statistic, moment in zip(running, (mean, variance * (count / (count - 1))), strict=True):
         of_samples = moment.reshape(-1, *statistic.shape)
-        average = of_samples.mean(0) if of_samples.shape[0] > 1 else of_samples[0]
+        average = of_samples[0] if of_samples.shape[0] == 1 else of_samples.mean(0)
         statistic.mul_(1 - momentum).add_(average.to(statistic.dtype) * momentum)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -43,6 +44,19 @@ class Model(nn.Module):
         """Return the outputs as a list, complex ones as pairs of real numbers."""
         tensors = [y for y in tree_leaves(self(x)) if isinstance(y, torch.Tensor)]
         return [torch.view_as_real(y).movedim(-1, 0) if y.is_complex() else y for y in tensors]
+
+
+class Cube(torch.autograd.Function):
+    """A function of the user's, with its own backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
 def run_whole(model, x):
@@ -120,3 +134,27 @@ def assert_close(actual, expected, what, scale=0.0):
         assert (float(difference.max()) if difference.numel() else 0.0) <= TOLERANCE * largest, what
     else:
         assert torch.equal(actual, expected), what
+
+
+def rows_sent(manager, function, shape):
+    """Return the rows that a rank sends in a forward and in a backward."""
+    return tuple(rows for rows, _ in rows_and_messages(manager, function, shape))
+
+
+def rows_and_messages(manager, function, shape):
+    """Return what a rank sends in a forward and in a backward; nothing may run whole."""
+    model = Model(function).double()
+    view = attach_view(model, manager, [shape])
+    x = torch.randn(shape, dtype=torch.float64)
+    traffic = manager.transport.traffic
+    counts = [(traffic.bytes, traffic.messages)]
+    y = model(shard_tensor(x, manager=manager))
+    counts.append((traffic.bytes, traffic.messages))
+    y.sum().backward()
+    counts.append((traffic.bytes, traffic.messages))
+    assert not view.whole_calls
+    row = x[:, :, 0].numel() * x.element_size()
+    return [
+        ((sent - before) / row, messages - earlier)
+        for (before, earlier), (sent, messages) in pairwise(counts)
+    ]

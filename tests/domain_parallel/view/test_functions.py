@@ -24,6 +24,7 @@ from tests.domain_parallel.view.functions import (
     Model,
     assert_close,
     check,
+    rows_sent,
 )
 from tests.ranks import RankError, on_threads
 
@@ -1343,20 +1344,6 @@ def test_attention_sends_and_holds_what_its_heads_need(heads, sent, held):
     assert max(of_rank for _, _, of_rank in costs) <= held
 
 
-def _rows_sent(manager, function, shape):
-    """Return the rows that a rank sends in a forward and in a backward."""
-    model = Model(function).double()
-    attach_view(model, manager, [shape])
-    x = torch.randn(shape, dtype=torch.float64)
-    traffic = manager.transport.traffic
-    before = traffic.bytes
-    y = model(shard_tensor(x, manager=manager))
-    forward = traffic.bytes - before
-    y.sum().backward()
-    row = x[:, :, 0].numel() * x.element_size()
-    return forward / row, (traffic.bytes - before - forward) / row
-
-
 @pytest.mark.parametrize(
     ("dilations", "rows", "again"),
     [
@@ -1374,7 +1361,7 @@ def _rows_sent(manager, function, shape):
 )
 def test_convolutions_of_one_field_send_each_row_once(dilations, rows, again, overlap):
     shape = (2, CHANNELS, 16, COLUMNS)
-    sent = on_threads(4, _rows_sent, lambda m, x: sum(dilated(m, x, d) for d in dilations), shape)
+    sent = on_threads(4, rows_sent, lambda m, x: sum(dilated(m, x, d) for d in dilations), shape)
     assert [forward for forward, _ in sent] == rows
     # Every rank returns the gradients of as many rows as it has received.
     totals = [sum(of_ranks) for of_ranks in zip(*sent, strict=True)]
@@ -1398,7 +1385,7 @@ def test_products_over_rows_move_bands_where_that_sends_less(coefficients, rows)
 
     shape = (2, CHANNELS, 16, COLUMNS)
     check(function, shape, 4)
-    sent = on_threads(4, _rows_sent, function, shape)
+    sent = on_threads(4, rows_sent, function, shape)
     assert sent == [(rows, rows)] * 4
 
 
@@ -1430,7 +1417,7 @@ def test_padded_rows_stay_where_they_are(name):
 
     shape = (2, CHANNELS, 24, COLUMNS)
     check(function, shape, 4)
-    sent = on_threads(4, _rows_sent, function, shape)
+    sent = on_threads(4, rows_sent, function, shape)
     width = 4 if "many" in name else 1
     halos = [width, 2 * width, 2 * width, width]
     assert [forward for forward, _ in sent] == [

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.models.blocks import pad_poles
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.domain_parallel.view.functions import (
+    CHANNELS,
+    COLUMNS,
+    RANKS,
+    check,
+    rows_and_messages,
+)
 from tests.ranks import on_threads
 
 ROWS = 48
 
 
-def _sent(manager, function):
-    """Return rows and messages of a rank in a forward, and in a backward."""
-    shape = (2, CHANNELS, ROWS, COLUMNS)
-    model = Model(function).double()
-    view = attach_view(model, manager, [shape])
-    x = torch.randn(shape, dtype=torch.float64)
-    traffic = manager.transport.traffic
-    counts = [(traffic.bytes, traffic.messages)]
-    y = model(shard_tensor(x, manager=manager))
-    counts.append((traffic.bytes, traffic.messages))
-    y.sum().backward()
-    counts.append((traffic.bytes, traffic.messages))
-    assert not view.whole_calls
-    row = x[:, :, 0].numel() * x.element_size()
-    return [
-        ((sent - before) / row, messages - earlier)
-        for (before, earlier), (sent, messages) in pairwise(counts)
-    ]
-
-
 def _check_sent(function, ranks, rows, messages):
-    of_ranks = on_threads(ranks, _sent, function)
+    shape = (2, CHANNELS, ROWS, COLUMNS)
+    of_ranks = on_threads(ranks, rows_and_messages, function, shape)
     for of_pass in zip(*of_ranks, strict=True):
         assert tuple(map(sum, zip(*of_pass, strict=True))) == (rows, messages)
-    check(function, (2, CHANNELS, ROWS, COLUMNS), ranks)
+    check(function, shape, ranks)
 
 
 def _conv(m, x, rows=3, stride=1):

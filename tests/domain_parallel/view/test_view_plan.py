@@ -32,6 +32,7 @@ from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from credit_dp.training.summary import model_line, whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK
+from tests.domain_parallel.view.functions import Cube
 from tests.ranks import DEVICE, cpu_only, on_threads
 
 SHAPE = (2, 4, 13, 6)
@@ -73,17 +74,6 @@ def _global_norm(x):
     return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
 
 
-class _Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
-
-
 def _take_rows_in_another_order(x):
     for _ in range(20):  # memory that is written to and freed before that of the index
         torch.zeros(4).add_(1)
@@ -102,7 +92,7 @@ REFUSED = {
     "roll": lambda: _Code(lambda x: x * x.roll(1, -2)),
     "crop": lambda: _Code(lambda x: x[:, :, 1:-1]),
     "control flow": lambda: _Code(lambda x: x * 2 if x.shape[-2] > 8 else x),
-    "function of a row": lambda: _Code(lambda x: x + _Cube.apply(x[:, :, :1])),
+    "function of a row": lambda: _Code(lambda x: x + Cube.apply(x[:, :, :1])),
     "few rows": lambda: nn.Sequential(nn.Conv2d(4, 4, 6, 6), nn.Upsample(SHAPE[-2:])),
 }
 

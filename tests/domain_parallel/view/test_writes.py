@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_vi
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import running_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Cube, Model, check
 from tests.ranks import RankError, cpu_only, on_threads
 
 
@@ -298,20 +298,9 @@ def expanded_to_the_same_shape(m, x):
     return y * x, same
 
 
-class _Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
-
-
 def results_of_a_function_of_the_users(m, x):
-    """Some of so few rows that all ranks hold them."""
-    y, row = _Cube.apply(x), _Cube.apply(x[:, :, :1])
+    """Some of fewer rows than ranks, which all ranks get."""
+    y, row = Cube.apply(x), Cube.apply(x[:, :, :1])
     for z in (y, row):
         z.mul_(m.scale[0])
         z[..., :2] += x[:, :, 1:2, :2]

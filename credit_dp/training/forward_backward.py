@@ -260,8 +260,8 @@ class ModelForwardBackward(ForwardBackward):
         own samples, of all parameters with FSDP2, too (unless `sum_whole_gradients` is False).
 
         Raises:
-            UserError: a parameter has no gradient, for which DDP waits, or one that DDP does not
-                average.
+            UserError: the loss has no gradient, or a parameter has none, for which DDP waits, or
+                one that DDP does not average.
         """
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
@@ -271,6 +271,12 @@ class ModelForwardBackward(ForwardBackward):
             with self._gradient_sync(last):
                 with profile_region(FORWARD):
                     losses = self._compute_losses(part, begin) / self.n_microbatches
+                if not losses.requires_grad:
+                    raise UserError(
+                        "model: the loss depends on no parameter that is trained, so that nothing "
+                        "is learned. Take torch.no_grad, detach and numpy out of the model's "
+                        "forward, or other parameters out of trainer.freeze."
+                    )
                 with profile_region(BACKWARD):
                     torch.autograd.backward(losses.mean(0).sum() * self.ranks_per_sample)
             self.channel_losses += losses.detach()

@@ -12,6 +12,7 @@ from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
+from credit_dp.errors import UserError
 from credit_dp.training import forward_backward
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.forward_backward import (
@@ -106,8 +107,12 @@ class Idle(nn.Module):
 
 
 def backward_of_idle(manager: DomainParallelManager, kind: type[Idle]) -> None:
+    """Take a step with DDP."""
+    take_step(wrap_in_ddp(kind(), ParallelConfig(data=manager.dp_world_size)))
+
+
+def take_step(model: nn.Module) -> None:
     """Take a step of two micro-batches."""
-    model = wrap_in_ddp(kind(), ParallelConfig(data=manager.dp_world_size))
     one, nothing = torch.ones(1), torch.zeros(2, 0, 4, 4)
     scale = one.view(1, 1, 1)
     loss = WeightedLoss(StandardLossConfig(), torch.ones(4), one, scale, 4)
@@ -129,6 +134,18 @@ def last_measured_pass(manager: DomainParallelManager) -> int:
 def test_ddp_measures_its_first_passes_only():
     """A CUDA graph that is captured after them can't hold what it would measure."""
     assert max(on_processes(2, last_measured_pass, domain=1)) <= 10
+
+
+class Detached(Idle):
+    """Returns what autograd knows nothing of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.used(x).detach().numpy())
+
+
+def test_an_output_that_autograd_does_not_know_is_refused():
+    with pytest.raises(UserError, match=r"depends on no parameter that is trained, .*freeze"):
+        take_step(Detached())
 
 
 class IdleAtLast(Idle):

@@ -27,7 +27,7 @@ help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
 	@echo "make test      install, then the fast tests"
 	@echo "make test-all  install, then all tests"
-	@echo "make test-newest  install the newest of all packages, then the fast tests that packages concern most"
+	@echo "make test-newest  install the newest of all packages, then the fast tests that depend on packages most"
 	@echo "make test-oldest  the same with the oldest packages that pyproject.toml allows"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"

@@ -93,7 +93,7 @@ class Transport(ABC):
 
         Args:
             exchange: the rows that every rank needs.
-            x: has rows like those that are sent.
+            x: a tensor whose rows have the size of those that are sent.
             dim: its row dimension, negative.
             backward: whether gradients are returned: then messages go in the opposite direction.
         """

@@ -225,8 +225,7 @@ def _cut_without_sum(
     if not common or sum(x.numel() for x, _ in bands) >= summed:
         return None
     label = max(common, key=lambda name: (all(name in names for names in labels), sizes[name]))
-    partition = view.partition(sizes[label])
-    return None if partition is None else (label, Layout(0, 1, partition))
+    return label, Layout(0, 1, view.manager.partition(sizes[label]))
 
 
 def _operand(x: Any, names: Sequence[str], label: str, layout: Layout, view: GlobalView) -> Any:

@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.decide import Decision, plan_report
 from credit_dp.models import build_model
 
-MODELS = ("unet", "pangu", "crossformer")
+MODELS = ("unet", "pangu", "crossformer", "swin")
 GRID = (64, 128)
 DOMAINS = (2, 3)
 

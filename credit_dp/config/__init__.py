@@ -25,6 +25,7 @@ from credit_dp.config.model import (
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
+    SwinConfig,
     UNetConfig,
 )
 from credit_dp.config.training import (
@@ -62,6 +63,7 @@ __all__ = [
     "OwnOptimizerConfig",
     "OwnScheduleConfig",
     "PanguConfig",
+    "SwinConfig",
     "ParallelConfig",
     "QuickstartConfig",
     "RunConfig",

@@ -274,12 +274,65 @@ class DiffusionConfig(UNetConfig):
 
 
 @dataclass
-class PanguConfig(BlocksConfig):
-    """The Pangu-style transformer: two resolutions, four stages of `depths` blocks.
+class WindowsConfig(BlocksConfig):
+    """The keys of transformers with attention in shifted windows, at two resolutions.
+
+    Stages between the first and the last have half the rows and columns and twice the channels.
+    """
+
+    dims: ClassVar[int]  # of a patch and of a window
+    factors: ClassVar[tuple[int, ...]]  # of each stage: how much coarser and wider it is
+
+    width: int = MISSING
+    depths: list[int] = MISSING
+    heads: list[int] = MISSING
+    patch: list[int] = MISSING
+    window: list[int] = MISSING
+    mlp_ratio: int = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("model.name", self.name, (type(self).name,))
+        checks.at_least("model.width", self.width, 1)
+        checks.at_least("model.mlp_ratio", self.mlp_ratio, 1)
+        stages = len(self.factors)
+        for key, length, least in (
+            ("depths", stages, 0),
+            ("heads", stages, 1),
+            ("patch", self.dims, 1),
+            ("window", self.dims, 1),
+        ):
+            values = getattr(self, key)
+            checks.of_length(f"model.{key}", values, length)
+            checks.at_least(f"model.{key}", min(values), least)
+        if not min(self.depths[1:-1]):
+            raise UserError(
+                "model.depths: only the first and the last stage can be without blocks, got "
+                f"{list(self.depths)}"
+            )
+        for heads, factor in zip(self.heads, self.factors, strict=True):
+            if factor * self.width % heads:
+                raise UserError(
+                    f"model.heads: needs a divisor of the stage's {factor * self.width} channels, "
+                    f"got {heads}. Change model.heads or model.width."
+                )
+
+    def coarsest_rows(self, height: int) -> int:
+        """Return the rows of patches at the coarser of the two resolutions."""
+        patches = -(-height // self.patch[-2])
+        return -(-patches // 2)
+
+
+@dataclass
+class PanguConfig(WindowsConfig):
+    """The Pangu-style transformer: four stages of `depths` blocks.
 
     `patch` and `window` are (levels, rows, columns); a patch is measured in grid points, a window
-    in patches. Stages two and three have half the rows and columns and twice the channels.
+    in patches.
     """
+
+    dims: ClassVar[int] = 3
+    factors: ClassVar[tuple[int, ...]] = (1, 2, 2, 1)
 
     name: str = "pangu"
     width: int = 64  # channels at the finer resolution
@@ -291,26 +344,28 @@ class PanguConfig(BlocksConfig):
     window: list[int] = field(default_factory=lambda: [4, 2, 4])
     mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of the block's width
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.one_of("model.name", self.name, ("pangu",))
-        checks.at_least("model.width", self.width, 1)
-        checks.at_least("model.mlp_ratio", self.mlp_ratio, 1)
-        for key, length in (("depths", 4), ("heads", 4), ("patch", 3), ("window", 3)):
-            values = getattr(self, key)
-            checks.of_length(f"model.{key}", values, length)
-            checks.at_least(f"model.{key}", min(values), 1)
-        for heads, factor in zip(self.heads, (1, 2, 2, 1), strict=True):
-            if factor * self.width % heads:
-                raise UserError(
-                    f"model.heads: needs a divisor of the stage's {factor * self.width} channels, "
-                    f"got {heads}. Change model.heads or model.width."
-                )
 
-    def coarsest_rows(self, height: int) -> int:
-        """Return the rows of patches at the coarser of the two resolutions."""
-        patches = -(-height // self.patch[1])
-        return -(-patches // 2)
+@dataclass
+class SwinConfig(WindowsConfig):
+    """The Swin transformer V2: three stages of `depths` blocks, the second at half the resolution.
+
+    `patch` and `window` are (rows, columns); a patch is measured in grid points, a window in
+    patches. Without blocks in the first and the last stage it has the form of FuXi.
+    """
+
+    dims: ClassVar[int] = 2
+    factors: ClassVar[tuple[int, ...]] = (1, 2, 1)
+
+    name: str = "swin"
+    width: int = 64  # channels at the finer resolution
+    # blocks of each stage; the first and the last may be 0
+    depths: list[int] = field(default_factory=lambda: [2, 4, 2])
+    heads: list[int] = field(default_factory=lambda: [4, 8, 4])  # attention heads of each stage
+    # rows and columns of a patch, in grid points
+    patch: list[int] = field(default_factory=lambda: [2, 2])
+    # rows and columns of an attention window, in patches
+    window: list[int] = field(default_factory=lambda: [4, 8])
+    mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of the block's width
 
 
 @dataclass
@@ -401,5 +456,6 @@ class CrossFormerConfig(BlocksConfig):
 
 # The configs above, by `model.name`; `credit_dp.models.BUILDERS` has how each model is built.
 MODELS: dict[str, type[ModelConfig]] = {
-    config.name: config for config in (UNetConfig, DiffusionConfig, PanguConfig, CrossFormerConfig)
+    config.name: config
+    for config in (UNetConfig, DiffusionConfig, PanguConfig, CrossFormerConfig, SwinConfig)
 }

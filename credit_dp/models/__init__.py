@@ -19,12 +19,14 @@ from credit_dp.config.model import (
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
+    SwinConfig,
     UNetConfig,
 )
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
+from credit_dp.models.swin import Swin
 from credit_dp.models.unet import build_unet
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.torch_private import apply_to_tensors
@@ -35,6 +37,7 @@ BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, GridShape], nn.Module]]
     DiffusionConfig: build_unet,
     PanguConfig: Pangu,
     CrossFormerConfig: CrossFormer,
+    SwinConfig: Swin,
 }
 
 

@@ -1,4 +1,4 @@
-"""Parts of all models: stochastic depth, noise, recomputation of blocks, padding on the globe.
+"""Parts of all models: stochastic depth, noise, recomputation, offsets in windows, padding.
 
 Stochastic depth and noise have draws that are set before a forward pass, sample by sample, so that
 they do not depend on the mesh.
@@ -253,6 +253,22 @@ def _with_draws(
         # Also if the recomputation fails or ends early, as torch's does at the last tensor needed.
         for layer, layer_draws in current:
             layer.draws = layer_draws
+
+
+def pair_offsets(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return all offsets of pairs of points of a window, and the number of each pair's offset.
+
+    A function of the offset then is computed once for each offset, not for each pair.
+
+    Shapes:
+        `((2 * rows - 1) * (2 * columns - 1), 2)` in rows and columns, and `(T, T)` for `T` points,
+        with one row for each query.
+    """
+    steps = [torch.arange(1.0 - size, size) for size in (rows, columns)]
+    points = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    down, along = (points[:, None] - points[None]).unbind(-1)
+    number = (down + rows - 1) * (2 * columns - 1) + along + columns - 1
+    return torch.cartesian_prod(*steps), number
 
 
 POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")

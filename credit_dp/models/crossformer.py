@@ -27,6 +27,7 @@ from credit_dp.models.blocks import (
     PolePad,
     StochasticDepth,
     padding_modes,
+    pair_offsets,
     run_block,
     stochastic_depth_or_identity,
     stochastic_depth_rates,
@@ -118,12 +119,8 @@ class PositionBias(nn.Module):
             for layer in (nn.Linear(before, after), nn.LayerNorm(after), nn.ReLU())
         )
         self.layers = nn.Sequential(*stages, nn.Linear(channels, 1))
-        steps = torch.arange(1.0 - size, size)
-        self.register_buffer("offsets", torch.cartesian_prod(steps, steps), persistent=False)
-        # The offset of a pair is one of (2 * size - 1) ** 2, whose biases are computed once each.
-        points = torch.cartesian_prod(torch.arange(size), torch.arange(size))
-        offsets = points[:, None] - points[None] + size - 1
-        index = offsets[..., 0] * (2 * size - 1) + offsets[..., 1]
+        offsets, index = pair_offsets(size, size)
+        self.register_buffer("offsets", offsets, persistent=False)
         self.register_buffer("index", index, persistent=False)
 
     def forward(self) -> Tensor:

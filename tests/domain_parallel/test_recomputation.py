@@ -20,7 +20,14 @@ from credit_dp.models import build_model
 from credit_dp.training.forward_backward import recomputed_modules
 from tests.domain_parallel.models import RowGroupAttention
 from tests.ranks import on_processes, on_threads
-from tests.training.runs import alone, make_config, tiny_crossformer, tiny_pangu, tiny_unet
+from tests.training.runs import (
+    alone,
+    make_config,
+    tiny_crossformer,
+    tiny_pangu,
+    tiny_swin,
+    tiny_unet,
+)
 
 ROWS = 24
 FIELDS = Fields(((0, 1),), (2,), 2, 1)
@@ -28,6 +35,7 @@ MODELS = {
     "unet": tiny_unet(activation_checkpointing=True, global_conditioning=True, poles="earth"),
     "crossformer": tiny_crossformer(),
     "pangu": tiny_pangu(depths=[1, 2, 1, 1]),
+    "swin": tiny_swin(depths=[0, 2, 0]),
 }
 NAMES = {
     "unet": ["encoder.0.0", "encoder.1.0", "decoder.0.0"],
@@ -37,12 +45,14 @@ NAMES = {
         *(f"stages.{n}" for n in ("0.0", "1.0", "1.1", "2.0", "3.0")),
         "recovery",
     ],
+    "swin": ["embedding", "stages.1.0", "stages.1.1", "recovery"],
 }
 # With `model.activation_checkpointing`.
 BY_ITSELF = {
     "unet": NAMES["unet"],
     "crossformer": NAMES["crossformer"][:2],
     "pangu": NAMES["pangu"][1:-1],
+    "swin": NAMES["swin"][1:-1],
 }
 
 

@@ -48,6 +48,7 @@ from tests.training.runs import (
     make_config,
     make_store,
     tiny_pangu,
+    tiny_swin,
     tiny_unet,
     train_on,
 )
@@ -228,6 +229,7 @@ MODELS: dict[str, ModelConfig] = {
     "several frames": tiny_unet(frames=2, squeeze_excite=True, dropout=0.2),
     "next state": tiny_unet(residual=False),
     "pangu": tiny_pangu(),
+    "swin": tiny_swin(),
 }
 
 

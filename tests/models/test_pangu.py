@@ -14,15 +14,8 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.models.pangu import (
-    CubeEmbedding,
-    CubeRecovery,
-    EarthAttention,
-    EarthBlock,
-    Pangu,
-    bias_index,
-    window_columns,
-)
+from credit_dp.models.pangu import CubeEmbedding, CubeRecovery, EarthAttention, Pangu, bias_index
+from credit_dp.models.shifted_windows import WindowBlock, window_columns
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
 
@@ -163,7 +156,7 @@ def _entry(mine, other, window):
 
 def _block(globe, window, shifted):
     config = PanguConfig(**{**CONFIG, "width": 4})
-    return EarthBlock(EarthAttention(4, 2, globe, window, shifted), 4, config, 0.0)
+    return WindowBlock(EarthAttention(4, 2, globe, window, shifted), 4, config, 0.0)
 
 
 @pytest.mark.parametrize(("dim", "size"), [(1, 4), (2, 8)])
@@ -315,7 +308,7 @@ def test_what_does_not_fit_is_refused_in_one_line(fields, grid, said):
 
 
 def test_another_grid_than_that_of_the_biases_is_refused():
-    with pytest.raises(ValueError, match="was built for 8 rows and has biases for each, got 9"):
+    with pytest.raises(ValueError, match="EarthAttention: was built for 8 rows, got 9"):
         EarthAttention(4, 2, (1, 8, 8), (1, 4, 4), shifted=False)(torch.zeros(1, 1, 9, 8, 4))
 
 

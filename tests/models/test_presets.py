@@ -28,6 +28,9 @@ CASES = [
     ("unet", 4, 121),
     ("pangu", 4, 32),
     ("pangu", 3, 61),
+    ("swin", 2, 32),
+    ("swin", 4, 61),
+    ("swin", 3, 33),
     ("crossformer", 2, 32),
     ("crossformer", 4, 61),
     ("crossformer", 3, 33),
@@ -40,7 +43,7 @@ def _built(preset, rows):
 
 
 def test_each_config_has_a_builder():
-    assert list(MODELS) == ["unet", "diffusion", "pangu", "crossformer"]
+    assert list(MODELS) == ["unet", "diffusion", "pangu", "crossformer", "swin"]
     assert set(MODELS.values()) == BUILDERS.keys()
 
 
@@ -60,7 +63,9 @@ def test_all_unets_go_back_up_alike():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "most"), [("unet_base", 91), ("pangu_base", 91)])
+@pytest.mark.parametrize(
+    ("preset", "most"), [("unet_base", 91), ("pangu_base", 91), ("swin_base", 91)]
+)
 def test_only_a_level_with_too_few_rows_is_refused(preset, most):
     config = Composer("train").compose_config([f"model={preset}"]).model
     with torch.device("meta"):

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.config import CrossFormerConfig, OwnModelConfig, PanguConfig, UNetConfig
+from credit_dp.config import (
+    CrossFormerConfig,
+    OwnModelConfig,
+    PanguConfig,
+    SwinConfig,
+    UNetConfig,
+)
 from credit_dp.data.grid import Grid
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view.attach import attach_view
@@ -35,6 +41,9 @@ UNET = UNetConfig(channels=[4, 8], groups=4)
 DEPTHWISE = UNetConfig(channels=[4, 8], groups=4, block="global_depthwise", kernel=[5, 3])
 PANGU = PanguConfig(
     width=4, depths=[2, 2, 1, 2], heads=[2, 2, 1, 1], patch=[2, 2, 2], window=[2, 2, 4], mlp_ratio=1
+)
+SWIN = SwinConfig(
+    width=4, depths=[2, 2, 2], heads=[2, 2, 1], patch=[2, 2], window=[2, 4], mlp_ratio=1
 )
 CROSSFORMER = CrossFormerConfig(
     channels=[8, 8],
@@ -111,8 +120,14 @@ def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes(config, nam
 @pytest.mark.parametrize("edges", EDGES)
 @pytest.mark.parametrize(
     ("config", "grid"),
-    [(UNET, (9, 64)), (DEPTHWISE, (9, 64)), (PANGU, (9, 64)), (CROSSFORMER, (8, 96))],
-    ids=["unet", "unet of far rows", "pangu", "crossformer"],
+    [
+        (UNET, (9, 64)),
+        (DEPTHWISE, (9, 64)),
+        (PANGU, (9, 64)),
+        (SWIN, (9, 64)),
+        (CROSSFORMER, (8, 96)),
+    ],
+    ids=["unet", "unet of far rows", "pangu", "swin", "crossformer"],
 )
 def test_a_band_of_latitudes_has_no_seam(config, grid, edges):
     """Turned by half a circle, a state has the same forecast, turned; of a box it has another."""
@@ -173,6 +188,8 @@ CONFIGS = {
     "unet of far rows": (DEPTHWISE, (16, 64)),
     "pangu": (PANGU, (9, 64)),
     "pangu whose windows don't divide the columns": (PANGU, (9, 76)),
+    "swin": (SWIN, (9, 64)),
+    "swin whose windows don't divide the columns": (SWIN, (9, 76)),
     "crossformer": (CROSSFORMER, (8, 96)),
 }
 
@@ -182,6 +199,7 @@ CONFIGS = {
 def test_a_region_has_no_way_round_the_globe(config, grid, edges):
     """Models without what depends on the whole grid: norms of groups, groups of distant points."""
     changes = {"edges": edges, "depths": [1, 2, 1, 1]} if config is PANGU else {"edges": edges}
+    changes |= {"depths": [1, 2, 1]} if config is SWIN else {}
     changes |= {"global_windows": [1, 1], "poles": "mirror"} if config is CROSSFORMER else {}
     config = type(config)(**vars(config) | changes)
 
@@ -245,6 +263,18 @@ def _cases(draw, kind):
         })  # fmt: skip
         columns = 3 * patch[2] + draw(st.integers(0, 12))
         return ranks, (rows, columns), config
+    if kind is SwinConfig:
+        patch = [draw(numbers), draw(numbers)]
+        tokens = draw(st.integers(2 * max(ranks, 2) - 1, 9))
+        depths = st.integers(0, 2)
+        config = SwinConfig(**vars(SWIN) | {
+            "patch": patch,
+            "window": [draw(st.integers(1, 4)), draw(st.integers(2, 5))],
+            "depths": [draw(depths), draw(st.integers(1, 2)), draw(depths)],
+            "edges": edges,
+        })  # fmt: skip
+        rows = tokens * patch[0] - draw(st.integers(0, patch[0] - 1))
+        return ranks, (rows, 3 * patch[1] + draw(st.integers(0, 12))), config
     strides = [draw(st.integers(1, 2)), draw(st.integers(1, 2))]
     config = CrossFormerConfig(**vars(CROSSFORMER) | {
         "strides": strides,
@@ -260,7 +290,7 @@ def _cases(draw, kind):
     return ranks, (rows, multiple - multiple // 4), config
 
 
-@pytest.mark.parametrize("kind", [UNetConfig, PanguConfig, CrossFormerConfig])
+@pytest.mark.parametrize("kind", [UNetConfig, PanguConfig, SwinConfig, CrossFormerConfig])
 @settings(max_examples=max(2, settings.default.max_examples // 4))
 @given(data=st.data())
 def test_bands_of_a_region_equal_the_whole(kind, data):
@@ -313,6 +343,7 @@ def _band_in_view(manager, model, x, weights):
     [
         (2, UNET, (11, 7), False),
         (3, PANGU, (13, 20), False),
+        (3, SWIN, (13, 20), False),
         (2, CROSSFORMER, (9, 13), False),
         (2, DEPTHWISE, (11, 7), True),
     ],

@@ -30,6 +30,7 @@ MODELS = {
     "deciding": DecidingConfig(),
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
     "pangu": TINY_MODELS["pangu"],
+    "swin": TINY_MODELS["swin"],
     "partly used": PartlyUsedConfig(),
     "plug-ins": tiny_unet(),  # with a loss and an optimizer of the user's own
 }

@@ -16,6 +16,7 @@ from credit_dp.config import (
     ParallelConfig,
     RunConfig,
     StandardLossConfig,
+    SwinConfig,
     TrainerConfig,
     UNetConfig,
 )
@@ -71,6 +72,20 @@ def tiny_pangu(**options: Any) -> PanguConfig:
     )
 
 
+def tiny_swin(**options: Any) -> SwinConfig:
+    """Return a Swin config of few channels, with blocks of shifted windows at the coarser level."""
+    return SwinConfig(
+        **{
+            "width": 8,
+            "depths": [1, 2, 1],
+            "heads": [1, 2, 2],
+            "patch": [4, 4],
+            "window": [2, 2],
+            **options,
+        }
+    )
+
+
 # Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
 TINY_MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(),
@@ -81,6 +96,7 @@ TINY_MODELS: dict[str, ModelConfig] = {
     "stochastic depth": tiny_unet(stochastic_depth=0.3),
     "pangu": tiny_pangu(depths=[1, 2, 1, 1], stochastic_depth=0.3),
     "crossformer": tiny_crossformer(stochastic_depth=0.3),
+    "swin": tiny_swin(stochastic_depth=0.3),
 }
 
 

@@ -37,6 +37,7 @@ from tests.training.runs import (
     make_store,
     tiny_crossformer,
     tiny_pangu,
+    tiny_swin,
     tiny_unet,
 )
 
@@ -104,12 +105,13 @@ def in_whole_graphs(manager: DomainParallelManager, config: Config) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_ranks")
-@pytest.mark.parametrize("model", ["unet", "crossformer", "pangu"])
+@pytest.mark.parametrize("model", ["unet", "crossformer", "pangu", "swin"])
 def test_blocks_of_shards_are_whole_graphs(config, tmp_path, model):
     many = {
         "unet": replace(tiny_unet(), channels=[8], blocks=10),
         "crossformer": tiny_crossformer(),
         "pangu": tiny_pangu(),
+        "swin": tiny_swin(),
     }
     config = replace(config, model=many[model])
     if model != "unet":

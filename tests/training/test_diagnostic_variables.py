@@ -31,6 +31,7 @@ from tests.training.runs import (
     built,
     tiny_crossformer,
     tiny_pangu,
+    tiny_swin,
     tiny_unet,
     train_on,
     weights,
@@ -41,6 +42,7 @@ MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(frames=2),
     "pangu": tiny_pangu(patch=[2, 2, 2], frames=2),
     "crossformer": tiny_crossformer(frames=2),
+    "swin": tiny_swin(frames=2),
 }
 
 

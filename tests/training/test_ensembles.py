@@ -47,6 +47,7 @@ from tests.training.runs import (
     make_store,
     tiny_crossformer,
     tiny_pangu,
+    tiny_swin,
     tiny_unet,
 )
 
@@ -57,6 +58,7 @@ MODELS = {
     "depthwise": tiny_unet(noise=NOISE, block="global_depthwise", kernel=[5, 5]),
     "pangu": tiny_pangu(noise=NOISE, patch=[2, 3, 4]),
     "crossformer": tiny_crossformer(noise=NOISE),
+    "swin": tiny_swin(noise=NOISE),
     "depth": tiny_unet(noise=NOISE, stochastic_depth=0.4, activation_checkpointing=True),
 }
 
@@ -314,7 +316,7 @@ def output(training: Training, batch: Any) -> torch.Tensor:
         return training.forecast_step(batch.state, batch.forcing, batch.static)
 
 
-@pytest.mark.parametrize("model", ["unet", "pangu", "crossformer"])
+@pytest.mark.parametrize("model", ["unet", "pangu", "crossformer", "swin"])
 def test_without_noise_it_is_the_model_that_has_none(store, tmp_path, model):
     plain = make_config(store, tmp_path / "run", replace(MODELS[model], noise=0))
     without, noisy = built(plain, alone()), built(of_members(plain, model), alone())

@@ -56,6 +56,7 @@ PLUGINS = ("plug-ins", Mesh(1, 2, 2, "fsdp2"))
 BESIDES = [
     PLUGINS,
     ("pangu", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+    ("swin", Mesh(2, 1, 2, "fsdp2", "interleaved")),
     ("partly used", Mesh(1, 2, 1, "ddp")),
     ("partly used", Mesh(1, 1, 3, "ddp")),
     ("deciding", Mesh(1, 1, 2, "ddp")),

@@ -89,6 +89,7 @@ CASES = [
     ("crossformer", 2, 33),
     ("crossformer", 4, 33),
     ("pangu", 3, 33),
+    ("swin", 3, 33),
     ("several frames", 3, 33),
     ("stochastic depth", 2, 32),
     ("next state", 2, 33),

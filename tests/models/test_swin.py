@@ -1,0 +1,183 @@
+"""The Swin transformer V2: its attention, its way round the globe, its traffic and its size."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+
+from credit_dp.cli.compose import Composer
+from credit_dp.config import SwinConfig
+from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.decide import plan_report
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.models.swin import CosineAttention, Swin
+from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
+from tests.ranks import on_threads
+from tests.zoo.torchvision_operators import prepare_torchvision
+
+prepare_torchvision()
+timm_swin = importlib.import_module("timm.models.swin_transformer_v2")
+
+FIELDS = Fields.flat(3, 2)
+CONFIG = {
+    "width": 8,
+    "depths": [2, 2, 2],
+    "heads": [2, 4, 2],
+    "patch": [2, 2],
+    "window": [3, 4],
+    "mlp_ratio": 1,
+}
+ERA5 = Fields(
+    tuple(tuple(range(13 * v, 13 * v + 13)) for v in range(5)), tuple(range(65, 69)), others=3
+)
+
+
+def _swin(grid, **changes):
+    return build_model(SwinConfig(**{**CONFIG, **changes}), FIELDS, grid)
+
+
+def _their_attention(layer):
+    """Return timm's attention with the weights of a layer."""
+    _, rows, columns = layer.window
+    theirs = timm_swin.WindowAttention(8, (rows, columns), layer.heads, qkv_bias=False).double()
+    state = {
+        "logit_scale": layer.log_scale[:, None, None],
+        "qkv.weight": layer.qkv.weight,
+        "proj.weight": layer.projection.weight,
+        "proj.bias": layer.projection.bias,
+        **{f"cpb_mlp.{name}": value for name, value in layer.position_bias.state_dict().items()},
+    }
+    theirs.load_state_dict(state)
+    return theirs
+
+
+def _mask(rows, columns, window, shift, is_periodic):
+    """Return timm's mask: minus infinity between tokens that only a seam brings together."""
+    seam = torch.zeros(1, rows, columns, 1)
+    seam[:, rows - shift[0] :] += 1
+    if not is_periodic:
+        seam[:, :, columns - shift[1] :] += 2
+    parts = timm_swin.window_partition(seam, window).flatten(1)
+    apart = parts[:, :, None] != parts[:, None]
+    return torch.zeros(apart.shape, dtype=torch.float64).masked_fill(apart, -math.inf)
+
+
+@pytest.mark.parametrize(("shifted", "is_periodic"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("scales", [(10.0, 30.0), (1.0, 1000.0)])
+def test_attention_is_that_of_timm(shifted, is_periodic, scales):
+    rows, columns, window = 8, 12, (4, 3)
+    layer = CosineAttention(8, 2, (1, rows, columns), (1, *window), shifted, is_periodic).double()
+    with torch.no_grad():
+        layer.log_scale.copy_(torch.tensor(scales).log())
+    shift = (2, 1) if shifted else (0, 0)
+    x = torch.randn(2, 1, rows, columns, 8, dtype=torch.float64)
+    parts = timm_swin.window_partition(x[:, 0].roll((-shift[0], -shift[1]), (1, 2)), window)
+    mask = _mask(rows, columns, window, shift, is_periodic) if shifted else None
+    found = _their_attention(layer)(parts.flatten(1, 2), mask)
+    expected = timm_swin.window_reverse(found.unflatten(1, window), window, (rows, columns))
+    expected = expected.roll(shift, (1, 2))[:, None]
+    # Offsets are computed in float32 and rounded differently.
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_zeros_beyond_the_grid_leave_gradients_finite():
+    layer = CosineAttention(8, 2, (1, 5, 7), (1, 4, 4), shifted=True)
+    x = torch.randn(1, 1, 5, 7, 8, requires_grad=True)
+    layer(x).square().sum().backward()
+    for grad in (x.grad, *(p.grad for p in layer.parameters())):
+        assert 0 < grad.abs().max() < 1e4
+
+
+@pytest.mark.parametrize("depths", [[2, 2, 2], [0, 3, 0], [0, 1, 2]])
+def test_longitude_is_periodic(depths):
+    """Turned by whole windows of the coarser level, a state has the same forecast, turned."""
+    model = _swin((12, 32), depths=depths).double()
+    x = torch.randn(1, FIELDS.inputs, 12, 32, dtype=torch.float64)
+    turned = model(x.roll(16, -1))
+    torch.testing.assert_close(turned, model(x).roll(16, -1))
+    assert (turned - model(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 33), (3, 29), (4, 33)])
+@pytest.mark.parametrize("depths", [[2, 2, 2], [0, 3, 0]])
+def test_sharded_equals_whole(ranks, rows, depths):
+    """Also with columns that fill no patches and windows."""
+    case = (_swin, ((rows, 11),), (2, FIELDS.inputs, rows, 11), MODEL)
+    on_threads(ranks, assert_same_as_whole_globe, *case)
+
+
+class _OneLayer(torch.nn.Module):
+    row_rules = Swin.row_rules
+
+    def __init__(self, shifted):
+        super().__init__()
+        self.attention = CosineAttention(4, 2, (1, 16, 4), (1, 4, 4), shifted)
+
+    def forward(self, x):
+        return self.attention(x.permute(0, 2, 3, 1)[:, None])[:, 0].permute(0, 3, 1, 2)
+
+
+def _sent(manager, shifted):
+    """Messages and rows that one rank sends in a forward, with windows that end where bands do."""
+    with RANDOM_LOCK:
+        layer = _OneLayer(shifted)
+    model = shard_model(layer, manager, (1, 4, 16, 4))
+    traffic = manager.transport.traffic
+    with torch.no_grad():
+        model(torch.randn(1, 4, 4, 4))
+    return traffic.messages, traffic.bytes // (4 * 4 * 4)
+
+
+@pytest.mark.parametrize(("shifted", "sent"), [(False, (0, 0)), (True, (2, 4))])
+def test_only_shifted_windows_send_half_a_window_each_way(shifted, sent):
+    assert on_threads(4, _sent, shifted) == [sent] * 4
+
+
+def test_a_step_sends_the_least_for_its_bands():
+    config = Composer("train").compose_config(["model=swin"]).model
+    with torch.device("meta"):
+        model = build_model(config, FIELDS, (64, 128))
+    shape, rules = (1, FIELDS.inputs, 64, 128), declared_converters(model)
+    for ranks in (2, 3):
+        plan = plan_report(model, shape, ranks, custom_converters=rules)
+        assert not plan.problems
+        sent = sum(part.bytes for part in (*plan.forward, *plan.backward))
+        assert sent == sum(level.least_bytes for level in plan.levels) > 0
+
+
+FUXI = ["model.width=768", "model.depths=[0,48,0]", "model.heads=[24,48,24]"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields", "grid", "published"),
+    [
+        (["model=swin_base"], ERA5, (721, 1440), 88e6),  # SwinV2-B
+        (["model=swin_base", *FUXI], ERA5, (721, 1440), 1.5e9),
+    ],
+)
+def test_sizes_are_near_those_that_were_published(keys, fields, grid, published):
+    config = Composer("train").compose_config(keys).model
+    with torch.device("meta"):
+        model = build_model(config, fields, grid)
+        assert model(torch.empty(1, fields.inputs, *grid)).shape == (1, fields.outputs, *grid)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "grid"), [("swin", (24, 48)), ("swin_small", (121, 240))])
+def test_presets_run_on_their_grids(name, grid):
+    config = Composer("train").compose_config([f"model={name}"]).model
+    with torch.device("meta"):
+        model = build_model(config, FIELDS, grid)
+        assert model(torch.empty(1, FIELDS.inputs, *grid)).shape == (1, FIELDS.outputs, *grid)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(UserError, match=r"model.depths: only the first and the last stage"):
+        SwinConfig(depths=[2, 0, 2])
+    with pytest.raises(UserError, match=r"model.patch: \[2, 2\] needs a grid of at least 5 rows"):
+        _swin((4, 64))

@@ -1,7 +1,8 @@
 """Measure what the global view adds to each function of torch in forward.
 
 Fields are small and on one rank, so that mainly the time of Python is measured: nothing is sent.
-Run it on an idle machine:
+The column `bare` is what a subclass of tensors adds that shows another shape and does nothing else:
+the least for anything that is called for each function in Python. Run it on an idle machine:
 
     python benchmarks/view_overhead.py
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +23,11 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.running import run_in
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, Layout
+from credit_dp.torch_private import new_wrapper
 
 SHAPE = (1, 8, 8, 8)
-CALLS = 500
-REPEATS = 5
+CALLS = 50
+REPEATS = 40  # short ones, as the clock of a processor changes
 VECTOR = nn.Parameter(torch.ones(8))
 MATRIX = nn.Parameter(torch.ones(8, 8))
 KERNEL = nn.Parameter(torch.ones(8, 8, 3, 3))
@@ -59,11 +63,38 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Return the time of a call: the best of several measurements."""
-    # Processor time, so that other processes count less.
-    times = timeit.repeat(call, timer=time.process_time, number=CALLS, repeat=REPEATS)
-    return min(times) / CALLS * 1e6
+class BareTensor(Tensor):
+    """A tensor that shows a shape and calls functions with the tensor that it holds."""
+
+    local: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor) -> BareTensor:
+        """Return a tensor without memory."""
+        shown: BareTensor = new_wrapper(cls, local.shape, dtype=local.dtype, device=local.device)
+        shown.local = local
+        return shown
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of which the first argument may be such a tensor, or have some in it."""
+        first, *others = args
+        if isinstance(first, list):
+            first = [x.local for x in first]
+        else:
+            first = first.local
+            others = [x.local if type(x) is BareTensor else x for x in others]
+        result = func(first, *others, **(kwargs or {}))
+        return BareTensor(result) if isinstance(result, Tensor) else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Exist, as torch needs it."""
+        raise NotImplementedError
 
 
 def main() -> None:
@@ -72,19 +103,31 @@ def main() -> None:
     manager = DomainParallelManager(1, 1)
     view = attach_view(torch.nn.Identity(), manager, (SHAPE,))
     partition = manager.partition(SHAPE[-2])
-    plain = torch.randn(SHAPE)
     weight = torch.randn(8, 1, 1)
-    shown = GlobalTensor(torch.randn(SHAPE), Layout(2, 1, partition), view)
-    print("microseconds per call   plain    view    more")
-    more = []
+    shown = {
+        "plain": torch.randn(SHAPE),
+        "bare": BareTensor(torch.randn(SHAPE)),
+        "view": GlobalTensor(torch.randn(SHAPE), Layout(2, 1, partition), view),
+    }
+
+    def microseconds(function: Callable[[Tensor, Tensor], object], kind: str) -> float:
+        with run_in(view) if kind == "view" else nullcontext():
+            # Processor time, so that other processes count less.
+            seconds = timeit.timeit(
+                lambda: function(shown[kind], weight), timer=time.process_time, number=CALLS
+            )
+        return seconds / CALLS * 1e6
+
+    print("microseconds per call   plain    bare    view  (what these add)")
+    added = []
     for name, function in FUNCTIONS.items():
         with torch.no_grad():
-            before = microseconds(lambda function=function: function(plain, weight))  # type: ignore[misc]
-            with run_in(view):
-                after = microseconds(lambda function=function: function(shown, weight))  # type: ignore[misc]
-        more.append(after - before)
-        print(f"{name:20}{before:9.1f}{after:8.1f}{after - before:8.1f}", flush=True)
-    print(f"{'mean':20}{'':17}{sum(more) / len(more):8.1f}")
+            times = [[microseconds(function, kind) for kind in shown] for _ in range(REPEATS)]
+        alone, bare, through = map(min, *times)
+        added.append((bare - alone, through - alone))
+        print(f"{name:20}{alone:9.1f}{added[-1][0]:8.1f}{added[-1][1]:8.1f}", flush=True)
+    means = [sum(column) / len(added) for column in zip(*added, strict=True)]
+    print(f"{'mean':20}{'':9}{means[0]:8.1f}{means[1]:8.1f}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -164,9 +165,8 @@ def exchange_contents(a: Tensor, b: Tensor) -> None:
     torch._C._swap_tensor_impl(a, b)
 
 
-def new_wrapper(cls: Any, shape: Sequence[int], like: Tensor) -> Any:
-    """Return a tensor of a subclass that has a shape, but no memory."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+# Returns a tensor of a subclass that has a shape, but no memory.
+new_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def new_fake(data: Tensor, device: torch.device, attributes: dict[str, Any]) -> FakeTensor:
@@ -351,9 +351,10 @@ def function_of_node(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
-def saved_tensor_hooks() -> Any:
-    """Return the pair of hooks that saves tensors for backward; None if there is none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+# Returns the pair of hooks that saves tensors for backward; None if there is none.
+saved_tensor_hooks: Callable[[], Any] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 
 
 def is_profiling() -> bool:

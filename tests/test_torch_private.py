@@ -284,7 +284,7 @@ class Wrapper(Tensor):
 
 def test_a_field_would_not_have_the_shape_of_the_globe():
     local = torch.zeros(2, 4, dtype=torch.float64)
-    x = new_wrapper(Wrapper, [8, 4], local)
+    x = new_wrapper(Wrapper, [8, 4], dtype=local.dtype, device=local.device)
     assert (type(x), x.shape, x.dtype, x.device) == (Wrapper, (8, 4), local.dtype, local.device)
     assert torch.neg(x).tolist() == [7]
 

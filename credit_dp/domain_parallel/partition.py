@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, final
 
@@ -52,6 +53,7 @@ class RowPartition:
         object.__setattr__(self, "sizes", tuple(b - a for a, b in pairwise(self.bounds)))
 
     @classmethod
+    @lru_cache(4096)  # asked for in most calls of layers
     def balanced(cls, height: int, ranks: int) -> RowPartition:
         """Return bands that differ by at most one row, the larger ones first."""
         return cls(balanced_bounds(height, ranks))

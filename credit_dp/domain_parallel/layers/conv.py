@@ -24,6 +24,7 @@ from credit_dp.domain_parallel.exchange import (
     register_for_graphs,
     rows_with_poles,
 )
+from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.layers.base import (
@@ -207,7 +208,7 @@ class _RowConv(ConvLayer):
             return self.fetch(x, bands)
         transport = self.manager.transport
         if not known:
-            rows = self.fetch(x, bands)
+            rows = fetch_rows(x, exchange, transport, self.row_dim)
             known.add(exchange, rows)
             return rows
         found = known.find(exchange, x, transport, self.row_dim)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
@@ -303,16 +304,16 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if type(x) is GlobalTensor and x.memory is not None:
             x.local  # noqa: B018  (what is outdated is computed before a rule reads it)
     if not args or not is_in_place(func, kwargs):
-        tensors = global_tensors((args, kwargs))
-        lost_orders = [x.view_.lost_orders for x in tensors[:1]]
+        tensors = global_tensors(args, kwargs)
+        view = tensors[0].view_ if tensors else None
+        lost_orders = view and view.lost_orders
         results = as_argument(func, _compute(func, args, kwargs, tensors), args)
-        if func in OF_ONE_ORDER and type(results) is GlobalTensor:
+        has_one_order = type(results) is GlobalTensor and func in OF_ONE_ORDER
+        if has_one_order:
             results = as_new_tensor(results, args[0])
-        if lost_orders != [x.view_.lost_orders for x in tensors[:1]] or any(
-            [x.has_lost_order for x in tensors]
-        ):
+        if lost_orders != (view and view.lost_orders) or any(map(HAS_LOST_ORDER, tensors)):
             _lose_order(func, results, tensors)
-        elif not _is_in_order(func, results):
+        elif has_one_order and not _is_in_order(func, results):
             results.has_order, results.has_lost_order = False, True
         note_views(func, results, args, kwargs)
         return results
@@ -320,9 +321,10 @@ def call_function(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if func in LAYOUTS_BEFORE_WRITE:
         lay_out(args, kwargs, partial(_layout_before, func, args, kwargs))
     with writing(args[0]):
-        return _compute(func, args, kwargs, global_tensors((args, kwargs)))
+        return _compute(func, args, kwargs, global_tensors(args, kwargs))
 
 
+HAS_LOST_ORDER = attrgetter("has_lost_order")
 # Functions whose results have the usual order in memory, whatever that of their arguments is.
 OF_USUAL_ORDER = frozenset(
     functions_named(
@@ -351,9 +353,11 @@ def _is_in_order(func: Function, result: Any) -> bool:
     """Return whether a result has the order that it has on one process, as far as a band shows."""
     if func not in OF_ONE_ORDER or type(result) is not GlobalTensor:
         return True
-    is_usual = func in OF_USUAL_ORDER
-    order = torch.contiguous_format if is_usual else suggest_memory_format(result.local)
-    return result.local.is_contiguous(memory_format=order)
+    local = result.local
+    if local.is_contiguous():
+        return True
+    is_image = func not in OF_USUAL_ORDER
+    return is_image and local.is_contiguous(memory_format=suggest_memory_format(local))
 
 
 def _lose_order(func: Function, results: Any, tensors: Sequence[GlobalTensor]) -> None:
@@ -382,9 +386,10 @@ def _compute(func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Globa
     rule = RULES.get(func)
     if rule is None and function_name(func) in ("__get__", "__set__"):
         return _attribute(func, args, kwargs)
-    if func not in OF_FEW_ROWS and any(map(has_few_rows, tensors)):
-        return _with_few_rows_everywhere(func, args, kwargs, list(filter(has_few_rows, tensors)))
-    if rule is not None and (any(map(is_band, tensors)) or func in RULES_FOR_WHOLE):
+    bands = [x for x in tensors if x.rows is not None]
+    if bands and func not in OF_FEW_ROWS and any(map(has_few_rows, bands)):
+        return _with_few_rows_everywhere(func, args, kwargs, list(filter(has_few_rows, bands)))
+    if rule is not None and (bands or func in RULES_FOR_WHOLE):
         transport = tensors[0].view_.manager.transport
         calls = transport.calls
         try:
@@ -407,7 +412,7 @@ def _with_few_rows_everywhere(
         return _whole(func, args, kwargs)
     gathered = {id(x): gather(x) for x in few}
     args, kwargs = map_values(lambda x: gathered.get(id(x), x), (args, kwargs))
-    results = _compute(func, args, kwargs, global_tensors((args, kwargs)))
+    results = _compute(func, args, kwargs, global_tensors(args, kwargs))
     for y in global_tensors(results):
         y.is_view |= any(is_alias(y.local, x.local) for x in gathered.values())
     # A function may return its argument as it is.
@@ -463,7 +468,7 @@ def _layout_before(func: Function, args: Args, kwargs: Kwargs) -> Layout | None:
 
 def _whole(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function whole, and cut its results again."""
-    tensors = global_tensors((args, kwargs))
+    tensors = global_tensors(args, kwargs)
     if is_in_place(func, kwargs) or writes_to_arguments(func):
         # Of lists and of custom operators it is not known which tensors change.
         if not args or not isinstance(args[0], Tensor) or not is_in_place(func, kwargs):
@@ -495,7 +500,7 @@ def _whole_in_place(func: Function, args: Args, kwargs: Kwargs) -> Any:
     name = function_name(func)
     args, kwargs = _agreed(func, args, kwargs)
     target, *others = args
-    tensors = global_tensors((args, kwargs))
+    tensors = global_tensors(args, kwargs)
     view = tensors[0].view_
     with note_whole_call(view, name, tensors):
         # A tensor of the model, such as a buffer, becomes the same on all ranks.

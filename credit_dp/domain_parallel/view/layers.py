@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +59,23 @@ class TooFewRowsError(NoRuleError):
     """A result has fewer rows than there are ranks."""
 
 
-def settings_key(settings: Mapping[str, Any]) -> Any:
-    """Return a hashable form of settings."""
-    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in settings.items())
+@final
+class LayerCall(NamedTuple):
+    """How a layer is called on bands; it depends on these and on its settings only.
+
+    Attributes:
+        layer: the layer; None if the function acts on each row.
+        source: where the rows of its input are.
+        bands: of its input and output.
+        result: where the rows of its output are; None if every rank holds all.
+        may_share_rows: whether it may read rows that others have fetched.
+    """
+
+    layer: RowLayer | None
+    source: Layout
+    bands: Bands
+    result: Layout | None
+    may_share_rows: bool
 
 
 def call_layer(
@@ -85,36 +99,49 @@ def call_layer(
         TooFewRowsError: the result has too few of them.
     """
     view, layout = x.view_, layout_of(x)
+    key = (kind, tuple(settings.items()), layout, x.ndim, x.dtype)
+    call: LayerCall | None = view.layer_calls.get(key)
+    if call is None:
+        call = view.layer_calls[key] = _plan_call(x, layout, kind, settings)
+    if call.layer is None:
+        # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
+        x = with_rows_everywhere(x)
+        return wrap(func(x.local), x.rows, view)
+    local = with_layout(x, call.source, view)  # unfolded, if need be
+    known = _known_rows(x) if call.may_share_rows and local is x.local else None
+    compute: Callable[..., Tensor] = call.layer.compute
+    if known is not None:
+        compute = partial(compute, known=known)
+    result = _compute(call.layer, compute, local, call.bands, tensors or {})
+    return wrap(result, call.result, view)
+
+
+def _plan_call(
+    x: GlobalTensor, layout: Layout, kind: type[nn.Module], settings: dict[str, Any]
+) -> LayerCall:
+    """Return how to call a layer; raises as `call_layer` does."""
     layer = _layer(x, layout, kind, settings)
     if isinstance(layer, UserError):
         raise NoRuleError from layer
     if layer is None:
-        # A band that ends at windows may be empty, which torch's convolutions and pools don't take.
-        x = with_rows_everywhere(x)
-        return wrap(func(x.local), x.rows, view)
+        return LayerCall(None, layout, Bands(layout.partition, layout.partition), layout, False)
     # Layers take and return the manager's bands of a height; the rule may get other ones. Of these
     # convolutions fetch what they need, so that padded rows don't move before, and norms keep them.
     source = layout.partition
-    is_norm = isinstance(layer, ReductionLayer)
-    if not (is_norm or isinstance(layer, _RowConv)) or layout.outer != 1 or 0 in source.sizes:
-        source = view.manager.partition(layout.size)
+    is_conv, is_norm = isinstance(layer, _RowConv), isinstance(layer, ReductionLayer)
+    if not (is_norm or is_conv) or layout.outer != 1 or 0 in source.sizes:
+        source = x.view_.manager.partition(layout.size)
     if 0 in source.sizes:
         raise NoRuleError
     result: Layout | None = None
     bands = Bands(source, source)
     if layer.output_is_banded:
-        target = source if is_norm else view.partition(layer.out_height(layout.size))
+        target = source if is_norm else x.view_.partition(layer.out_height(layout.size))
         if target is None:
             raise TooFewRowsError
         bands = Bands(source, target)
         result = Layout(layout.dim, 1, target)
-    local = with_layout(x, Layout(layout.dim, 1, source), view)  # unfolded, if need be
-    compute = layer.compute
-    if isinstance(layer, _RowConv) and local is x.local:
-        known = _known_rows(x)
-        if known is not None:
-            compute = partial(layer.compute, known=known)
-    return wrap(_compute(layer, compute, local, bands, tensors or {}), result, view)
+    return LayerCall(layer, Layout(layout.dim, 1, source), bands, result, is_conv)
 
 
 def _known_rows(x: GlobalTensor) -> KnownRows | None:
@@ -144,7 +171,7 @@ def _layer(
     """Return the layer of a call, None if it acts on each row, or why there is none."""
     dim = layout.dim - x.ndim
     layers: dict[Any, RowLayer | UserError | None] = x.view_.layers
-    key = (kind, settings_key(settings), dim, x.ndim, x.dtype)
+    key = (kind, tuple(settings.items()), dim, x.ndim, x.dtype)
     if key not in layers:
         layers[key] = _make_layer(x.view_, dim, x.ndim, kind, settings)
     return layers[key]
@@ -184,13 +211,13 @@ def _compute(
     tensors: Mapping[str, Tensor],
 ) -> Tensor:
     """Compute a layer with the parameters of one call."""
-    wrapped: nn.Module = layer.__dict__["wrapped"]
-    parameters_of(wrapped).update({name: local_of(x) for name, x in tensors.items()})
+    parameters = parameters_of(layer)  # the same dictionary as that of the torch layer
+    parameters.update({name: local_of(x) for name, x in tensors.items()})
     try:
         return compute(local, bands)
     finally:
         # What belongs to the model must not stay alive with the layer, nor be used by another call.
-        parameters_of(wrapped).update(dict.fromkeys(tensors))
+        parameters.update(dict.fromkeys(tensors))
 
 
 def _tuple(value: Any, count: int) -> tuple[Any, ...]:
@@ -268,8 +295,10 @@ def _with_rows_enough(
     shape_of_result: Callable[[], Sequence[int]],
 ) -> Any:
     """Call a rule as `_rows_before_columns`, by columns if the result has fewer rows than ranks."""
-    with suppress(TooFewRowsError):
+    try:
         return _rows_before_columns(rule, x, settings, tensors)
+    except TooFewRowsError:
+        pass  # not while it is handled: it would keep tensors of the rule alive
     with disable_current_modes():
         sizes = shape_of_result()
     least = {d: min(x.shape[d], sizes[d]) for d in range(2, x.ndim) if d != layout_of(x).dim}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -313,15 +313,18 @@ def _link(x: GlobalTensor, source: GlobalTensor, step: ViewStep) -> None:
 # ---------------------------------------------------------------- writes
 
 
-@contextmanager
-def writing(x: Any) -> Iterator[None]:
+def writing(x: Any) -> AbstractContextManager[None]:
     """Return the context in which a function writes to a tensor in place."""
     if type(x) is not GlobalTensor or not x.is_tracked or x.memory is None:
-        yield
-        return
+        return nullcontext()
+    return _writing_shared(x)
+
+
+@contextmanager
+def _writing_shared(x: GlobalTensor) -> Iterator[None]:
     x.local  # noqa: B018  (computed anew if others have been written)
     keeps_graph = not torch.is_grad_enabled() and not x.is_leaf
-    memory = _certain_memory(x, x.memory)
+    memory = _certain_memory(x, _memory_of(x))
     _refuse_overlapping_rows(x, memory)
     _bypass_hooks(x, memory)
     if memory.pending is not None and memory.pending[0] is not x.path:

@@ -48,14 +48,13 @@ def _reduction(x: GlobalTensor, layout: Layout, dims: list[int]) -> GlobalReduct
     Raises:
         NoRuleError: a rank has no rows.
     """
-    if 0 in layout.partition.sizes:
+    ndim, rows = x.ndim, layout.partition.sizes
+    if 0 in rows:
         raise NoRuleError
-    return GlobalReduction(
-        tuple(d - x.ndim for d in dims),
-        layout.dim - x.ndim,
-        tuple(layout.outer * rows for rows in layout.partition.sizes),
-        x.view_.manager.transport,
-    )
+    if layout.outer != 1:
+        rows = tuple([layout.outer * count for count in rows])
+    from_end = tuple([d - ndim for d in dims])
+    return GlobalReduction(from_end, layout.dim - ndim, rows, x.view_.manager.transport)
 
 
 def _moments_and_statistics(
@@ -113,7 +112,7 @@ def batch_norm(func: Function, args: Args, kwargs: Kwargs) -> Any:
         return wrap(result, layout, x.view_)
     x = with_rows_everywhere(x)
     layout = layout_of(x)
-    reduction = _reduction(x, layout, [d for d in range(x.ndim) if d != 1])
+    reduction = _reduction(x, layout, [0, *range(2, x.ndim)])
     moments = _moments_and_statistics(x, reduction, running, arguments["momentum"])
     weight, bias = local_of(arguments["weight"]), local_of(arguments["bias"])
     per_channel = (x.shape[1], *(1,) * (x.ndim - 2))

@@ -127,7 +127,7 @@ def _aligned(args: Args) -> tuple[GlobalTensor, list[Any]] | None:
     first: Any = args[0] if args and is_band(args[0]) else next(filter(is_band, args), None)
     if first is None:
         return None
-    rows, ndim = first.rows, first.ndim
+    rows, ndim = first.rows, first.local.ndim
     local_args: list[Any] = []
     for x in args:
         kind = type(x)
@@ -152,15 +152,19 @@ def pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     in_place = is_in_place(func, kwargs)
     # What most calls are, in a fraction of the time.
     is_plain = not kwargs or PLAIN.issuperset(map(type, kwargs.values()))
-    aligned = _aligned(args) if is_plain and not in_place else None
-    if aligned is not None:
+    aligned = _aligned(args) if is_plain else None
+    if aligned is not None and (not in_place or aligned[0] is args[0]):
         first, local_args = aligned
         result = func(*local_args, **kwargs)
+        if in_place:
+            return first
         if func in CONTIGUOUS and result is first.local and is_certain_copy(first):
             result = result.view_as(result)  # another tensor for autograd
         layout: Any = first.rows
-        if isinstance(result, Tensor) and result.ndim != first.ndim:
-            layout = layout.at(result.ndim + layout.dim - first.ndim)
+        if isinstance(result, Tensor):
+            more_dims = result.ndim - first.local.ndim
+            layout = layout.at(layout.dim + more_dims) if more_dims else layout
+            return GlobalTensor(result, layout, first.view_)
         return wrap(result, layout, first.view_)
     bands = bands_of((args, kwargs))
     view = bands[0].view_

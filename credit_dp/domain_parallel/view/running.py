@@ -134,7 +134,8 @@ class RunningMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if running_view() is not self.view:  # another model runs inside of this one
+        views = running_views.get()
+        if not views or views[-1] is not self.view:  # another model runs inside of this one
             return func(*args, **kwargs)
         if GlobalTensor in types:
             # Rules call functions of local tensors without this mode.

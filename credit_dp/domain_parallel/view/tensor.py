@@ -99,6 +99,7 @@ class GlobalView:
 
     Attributes:
         layers: domain-parallel layers that compute functional calls, by function and settings.
+        layer_calls: how they are called, by these and the bands.
         whole_calls: the number of calls of each function that gathered bands and ran whole.
         recorder: of a dry run.
         decision: how the model came to compute through it, see `decide`.
@@ -119,6 +120,7 @@ class GlobalView:
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
         self.layers: dict[Any, Any] = {}
+        self.layer_calls: dict[Any, Any] = {}
         self.whole_calls: Counter[str] = Counter()
         self.recorder: CallRecorder | None = None
         self.decision: Any = None
@@ -349,9 +351,9 @@ class GlobalTensor(torch.Tensor):
         shape = local.shape
         if layout is not None:
             sizes = list(shape)
-            sizes[layout.dim] = layout.size
+            sizes[layout.dim] = layout.outer * layout.partition.bounds[-1]
             shape = torch.Size(sizes)
-        result: GlobalTensor = new_wrapper(cls, shape, local)
+        result: GlobalTensor = new_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         result.local = local
         result.rows = layout
         result.view_ = view
@@ -568,10 +570,10 @@ LEAVES = frozenset(
 )  # fmt: skip
 
 
-def global_tensors(values: Any) -> list[GlobalTensor]:
+def global_tensors(*values: Any) -> list[GlobalTensor]:
     """Return the view's tensors in nested arguments."""
     found: list[GlobalTensor] = []
-    _collect((values,), found)
+    _collect(values, found)
     return found
 
 

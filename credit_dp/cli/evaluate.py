@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from credit_dp.evaluation.comparison import Comparison
     from credit_dp.evaluation.forecast_store import ForecastStore
     from credit_dp.evaluation.scorecard import Scorecard
+    from credit_dp.evaluation.stations import StationScores
 
 
 EVALUATE_HELP = """\
 {program} forecast=STORE [truth=STORE] out=FOLDER: scores forecasts, of this or any other program.
+{program} forecast=STORE stations=FILE out=FOLDER: scores them against observations at stations.
 
 A forecast store has the form of WeatherBench 2, in zarr or netCDF: dims time (initial time),
 prediction_timedelta, latitude, longitude, and, if it has them, level and number (ensemble members).
@@ -37,6 +39,12 @@ compared with the stores that it started from. If the truth is a region, a forec
 that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
 FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained page, of the globe
 spectra.csv, and of ensembles rank_histograms.csv.
+
+Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
+of the stations, or in CSV with the columns station, time, latitude, longitude and one for each
+variable. Forecasts without levels are interpolated to the stations bilinearly. FOLDER gets
+scores.csv, and stations.csv with the scores of each station. Of the keys below, dates, hours,
+variables, regions and masked have an effect.
 
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
                              regrid=conservative or bilinear; without truth= as for the forecast
@@ -61,6 +69,7 @@ Exit code: 0 if it is scored, 2 if a key or a store is wrong; then nothing is wr
 EVALUATE_KEYS: Mapping[str, Any] = {
     "forecast": "",
     "truth": "",
+    "stations": "",
     "out": "",
     "grid": None,
     "regrid": None,
@@ -75,6 +84,18 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "masked": [],
     "limits": {},
 }
+# With stations= there are no fields to compare with.
+KEYS_OF_FIELDS = (
+    *("truth", "grid", "regrid", "climatology", "climatology_dates"),
+    *("levels", "boundary", "limits"),
+)
+# Of the table of stations in the terminal: score, index of the source, heading.
+STATION_COLUMNS = (
+    ("rmse", 0, "RMSE"),
+    ("rmse", 1, "RMSE persist."),
+    ("bias", 0, "BIAS"),
+    ("observations", 0, "observations"),
+)
 # Of columns in the terminal, after the score's name.
 SOURCE_LABELS = {
     "forecast": "",
@@ -95,23 +116,32 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
     from credit_dp.evaluation.score import score
     from credit_dp.evaluation.score_folder import ScoreFolder
+    from credit_dp.evaluation.stations import score_stations
     from credit_dp.training.console import Screen, collect_data_notes
 
     screen = Screen(Console(file=sys.stdout))
     forecast = open_forecast(request.forecast)
     if not keys["out"]:  # after a forecast that does not exist, which is the first key
         raise UserError("out: needs the folder to write, like out=scores.")
-    request = with_truth(request, forecast)
+    if not keys["stations"]:
+        request = with_truth(request, forecast)
     # Made before scoring, so that a folder that can't be written is refused at once.
     folder = ScoreFolder(checks.expand_home("out", keys["out"]))
     with folder.cleanup_on_failure():
-        with screen.report() as report, collect_data_notes() as notes:
-            card = score(request, forecast, report)
-        folder.write(card)
-    notes = [f"note: {note}" for note in notes]
-    sys.stdout.write(
-        "\n".join([*notes, *summary_lines(card), f"{folder.out / 'scorecard.html'}", ""])
-    )
+        if keys["stations"]:
+            with screen.report() as report:
+                at_stations = score_stations(request, forecast, keys["stations"], report)
+            folder.write_files(
+                {"scores.csv": at_stations.to_csv(), "stations.csv": at_stations.stations_csv()}
+            )
+            lines = [*station_lines(at_stations), "", f"{folder.out / 'scores.csv'}"]
+        else:
+            with screen.report() as report, collect_data_notes() as notes:
+                card = score(request, forecast, report)
+            folder.write(card)
+            lines = [f"note: {note}" for note in notes]
+            lines += [*summary_lines(card), f"{folder.out / 'scorecard.html'}"]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 
@@ -178,6 +208,10 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         checks.limits(f"limits.{name}", limits)
     if keys["boundary"] is not None:
         to_whole_numbers("boundary", [keys["boundary"]])
+    if keys["stations"]:
+        unused = next((key for key in KEYS_OF_FIELDS if keys[key] != EVALUATE_KEYS[key]), None)
+        if unused is not None:
+            raise UserError(f"{unused}: has no effect together with stations=. Leave one out.")
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -195,6 +229,32 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         boundary=keys["boundary"],
         **dates,
     )
+
+
+def station_lines(scores: "StationScores") -> list[str]:
+    """Return what the terminal shows of scores at stations, for a few lead times."""
+    from credit_dp.data.grid import GLOBAL
+    from credit_dp.evaluation.score_folder import table_lead_indices
+    from credit_dp.evaluation.scorecard import three_digits
+
+    observations = scores.observations
+    lines = [f"{observations.where}: {counted(len(observations.names), 'station')}"]
+    lines += [f"note: {note}" for note in scores.notes]
+    headings = [heading for _, _, heading in STATION_COLUMNS]
+    for region in scores.regions:
+        values = {name: scores.of_region(name, region) for name in scores.sums}
+        for lead in table_lead_indices(scores.hours):
+            rows = [
+                (
+                    name,
+                    scores.units[name] or "-",
+                    *(three_digits(values[name][x][s, lead]) for x, s, _ in STATION_COLUMNS),
+                )
+                for name in scores.sums
+            ]
+            title = f"{scores.hours[lead]} h" + ("" if region == GLOBAL else f", {region}")
+            lines += ["", *format_table((title, "unit", *headings), rows, left=2)]
+    return lines
 
 
 def parse_stores(text: str) -> tuple[str, ...]:

@@ -300,31 +300,60 @@ def _columns_around(lengths: NDArray[np.intp], firsts: Array, steps: Array, new:
     return _pairs(west % lengths, (west + 1) % lengths, position - first)
 
 
-def _rows_around_points(source: Grid, latitude: Array) -> Weights:
-    """Return the shares of the rows north and south of each point."""
+def outside_rows(source: Grid, latitude: Array) -> NDArray[np.bool_]:
+    """Return which points lie north or south of a grid."""
     ends = [POLE, -POLE] if source.is_global else source.latitude[[0, -1]]
-    outside = (latitude > ends[0] + COORDINATE_TOLERANCE) | (
-        latitude < ends[1] - COORDINATE_TOLERANCE
-    )
-    _refuse(outside, latitude, "latitude", source.latitude)
-    return _rows_around(source.latitude, latitude)
+    return (latitude > ends[0] + COORDINATE_TOLERANCE) | (latitude < ends[1] - COORDINATE_TOLERANCE)
 
 
-def _columns_around_points(source: Grid, longitude: Array) -> Weights:
-    """Return the shares of the columns west and east of each point."""
-    columns = source.longitude
-    # Eastward from the westernmost column; stores may have them in the other direction.
+def outside_columns(source: Grid, longitude: Array) -> NDArray[np.bool_]:
+    """Return which points lie west or east of a grid."""
+    return _eastward(source.longitude, longitude).outside
+
+
+class _Eastward(NamedTuple):
+    """Columns in their order to the east, and points among them.
+
+    Attributes:
+        order: of the columns, from the westernmost; of a globe this one comes last again.
+        east: degrees of these columns east of the first.
+        position: degrees of the points east of it.
+        outside: which points are beyond the last column.
+    """
+
+    order: NDArray[np.intp]
+    east: Array
+    position: Array
+    outside: NDArray[np.bool_]
+
+
+def _eastward(columns: Array, longitude: Array) -> _Eastward:
+    # Stores may have columns in the other direction.
     order = np.arange(len(columns))
     if (columns[1] - columns[0]) % FULL_CIRCLE > FULL_CIRCLE / 2:
         order = order[::-1]
     east = (columns[order] - columns[order[0]]) % FULL_CIRCLE
     position = (longitude - columns[order[0]]) % FULL_CIRCLE
     if FULL_CIRCLE - east[-1] < 1.5 * east[1]:  # they go round the globe
-        east, order = np.append(east, FULL_CIRCLE), np.append(order, order[0])
-    else:  # a point may be a rounding error west of the first column
-        position = np.where(position > FULL_CIRCLE - COORDINATE_TOLERANCE, 0.0, position)
-        outside = position > east[-1] + COORDINATE_TOLERANCE
-        _refuse(outside, longitude, "longitude", columns[order])
+        outside = np.zeros(position.shape, bool)
+        return _Eastward(
+            np.append(order, order[0]), np.append(east, FULL_CIRCLE), position, outside
+        )
+    # A point may be a rounding error west of the first column.
+    position = np.where(position > FULL_CIRCLE - COORDINATE_TOLERANCE, 0.0, position)
+    return _Eastward(order, east, position, position > east[-1] + COORDINATE_TOLERANCE)
+
+
+def _rows_around_points(source: Grid, latitude: Array) -> Weights:
+    """Return the shares of the rows north and south of each point."""
+    _refuse(outside_rows(source, latitude), latitude, "latitude", source.latitude)
+    return _rows_around(source.latitude, latitude)
+
+
+def _columns_around_points(source: Grid, longitude: Array) -> Weights:
+    """Return the shares of the columns west and east of each point."""
+    order, east, position, outside = _eastward(source.longitude, longitude)
+    _refuse(outside, longitude, "longitude", source.longitude[order])
     after = np.clip(np.searchsorted(east, position, side="right"), 1, len(east) - 1)
     share = (position - east[after - 1]) / (east[after] - east[after - 1])
     return _pairs(order[after - 1], order[after], np.clip(share, 0, 1))

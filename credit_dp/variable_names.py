@@ -3,9 +3,10 @@
 The canonical name of a variable is its long name in WeatherBench 2, ARCO-ERA5 and the Climate Data
 Store. Short names are ECMWF's, as in GRIB files, in anemoi's datasets and (beginning with a letter)
 in the netCDF files of cfgrib and the Climate Data Store. NCAR's copy of ERA5 has short names in
-capitals; the training data of miles-credit has these, and a few others.
+capitals; the training data of miles-credit has these, and a few others. WRF has its own; its `U10`
+and `V10` are not here, as they follow its rows and columns.
 
-Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit.
+Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit; WRF's registry.
 
 Imports nothing of this package, because the config imports it.
 """
@@ -65,6 +66,7 @@ STATIC_NAMES = _with_ncar_names(
         "sin_longitude": "sin_longitude",
     },
     Z_GDS4_SFC="geopotential_at_surface",
+    LANDMASK="land_sea_mask",
 )
 # Variables without levels that change in time.
 SURFACE_NAMES = _with_ncar_names(
@@ -122,6 +124,9 @@ SURFACE_NAMES = _with_ncar_names(
     u100="100m_u_component_of_wind",
     v100="100m_v_component_of_wind",
     SSTK="sea_surface_temperature",
+    T2="2m_temperature",
+    PSFC="surface_pressure",
+    TSK="skin_temperature",
     tsi="toa_incident_solar_radiation",
 )
 

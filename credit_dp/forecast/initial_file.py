@@ -32,6 +32,7 @@ from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SING
 from credit_dp.data.sources.gridded import (
     DatasetCounter,
     GriddedSource,
+    begins_as_netcdf,
     open_netcdf,
     open_zarr_dataset,
 )
@@ -45,7 +46,6 @@ from credit_dp.forecast.request import ForecastRequest, parse_list
 from credit_dp.variable_names import all_names_of, long_name
 
 KEY = "init_file"
-NETCDF_SIGNATURES = (b"CDF", b"\x89HDF")
 LEAD_DIMS = ("prediction_timedelta", "step", "lead_time")
 SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
 
@@ -441,10 +441,8 @@ def _open_file(path: Path, initial: np.datetime64 | None = None) -> StateFile:
     if not path.exists():
         raise UserError(f"{KEY}: {path}: no such file. Change {KEY}.")
     grib = path.is_file() and is_grib(path)
-    if path.is_file() and not grib:
-        with path.open("rb") as file:
-            if not file.read(4).startswith(NETCDF_SIGNATURES):
-                raise UserError(f"{KEY}: {path} is neither GRIB nor netCDF. Change {KEY}.")
+    if path.is_file() and not grib and not begins_as_netcdf(path):
+        raise UserError(f"{KEY}: {path} is neither GRIB nor netCDF. Change {KEY}.")
     try:
         return GribStates(path) if grib else GriddedStates(path, initial)
     except UserError as error:  # its advice is about the key of a run's data

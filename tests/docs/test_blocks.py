@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run, run_line
-from tests.data import anemoi_stores, stores
+from tests.data import anemoi_stores, stores, wrf_files
 from tests.docs import era5
 from tests.plots import DRAW_PLOTS
 
@@ -85,6 +85,7 @@ def user(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name)
     era5.write(folder / "era5.zarr")
     anemoi_stores.write(stores.dataset(24, 48, 40), folder / "anemoi.zarr")
+    wrf_files.write(wrf_files.dataset("lat-lon"), folder)
     return folder
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tests.data import cell_stores, region_stores, stores, virtual_stores
+from tests.data import cell_stores, region_stores, stores, virtual_stores, wrf_files
 from tests.data.cell_stores import Cells, bounds
 
 KEYS = (
@@ -182,6 +182,38 @@ class InRegion(Form):
         return self.northern[name].values.astype(float)
 
 
+class OfWrf(InRegion):
+    """Files of WRF, one for each day, on its Lambert cone."""
+
+    names = ("surface_pressure", "2m_temperature")
+
+    def write(self, folder: Path) -> str:
+        data = wrf_files.dataset("lambert")
+        for first in range(0, data.sizes["Time"], 4):
+            wrf_files.write(data.isel(Time=slice(first, first + 4)), folder)
+        return f"{folder}/wrfout_d01_*"
+
+    @cached_property
+    def data(self) -> xr.Dataset:
+        """As CF has them."""
+        stored = wrf_files.dataset("lambert")
+        names = {"PSFC": "surface_pressure", "T2": "2m_temperature", "LANDMASK": "land_sea_mask"}
+        stored = stored.rename(Time="time", **names)
+        points = {"latitude": stored["XLAT"][0].variable, "longitude": stored["XLONG"][0].variable}
+        times = region_stores.START + region_stores.STEP * np.arange(stored.sizes["time"])
+        data = stored[[*names.values()]].assign_coords(time=times, **points)
+        for name in points:
+            data[name].attrs = {"standard_name": name}
+        return data.assign(land_sea_mask=data["land_sea_mask"][0])
+
+    @cached_property
+    def areas(self) -> np.ndarray:
+        """By PROJ."""
+        projection, _, _ = wrf_files.axes("lambert")
+        scale = projection.get_factors(self.northern["longitude"], self.northern["latitude"])
+        return 1 / scale.areal_scale
+
+
 class InCalendar(Form):
     """Climate models in years of 365 days, or of twelve months of 30."""
 
@@ -299,6 +331,7 @@ FORMS: dict[str, Form] = {
     "Lambert netCDF": InRegion("lambert", ".nc", "13 x 16 region on lambert_conformal_conic, 120"),
     "Lambert zarr": InRegion("lambert", ".zarr", "13 x 16 region on lambert_conformal_conic, 120"),
     "rotated netCDF": InRegion("rotated", ".nc", "13 x 16 region on rotated_latitude_longitude"),
+    "WRF": OfWrf("lambert", "", "13 x 16 region on lambert_conformal_conic, 92.83 x 92.77 km"),
     # Years are numbered from the start of the run.
     "noleap zarr": InCalendar(
         "noleap", "0001", ("02-28", "03-20", "02-27T00"), 40, "days since 0001-01-01 00:00:00",

@@ -73,6 +73,7 @@ from credit_dp.data.sources.storage import (
     unreadable_error,
 )
 from credit_dp.data.sources.sums import GRIB_STEPS, read_time_bounds, stated_sums
+from credit_dp.data.sources.wrf import STAGGERED, with_cf_coordinates
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
@@ -226,6 +227,7 @@ def _lacks_names(array: zarr.Array[Any]) -> bool:
 logger = logging.getLogger(__name__)
 
 NETCDF_SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
+NETCDF_SIGNATURES = (b"CDF", b"\x89HDF")
 
 
 @final
@@ -254,8 +256,17 @@ class RequestedBytesCounter:
 
 
 def is_netcdf(where: str) -> bool:
-    """Whether a path is named like a netCDF file and is not a folder."""
-    return where.lower().endswith(NETCDF_SUFFIXES) and not local_path(where).is_dir()
+    """Whether a path is named like a netCDF file, or is a file that begins as one, as WRF's."""
+    path = local_path(where)
+    if where.lower().endswith(NETCDF_SUFFIXES):
+        return not path.is_dir()
+    return not is_remote(where) and path.is_file() and begins_as_netcdf(path)
+
+
+def begins_as_netcdf(path: Path) -> bool:
+    """Whether a file begins as netCDF or HDF5."""
+    with path.open("rb") as file:
+        return file.read(4).startswith(NETCDF_SIGNATURES)
 
 
 def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
@@ -286,7 +297,7 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error
-    return dataset, RequestedBytesCounter()
+    return with_cf_coordinates(dataset, where), RequestedBytesCounter()
 
 
 def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
@@ -328,6 +339,7 @@ STEP_ADVICE = (
     "dataset.isel(step=0), convert the GRIB file with cfgrib's time_dims=['valid_time'], or set "
     "data.store to the GRIB file"
 )
+STAGGERED_ADVICE = "fields on edges of cells can't be used: average them to the centres first"
 NEEDED = "it needs latitude and longitude, and no others but time, level and member"
 
 
@@ -689,6 +701,8 @@ def _problem(array: xr.DataArray, dims: list[str], horizontal: Sequence[str]) ->
     if not set(horizontal) <= set(dims) <= {*ORDER, EXPVER, MEMBER}:
         if "step" in dims:
             return f"has the dims {', '.join(dims)}: {STEP_ADVICE}"
+        if any(dim.endswith(STAGGERED) for dim in dims):
+            return f"has the dims {', '.join(dims)}: {STAGGERED_ADVICE}"
         return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"
     if array.dtype.kind not in "fiub":
         return f"holds values of the type {array.dtype}, not numbers"

@@ -294,8 +294,8 @@ def _open_group(where: str) -> zarr.Group:
     """Open the zarr group at a path or address."""
     if not is_remote(where) and local_path(where).is_file() and not is_reference(where):
         raise UserError(
-            f"{where}: is a file, but neither GRIB nor a netCDF file by its name (.nc). Set "
-            "data.store to a zarr store or to such a file."
+            f"{where}: is a file, but neither GRIB nor netCDF. Set data.store to a zarr "
+            "store or to such a file."
         )
     # Opened only to see the format: the source opens it again.
     store = open_zarr_store(where)

@@ -385,7 +385,7 @@ def test_a_replaced_netcdf_file_has_another_handle(tmp_path):
 
 def test_a_file_that_is_neither(tmp_path):
     (tmp_path / "s.grib").write_bytes(b"GRIB")
-    with pytest.raises(UserError, match="nor a netCDF file by its name"):
+    with pytest.raises(UserError, match="neither GRIB nor netCDF"):
         open_single_source(str(tmp_path / "s.grib"))
 
 

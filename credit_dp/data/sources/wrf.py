@@ -1,0 +1,115 @@
+"""Brings the output of WRF, files such as `wrfout_d01_2000-01-24_12:00:00`, to the CF conventions.
+
+WRF has dates as texts, latitudes and longitudes that repeat at each time, and the projection in
+attributes of the file. Fields on staggered dims stay as they are.
+
+Sources: WRF's registry of variables; Skamarock et al. 2019, "A description of the Advanced Research
+WRF model version 4", for the projections and the radius of the earth.
+"""
+
+import re
+
+import numpy as np
+import xarray as xr
+
+from credit_dp.data.sources.address import redact_secrets
+from credit_dp.errors import UserError
+
+POINTS = {"latitude": ("XLAT", "degrees_north"), "longitude": ("XLONG", "degrees_east")}
+# Fields that are constant, though WRF writes them at each time.
+CONSTANT = ("HGT", "LANDMASK", "XLAND", "F", "E", "SINALPHA", "COSALPHA", "MAPFAC_M", "VAR")
+STAGGERED = "_stag"  # the end of the names of dims of cells' edges
+EARTH_RADIUS = 6.37e6  # m
+LAMBERT, POLAR = 1, 2  # values of MAP_PROJ
+GRID_MAPPING = "crs"
+
+
+def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
+    """Return WRF's output with dates, latitudes, longitudes and projection as CF has them.
+
+    Model levels are numbered from 1 at the ground. Any other dataset is returned unchanged.
+
+    Args:
+        dataset: as xarray opened it.
+        where: its address.
+
+    Raises:
+        UserError: the grid moves, or a date can't be read.
+    """
+    if not {"XLAT", "XLONG"} <= dataset.variables.keys():
+        return dataset
+    where = redact_secrets(where)
+    if dataset.sizes.get("Time") == 0:
+        raise UserError(f"{where}: has no times. Change data.store.")
+    dataset = dataset.rename({"Time": "time"} if "Time" in dataset.dims else {})
+    coordinates = {}
+    for standard, (name, units) in POINTS.items():
+        points = dataset.variables[name]
+        if "time" in points.dims:
+            first, last = points.isel(time=0), points.isel(time=-1)
+            if not np.array_equal(first.values, last.values):
+                raise UserError(
+                    f"{where}: needs the same grid at all times, but {name} changes, as in a nest "
+                    "that moves. Change data.store."
+                )
+            points = first
+        attributes = {"units": units, "standard_name": standard}
+        coordinates[standard] = xr.Variable(points.dims, points.values, attributes)
+    if "Times" in dataset.variables:
+        coordinates["time"] = xr.Variable(dataset["Times"].dims, _dates(dataset["Times"], where))
+    elif "XTIME" in dataset.variables:
+        coordinates["time"] = dataset.variables["XTIME"]
+    if "bottom_top" in dataset.dims:
+        levels = np.arange(1, dataset.sizes["bottom_top"] + 1)
+        coordinates["model_level"] = xr.Variable("bottom_top", levels)
+    for name in CONSTANT:
+        if name in dataset.variables and "time" in dataset[name].dims:
+            dataset[name] = dataset[name].isel(time=0, drop=True)
+    replaced = re.compile("XLAT(_.)?|XLONG(_.)?|Times|XTIME")
+    dataset = dataset.drop_vars([x for x in dataset.variables if replaced.fullmatch(str(x))])
+    dataset = dataset.assign_coords(coordinates)
+    # Not a temperature, which other stores call T: the potential temperature minus 300 K.
+    dataset = dataset.rename({"T": "perturbation_potential_temperature"} if "T" in dataset else {})
+    mapping = _grid_mapping(dataset)
+    if mapping:
+        dataset = dataset.assign({GRID_MAPPING: ((), 0, mapping)})
+        for array in dataset.data_vars.values():
+            if {*coordinates["latitude"].dims} <= {*array.dims}:
+                array.attrs["grid_mapping"] = GRID_MAPPING
+    return dataset
+
+
+def _dates(texts: xr.DataArray, where: str) -> "np.ndarray[tuple[int], np.dtype[np.datetime64]]":
+    """Return dates of texts `YYYY-MM-DD_HH:MM:SS`."""
+    plain = np.char.replace(texts.values.astype(str), "_", "T")
+    try:
+        return plain.astype("M8[ns]")
+    except ValueError as error:
+        raise UserError(
+            f"{where}: Times has texts that are no dates like 2000-01-24_12:00:00 ({error}). "
+            "Change data.store."
+        ) from error
+
+
+def _grid_mapping(dataset: xr.Dataset) -> dict[str, object]:
+    """Return the attributes of CF's grid mapping; none without a projection."""
+    names = ("TRUELAT1", "TRUELAT2", "STAND_LON", "MOAD_CEN_LAT")
+    values = [dataset.attrs.get(name, np.nan) for name in names]
+    true_1, true_2, meridian, latitude = (float(np.squeeze(value)) for value in values)
+    projection = dataset.attrs.get("MAP_PROJ")
+    sphere: dict[str, object] = {"earth_radius": EARTH_RADIUS}
+    if projection == LAMBERT and np.isfinite([true_1, true_2, meridian, latitude]).all():
+        return sphere | {
+            "grid_mapping_name": "lambert_conformal_conic",
+            "standard_parallel": [true_1, true_2],
+            "longitude_of_central_meridian": meridian,
+            "latitude_of_projection_origin": latitude,
+        }
+    if projection == POLAR and np.isfinite([true_1, meridian]).all():
+        return sphere | {
+            "grid_mapping_name": "polar_stereographic",
+            "standard_parallel": true_1,
+            "straight_vertical_longitude_from_pole": meridian,
+            "latitude_of_projection_origin": float(np.copysign(90, true_1)),
+        }
+    return {}  # coordinates alone: latitudes and longitudes, also Mercator's, or a rotated pole

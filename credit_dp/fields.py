@@ -1,6 +1,6 @@
 """What a model is built for: the layout of its input and output channels, and its grid."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -14,17 +14,24 @@ class GridShape(tuple[int, int]):
             grid is a region: nothing lies beyond its first and last row.
         is_periodic: whether columns go once round the globe: the globe's, or those of a region
             between two circles of latitude, such as the tropics.
+        latitude: of the rows, in degrees; None: `credit_dp.sphere.usual_latitude`.
     """
 
     is_global: bool
     is_periodic: bool
+    latitude: Sequence[float] | None
 
     def __new__(
-        cls, shape: Iterable[int], is_global: bool = True, is_periodic: bool | None = None
+        cls,
+        shape: Iterable[int],
+        is_global: bool = True,
+        is_periodic: bool | None = None,
+        latitude: Sequence[float] | None = None,
     ) -> Self:
         """Return the shape (rows, columns); by default columns are periodic on the globe alone."""
         grid = super().__new__(cls, shape)
         grid.is_global = is_global
+        grid.latitude = latitude
         grid.is_periodic = is_global if is_periodic is None else is_periodic
         return grid
 

@@ -25,6 +25,7 @@ from credit_dp.config.model import (
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
+    SFNOConfig,
     SwinConfig,
     UNetConfig,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "ParallelConfig",
     "QuickstartConfig",
     "RunConfig",
+    "SFNOConfig",
     "SoapConfig",
     "StandardLossConfig",
     "TrainerConfig",

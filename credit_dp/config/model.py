@@ -454,8 +454,38 @@ class CrossFormerConfig(BlocksConfig):
         return -(-height // self.grid_multiple) * self.grid_multiple // prod(self.strides)
 
 
+@dataclass
+class SFNOConfig(BlocksConfig):
+    """The Spherical Fourier Neural Operator: blocks on a Gaussian grid, `scale` times as coarse."""
+
+    name: str = "sfno"
+    channels: int = 48  # between encoder and decoder
+    blocks: int = 4  # each multiplies the harmonics of a degree by a matrix of its own
+    # rows of the grid for each of the coarser one that blocks compute on, and columns; there are as
+    # many degrees of harmonics as coarser rows, and at most half as many as rows of the grid
+    scale: int = 2
+    mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of model.channels
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("model.name", self.name, ("sfno",))
+        for key in ("channels", "blocks", "scale", "mlp_ratio"):
+            checks.at_least(f"model.{key}", getattr(self, key), 1)
+
+    def coarsest_rows(self, height: int) -> int:
+        """Return the rows of the coarser grid."""
+        return -(-height // self.scale)
+
+
 # The configs above, by `model.name`; `credit_dp.models.BUILDERS` has how each model is built.
 MODELS: dict[str, type[ModelConfig]] = {
     config.name: config
-    for config in (UNetConfig, DiffusionConfig, PanguConfig, CrossFormerConfig, SwinConfig)
+    for config in (
+        UNetConfig,
+        DiffusionConfig,
+        PanguConfig,
+        CrossFormerConfig,
+        SwinConfig,
+        SFNOConfig,
+    )
 }

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from credit_dp.config.data import CONSERVATIVE
 from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, POLE, Grid, row_edges
 from credit_dp.errors import UserError
+from credit_dp.sphere import usual_latitude
 
 Array = NDArray[np.float64]
 ROUNDING = 1e-11  # of a cell's width: edges and points this near to each other are one
@@ -219,14 +220,8 @@ def regridder_to(layout: RowLayout, rows: int, columns: int, method: str) -> Reg
 
 
 def regular_grid(rows: int, columns: int) -> Grid:
-    """Return the usual grid of this size, from the north and from longitude 0 eastward.
-
-    An odd number of rows includes the poles and the equator, an even number includes neither.
-    """
-    latitude = np.linspace(POLE, -POLE, rows, dtype=np.float64)
-    if rows % 2 == 0:
-        latitude = POLE - 2 * POLE * (np.arange(rows) + 0.5) / rows
-    return Grid(latitude, np.arange(columns) * FULL_CIRCLE / columns)
+    """Return the usual grid of this size, from the north and from longitude 0 eastward."""
+    return Grid(usual_latitude(rows), np.arange(columns) * FULL_CIRCLE / columns)
 
 
 def _means_of_valid(values: Array, means: Callable[[Array], Array]) -> Array:

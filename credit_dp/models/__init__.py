@@ -19,6 +19,7 @@ from credit_dp.config.model import (
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
+    SFNOConfig,
     SwinConfig,
     UNetConfig,
 )
@@ -26,6 +27,7 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
+from credit_dp.models.sfno import SFNO
 from credit_dp.models.swin import Swin
 from credit_dp.models.unet import build_unet
 from credit_dp.plugins import report_plugin_errors
@@ -38,6 +40,7 @@ BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, GridShape], nn.Module]]
     PanguConfig: Pangu,
     CrossFormerConfig: CrossFormer,
     SwinConfig: Swin,
+    SFNOConfig: SFNO,
 }
 
 
@@ -45,7 +48,8 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
     """Return the model of a config for these channels and a grid of (rows, columns).
 
     A grid with an attribute `is_global` that is false is a region; any other is the globe. The
-    columns of a region go round the globe if its `is_periodic` is true.
+    columns of a region go round the globe if its `is_periodic` is true. Its rows are at its
+    `latitude`, in degrees; without one, at the usual latitudes.
 
     Shapes:
         the model maps `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
@@ -55,7 +59,12 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
             other fields, or a plug-in's `build` fails.
     """
     # Subclasses, too: a config may derive from one of this package's and keep its model.
-    shape = GridShape(grid, getattr(grid, "is_global", True), getattr(grid, "is_periodic", None))
+    shape = GridShape(
+        grid,
+        getattr(grid, "is_global", True),
+        getattr(grid, "is_periodic", None),
+        getattr(grid, "latitude", None),
+    )
     build = next((build for kind, build in BUILDERS.items() if isinstance(config, kind)), None)
     if build is not None:
         return build(config, fields, shape)

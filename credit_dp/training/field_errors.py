@@ -12,7 +12,6 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import LossConfig
@@ -22,11 +21,10 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.transport import Transport
-from credit_dp.errors import UserError
+from credit_dp.sphere import Vector, associated_legendre, quadrature_weights
 
 # (forecast, target), both scaled and 0 where there are no values, `(B, C, h, W)` -> `(C,)`.
 FieldError = Callable[[Tensor, Tensor], Tensor]
-Vector = NDArray[np.float64]
 
 # Added to the power of a wavenumber: the square root has no gradient at 0. With it the amplitude of
 # a wavenumber that is absent has gradient 0, and no gradient is above 1.
@@ -136,60 +134,14 @@ class GradientError:
         return fetch_rows(band.contiguous(), self._exchange, self._transport)
 
 
-def associated_legendre(sine: Vector, degrees: int) -> Vector:
-    """Return normalised associated Legendre functions `P(m, l)` for orders and degrees < `degrees`.
-
-    The mean over the sphere of `|P(m, l) exp(i m lon)|^2` is 1; `P(m, l)` is 0 for l < m.
-
-    Args:
-        sine: of the latitudes, `(H,)`.
-
-    Shapes:
-        -> `(degrees, degrees, H)`: order, degree, row.
-
-    Source: Holmes & Featherstone 2002, eqs. 11 to 13, the standard forward column method.
-    """
-    cosine = np.sqrt(np.maximum(1 - sine**2, 0))
-    table = np.zeros((degrees, degrees, len(sine)))
-    diagonal = np.ones_like(sine)
-    for m in range(degrees):
-        if m:
-            diagonal = np.sqrt((2 * m + 1) / (2 * m)) * cosine * diagonal
-        table[m, m] = diagonal
-        if m + 1 < degrees:
-            table[m, m + 1] = np.sqrt(2 * m + 3) * sine * diagonal
-        for n in range(m + 2, degrees):
-            rise = np.sqrt((4 * n**2 - 1) / (n**2 - m**2))
-            fall = np.sqrt(((n - 1) ** 2 - m**2) / (4 * (n - 1) ** 2 - 1))
-            table[m, n] = rise * (sine * table[m, n - 1] - fall * table[m, n - 2])
-    return table
-
-
-def quadrature_weights(sine: Vector) -> Vector:
-    """Return the weights, which sum to 1, that integrate polynomials of degree < H exactly.
-
-    For evenly spaced latitudes these are the weights of Clenshaw & Curtis or of Fejer, for Gaussian
-    latitudes those of Gauss.
-
-    Args:
-        sine: of the latitudes, `(H,)`.
+def loss_quadrature(sine: Vector) -> Vector:
+    """Return the weights of rows, `(H,)`, by which `loss.sphere_spectrum` integrates.
 
     Raises:
-        UserError: some weights are not positive, so that the rows are neither of these.
+        UserError: the rows have none.
     """
-    count = len(sine)
-    # Row l holds the Legendre polynomial of degree l, whose mean is 1 for l = 0 and 0 otherwise.
-    polynomials = np.polynomial.legendre.legvander(sine, count - 1).T
-    means = np.zeros(count)
-    means[0] = 1
-    weights = np.linalg.solve(polynomials, means)
-    if not (weights > 0).all():
-        raise UserError(
-            "loss.sphere_spectrum: needs rows that are evenly spaced or Gaussian over the whole "
-            "globe, which the store's latitudes are not. Set loss.sphere_spectrum=0, or use "
-            "loss.spectrum, which needs no such rows."
-        )
-    return np.asarray(weights)
+    remedy = "Set loss.sphere_spectrum=0, or use loss.spectrum, which needs no such rows."
+    return quadrature_weights(sine, "loss.sphere_spectrum", remedy)
 
 
 @final
@@ -211,7 +163,7 @@ class SphereTable:
         self._transport = transport
         self._degrees = (len(latitude) - 1) // 2 + 1
         functions = associated_legendre(sine[rows], self._degrees)
-        self._functions = torch.from_numpy(functions * quadrature_weights(sine)[rows]).to(like)
+        self._functions = torch.from_numpy(functions * loss_quadrature(sine)[rows]).to(like)
 
     def coefficients(self, fields: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the coefficients of the globe, with the degree and the power of each; collective.

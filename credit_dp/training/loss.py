@@ -32,7 +32,7 @@ from credit_dp.training.field_errors import (
     FLOOR,
     FieldError,
     build_field_errors,
-    quadrature_weights,
+    loss_quadrature,
 )
 
 
@@ -209,7 +209,7 @@ def check_spectra(config: LossConfig, grid: Grid) -> None:
         if getattr(config, key) and not fits:
             grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
     if config.sphere_spectrum:
-        quadrature_weights(np.sin(np.deg2rad(grid.latitude)))
+        loss_quadrature(np.sin(np.deg2rad(grid.latitude)))
 
 
 def check_channels_have_values(channels: Channels, weights: Tensor) -> None:

@@ -78,6 +78,7 @@ DEFAULTS = {
     "model=unet": ("schema_unet", set()),
     "model=pangu": ("schema_pangu", set()),
     "model=crossformer": ("schema_crossformer", set()),
+    "model=sfno": ("schema_sfno", set()),
     "data=quickstart": (
         "schema",
         {"name", "prognostic", "forcing", "static", "batch_size"}

@@ -19,6 +19,7 @@ from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
+from credit_dp.domain_parallel.view.attach import attached_view
 
 # Ranks that are threads share one random state: only one of them may draw from it at a time.
 RANDOM_LOCK = threading.Lock()
@@ -42,17 +43,19 @@ def assert_same_as_whole_globe(
     planned: bool = True,
     seed: int = 0,
     backend: str | None = None,
+    whole_ops: str = "refuse",
 ) -> None:
     """Compare outputs, input gradient, every parameter gradient and buffer of `build(*args)`.
 
     With `backend` the sharded model is compiled to one graph, and sends what it sends uncompiled.
     An output without rows is the same on every rank; each gets an equal share of its cotangent.
+    With `whole_ops="allow"` a model may run through the global view, in which nothing runs whole.
     """
     with RANDOM_LOCK:
         torch.manual_seed(seed)
         unsharded = build(*args).double()
         x = torch.randn(shape, dtype=torch.float64) + offset
-        sharded = _sharded(unsharded, manager, shape if planned else None)
+        sharded = _sharded(unsharded, manager, shape if planned else None, whole_ops)
         x_global = x.clone().requires_grad_()
         ys_global = _floats(unsharded(x_global))
         cotangents = [torch.randn_like(y) for y in ys_global]
@@ -100,19 +103,24 @@ def assert_same_as_whole_globe(
     buffers = dict(sharded.named_buffers())
     for name, buffer in unsharded.named_buffers():
         errors[f"buffer {name}"] = error(buffers[name].double(), buffer.double())
+    view = attached_view(sharded)
+    assert view is None or not view.whole_calls, view.whole_calls
     wrong = {name: value for name, value in errors.items() if not value <= tolerance}
     assert not wrong, wrong
 
 
 def _sharded(
-    unsharded: nn.Module, manager: DomainParallelManager, shape: tuple[int, ...] | None
+    unsharded: nn.Module,
+    manager: DomainParallelManager,
+    shape: tuple[int, ...] | None,
+    whole_ops: str,
 ) -> nn.Module:
     """Convert a copy. Of ranks that are threads the first one plans for all, to save time.
 
-    Ranks that are processes plan for themselves.
+    Ranks that are processes plan for themselves, and all do if the model may run through the view.
     """
     transport = manager.transport
-    plans = shape is not None and isinstance(transport, ThreadTransport)
+    plans = shape is not None and isinstance(transport, ThreadTransport) and whole_ops == "refuse"
     if plans and transport.world in _PLANNED:
         remaining, first, converted = _PLANNED.pop(transport.world)
         if remaining > 1:
@@ -126,7 +134,7 @@ def _sharded(
     rules = {kind: RULES[rule] for kind, rule in getattr(unsharded, "row_rules", {}).items()}
     model = copy.deepcopy(unsharded)
     model = convert_to_domain_parallel(
-        model, manager, -2, rules, input_shape=shape, whole_ops="refuse"
+        model, manager, -2, rules, input_shape=shape, whole_ops=whole_ops
     )
     if plans:
         _PLANNED[transport.world] = (

@@ -28,7 +28,7 @@ def _step(manager, models):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["unet", "pangu", "crossformer", "swin"])
+@pytest.mark.parametrize("name", ["unet", "pangu", "crossformer", "swin", "sfno"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_of_a_model_does_not_wait(name, ranks):
     models = on_threads(ranks, _sharded_model, name)

@@ -34,6 +34,10 @@ CASES = [
     ("crossformer", 2, 32),
     ("crossformer", 4, 61),
     ("crossformer", 3, 33),
+    ("sfno", 2, 32),
+    ("sfno", 3, 33),
+    ("sfno", 4, 61),
+    ("sfno", 4, 8),
 ]
 
 
@@ -43,7 +47,7 @@ def _built(preset, rows):
 
 
 def test_each_config_has_a_builder():
-    assert list(MODELS) == ["unet", "diffusion", "pangu", "crossformer", "swin"]
+    assert list(MODELS) == ["unet", "diffusion", "pangu", "crossformer", "swin", "sfno"]
     assert set(MODELS.values()) == BUILDERS.keys()
 
 
@@ -51,7 +55,8 @@ def test_each_config_has_a_builder():
 @pytest.mark.parametrize(("preset", "ranks", "rows"), CASES)
 def test_sharded_equals_whole(preset, ranks, rows):
     shape = (1, FIELDS.inputs, rows, COLUMNS)
-    on_threads(ranks, assert_same_as_whole_globe, _built(preset, rows), (), shape, MODEL)
+    options = (0.0, True, 0, None, "allow") if preset == "sfno" else ()
+    on_threads(ranks, assert_same_as_whole_globe, _built(preset, rows), (), shape, MODEL, *options)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
-from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_swin, tiny_unet
+from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_sfno, tiny_swin, tiny_unet
 
 COLUMNS = 16
 SAMPLES = 4
@@ -32,6 +32,7 @@ CONFIGS = {
     "pangu": tiny_pangu(depths=[1, 2, 1, 1]),
     "swin": tiny_swin(depths=[0, 3, 0]),
     "crossformer": tiny_crossformer(depths=[1, 2]),
+    "sfno": tiny_sfno(),
     "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }
 NAMES = [*CONFIGS, "own", "view"]

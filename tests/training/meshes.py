@@ -31,6 +31,7 @@ MODELS = {
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
     "pangu": TINY_MODELS["pangu"],
     "swin": TINY_MODELS["swin"],
+    "sfno": TINY_MODELS["sfno"],
     "partly used": PartlyUsedConfig(),
     "plug-ins": tiny_unet(),  # with a loss and an optimizer of the user's own
 }

@@ -15,6 +15,7 @@ from credit_dp.config import (
     PanguConfig,
     ParallelConfig,
     RunConfig,
+    SFNOConfig,
     StandardLossConfig,
     SwinConfig,
     TrainerConfig,
@@ -86,6 +87,11 @@ def tiny_swin(**options: Any) -> SwinConfig:
     )
 
 
+def tiny_sfno(**options: Any) -> SFNOConfig:
+    """Return a config of the Spherical Fourier Neural Operator with two blocks of few channels."""
+    return SFNOConfig(**{"channels": 8, "blocks": 2, **options})
+
+
 # Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
 TINY_MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(),
@@ -97,6 +103,7 @@ TINY_MODELS: dict[str, ModelConfig] = {
     "pangu": tiny_pangu(depths=[1, 2, 1, 1], stochastic_depth=0.3),
     "crossformer": tiny_crossformer(stochastic_depth=0.3),
     "swin": tiny_swin(stochastic_depth=0.3),
+    "sfno": tiny_sfno(stochastic_depth=0.3),
 }
 
 

@@ -16,10 +16,11 @@ from tests.training.runs import (
     make_config,
     make_store,
     tiny_crossformer,
+    tiny_sfno,
     tiny_unet,
 )
 
-MODELS = {"unet": tiny_unet(), "crossformer": tiny_crossformer()}
+MODELS = {"unet": tiny_unet(), "crossformer": tiny_crossformer(), "sfno": tiny_sfno()}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,7 @@ MESHES = [
         pytest.param(model, mesh, marks=pytest.mark.slow)
         for model, mesh in (
             ("crossformer", Mesh(1, 1, 2)),
+            ("sfno", Mesh(1, 1, 2)),
             ("unet", Mesh(1, 2, 1, "fsdp2")),
             ("unet", Mesh(2, 1, 1)),
             ("crossformer", Mesh(2, 1, 1, "fsdp2", "interleaved")),

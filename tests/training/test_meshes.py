@@ -57,6 +57,8 @@ BESIDES = [
     PLUGINS,
     ("pangu", Mesh(2, 1, 2, "fsdp2", "interleaved")),
     ("swin", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+    ("sfno", Mesh(2, 1, 2, "fsdp2", "1f1b")),
+    ("sfno", Mesh(1, 2, 2, "ddp")),
     ("partly used", Mesh(1, 2, 1, "ddp")),
     ("partly used", Mesh(1, 1, 3, "ddp")),
     ("deciding", Mesh(1, 1, 2, "ddp")),

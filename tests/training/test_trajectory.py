@@ -90,6 +90,7 @@ CASES = [
     ("crossformer", 4, 33),
     ("pangu", 3, 33),
     ("swin", 3, 33),
+    ("sfno", 3, 33),
     ("several frames", 3, 33),
     ("stochastic depth", 2, 32),
     ("next state", 2, 33),

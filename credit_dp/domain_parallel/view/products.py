@@ -18,6 +18,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.view.function_rules import (
+    LARGEST_IMBALANCE,
     Args,
     Function,
     Kwargs,
@@ -205,7 +206,8 @@ def _cut_without_sum(
     """Return a dimension of the result along which to cut a product that sums over rows.
 
     None if to move the bands there sends more than to sum the results, or no dimension can be cut
-    evenly. A dimension that all operands have comes first, as the modes of a Legendre transform.
+    into parts of about one size. A dimension that all operands have comes first, as the orders of a
+    Legendre transform: its other operand is then cut alike.
     """
     pairs = list(zip(tensors, labels, strict=True))
     bands = [(x, names) for x, names in pairs if is_band(x)]
@@ -218,13 +220,18 @@ def _cut_without_sum(
         name
         for name in out
         if sizes.get(name, 1) >= view.ranks
-        and falls_into_equal_parts(sizes[name], view.ranks)
+        and -(-sizes[name] // view.ranks) * view.ranks <= LARGEST_IMBALANCE * sizes[name]
         and all(name in names and x.shape[names.index(name)] == sizes[name] for x, names in bands)
     ]
     summed = view.ranks * prod(sizes.get(name, 1) for name in out)
     if not common or sum(x.numel() for x, _ in bands) >= summed:
         return None
-    label = max(common, key=lambda name: (all(name in names for names in labels), sizes[name]))
+
+    def order(name: str) -> tuple[bool, bool, int]:
+        is_even = falls_into_equal_parts(sizes[name], view.ranks)
+        return all(name in names for names in labels), is_even, sizes[name]
+
+    label = max(common, key=order)
     return label, Layout(0, 1, view.manager.partition(sizes[label]))
 
 

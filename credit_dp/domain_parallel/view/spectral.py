@@ -22,7 +22,7 @@ from credit_dp.domain_parallel.view.function_rules import (
     rule_for,
 )
 from credit_dp.domain_parallel.view.shapes import move_rows, with_rows_everywhere
-from credit_dp.domain_parallel.view.tensor import GlobalTensor
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, falls_into_equal_parts
 
 
 @rule_for("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
@@ -32,7 +32,10 @@ def transform(func: Function, args: Args, kwargs: Kwargs) -> Any:
     arguments = defaults | bind(("input", "n", "dim", "norm"), args, kwargs)
     x = arguments["input"]
     dim = arguments["dim"] % x.ndim
-    return _along(func, x, arguments["n"], dim, arguments["norm"], ())
+    # The bands of orders that a Legendre transform has left become rows of fields again.
+    rows = x.ndim - 2
+    fits = dim > rows >= 0 and falls_into_equal_parts(x.shape[rows], x.view_.ranks)
+    return _along(func, x, arguments["n"], dim, arguments["norm"], [rows] if fits else [])
 
 
 def _along(

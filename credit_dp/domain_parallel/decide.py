@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from types import MappingProxyType
 from typing import NamedTuple, final
 
 from rich.filesize import decimal
@@ -453,7 +455,7 @@ def decide_view(
         with checkpointed(model, wanted.recomputed):
             training = True if wanted.costs else None
             step = partial(
-                dry_run, model, manager, shapes, inputs,
+                dry_run, model, manager=manager, shapes=shapes, inputs=inputs,
                 in_view=True, training=training, memo=ShapeMemo(),
             )  # fmt: skip
             runs = _run_view(model, manager, shapes, wanted, inputs, step)
@@ -478,7 +480,10 @@ def _run_view(
     inputs: InputFactory | None,
     step: Callable[..., DryRun],
 ) -> list[DryRun]:
-    """Choose the bands of a model's inputs, and run the ranks with most and fewest rows.
+    """Choose the bands of a model's fields, and run the ranks with most and fewest rows.
+
+    A run with balanced bands shows which numbers of rows the model has, and its windows. If there
+    are any, and less is sent with bands that line up with them, these are the manager's.
 
     All ranks run the same ranks' steps, not each its own: so they refuse alike.
 
@@ -490,14 +495,40 @@ def _run_view(
             bands, or a rank would hold too much.
         UnplannedError: as `dry_run`.
     """
-    heights = choose_bands(manager, shapes)
-    ranks = manager.domain_parallel_size
-    sizes = manager.partition(heights[0]).sizes if heights else (0,) * ranks
-    most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))
-    run = step(rank=most, backward=wanted.costs)
+    step = partial(step, backward=wanted.costs)
+    planned = _with_bands_of(manager)
+    heights = choose_bands(planned, shapes)
+    run = step(manager=planned, rank=_largest_and_smallest(planned, heights)[0])
+    aligned = _with_bands_of(manager)
+    with suppress(UserError, UnplannedError):  # the balanced bands stay
+        if max(run.levels.values(), default=1) > 1:
+            choose_bands(aligned, shapes, run.levels)
+        if any(aligned.partition(height) != planned.partition(height) for height in run.levels):
+            other = step(manager=aligned, rank=_largest_and_smallest(aligned, heights)[0])
+            if other.forward_bytes < run.forward_bytes:
+                planned, run = aligned, other
+    for partition in planned.bands.planned_partitions:
+        manager.bands.register(partition)
     check_limit(model, shapes, inputs, run, wanted.limit)
+    most, fewest = _largest_and_smallest(manager, heights)
     # What a function may do can depend on the size of a band. Forward is enough to see it.
-    return [run] if fewest == most else [run, step(rank=fewest)]
+    return [run] if fewest == most else [run, step(rank=fewest, backward=False)]
+
+
+def _with_bands_of(manager: DomainParallelManager) -> DomainParallelManager:
+    """Return a manager for dry runs with the bands that another one has planned."""
+    result = counting_manager(manager.domain_parallel_size)
+    for partition in manager.bands.planned_partitions:
+        result.bands.register(partition)
+    return result
+
+
+def _largest_and_smallest(
+    manager: DomainParallelManager, heights: Sequence[int]
+) -> tuple[int, int]:
+    """Return the ranks with most and fewest rows of the first input."""
+    sizes = manager.partition(heights[0]).sizes if heights else (0,)
+    return sizes.index(max(sizes)), sizes.index(min(sizes))
 
 
 def check_limit(
@@ -548,8 +579,18 @@ def _largest_within(
     return passes if passes > 1 else None
 
 
-def choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> list[int]:
+def choose_bands(
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    levels: Mapping[int, int] = MappingProxyType({}),
+) -> list[int]:
     """Choose the bands of the inputs and return their heights.
+
+    Args:
+        manager: gets the bands.
+        shapes: of the inputs.
+        levels: other numbers of rows that the model has, with which the bands line up: each with
+            the number of which its bands should be multiples.
 
     Raises:
         UserError: an input has fewer rows than there are ranks, or a rank would have as many rows
@@ -559,6 +600,10 @@ def choose_bands(manager: DomainParallelManager, shapes: Sequence[Shape]) -> lis
     for height in heights:
         for message in too_few_rows_messages({height: "input_shape"}, manager.domain_parallel_size):
             raise UserError(message)
+    if levels:
+        fine = {height for height in levels if height >= manager.domain_parallel_size}
+        manager.bands.plan({*heights, *fine}, units=levels)
+    for height in heights:
         manager.bands.plan({height})
     for a, b in combinations([shape for shape in shapes if is_banded(shape)], 2):
         if a[ROW_DIM] == b[ROW_DIM] or not is_same_field(a, b):

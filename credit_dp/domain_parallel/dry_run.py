@@ -14,9 +14,10 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
+from math import lcm
 from operator import add
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -138,6 +139,8 @@ class DryRun:
         recomputed_bytes: what the module with most saves when backward computes it again.
         launches: number of kernels that the rank starts; of the forward only if that alone was run.
         decisions: where the model decides by data; the costs are those of what was assumed there.
+        levels: the numbers of rows of a model in the view, each with the number of which its bands
+            should be multiples, as windows have.
     """
 
     ranks: int
@@ -156,6 +159,12 @@ class DryRun:
     recomputed_bytes: int
     launches: int
     decisions: tuple[AssumedValue, ...] = ()
+    levels: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def forward_bytes(self) -> int:
+        """Return what all ranks send in the forward."""
+        return sum(traffic.bytes for sent in self.forward.values() for traffic in sent)
 
     @property
     def least_bytes(self) -> int:
@@ -267,6 +276,8 @@ class _Recorder:
         self.counters: dict[_CounterKey, CountingTransport] = {}
         self.lower_bound = TrafficLowerBound()
         self.known: KnownValues | None = None
+        self.levels: dict[int, int] = {}
+        self._unpadded: dict[int, int] = {}
         self._saved: dict[int, torch.UntypedStorage] = {}
 
     def value_of(self, x: Tensor) -> Tensor | None:
@@ -315,6 +326,20 @@ class _Recorder:
         if self.costs is not None:
             self.costs.flops += flops
             self.costs.is_counted = True
+
+    def add_level(self, height: int) -> None:
+        """Note the number of rows of a layer's result."""
+        self.levels.setdefault(height, 1)
+
+    def add_windows(self, height: int, size: int) -> None:
+        """Note that a field is cut into windows of rows; of size 1 if it is not."""
+        if size > 1:
+            height = self._unpadded.get(height, height)
+            self.levels[height] = lcm(self.levels.get(height, 1), size)
+
+    def add_padding(self, height: int, padded: int) -> None:
+        """Note that rows after the last one pad a field of `height` rows to `padded`."""
+        self._unpadded.setdefault(padded, height)
 
     def exclude(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these tensors, which are held anyway, as saved."""
@@ -657,6 +682,7 @@ def _result(
         recomputed_bytes=recorder.recomputed_bytes,
         launches=recorder.launches,
         decisions=decisions,
+        levels=recorder.levels,
     )
 
 

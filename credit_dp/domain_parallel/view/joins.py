@@ -216,6 +216,8 @@ def _pad_rows(x: GlobalTensor, north: int, south: int, mode: str, value: Any) ->
     height, padded = layout.size, layout.size + north + south
     if padded < 1 or mode not in MODES:
         raise NoRuleError
+    if view.recorder is not None and north == 0 < south:
+        view.recorder.add_padding(height, padded)
     partition = _extended_partition(x, north, south)
     bands = [
         slice(0, padded) if partition is None else partition.rows(r) for r in range(view.ranks)

@@ -139,6 +139,8 @@ def _plan_call(
         target = source if is_norm else x.view_.partition(layer.out_height(layout.size))
         if target is None:
             raise TooFewRowsError
+        if x.view_.recorder is not None:
+            x.view_.recorder.add_level(target.height)
         bands = Bands(source, target)
         result = Layout(layout.dim, 1, target)
     return LayerCall(layer, Layout(layout.dim, 1, source), bands, result, is_conv)

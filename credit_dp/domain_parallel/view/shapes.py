@@ -188,6 +188,9 @@ def _view_without_moves(
 def reshape_to(x: GlobalTensor, shape: tuple[int, ...]) -> GlobalTensor:
     """Return `x` with another global shape."""
     source, rank = x, x.view_.rank
+    if x.view_.recorder is not None and _is_balanced_view(x.shape, layout_of(x), shape):
+        _, unit = view_layout(x.shape, layout_of(x), shape)
+        x.view_.recorder.add_windows(layout_of(x).partition.height, unit)
     found = _view_without_moves(x.shape, layout_of(x), shape, rank)
     if found is None:
         if not _is_balanced_view(x.shape, layout_of(x), shape):

@@ -93,6 +93,15 @@ class CallRecorder(Protocol):
     ) -> AbstractContextManager[None]:
         """Return the context in which a function gathers these tensors and runs whole."""
 
+    def add_level(self, height: int) -> None:
+        """Note the number of rows of a layer's result."""
+
+    def add_windows(self, height: int, size: int) -> None:
+        """Note that a field is cut into windows of rows; of size 1 if it is not."""
+
+    def add_padding(self, height: int, padded: int) -> None:
+        """Note that rows after the last one pad a field of `height` rows to `padded`."""
+
 
 class GlobalView:
     """What the tensors of one model share: manager, layers of calls, and counts of whole calls.

@@ -76,7 +76,7 @@ OF_FEW_ROWS: set[Any] = {
         "clone", "contiguous", "detach", "neg", "__neg__", "mul", "__mul__", "__rmul__",
         "register_hook", "retain_grad", "requires_grad_", "detach_", "is_floating_point",
         "is_complex", "is_signed", "element_size", "is_inference", "is_conj", "is_neg",
-        "get_device", "is_contiguous", "numpy", "__array__",
+        "get_device", "is_contiguous", "numpy", "__array__", "__dlpack__",
     ),
 }  # fmt: skip
 # Rows stay where they are if no rank gets more than this factor of the mean.
@@ -619,6 +619,19 @@ def read_array(func: Function, args: Args, kwargs: Kwargs) -> Any:
     if own.tobytes() != array.tobytes():
         own[...] = array  # on a GPU the last bits may differ
     return own
+
+
+@rule_for("__dlpack__")
+def share_memory(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse: what others write to a copy would be lost, and they need not heed a read-only mark.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        "__dlpack__: shares the memory of a tensor, which is not that of the globe where rows are "
+        "sharded. Use numpy() to read values."
+    )
 
 
 @rule_for("__format__")

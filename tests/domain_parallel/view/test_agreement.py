@@ -341,6 +341,12 @@ def test_what_is_written_to_arrays_is_not_lost():
     assert _run(write)[0] == ((7.0, SHAPE),) * 2
 
 
+@pytest.mark.parametrize("read", [torch.from_dlpack, np.from_dlpack])
+@pytest.mark.parametrize("field", [torch.clone, lambda x: x[:, :, :1]])
+def test_memory_that_is_a_copy_is_not_shared(read, field):
+    _refuses(lambda x: read(field(x)), "memory of a tensor.*numpy")
+
+
 def test_a_value_in_a_text_can_be_planned():
     class Says(nn.Module):
         def forward(self, x):

@@ -45,14 +45,14 @@ NAMES = {
         *(f"stages.{n}" for n in ("0.0", "1.0", "1.1", "2.0", "3.0")),
         "recovery",
     ],
-    "swin": ["embedding", "stages.1.0", "stages.1.1", "recovery"],
+    "swin": ["embedding", "stages.1.0", "stages.1.1"],  # its recovery is one layer
 }
 # With `model.activation_checkpointing`.
 BY_ITSELF = {
     "unet": NAMES["unet"],
     "crossformer": NAMES["crossformer"][:2],
     "pangu": NAMES["pangu"][1:-1],
-    "swin": NAMES["swin"][1:-1],
+    "swin": NAMES["swin"][1:],
 }
 
 

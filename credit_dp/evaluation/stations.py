@@ -18,7 +18,7 @@ from credit_dp.data.calendar import Calendar, Times, are_dates, calendar_of, dec
 from credit_dp.data.channels import suggest_names
 from credit_dp.data.grid import FULL_CIRCLE, GLOBAL, POLE, REGIONS, Degrees, Grid, check_regions
 from credit_dp.data.regrid import PointInterpolation, outside_columns, outside_rows
-from credit_dp.data.sources.address import local_path, reason_of, redact_secrets
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import find_coordinates
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.units import find_conversion
@@ -42,6 +42,7 @@ STATION_COLUMNS = (
     *("observations", "rmse", "bias", "crps"),
 )
 SOURCES = (FORECAST, PERSISTENCE)
+MISSING = ("", "nan", "na")  # in a CSV file, also in capitals
 COORDINATES = ("time", "latitude", "longitude")
 Values = NDArray[np.float64]
 
@@ -137,16 +138,35 @@ def _read_csv(where: str) -> xr.Dataset:
     """Return a CSV file as the dataset of `Observations`."""
     import pandas as pd
 
+    if is_remote(where):
+        raise UserError(f"{redact_secrets(where)}: CSV is read from files only. Change stations.")
     try:
-        table = pd.read_csv(local_path(where), dtype={"station": str})
+        # Texts as they stand: stations may be called 010 or NA, and 20010211 is a date.
+        table = pd.read_csv(local_path(where), header=None, dtype=str, keep_default_na=False)
+        table = table.fillna("").apply(lambda texts: texts.str.strip())
+        header, table = table.iloc[0], table.iloc[1:].set_axis(table.iloc[0], axis=1)
+        if header.duplicated().any():
+            raise _error(where, f"the column {header[header.duplicated()].iloc[0]} is there twice")
         missing = {"station", *COORDINATES}.difference(table.columns)
         if missing:
             raise _error(where, f"the column {min(missing)} is missing")
         if not len(table):
             raise _error(where, "it has no rows")
-        table["time"] = pd.to_datetime(table["time"], utc=True).dt.tz_localize(None)
+        if not table["station"].all():
+            raise _error(where, "a row has no station")
+        times = pd.to_datetime(table["time"], utc=True, format="ISO8601", errors="coerce")
+        wrong = table["time"][times.isna()]
+        if len(wrong):
+            raise _error(where, f"time has '{wrong.iloc[0]}', no date like 2001-02-11T06:00")
+        table["time"] = times.dt.tz_localize(None)
+        for name in table.columns.drop(["station", "time"]):
+            numbers = pd.to_numeric(table[name], errors="coerce").astype(np.float64)
+            wrong = table[name][~np.isfinite(numbers) & ~table[name].str.lower().isin(MISSING)]
+            if len(wrong):
+                raise _error(where, f"{name} has '{wrong.iloc[0]}', which is no number")
+            table[name] = numbers
         places = table.groupby("station")[["latitude", "longitude"]].agg(["min", "max"])
-        moved = places[(places.xs("min", 1, 1) != places.xs("max", 1, 1)).any(axis=1)]
+        moved = places[(places.xs("max", 1, 1) > places.xs("min", 1, 1)).any(axis=1)]
         if len(moved):
             raise _error(where, f"station {moved.index[0]} has several places")
         rows = table.set_index(["time", "station"])
@@ -166,7 +186,9 @@ def _read_csv(where: str) -> xr.Dataset:
 
 def _station_names(data: xr.Dataset, dim: str) -> list[str]:
     """Return the names of stations: as CF marks them, of the dim's coordinate, or their numbers."""
-    marked = [name for name, x in data.variables.items() if "cf_role" in x.attrs]
+    marked = [
+        name for name, x in data.variables.items() if "cf_role" in x.attrs and dim in x.dims[:1]
+    ]
     array = data[next(iter(marked), dim)]  # the numbers, if the dim has no coordinate
     texts = array.values if array.ndim == 1 else [b"".join(row) for row in array.values]
     return [(x.decode() if isinstance(x, bytes) else str(x)).strip() for x in texts]
@@ -367,9 +389,17 @@ def _variables(
     """Return the observed variable of each scored one; names of ECMWF and of ERA5 are the same.
 
     Raises:
-        UserError: a variable is not among the forecasts or observations, or none is in both.
+        UserError: a variable is not among the forecasts or observations, or is twice among these,
+            or none is in both.
     """
-    observed = {canonical_name(name): name for name in observations.values}
+    observed: dict[str, str] = {}
+    for name in observations.values:
+        first = observed.setdefault(canonical_name(name), name)
+        if first != name:
+            raise UserError(
+                f"{observations.where}: {first} and {name} are two names of one variable. Leave "
+                "one out."
+            )
     at_surface = [name for name, variable in forecast.variables.items() if not variable.levels]
     for name in request.variables:
         if name not in at_surface or canonical_name(name) not in observed:

@@ -242,6 +242,7 @@ def wrong_unit(data: xr.Dataset) -> xr.Dataset:
         (lambda x: x.assign_coords(lat=x["lat"] + 100), "station WMO0 has no place on the globe"),
         (lambda x: x.isel(station=0), "latitude"),
         (lambda x: x.convert_calendar("noleap"), "noleap calendar"),
+        (lambda x: x.assign({"2m_temperature": x["t2m"]}), "t2m and 2m_temperature are two names"),
     ],
 )
 def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said: str) -> None:
@@ -254,7 +255,22 @@ def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said
     ("text", "said"),
     [
         ("station,time,latitude,t2m\nA,2000-01-01,1,2\n", "the column longitude is missing"),
-        ("station,time,latitude,longitude,t2m\nA,soon,1,2,3\n", "can't be read as CSV"),
+        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3,4\n", "can't be read as CSV"),
+        ("station,time,latitude,longitude,t2m\nA,soon,1,2,3\n", "time has 'soon', no date"),
+        ("station,time,latitude,longitude,t2m\nA,01/02/2000,1,2,3\n", "time has '01/02/2000'"),
+        ("station,time,latitude,longitude,t2m\nA,,1,2,3\n", "time has '', no date"),
+        ("station,time,latitude,longitude,t2m\n,2000-01-01,1,2,3\n", "a row has no station"),
+        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1N,2,3\n", "latitude has '1N', which"),
+        ("station,time,latitude,longitude,t2m\nA,2000-01-01,,2,3\n", "A has no place on the globe"),
+        (
+            "station,time,latitude,longitude,t2m,msl\nA,2000-01-01,1,2,calm,4\n",
+            "t2m has 'calm', which is no number",
+        ),
+        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,inf\n", "t2m has 'inf', which"),
+        (
+            "station,time,latitude,longitude,t2m,t2m\nA,2000-01-01,1,2,3,4\n",
+            "the column t2m is there twice",
+        ),
         ("station,time,latitude,longitude,t2m\n", "it has no rows"),
         (
             "station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3\nA,2000-01-02,1,3,3\n",
@@ -270,6 +286,31 @@ def test_csv_that_is_refused(folder: Path, tmp_path: Path, text: str, said: str)
     (tmp_path / "wrong.csv").write_text(text)
     with pytest.raises(UserError, match=said):
         scored(folder, "one.zarr", str(tmp_path / "wrong.csv"))
+
+
+def test_csv_keeps_names_and_reads_all_forms_of_times(tmp_path: Path) -> None:
+    (tmp_path / "wild.csv").write_text(
+        "\ufeffstation, time, latitude, longitude, t2m\n"
+        "NA,2000-01-02T01:00+01:00,1,-2,280\n"
+        "012,20000102,3,358,NaN\n12,2000-01-02,5,6,\n12,2000-01-01T12:00Z,5,6,281\n",
+        encoding="utf-8",
+    )
+    seen = Observations.open(str(tmp_path / "wild.csv"))
+    assert seen.names == ["012", "12", "NA"]
+    assert list(seen.longitude) == [358, 6, -2]
+    assert [str(time)[:13] for time in seen.times] == ["2000-01-01T12", "2000-01-02T00"]
+    nan = np.nan
+    np.testing.assert_array_equal(seen.values["t2m"], [[nan, 281, nan], [nan, nan, 280]])
+
+
+@pytest.mark.parametrize("dims", [(), ("time",)])
+def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Path, dims) -> None:
+    data = xr.open_dataset(folder / "stations.nc").load().drop_vars("name")
+    values = np.arange(data.sizes["time"]) if dims else 0
+    data = data.assign_coords(profile=(dims, values, {"cf_role": "profile_id"}))
+    data.to_netcdf(tmp_path / "profiles.nc")
+    seen = Observations.open(str(tmp_path / "profiles.nc"))
+    assert seen.names == list(map(str, range(STATIONS)))
 
 
 def test_nan_in_a_forecast_is_refused_unless_it_is_masked(folder: Path, tmp_path: Path) -> None:

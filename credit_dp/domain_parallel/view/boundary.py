@@ -87,6 +87,7 @@ class ShowInputs:
                 shown = tuple(self._show_state(x, shape) for x, shape in pairs), kwargs
             else:
                 shown = map_tensors(self._show, (tuple(args), kwargs))
+                self._check_fields()
         except UserError as caught:
             error = caught
         ending.enter_context(same_python_numbers(self.view, error))
@@ -117,6 +118,24 @@ class ShowInputs:
                 f"{', '.join(map(str, heights))} rows. Convert with the input_shape of this call."
             )
         return self._field(x, None)
+
+    def _check_fields(self) -> None:
+        """Refuse a call in which nothing is a planned field, but something has a band's rows.
+
+        Raises:
+            UserError: its channels or columns are others.
+        """
+        if any(shown.rows is not None for shown, _ in self.view.inputs):
+            return
+        for _, x in self.view.inputs:
+            for shape in self.shapes:
+                rows = self.view.manager.partition(shape[ROW_DIM]).sizes[self.view.rank]
+                if x.ndim == len(shape) and x.shape[ROW_DIM] == rows:
+                    raise UserError(
+                        f"rank {self.view.rank}: got a band of shape {tuple(x.shape)}, planned are "
+                        f"bands of fields of shape {shape}. Convert with the input_shape of this "
+                        "call."
+                    )
 
     def _field(self, x: Tensor, layout: Layout | None) -> GlobalTensor:
         shown = GlobalTensor(x, layout, self.view)

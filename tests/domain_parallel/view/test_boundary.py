@@ -293,6 +293,16 @@ def test_a_mapping_that_forbids_changes_is_planned():
     assert on_threads(RANKS, on_rank) == [[("width", 3)]] * RANKS
 
 
+def _call_with_other_columns(manager):
+    model = convert_to_domain_parallel(Model(), manager, input_shape=SHAPE)
+    model(torch.randn(*SHAPE[:2], manager.partition(SHAPE[2]).sizes[manager.domain_rank], 5))
+
+
+def test_a_band_with_other_columns_is_refused():
+    with pytest.raises(RankError, match="planned are bands of fields of shape"):
+        on_threads(3, _call_with_other_columns)
+
+
 def _call_with_wrong_rows(manager):
     model = convert_to_domain_parallel(Model(), manager, input_shape=SHAPE)
     x = shard_tensor(torch.randn(SHAPE), manager=manager)

@@ -80,12 +80,12 @@ def test_biases_norms_and_tables_do_not_decay(model):
     norms = {
         f"{path}.{name}"
         for path, module in built.named_modules()
-        if isinstance(module, nn.GroupNorm | nn.LayerNorm)
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm | nn.InstanceNorm2d)
         for name, _ in module.named_parameters()
     }
     parameters = dict(built.named_parameters())
     kept = {name for name, parameter in parameters.items() if not has_weight_decay(name, parameter)}
-    tables = {name for name in parameters if name.endswith((".bias", ".table", ".log_scale"))}
+    tables = {name for name in parameters if name.endswith((".bias", "table", ".log_scale"))}
     assert kept == norms | tables
     assert any(name.endswith(".table") for name in kept) is (model == "pangu")
     assert {parameters[name].ndim for name in parameters.keys() - kept} <= {2, 3, 4, 5}

@@ -41,8 +41,8 @@ FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained pag
 spectra.csv, and of ensembles rank_histograms.csv.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
-of the stations, or in CSV with the columns station, time, latitude, longitude and one for each
-variable. Forecasts without levels are interpolated to the stations bilinearly. FOLDER gets
+of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
+for each variable. Forecasts without levels are interpolated bilinearly. FOLDER gets
 scores.csv, and stations.csv with the scores of each station. Of the keys below, dates, hours,
 variables, regions and masked have an effect.
 

@@ -261,7 +261,7 @@ class StationScores:
         hours: lead times.
         units: of the variables, as the forecast has them.
         sums: of each variable.
-        regions: the globe, and those that were asked for.
+        regions: names of the globe and of the regions in the request.
         notes: what was left out.
     """
 

@@ -50,7 +50,8 @@ test-newest test-oldest: test-%: $(VENV)-%/installed-test
 	$(VENV)-$*/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
 	  sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, numpy, zarr, xarray)))'
 	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow" \
-	  tests/data tests/domain_parallel tests/evaluation tests/models tests/training tests/test_torch_private.py
+	  tests/data/sources tests/data/rechunk tests/domain_parallel tests/evaluation tests/models \
+	  tests/training tests/test_torch_private.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -24,10 +24,7 @@ from tests.training.forms import FORMS, Form
 
 DAY = timedelta(hours=24)
 REGIONS = ("box", "Lambert zarr", "rotated netCDF")  # beside Lambert netCDF, in the long tier
-LONG = (
-    *("O16 netCDF", "O96 anemoi", "N320 anemoi", "HEALPix zarr", "regular on 12x24"),
-    *("Lambert zarr", "rotated netCDF", "icechunk, virtual", "kerchunk, parquet"),
-)
+FAST = ("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", "icechunk")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class FormRuns(CommandRuns):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(x, marks=pytest.mark.slow if x in LONG else ()) for x in FORMS],
+    params=[pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in FORMS],
 )
 def trained(request, tmp_path_factory) -> FormRuns:
     """Runs of six steps on one rank and of four on two, and a forecast of the second."""
@@ -83,12 +80,6 @@ def test_two_ranks_have_the_log_of_one(trained):
     assert two == pytest.approx(one[:4], rel=1e-10)
 
 
-@pytest.mark.slow
-def test_three_ranks_have_the_log_of_one(trained):
-    trained.train("run3", "trainer.steps=6", "parallel.domain=3")
-    assert trained.log("run3") == pytest.approx(trained.log("run1"), rel=1e-10)
-
-
 def test_statistics_are_those_of_numpy(trained):
     form = trained.form
     [state] = sorted(trained.folder.glob("run1/**/state.json"))[-1:]
@@ -101,11 +92,9 @@ def test_statistics_are_those_of_numpy(trained):
         assert found["std"][index] == pytest.approx(std, rel=form.tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_resumes_on_another_mesh(trained, ranks):
-    keys = ("resume=run2", "trainer.steps=6", f"parallel.domain={ranks}")
-    trained.train(f"resumed{ranks}", *keys)
-    assert trained.log(f"resumed{ranks}") == pytest.approx(trained.log("run1")[4:], rel=1e-10)
+def test_a_run_resumes_on_three_ranks_as_on_one(trained):
+    trained.train("resumed", "resume=run2", "trainer.steps=6", "parallel.domain=3")
+    assert trained.log("resumed") == pytest.approx(trained.log("run1")[4:], rel=1e-10)
 
 
 def test_scores_are_those_of_numpy(trained):
@@ -243,7 +232,7 @@ def test_a_prepared_copy_trains_as_the_store_does(trained):
 # Regions
 
 
-@only("Lambert netCDF", "box", slow=REGIONS)
+@only("Lambert netCDF", slow=REGIONS)
 def test_static_fields_have_statistics_of_the_cells(trained):
     [state] = sorted(trained.folder.glob("run1/**/state.json"))[-1:]
     found = json.loads(state.read_text())["data"]["statistics"]["static_mean"][0]
@@ -329,7 +318,7 @@ def test_forecasts_have_the_coordinates_of_the_store(trained, form):
             assert found[dim].attrs["standard_name"] == expected[dim].attrs["standard_name"]
 
 
-@only("Lambert netCDF", "box", slow=REGIONS)
+@only("Lambert netCDF", slow=REGIONS)
 def test_grib_is_written_for_boxes_alone(trained):
     keys = ("checkpoint=run2", "init=2020-01-05", "lead=24h", "format=grib", "out=f.grib")
     if trained.form.kind != "box":
@@ -374,7 +363,7 @@ def test_more_ranks_than_rows_of_the_coarsest_level_are_one_line(trained, check)
 # Calendars
 
 
-@only("noleap zarr", "360_day netCDF")
+@only("noleap zarr", slow=("360_day netCDF",))
 def test_forecasts_have_the_calendar_of_the_store(trained):
     form, forecast = trained.form, trained.opened("forecast")
     options = {"freq": "12h", "calendar": form.calendar, "use_cftime": True}
@@ -428,7 +417,7 @@ def test_a_prepared_store_has_the_calendar(trained):
     assert f"{form.calendar} calendar" in text
 
 
-@only("noleap zarr", "360_day netCDF")
+@only("noleap zarr", slow=("360_day netCDF",))
 def test_the_climatology_is_by_day_of_the_calendars_year(trained):
     """As xarray groups it."""
     form = trained.form

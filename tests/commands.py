@@ -26,7 +26,7 @@ from multiprocessing import forkserver
 from multiprocessing import process as processes
 from pathlib import Path
 
-from tests.ranks import warm_context
+from tests.ranks import TIMEOUT, warm_context
 
 SHELL = set("|&;<>$`*?{}~")  # characters that only a shell interprets
 LITERAL = re.compile(r"'[^']*'")  # patterns in which they have no meaning
@@ -34,7 +34,7 @@ SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def run_line(
-    line: str, folder: Path, environment: Mapping[str, str], timeout: float = 240.0
+    line: str, folder: Path, environment: Mapping[str, str], timeout: float = TIMEOUT
 ) -> subprocess.CompletedProcess[str]:
     """Run a line of a shell: `[NAME=VALUE] python ...` or `credit-dp ...` warm, all else by it."""
     words = [] if SHELL & set(LITERAL.sub("", line)) else shlex.split(line, comments=True)
@@ -51,7 +51,7 @@ def run_line(
 
 
 def run(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 240.0
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = TIMEOUT
 ) -> subprocess.CompletedProcess[str]:
     """Run `python FILE ...`, `python -W error -c CODE` or `credit-dp ...` in a folder.
 
@@ -126,7 +126,7 @@ class _Request(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         words, folder, environment = json.loads(self.rfile.readline())
-        done = run(words, Path(folder), environment, timeout=300.0)
+        done = run(words, Path(folder), environment, timeout=TIMEOUT)
         reply = json.dumps([done.stdout, done.stderr, done.returncode])
         self.wfile.write(reply.encode())
 

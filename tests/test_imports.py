@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import credit_dp
+from tests.ranks import TIMEOUT
 
 # Imports the packages alone, then looks for attributes as the modules do.
 FIND_MISSING = """
@@ -76,6 +77,6 @@ def test_modules_import_what_they_use():
             users[name] = str(path)
     assert {"torch.fft", "torch.cuda"} <= users.keys()
     command = [sys.executable, "-c", FIND_MISSING, *users]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert {name: users[name] for name in json.loads(done.stdout)} == {}

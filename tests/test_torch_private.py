@@ -108,6 +108,7 @@ from credit_dp.torch_private import (
     tree_unflatten,
     version_of,
 )
+from tests.ranks import TIMEOUT
 
 COMPILER = torch_private.COMPILER
 
@@ -168,7 +169,8 @@ def test_a_plan_would_import_the_compiler():
         "import torch._dynamo\n"
         "assert is_compiler_imported()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,6 +19,7 @@ from credit_dp.cli.overrides import explain_error
 from tests import commands
 from tests.cli.invocation import answer, refusal, store_overrides
 from tests.data import stores
+from tests.ranks import TIMEOUT
 from tests.tier_cases import every
 
 ROOT = Path(__file__).parents[2]
@@ -268,7 +269,7 @@ def test_as_a_program(program: list[str]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: model: needs one of")
@@ -289,7 +290,7 @@ def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("error: parallel.domain: the model's coarsest")

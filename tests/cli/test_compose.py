@@ -28,6 +28,7 @@ from credit_dp.config import (
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.cli.invocation import answer, refusal
+from tests.ranks import TIMEOUT
 from tests.tier_cases import every
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +283,7 @@ sys.meta_path.insert(0, InterruptImports())
 cli.{function}()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=TIMEOUT
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 

@@ -13,6 +13,7 @@ from credit_dp.cli.forecast import forecast_config, split_arguments
 from tests.cli.invocation import answer
 from tests.data import stores
 from tests.forecast.runs import ROWS, train, train_ensemble
+from tests.ranks import TIMEOUT
 
 TIMES = ("init=2000-01-04/2000-01-04T12/12h", "lead=12h", "device=cpu")
 
@@ -241,7 +242,7 @@ def test_torchrun_starts_it_too(run, tmp_path):
     script = tmp_path / "start.py"
     script.write_text("from credit_dp.cli.entry import main\nmain()\n")
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    subprocess.run([*start, "forecast", *words], check=True, timeout=200)
+    subprocess.run([*start, "forecast", *words], check=True, timeout=TIMEOUT)
     with xr.open_zarr(tmp_path / "f.zarr") as data:
         assert np.isfinite(data["geopotential"].values).all()
 

@@ -16,6 +16,7 @@ from credit_dp.domain_parallel.count_transport import RankTraffic
 from credit_dp.domain_parallel.decide import LayerTraffic
 from tests.cli.invocation import SMALL, hide_coarsest_rows, plan, store_overrides
 from tests.data import stores
+from tests.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,7 +207,7 @@ def test_help_imports_no_torch(command: str) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"credit-dp {command} KEY=VALUE ...: ")

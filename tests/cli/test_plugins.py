@@ -33,6 +33,7 @@ from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.run_folder import resolved_yaml
 from tests import commands
 from tests.cli.invocation import answer, forget_plugins, refusal
+from tests.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -161,7 +162,7 @@ def test_a_process_with_the_variable_unpickles_the_config(
         "assert (config.model.name, config.model.layer.kernel) == ('custom', 5)\n"
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=TIMEOUT)
 
 
 @pytest.mark.slow
@@ -200,7 +201,7 @@ def test_ranks_get_the_configs_of_all_kinds(
         "assert (config.loss.scale, config.optimizer.momentum) == (1.0, 0.9)\n"
         "assert plugin_schedule(config.optimizer).factor(1, 2) == 0.5"
     )
-    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=TIMEOUT)
 
 
 @pytest.mark.slow
@@ -536,7 +537,7 @@ def _in_a_new_interpreter(
     """Run a command as `commands.run` does; its ranks find the plug-ins by themselves."""
     return subprocess.run(
         [sys.executable, *words[1:]],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
 
 

@@ -239,7 +239,7 @@ def test_an_experiment_brings_what_it_varies(
     assert "needs ROWSxCOLUMNS" in line
 
 
-LONGEST = 120.0  # seconds to wait for a process that does not answer
+LONGEST = 600.0  # seconds to wait for a process that does not answer
 
 
 def hold(folder: Path, ready: Event) -> None:

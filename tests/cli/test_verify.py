@@ -21,7 +21,7 @@ from credit_dp.domain_parallel.verify import VerifyReport
 from tests.cli.invocation import answer
 from tests.data import region_stores
 from tests.distributed.launch_program import small_config
-from tests.ranks import on_processes
+from tests.ranks import TIMEOUT, on_processes
 
 SMALL = ("model.channels=[4,8]", "model.groups=2")
 
@@ -135,7 +135,7 @@ def test_two_ranks_agree_with_the_known_answers() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

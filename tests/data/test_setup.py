@@ -17,6 +17,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from tests.data import anemoi_stores, prepared_stores, stores
+from tests.ranks import TIMEOUT
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def test_of_two_jobs_at_once_one_builds(path, tmp_path):
     jobs = [context.Process(target=_prepare_and_tell, args=(path, ready, queue)) for _ in "ab"]
     for job in jobs:
         job.start()
-    answers = [queue.get(timeout=60) for _ in jobs]
+    answers = [queue.get(timeout=TIMEOUT) for _ in jobs]
     for job in jobs:
         job.join()
     assert [job.exitcode for job in jobs] == [0, 0]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from tests.data import stores
+from tests.ranks import TIMEOUT
 
 RENAMED = {"latitude": "lat", "longitude": "lon", "level": "pressure_level"}
 
@@ -174,6 +175,6 @@ zarr.core.sync.sync(asyncio.sleep(0))
 zarr.core.sync.loop[0].call_soon_threadsafe(time.sleep, 0.6)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=True
     )
     assert done.stderr == ""

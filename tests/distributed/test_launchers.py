@@ -26,7 +26,7 @@ from credit_dp.distributed.worker import share_run_folder
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.distributed.launch_program import small_config
-from tests.ranks import on_processes
+from tests.ranks import TIMEOUT, on_processes
 
 ROOT = Path(__file__).parents[2]
 SRUN = {
@@ -451,7 +451,7 @@ def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.Comple
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         check=False,
     )
 

@@ -13,6 +13,7 @@ import pytest
 from tests import commands
 from tests.distributed.processes import (
     ROOT,
+    SOON,
     TORCHRUN,
     VICTIMS,
     children,
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 KEYS = ["experiment=fast", "device=cpu", "trainer.dtype=float64", "trainer.evaluate_hours=[6]"]
 TRAIN = [str(ROOT / "train.py"), *KEYS]
-SOON = 15.0
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import yaml
 
 import credit_dp
 from tests.commands import run_line
+from tests.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 # The page's commands; with fewer steps, a shorter and coarser climate, and fewer forecasts.
@@ -83,7 +84,7 @@ def distributions(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", folder, ROOT],
-        check=True, timeout=300, capture_output=True,
+        check=True, timeout=TIMEOUT, capture_output=True,
     )  # fmt: skip
     return folder
 
@@ -91,7 +92,7 @@ def distributions(tmp_path_factory):
 @pytest.mark.slow
 def test_an_index_takes_both(distributions):
     words = ["check", "--strict", *map(str, distributions.iterdir())]
-    subprocess.run([sys.executable, "-m", "twine", *words], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "twine", *words], check=True, timeout=TIMEOUT)
     with ZipFile(next(distributions.glob("*.whl"))) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         text = wheel.read(name).decode()
@@ -106,13 +107,13 @@ def test_an_index_takes_both(distributions):
 def test_what_an_index_has_works_outside_a_checkout(kind, distributions, tmp_path):
     (package,) = distributions.glob(kind)
     install = ["install", "--quiet", "--no-deps", "--target", tmp_path / "site", package]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=TIMEOUT)
     assert (tmp_path / "site/credit_dp/py.typed").exists()
     entry = "from credit_dp.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", entry, "train", "--cfg", "job"], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
-        timeout=60,
+        timeout=TIMEOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "name: unet" in done.stdout

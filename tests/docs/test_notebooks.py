@@ -14,7 +14,7 @@ from tests.commands import warm_environment
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-TIMEOUT = 300  # seconds for a cell, on a machine that is busy
+TIMEOUT = 600  # seconds for a cell, on a machine that is busy
 # Metadata that do not depend on the machine on which a notebook was saved.
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from tests.ranks import TIMEOUT
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -22,7 +24,7 @@ def test_the_comparison_of_models(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     head, line, *rows = done.stdout.splitlines()

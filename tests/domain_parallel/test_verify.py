@@ -253,7 +253,7 @@ def test_a_rank_that_fails_is_named_and_no_rank_waits():
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 2 of 3: ValueError: no luck"):
         _verify(_around(_fails_on_last_rank))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_rank_that_hangs_is_named(monkeypatch):

@@ -42,6 +42,7 @@ from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer
 from tests.data import region_stores
 from tests.full_disk import full_disk
+from tests.ranks import TIMEOUT
 from tests.training.runs import (
     alone,
     built,
@@ -629,13 +630,13 @@ def test_a_model_of_the_hub_loads_from_its_cache(run, file, tmp_path):
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-c", script, str(file), str(snapshot), *addresses]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
     for address in ("hf://weather", "hf://weather/none", "hf://we ather/small"):
         words = ["from credit_dp.export.hub import fetch_model", f"fetch_model({address!r})"]
         done = subprocess.run(
             [sys.executable, "-c", "; ".join(words)],
-            env=environment, capture_output=True, text=True, timeout=120,
+            env=environment, capture_output=True, text=True, timeout=TIMEOUT,
         )  # fmt: skip
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith(f"credit_dp.errors.UserError: {address}: "), done.stderr
@@ -687,7 +688,7 @@ def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
 
 def test_the_package_is_imported_without_torch():
     code = "import sys, credit_dp; credit_dp.load; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT).returncode == 0
 
 
 OWN = """

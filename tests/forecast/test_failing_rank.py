@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.forecast.check import check_forecast
+from tests.ranks import TIMEOUT
 
 pytestmark = pytest.mark.slow
 # Every process of a run executes this; the rank that has the south fails at its second lead time.
@@ -34,7 +35,7 @@ def started(config, folder: Path, error: str) -> subprocess.CompletedProcess[str
     words += ["lead=24h", f"out={folder / 'f'}", "device=cpu", "parallel.domain=2"]
     return subprocess.run(
         [sys.executable, str(script), *words],
-        check=False, timeout=120, capture_output=True, text=True,
+        check=False, timeout=TIMEOUT, capture_output=True, text=True,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from credit_dp.forecast.zarr_writer import ZarrWriter
 from credit_dp.training.forecast_step import ForecastStep
 from tests.forecast.runs import files, forecast, forecast_config, train_diffusion
 from tests.full_disk import full_disk
+from tests.ranks import TIMEOUT
 
 FORMATS = ("zarr", "netcdf")
 AFTER = 6  # lead times of 8
@@ -197,10 +198,10 @@ def test_a_killed_process_is_resumed(config, whole, tmp_path):
     out = tmp_path / "f.zarr"
     words = ["forecast", f"checkpoint={config.run.dir}", "init=2000-01-04/2000-01-04T12/12h"]
     words += ["lead=24h", f"out={out}", "device=cpu"]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, timeout=TIMEOUT)
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     assert Path(f"{out}.partial").is_dir()
     script = "from credit_dp.cli.entry import main; main()"
-    subprocess.run([sys.executable, "-c", script, *words], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script, *words], check=True, timeout=TIMEOUT)
     assert files(out) == files(whole)

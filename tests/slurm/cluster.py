@@ -17,7 +17,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontr
 HOST = socket.gethostname()
 NODES = (HOST, f"{HOST}-second")  # the ranks of a job look for its first node by name
 CORES = 4  # of each node, whatever this machine has
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 CONF = """\
 ClusterName=test

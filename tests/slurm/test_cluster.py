@@ -56,7 +56,7 @@ class WaitingConfig(OwnLossConfig):
 SLURM = "hydra/launcher=slurm"
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks/4_reading_a_sweep.ipynb"
-LONG = 300.0
+LONG = 600.0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from credit_dp.sweeps.plots import draw_metric
 from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer
 from tests.plots import failing_plots
+from tests.ranks import TIMEOUT
 from tests.sweeps.folders import (
     CRASHED,
     write_config,
@@ -174,7 +175,9 @@ def test_reading_does_not_import_torch(sweep: Path) -> None:
     name = show_sweep.__module__
     code = f"from {name} import show_sweep; show_sweep(['{sweep}'], 'x'); import sys; "
     subprocess.run(
-        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], check=True, timeout=60
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"],
+        check=True,
+        timeout=TIMEOUT,
     )
 
 

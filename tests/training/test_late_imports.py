@@ -11,6 +11,7 @@ from credit_dp.config import Config
 from credit_dp.distributed.launch import launch
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.training import run as training_run
+from tests.ranks import TIMEOUT
 from tests.training.runs import make_config, make_store
 
 # Those that a run needs late, on some ranks, or never.
@@ -45,7 +46,7 @@ def main(folder: str) -> int:
 def alone(code: str, *arguments: str) -> str:
     """Run code in a fresh interpreter, and return its stdout."""
     words = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

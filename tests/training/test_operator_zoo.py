@@ -15,7 +15,7 @@ from credit_dp.config import OwnModelConfig
 from credit_dp.export.file import read_trained
 from tests import commands
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import TIMEOUT, on_processes, on_threads
 
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT / "tests/zoo"
@@ -49,7 +49,7 @@ def _train(tmp_path, *overrides):
     command += ["experiment=zoo", f"--config-dir={ZOO / 'conf'}", f"run.dir={folder}"]
     path = os.pathsep.join([str(ZOO), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled"}
-    done = commands.run(command, ROOT, environment, timeout=300.0)
+    done = commands.run(command, ROOT, environment, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     weights = read_trained(str(folder)).weights
     return {name: value.double() for name, value in weights.items()}

@@ -15,7 +15,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.training.shared_reading import build_chunk_exchange
 from tests.data import ensemble_stores, stores
-from tests.ranks import on_processes
+from tests.ranks import TIMEOUT, on_processes
 
 SAMPLES = 7
 CELLS = 12 * 8
@@ -39,7 +39,9 @@ class ThreadWorld:
             found = self.meetings[number]
             found[trade.rank] = given
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: len(found) == ranks or trade.stopped, timeout=60)
+            assert self.changed.wait_for(
+                lambda: len(found) == ranks or trade.stopped, timeout=TIMEOUT
+            )
             if len(found) < ranks:
                 raise ExchangeStoppedError
             return [found[rank] for rank in range(ranks)]

@@ -27,7 +27,7 @@ from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.tensor import GlobalView
 from tests.zoo.families import Family
 
-SECONDS = 240.0
+SECONDS = 480.0
 
 
 class _WithArguments(nn.Module):

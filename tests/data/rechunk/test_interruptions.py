@@ -33,6 +33,7 @@ from tests.data.rechunk.requests import (
     run,
     tree,
 )
+from tests.ranks import TIMEOUT
 from tests.tier_cases import every
 
 # Stopped and started again
@@ -235,7 +236,7 @@ def test_killed_at_random_moments_equals_undisturbed(tmp_path: Path) -> None:
     kills = KILLS // 2
     command = [sys.executable, "-m", "tests.data.rechunk.kill_prepare", str(store), str(folder)]
     done = subprocess.run(
-        [*command, str(kills)], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [*command, str(kills)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
     )
     lines = done.stdout.splitlines()
     assert len(lines) == kills, done.stderr

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel import verify_domain_parallel
 from tests.domain_parallel.equality import Clip
+from tests.ranks import TIMEOUT
 
 
 class Scale(torch.autograd.Function):
@@ -59,5 +60,7 @@ def main() -> None:
 
 def test_a_kept_apply_has_gradients_where_the_model_has_them():
     code = f"from {__name__} import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 0, done.stderr

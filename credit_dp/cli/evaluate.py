@@ -95,6 +95,7 @@ STATION_COLUMNS = (
     ("rmse", 1, "RMSE persist."),
     ("bias", 0, "BIAS"),
     ("observations", 0, "observations"),
+    ("observations", 1, "of persist."),
 )
 # Of columns in the terminal, after the score's name.
 SOURCE_LABELS = {

@@ -155,9 +155,12 @@ def _read_csv(where: str) -> xr.Dataset:
         if not table["station"].all():
             raise _error(where, "a row has no station")
         times = pd.to_datetime(table["time"], utc=True, format="ISO8601", errors="coerce")
-        wrong = table["time"][times.isna()]
+        wrong = table["time"][~times.dt.year.between(1678, 2261)]  # also of texts without dates
         if len(wrong):
-            raise _error(where, f"time has '{wrong.iloc[0]}', no date like 2001-02-11T06:00")
+            raise _error(
+                where,
+                f"time has '{wrong.iloc[0]}', no date from 1678 to 2261 like 2001-02-11T06:00",
+            )
         table["time"] = times.dt.tz_localize(None)
         for name in table.columns.drop(["station", "time"]):
             numbers = pd.to_numeric(table[name], errors="coerce").astype(np.float64)

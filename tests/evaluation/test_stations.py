@@ -259,6 +259,8 @@ def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said
         ("station,time,latitude,longitude,t2m\nA,soon,1,2,3\n", "time has 'soon', no date"),
         ("station,time,latitude,longitude,t2m\nA,01/02/2000,1,2,3\n", "time has '01/02/2000'"),
         ("station,time,latitude,longitude,t2m\nA,,1,2,3\n", "time has '', no date"),
+        ("station,time,latitude,longitude,t2m\nA,2300-01-01,1,2,3\n", "time has '2300-01-01', no"),
+        ("station,time,latitude,longitude,t2m\nA,1500-01-01,1,2,3\n", "time has '1500-01-01', no"),
         ("station,time,latitude,longitude,t2m\n,2000-01-01,1,2,3\n", "a row has no station"),
         ("station,time,latitude,longitude,t2m\nA,2000-01-01,1N,2,3\n", "latitude has '1N', which"),
         ("station,time,latitude,longitude,t2m\nA,2000-01-01,,2,3\n", "A has no place on the globe"),

@@ -12,6 +12,7 @@ import re
 import numpy as np
 import xarray as xr
 
+from credit_dp.data.calendar import STANDARD, Times
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.errors import UserError
 
@@ -79,16 +80,10 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
     return dataset
 
 
-def _dates(texts: xr.DataArray, where: str) -> "np.ndarray[tuple[int], np.dtype[np.datetime64]]":
+def _dates(texts: xr.DataArray, where: str) -> Times:
     """Return dates of texts `YYYY-MM-DD_HH:MM:SS`."""
     plain = np.char.replace(texts.values.astype(str), "_", "T")
-    try:
-        return plain.astype("M8[ns]")
-    except ValueError as error:
-        raise UserError(
-            f"{where}: Times has texts that are no dates like 2000-01-24_12:00:00 ({error}). "
-            "Change data.store."
-        ) from error
+    return np.array([STANDARD.parse(f"{where}: Times", text) for text in plain])
 
 
 def _grid_mapping(dataset: xr.Dataset) -> dict[str, object]:

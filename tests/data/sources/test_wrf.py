@@ -105,6 +105,11 @@ def undated(data: xr.Dataset) -> xr.Dataset:
     return data
 
 
+def far(data: xr.Dataset) -> xr.Dataset:
+    data["Times"][-1] = b"2500-01-24_12:00:00"
+    return data
+
+
 def empty(data: xr.Dataset) -> xr.Dataset:
     return data.isel(Time=slice(0, 0))
 
@@ -113,7 +118,8 @@ def empty(data: xr.Dataset) -> xr.Dataset:
     ("change", "expected"),
     [
         (moved, "needs the same grid at all times, but XLAT changes, as in a nest that moves"),
-        (undated, "Times has texts that are no dates like 2000-01-24_12:00:00"),
+        (undated, "Times: needs a date of .*, got 0000-00-00T00:00:00"),
+        (far, "Times: needs a date of .* from 1678 to 2261, .*, got 2500-01-24T12:00:00"),
         (empty, "has no times. Change data.store."),
     ],
 )

@@ -107,9 +107,10 @@ class Observations:
             raise _error(where, f"no variable has the dims {time_dim} and {dim}")
         calendar, times = calendar_of(time.values), decode_dates(time.values)
         order = np.argsort(times, kind="stable")
-        repeated = np.flatnonzero(np.diff(times[order]) == np.timedelta64(0))
+        in_order = times[order]
+        repeated = in_order[1:][in_order[1:] == in_order[:-1]]
         if len(repeated):
-            again = calendar.text(times[order][repeated[0]])
+            again = calendar.text(repeated[0])
             raise _error(where, f"{time.name} has {again} twice")
         north, east = (np.asarray(x.values, np.float64) for x in (latitude, longitude))
         outside = ~((np.abs(north) <= POLE) & (np.abs(east) <= FULL_CIRCLE))

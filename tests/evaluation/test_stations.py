@@ -246,7 +246,7 @@ def wrong_unit(data: xr.Dataset) -> xr.Dataset:
     ],
 )
 def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said: str) -> None:
-    change(xr.open_dataset(folder / "stations.nc").load()).to_netcdf(tmp_path / "changed.nc")
+    change(xr.load_dataset(folder / "stations.nc")).to_netcdf(tmp_path / "changed.nc")
     with pytest.raises(UserError, match=said):
         scored(folder, "one.zarr", str(tmp_path / "changed.nc"))
 

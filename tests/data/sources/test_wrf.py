@@ -1,5 +1,7 @@
 """WRF's output is read as it is; what can't be is one line."""
 
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ def test_a_file_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lambert", "polar"])
 def test_the_grid_mapping_is_the_projection(kind: str, tmp_path: Path) -> None:
     """By PROJ, which puts the points on it in equal steps of the file's DX."""
+    if "eccodes" in sys.modules and version("pyproj") != "3.7.2":
+        pytest.skip("ecCodes, loaded before, brings a PROJ that this version does not work with")
     import pyproj
 
     source = GriddedSource.open(str(wrf_files.write(wrf_files.dataset(kind), tmp_path)))

@@ -344,7 +344,7 @@ def plan_layers(
         UserError: the model can't be computed by these layers.
     """
     manager = conversion.manager
-    with conversion.all_layers():
+    with conversion.all_layers(), manager.bands.undone_on_error():
         if manager.domain_parallel_size == 1:
             heights = set(find_heights(model, shapes, conversion.trusted))
         else:
@@ -482,8 +482,8 @@ def _run_view(
 ) -> list[DryRun]:
     """Choose the bands of a model's fields, and run the ranks with most and fewest rows.
 
-    A run with balanced bands shows which numbers of rows the model has, and its windows. If there
-    are any, and less is sent with bands that line up with them, these are the manager's.
+    A run with balanced bands shows which numbers of rows the model has, and its windows. If less is
+    sent with bands that line up with them, these are the manager's.
 
     All ranks run the same ranks' steps, not each its own: so they refuse alike.
 
@@ -501,8 +501,7 @@ def _run_view(
     run = step(manager=planned, rank=_largest_and_smallest(planned, heights)[0])
     aligned = _with_bands_of(manager)
     with suppress(UserError, UnplannedError):  # the balanced bands stay
-        if max(run.levels.values(), default=1) > 1:
-            choose_bands(aligned, shapes, run.levels)
+        choose_bands(aligned, shapes, run.levels)
         if any(aligned.partition(height) != planned.partition(height) for height in run.levels):
             other = step(manager=aligned, rank=_largest_and_smallest(aligned, heights)[0])
             if other.forward_bytes < run.forward_bytes:

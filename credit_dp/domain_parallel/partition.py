@@ -8,7 +8,8 @@ the same for all layers and on all ranks: the height alone says which rows each 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -143,6 +144,16 @@ class BandTable:
     def planned_partitions(self) -> tuple[RowPartition, ...]:
         """Return the partitions of all heights that were planned or registered."""
         return tuple(self._by_height.values())
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Forget what is planned in this context if it fails."""
+        before = dict(self._by_height)
+        try:
+            yield
+        except BaseException:
+            self._by_height = before
+            raise
 
     def register(self, partition: RowPartition) -> RowPartition:
         """Make the bands of existing tensors the partition of their height, and return it.

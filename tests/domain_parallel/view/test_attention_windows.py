@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from credit_dp.cli.compose import Composer
 from credit_dp.costs.budget import model_and_shape
@@ -17,6 +18,7 @@ from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_view, plan_report
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.attach import attached_view
+from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check, rows_sent
 from tests.ranks import on_threads
 
@@ -169,6 +171,46 @@ def test_planned_bands_end_where_padded_windows_do(height, bands):
     torch.testing.assert_close(torch.cat(outputs, 2), y.detach())
     torch.testing.assert_close(torch.cat(input_grads, 2), x.grad)
     torch.testing.assert_close(sum(grads), model.matrix.grad)
+
+
+class _InWindows(nn.Module):
+    """Attends in windows by code that layers refuse, after a convolution, which they plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+
+    def forward(self, x):
+        return _by_index(_in_order, 8, self, self.conv(x))
+
+
+class _InLevels(nn.Module):
+    """Adds up rows, which layers refuse, after they have planned two strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(*(nn.Conv2d(CHANNELS, CHANNELS, 2, 2) for _ in range(2)))
+
+    def forward(self, x):
+        return self.down(x).cumsum(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "height", "bands"), [(_InWindows, 46, (24, 22)), (_InLevels, 92, (32, 32, 28))]
+)
+def test_a_refused_plan_of_layers_leaves_the_bands_of_the_view_free(kind, height, bands):
+    decision = plan_report(kind(), (2, CHANNELS, height, COLUMNS), len(bands))
+    assert decision.in_view
+    assert [partition.sizes for partition in decision.bands] == [bands]
+
+
+def test_a_refused_model_leaves_no_bands():
+    manager = counting_manager(3)
+    with pytest.raises(UserError, match="cumsum"):
+        convert_to_domain_parallel(
+            _InLevels(), manager, input_shape=(2, CHANNELS, 92, COLUMNS), whole_ops="refuse"
+        )
+    assert manager.bands.planned_partitions == ()
 
 
 @pytest.mark.parametrize("height", [25, 13])

@@ -1,12 +1,13 @@
 """Files as WRF writes them, with coordinates from PROJ."""
 
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from tests.data import region_stores
+from tests.data.proj import project
 
 ROWS, COLUMNS, LEVELS, SPACING = region_stores.ROWS, region_stores.COLUMNS, 3, 9e4
 # MAP_PROJ and other attributes, and PROJ's own text of the same projection.
@@ -27,16 +28,25 @@ PROJECTIONS: dict[str, tuple[dict[str, float], str]] = {
 CENTRE = 40.0, -97.0
 
 
-def axes(kind: str) -> tuple[Any, np.ndarray, np.ndarray]:
-    """PROJ's projection, and the metres of rows from the south and of columns."""
-    import pyproj
-
-    projection = pyproj.Proj(f"{PROJECTIONS[kind][1]} +R=6370000")
-    x, y = projection(CENTRE[1], CENTRE[0])
-    return projection, *(
+def axes(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the metres of rows from the south and of columns."""
+    x, y = project(text(kind), np.array(CENTRE[1]), np.array(CENTRE[0]))
+    return tuple(
         middle + SPACING * (np.arange(size) - (size - 1) / 2)
         for middle, size in ((y, ROWS), (x, COLUMNS))
     )
+
+
+def text(kind: str) -> str:
+    """Return PROJ's text of a projection."""
+    return f"{PROJECTIONS[kind][1]} +R=6370000"
+
+
+@cache
+def points(kind: str) -> np.ndarray:
+    """Return longitudes and latitudes `(2, H, W)`."""
+    y, x = axes(kind)
+    return project(text(kind), *np.meshgrid(x, y), "inverse")
 
 
 def dataset(kind: str, steps: int = 40) -> xr.Dataset:
@@ -47,8 +57,7 @@ def dataset(kind: str, steps: int = 40) -> xr.Dataset:
         attributes = {"MAP_PROJ": 6, "TRUELAT1": 1e20, "TRUELAT2": 1e20, "STAND_LON": 0.0}
         attributes["POLE_LAT"] = 90.0
     else:
-        projection, y, x = axes(kind)
-        longitude, latitude = projection(*np.meshgrid(x, y), inverse=True)
+        longitude, latitude = points(kind)
         attributes = PROJECTIONS[kind][0]
     fields = region_stores.fields(latitude, longitude, steps)
     plane = ("Time", "south_north", "west_east")

@@ -10,6 +10,7 @@ import xarray as xr
 
 from tests.data import cell_stores, region_stores, stores, virtual_stores, wrf_files
 from tests.data.cell_stores import Cells, bounds
+from tests.data.proj import project
 
 KEYS = (
     "data=zarr", "data.levels=null", "data.static=[]", "data.forcing=[day_of_year_sin]",
@@ -209,9 +210,8 @@ class OfWrf(InRegion):
     @cached_property
     def areas(self) -> np.ndarray:
         """By PROJ."""
-        projection, _, _ = wrf_files.axes("lambert")
-        scale = projection.get_factors(self.northern["longitude"], self.northern["latitude"])
-        return 1 / scale.areal_scale
+        points = (self.northern[name].values for name in ("longitude", "latitude"))
+        return 1 / project(wrf_files.text("lambert"), *points, "areal_scale")
 
 
 class InCalendar(Form):

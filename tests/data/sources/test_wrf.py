@@ -1,7 +1,5 @@
 """WRF's output is read as it is; what can't be is one line."""
 
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores, wrf_files
-
-pytestmark = pytest.mark.filterwarnings("ignore:pyproj unable to set PROJ database path")
+from tests.data.proj import project
 
 
 @pytest.mark.parametrize("kind", ["lambert", "polar", "mercator", "lat-lon"])
@@ -48,15 +45,11 @@ def test_a_file_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lambert", "polar"])
 def test_the_grid_mapping_is_the_projection(kind: str, tmp_path: Path) -> None:
     """By PROJ, which puts the points on it in equal steps of the file's DX."""
-    if "eccodes" in sys.modules and version("pyproj") != "3.7.2":
-        pytest.skip("ecCodes, loaded before, brings a PROJ that this version does not work with")
-    import pyproj
-
     source = GriddedSource.open(str(wrf_files.write(wrf_files.dataset(kind), tmp_path)))
     assert source.grid.dims == ("south_north", "west_east")
-    crs = pyproj.CRS.from_cf(dict(source.grid.projection.attributes))
-    x, y = pyproj.Proj(crs)(source.longitude, source.latitude)
-    _, rows, columns = wrf_files.axes(kind)
+    crs = dict(source.grid.projection.attributes)
+    x, y = project(crs, source.longitude, source.latitude)
+    rows, columns = wrf_files.axes(kind)
     np.testing.assert_allclose(np.diff(y, axis=0), -wrf_files.SPACING, rtol=1e-4)
     np.testing.assert_allclose(np.diff(x, axis=1), wrf_files.SPACING, rtol=1e-4)
     np.testing.assert_allclose(y[:, 0], rows[::-1], atol=10)

@@ -2,9 +2,8 @@
 
 At the end it says what the tests of each folder took, so that growth is seen.
 
-`CREDIT_DP_TEST_UNTIL`, in seconds since 1970, ends a run in time on a machine of any speed: tests
-that have not begun by then are skipped. Files then run in an order that is another for each time,
-so that those at the end are others, too.
+With `CREDIT_DP_TEST_UNTIL`, in seconds since 1970, tests that have not begun by then are skipped.
+Files then run in an order that is another for each time, so that those at the end are others, too.
 """
 
 import os

@@ -89,8 +89,11 @@ def _dates(texts: xr.DataArray, where: str) -> Times:
 def _grid_mapping(dataset: xr.Dataset) -> dict[str, object]:
     """Return the attributes of CF's grid mapping; none without a projection."""
     names = ("TRUELAT1", "TRUELAT2", "STAND_LON", "MOAD_CEN_LAT")
-    values = [dataset.attrs.get(name, np.nan) for name in names]
-    true_1, true_2, meridian, latitude = (float(np.squeeze(value)) for value in values)
+    try:
+        numbers = [float(np.squeeze(dataset.attrs.get(name, np.nan))) for name in names]
+    except (TypeError, ValueError):  # text, or several numbers
+        return {}
+    true_1, true_2, meridian, latitude = numbers
     projection = dataset.attrs.get("MAP_PROJ")
     sphere: dict[str, object] = {"earth_radius": EARTH_RADIUS}
     if projection == LAMBERT and np.isfinite([true_1, true_2, meridian, latitude]).all():

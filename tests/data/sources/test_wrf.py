@@ -84,9 +84,11 @@ def test_other_forms_are_the_same(tmp_path: Path) -> None:
     assert np.array_equal(second.times, first.times)
 
 
-def test_without_a_projection_coordinates_suffice(tmp_path: Path) -> None:
-    data = wrf_files.dataset("lambert")
-    del data.attrs["MAP_PROJ"]
+@pytest.mark.parametrize(
+    "attributes", [{"MAP_PROJ": 0}, {"TRUELAT1": "30 N"}, {"STAND_LON": [-98.0, -97.0]}]
+)
+def test_without_a_projection_coordinates_suffice(attributes: Any, tmp_path: Path) -> None:
+    data = wrf_files.dataset("lambert").assign_attrs(attributes)
     source = GriddedSource.open(str(wrf_files.write(data, tmp_path)))
     assert source.grid.is_projected
     assert source.grid.field_attributes == {"coordinates": "latitude longitude"}

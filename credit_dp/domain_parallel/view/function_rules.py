@@ -80,7 +80,7 @@ OF_FEW_ROWS: set[Any] = {
     ),
 }  # fmt: skip
 # Rows stay where they are if no rank gets more than this factor of the mean.
-LARGEST_IMBALANCE = 1.5
+LARGEST_BAND = 1.5
 
 
 class NoRuleError(Exception):

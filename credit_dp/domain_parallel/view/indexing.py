@@ -13,7 +13,7 @@ from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.filling import layout_with_rows_of
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_IMBALANCE,
+    LARGEST_BAND,
     Args,
     Function,
     Kwargs,
@@ -56,7 +56,7 @@ def keep_range(x: GlobalTensor, rows: range) -> GlobalTensor | None:
     partition = _counts_before(rows, layout.partition)
     is_few = len(rows) < view.ranks and x.ndim >= IMAGE_DIMS
     largest = max(partition.sizes) * view.ranks
-    is_even = min(partition.sizes) > 0 and largest <= LARGEST_IMBALANCE * len(rows)
+    is_even = min(partition.sizes) > 0 and largest <= LARGEST_BAND * len(rows)
     if layout.outer != 1 or not (is_few or is_even):
         return None
     index = (slice(None),) * layout.dim + (_own_part(rows, layout.partition, view.rank),)

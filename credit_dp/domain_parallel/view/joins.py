@@ -12,7 +12,7 @@ from credit_dp.domain_parallel.layers.base import fill_beyond_poles
 from credit_dp.domain_parallel.layers.pad import MODES, padded_rows, rolled_rows
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_IMBALANCE,
+    LARGEST_BAND,
     Args,
     Function,
     Kwargs,
@@ -121,7 +121,7 @@ def _extended_partition(x: GlobalTensor, before: int, after: int) -> RowPartitio
     height = before + layout.size + after
     inner = (min(max(bound + before, 0), height) for bound in layout.partition.bounds[1:-1])
     partition = RowPartition((0, *inner, height))
-    is_balanced = max(partition.sizes) * partition.ranks < LARGEST_IMBALANCE * height
+    is_balanced = max(partition.sizes) * partition.ranks < LARGEST_BAND * height
     is_kept = is_balanced and min(partition.sizes) > 0
     return partition if is_kept else x.view_.partition(height)
 

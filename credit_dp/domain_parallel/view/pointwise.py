@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_IMBALANCE,
+    LARGEST_BAND,
     OF_FEW_ROWS,
     Args,
     Function,
@@ -97,7 +97,7 @@ def _from_end(x: GlobalTensor) -> Layout:
 def _preference(layout: Layout, dim: int) -> tuple[bool, bool, int]:
     """Return whether bands are balanced, in a dimension, and of which number they are multiples."""
     partition = layout.partition
-    limit = LARGEST_IMBALANCE * partition.height
+    limit = LARGEST_BAND * partition.height
     is_balanced = min(partition.sizes) > 0 and max(partition.sizes) * partition.ranks <= limit
     return is_balanced, layout.dim == dim, gcd(*partition.bounds[:-1])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_IMBALANCE,
+    LARGEST_BAND,
     Args,
     Function,
     Kwargs,
@@ -220,7 +220,7 @@ def _cut_without_sum(
         name
         for name in out
         if sizes.get(name, 1) >= view.ranks
-        and -(-sizes[name] // view.ranks) * view.ranks <= LARGEST_IMBALANCE * sizes[name]
+        and -(-sizes[name] // view.ranks) * view.ranks <= LARGEST_BAND * sizes[name]
         and all(name in names and x.shape[names.index(name)] == sizes[name] for x, names in bands)
     ]
     summed = view.ranks * prod(sizes.get(name, 1) for name in out)

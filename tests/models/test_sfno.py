@@ -51,6 +51,22 @@ def test_analysis_inverts_synthesis(latitude, scale):
         assert (transform.analyse(transform.synthesise(x)) - x).abs().max() < 1e-12
 
 
+def test_waves_of_order_0_are_real(monkeypatch):
+    """A real field has no others; what a library does with them differs."""
+    transform = _model(21, 40).outer
+    x = _coefficients(transform)
+    fields = transform.synthesise(x)
+    seen = []
+    irfft = torch.fft.irfft
+    monkeypatch.setattr(torch.fft, "irfft", lambda x, *a, **k: seen.append(x) or irfft(x, *a, **k))
+    x[:, :, :, 0, 1] = 1
+    assert torch.equal(transform.synthesise(x.requires_grad_()), fields)
+    assert (seen[0].imag[..., 0] == 0).all()
+    assert seen[0].imag.any()
+    transform.synthesise(x).square().sum().backward()
+    assert not x.grad[:, :, :, 0, 1].any()
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(181, 360), (180, 30), (721, 8)])
 def test_fine_grids_are_exact_too(rows, columns):
     transform = _model(rows, columns, scale=1).outer

@@ -108,10 +108,16 @@ class Observations:
         calendar, times = calendar_of(time.values), decode_dates(time.values)
         order = np.argsort(times, kind="stable")
         in_order = times[order]
+        if np.isnat(in_order).any():
+            raise _error(where, f"{time.name} has missing dates")
         repeated = in_order[1:][in_order[1:] == in_order[:-1]]
         if len(repeated):
             again = calendar.text(repeated[0])
             raise _error(where, f"{time.name} has {again} twice")
+        values = {name: array.values[order].astype(np.float64) for name, array in series.items()}
+        infinite = [name for name, each in values.items() if np.isinf(each).any()]
+        if infinite:
+            raise _error(where, f"{infinite[0]} has infinite values")
         north, east = (np.asarray(x.values, np.float64) for x in (latitude, longitude))
         outside = ~((np.abs(north) <= POLE) & (np.abs(east) <= FULL_CIRCLE))
         names = _station_names(data, str(dim))
@@ -124,7 +130,7 @@ class Observations:
             names,
             north,
             east,
-            {name: array.values[order].astype(np.float64) for name, array in series.items()},
+            values,
             {name: str(array.attrs.get("units", "")).strip() for name, array in series.items()},
         )
 

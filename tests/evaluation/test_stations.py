@@ -239,6 +239,11 @@ def wrong_unit(data: xr.Dataset) -> xr.Dataset:
         (lambda x: x.rename(t2m="gust"), "none of its variables gust is among the forecast's"),
         (lambda x: x.assign_coords(time=x["time"] + np.timedelta64(1, "m")), "no observation of"),
         (lambda x: x.isel(time=[0, 1, 1]), "has 2000-01-01T06:00 twice"),
+        (
+            lambda x: x.assign_coords(time=x["time"].where(x["time"] > x["time"][0])),
+            "missing dates",
+        ),
+        (lambda x: x.assign(t2m=x["t2m"].where(x["t2m"] > 280, np.inf)), "t2m has infinite values"),
         (lambda x: x.assign_coords(lat=x["lat"] + 100), "station WMO0 has no place on the globe"),
         (lambda x: x.isel(station=0), "latitude"),
         (lambda x: x.convert_calendar("noleap"), "noleap calendar"),

@@ -120,17 +120,20 @@ class ShowInputs:
         return self._field(x, None)
 
     def _check_fields(self) -> None:
-        """Refuse a call in which nothing is a planned field, but something has a band's rows.
+        """Refuse a band that is no planned field.
+
+        Beside a planned field it has to have the columns of one, too: others may be whole.
 
         Raises:
             UserError: its channels or columns are others.
         """
-        if any(shown.rows is not None for shown, _ in self.view.inputs):
-            return
-        for _, x in self.view.inputs:
+        is_planned = any(shown.rows is not None for shown, _ in self.view.inputs)
+        for shown, x in self.view.inputs:
             for shape in self.shapes:
                 rows = self.view.manager.partition(shape[ROW_DIM]).sizes[self.view.rank]
-                if x.ndim == len(shape) and x.shape[ROW_DIM] == rows:
+                is_band = x.ndim == len(shape) and x.shape[ROW_DIM] == rows
+                has_columns = is_band and x.shape[-1] == shape[-1]
+                if shown.rows is None and (has_columns if is_planned else is_band):
                     raise UserError(
                         f"rank {self.view.rank}: got a band of shape {tuple(x.shape)}, planned are "
                         f"bands of fields of shape {shape}. Convert with the input_shape of this "

@@ -303,6 +303,19 @@ def test_a_band_with_other_columns_is_refused():
         on_threads(3, _call_with_other_columns)
 
 
+def _call_with_other_channels(manager):
+    model = Model(lambda model, x, y: x * y.mean())
+    model = convert_to_domain_parallel(model, manager, input_shape=(SHAPE, SHAPE))
+    x = shard_tensor(torch.randn(SHAPE), manager=manager)
+    model(x, torch.randn(2, 5, 3, 4))  # is whole
+    model(x, x[:, :2])
+
+
+def test_a_band_with_other_channels_is_refused_beside_one_that_fits():
+    with pytest.raises(RankError, match=r"a band of shape \(2, 2, ., 8\), planned are bands of"):
+        on_threads(3, _call_with_other_channels)
+
+
 def _call_with_wrong_rows(manager):
     model = convert_to_domain_parallel(Model(), manager, input_shape=SHAPE)
     x = shard_tensor(torch.randn(SHAPE), manager=manager)

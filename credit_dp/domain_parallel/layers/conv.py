@@ -278,8 +278,9 @@ class _PaddedConv(_RowConv):
     def __init__(
         self,
         conv: Conv,
-        shard_dim: int,
-        manager: DomainParallelManager | None,
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
         wrapped: nn.Module | None = None,
     ) -> None:
         outer = conv if wrapped is None else wrapped
@@ -333,7 +334,7 @@ class DomainParallelConv1d(_PaddedConv):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        super().__init__(conv, shard_dim, manager)
+        super().__init__(conv, shard_dim, manager=manager)
 
 
 @final
@@ -353,15 +354,6 @@ class DomainParallelConv2d(_PaddedConv):
     Raises:
         UserError: `shard_dim` is not the last dimension but one.
     """
-
-    def __init__(
-        self,
-        conv: nn.Conv2d,
-        shard_dim: int = -2,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(conv, shard_dim, manager)
 
 
 @final
@@ -390,7 +382,7 @@ class DomainParallelConv3d(_PaddedConv):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        super().__init__(conv, shard_dim, manager)
+        super().__init__(conv, shard_dim, manager=manager)
 
 
 @final

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.layers.base import Bands, pad_rows
 from credit_dp.domain_parallel.layers.conv import ConvLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
 from credit_dp.torch_private import padding_widths
 
@@ -39,8 +40,9 @@ class _RowConvTranspose(ConvLayer):
     def __init__(
         self,
         conv: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
-        shard_dim: int,
-        manager: DomainParallelManager | None,
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
     ) -> None:
         super().__init__(conv, conv, padding_widths(conv), shard_dim, manager)
 
@@ -165,7 +167,7 @@ class DomainParallelConvTranspose1d(_RowConvTranspose):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        super().__init__(conv, shard_dim, manager)
+        super().__init__(conv, shard_dim, manager=manager)
 
 
 @final
@@ -186,15 +188,6 @@ class DomainParallelConvTranspose2d(_RowConvTranspose):
     Raises:
         UserError: `shard_dim` is not the last dimension but one.
     """
-
-    def __init__(
-        self,
-        conv: nn.ConvTranspose2d,
-        shard_dim: int = -2,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(conv, shard_dim, manager)
 
 
 @final
@@ -224,4 +217,4 @@ class DomainParallelConvTranspose3d(_RowConvTranspose):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        super().__init__(conv, shard_dim, manager)
+        super().__init__(conv, shard_dim, manager=manager)

@@ -45,8 +45,8 @@ class DepthwiseLayer(_PaddedConv):
     cases their sum over the ranks is the gradient.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._transposed_heights: frozenset[int] = frozenset()
         # Global input height -> columns of the input and of the output.
         self._column_counts: dict[int, tuple[int, int]] = {}
@@ -236,7 +236,7 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
                 f"DomainParallelDepthwiseConv2d: needs one group per channel, got "
                 f"{conv.groups} groups of {conv.in_channels} channels. Use DomainParallelConv2d."
             )
-        super().__init__(conv, shard_dim, manager)
+        super().__init__(conv, shard_dim, manager=manager)
 
 
 @final
@@ -266,7 +266,7 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
         manager: DomainParallelManager | None = None,
     ) -> None:
         settings = _as_conv(depthwise)
-        super().__init__(settings, shard_dim, manager, depthwise)
+        super().__init__(settings, shard_dim, manager=manager, wrapped=depthwise)
         self.__dict__["conv"] = settings  # not a child: its weight is never used
 
     @property
@@ -318,7 +318,7 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        super().__init__(layer, shard_dim, manager)
+        super().__init__(layer, shard_dim, manager=manager)
         width = layer.column_padding
         if width:
             self.padding_widths = (width, width, self.north, self.south)

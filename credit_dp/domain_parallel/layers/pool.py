@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
-from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, StencilLayer
+from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
@@ -25,20 +25,22 @@ from credit_dp.errors import UserError
 MaxPool = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d
 AvgPool = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 PowerPool = nn.LPPool1d | nn.LPPool2d | nn.LPPool3d
+AdaptiveAvgPool = nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d
+AdaptiveMaxPool = nn.AdaptiveMaxPool1d | nn.AdaptiveMaxPool2d | nn.AdaptiveMaxPool3d
 SPATIAL_NDIM: dict[type[nn.Module], int] = {
     kind: ndim
-    for kinds in (MaxPool, AvgPool, PowerPool)
+    for kinds in (MaxPool, AvgPool, PowerPool, AdaptiveAvgPool, AdaptiveMaxPool)
     for ndim, kind in enumerate(kinds.__args__, start=1)
 }
 
 
 def spatial_ndim(pool: nn.Module) -> int:
-    """Return the number of dimensions of a pool's kernel."""
+    """Return the number of dimensions that a pool acts along."""
     return next(ndim for pool_type, ndim in SPATIAL_NDIM.items() if isinstance(pool, pool_type))
 
 
-class PoolLayer(StencilLayer):
-    """Base of the layers around a pool with a kernel.
+class SpatialPool(RowLayer, ABC):
+    """Base of the layers around a pool that may return several rows.
 
     Args:
         pool: the layer to shard.
@@ -60,6 +62,10 @@ class PoolLayer(StencilLayer):
     def _check_dim(self) -> None:
         if (self.dim, self._spatial_ndim) != (-1, 1):
             super()._check_dim()
+
+
+class PoolLayer(SpatialPool, StencilLayer):
+    """Base of the layers around a pool with a kernel."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is one of the kernel's dimensions."""
@@ -323,15 +329,6 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
         return maxima, global_flat_indices(indices, global_rows, columns, height)
 
 
-AdaptiveAvgPool = nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d
-AdaptiveMaxPool = nn.AdaptiveMaxPool1d | nn.AdaptiveMaxPool2d | nn.AdaptiveMaxPool3d
-ADAPTIVE_SPATIAL_NDIM: dict[type[nn.Module], int] = {
-    kind: ndim
-    for kinds in (AdaptiveAvgPool, AdaptiveMaxPool)
-    for ndim, kind in enumerate(kinds.__args__, start=1)
-}
-
-
 def output_size_along(pool: AdaptiveAvgPool | AdaptiveMaxPool, dim: int) -> int | None:
     """Return a pool's output size along the negative dimension `dim`; None keeps the input's."""
     size: Any = pool.output_size
@@ -351,9 +348,7 @@ class _GlobalPool(ReductionLayer, ABC):
         manager: DomainParallelManager | None = None,
     ) -> None:
         super().__init__(pool, shard_dim, manager)
-        self._spatial_ndim = next(
-            ndim for pool_type, ndim in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, pool_type)
-        )
+        self._spatial_ndim = spatial_ndim(pool)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is pooled.

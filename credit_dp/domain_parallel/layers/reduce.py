@@ -32,16 +32,7 @@ from credit_dp.torch_private import FakeTensor
 class _DomainParallelReduction(ReductionLayer, ABC):
     """A reduction over all bands, with the same result on every rank.
 
-    It is an ordinary reduction if the row dimension is not one of `dims`.
-
-    Args:
-        dims: dimensions to reduce, counted from the start or the end; None means all.
-        keepdim: whether reduced dimensions stay, with size 1.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-        shard_dim: the row dimension of the input; a plan may replace it.
-
-    Shapes:
-        `(..., H_local, ...)` -> the shape of the whole globe's result.
+    See `DomainParallelMean` for arguments and shapes.
     """
 
     output_is_banded = False

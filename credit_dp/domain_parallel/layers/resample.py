@@ -24,9 +24,7 @@ from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
 from credit_dp.domain_parallel.layers.pad import column_padding_of
 from credit_dp.domain_parallel.layers.pool import (
-    ADAPTIVE_SPATIAL_NDIM,
-    AdaptiveAvgPool,
-    AdaptiveMaxPool,
+    SpatialPool,
     global_flat_indices,
     output_size_along,
 )
@@ -106,28 +104,20 @@ def _select_rows(x: Tensor, dim: int, indices: Tensor) -> Tensor:
 @torch.no_grad()
 @disable_current_modes()  # a dry run has tensors without data: the table is read off values
 def interpolation_table_of(
-    operator: Operator, height: int, dtype: torch.dtype, device: torch.device
+    operator: Operator,
+    height: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_backward: bool = False,
 ) -> InterpolationTable:
     """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.
 
-    The operator has to be linear and the same for all channels.
+    The operator has to be linear and the same for all channels. That of a backward pass, which maps
+    gradients, has the table whose gradient it computes.
     """
     columns, rows, weights, out_height = _columns_of(operator, height, dtype, device)
-    return _table_from_triples(rows, columns, weights, out_height)
-
-
-@run_uncompiled
-@torch.inference_mode(False)
-@torch.no_grad()
-@disable_current_modes()
-def gradient_table_of(
-    backward: Operator, out_height: int, dtype: torch.dtype, device: torch.device
-) -> InterpolationTable:
-    """Return the table whose gradient an operator computes in its backward pass.
-
-    `backward` maps gradients of the output, `(1, C, out_height, 1)`, to `(1, C, H, 1)`.
-    """
-    rows, columns, weights, _ = _columns_of(backward, out_height, dtype, device)
+    if is_backward:
+        columns, rows, out_height = rows, columns, height
     return _table_from_triples(rows, columns, weights, out_height)
 
 
@@ -226,19 +216,16 @@ class InterpolationLayer(RowLayer):
 
     def interpolation_table(self, height: int) -> InterpolationTable:
         """Return the table for a global height."""
-        return self._cached_table(height, self._dtype_and_device)
+        key = (self.dim, height, self._dtype_and_device)
+        if key not in self._table_cache:
+            self._table_cache[key] = interpolation_table_of(
+                self.apply_along_rows, height, *self._dtype_and_device
+            )
+        return self._table_cache[key]
 
     def gradient_table(self, height: int) -> InterpolationTable:
         """Return the table of the backward pass."""
         return self.interpolation_table(height)
-
-    def _cached_table(self, height: int, dtype_and_device: DtypeAndDevice) -> InterpolationTable:
-        key = (self.dim, height, dtype_and_device)
-        if key not in self._table_cache:
-            self._table_cache[key] = interpolation_table_of(
-                self.apply_along_rows, height, *dtype_and_device
-            )
-        return self._table_cache[key]
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the global output height."""
@@ -370,8 +357,9 @@ class _Interpolate(InterpolationLayer, ABC):
     def __init__(
         self,
         upsample: nn.Upsample | AntialiasedUpsample,
-        shard_dim: int,
-        manager: DomainParallelManager | None,
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
     ) -> None:
         ndim = _input_ndim(upsample)
         dim = shard_dim if shard_dim < 0 else shard_dim - ndim
@@ -439,10 +427,11 @@ class _Interpolate(InterpolationLayer, ABC):
             return table
         key = (self.dim, height, self._dtype_and_device)
         if key not in self._gradient_tables:
-            gradient = gradient_table_of(
+            gradient = interpolation_table_of(
                 partial(self._nearest_backward, height, table.out_height),
                 table.out_height,
                 *self._dtype_and_device,
+                is_backward=True,
             )
             same = gradient.weights is None and gradient.has_same_sources(table)
             self._gradient_tables[key] = table if same else gradient
@@ -474,15 +463,6 @@ class DomainParallelUpsample(_Interpolate):
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
         `(B, C, H_local)`.
     """
-
-    def __init__(
-        self,
-        upsample: nn.Upsample | AntialiasedUpsample,
-        shard_dim: int = ROW_DIM,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(upsample, shard_dim, manager)
 
 
 @final
@@ -531,7 +511,7 @@ class DomainParallelInterpolate(_Interpolate):
             )
         kind = AntialiasedUpsample if antialias else nn.Upsample
         upsample = kind(size, scale_factor, mode, align_corners, recompute_scale_factor)
-        super().__init__(upsample, shard_dim, manager)
+        super().__init__(upsample, shard_dim, manager=manager)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
@@ -590,25 +570,8 @@ class DomainParallelPeriodicUpsample(StencilLayer):
         return F.pad(finer, (-2, -2, 2 * first - out.start, out.stop - 2 * stop))
 
 
-class _AdaptivePool(RowLayer, ABC):
+class _AdaptivePool(SpatialPool, ABC):
     """Pooling to several rows; the heights of input and output determine the windows."""
-
-    def __init__(
-        self,
-        pool: AdaptiveAvgPool | AdaptiveMaxPool,
-        shard_dim: int | None = None,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        self._spatial_ndim = next(
-            ndim for pool_type, ndim in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, pool_type)
-        )
-        dim = max(ROW_DIM, -self._spatial_ndim) if shard_dim is None else shard_dim
-        super().__init__(pool, dim, manager, ndim=self._spatial_ndim + 2)
-
-    def _check_dim(self) -> None:
-        if (self.dim, self._spatial_ndim) != (-1, 1):
-            super()._check_dim()
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is pooled.

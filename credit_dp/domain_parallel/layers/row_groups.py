@@ -8,7 +8,7 @@ groups line up with the bands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain, count, pairwise, product
 from typing import Any, NamedTuple, final
 
@@ -108,7 +108,8 @@ class DomainParallelRowGroups(RowLayer):
             # On the way back the bands are the fetched rows of the ranks, one after the other.
             index_of_row = {row: index for index, row in enumerate(chain(*fetched))}
             returned = [
-                [index_of_row[row] for row in _range(bands.rows(r))] for r in range(bands.ranks)
+                [index_of_row[row] for row in range(first, stop)]
+                for first, stop in pairwise(bands.bounds)
             ]
             fetch_exchange = RowExchange(bands, tuple(map(_row_ranges, fetched)), rank)
             grouped_rows = RowPartition.from_sizes(list(map(len, fetched)))
@@ -147,8 +148,9 @@ def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:
     size = groups.size
     count = groups.count
     max_groups = -(-count // bands.ranks)
-    # Windows: let each rank's groups end as close as possible to its band, if that is balanced.
-    if _is_consecutive(groups.positions):
+    # Windows, in which neighbouring rows are neighbours with one exception at most: let each rank's
+    # groups end as close as possible to its band, if that is balanced.
+    if sum(b - a != 1 for a, b in pairwise(groups.positions)) <= 1:
         shift = -groups.positions[0] % (size * count)  # rows by which windows are shifted
         inner_ends = [(2 * (bound - shift) + size) // (2 * size) for bound in bands.bounds[1:-1]]
         assignment = RowPartition((0, *(min(max(end, 0), count) for end in inner_ends), count))
@@ -170,11 +172,6 @@ def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:
         if rank not in share_of_rank and share_index not in share_of_rank.values():
             share_of_rank[rank] = share_index
     return [shares[share_of_rank[rank]] for rank in ranks]
-
-
-def _is_consecutive(positions: Sequence[int]) -> bool:
-    """Return whether neighbouring rows are neighbours in the groups, with one exception at most."""
-    return sum(b - a != 1 for a, b in pairwise(positions)) <= 1
 
 
 def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
@@ -206,10 +203,6 @@ def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
 def _kept(order: RowOrder) -> list[int]:
     """Return the indices of all rows that are not rows of zeros."""
     return [index for index, row in enumerate(order) if row is not None]
-
-
-def _range(rows: slice) -> range:
-    return range(rows.start, rows.stop)
 
 
 def _row_ranges(rows: Iterable[int]) -> tuple[RowRange, ...]:

@@ -426,7 +426,12 @@ def conversion_summary(
         ]
         if sharded_tensors:
             parts.append(f"cut into bands: {', '.join(sharded_tensors)}")
-        transposing = [path for path, layer in row_layers(model).items() if _uses_transpose(layer)]
+        transposing = [
+            path
+            for path, layer in row_layers(model).items()
+            if isinstance(layer, DepthwiseLayer)
+            and any(map(layer.transposes, layer.planned_heights))
+        ]
         if transposing:
             parts.append(f"rows transposed to channels: {', '.join(transposing)}")
     return "; ".join([*parts, "not verified numerically: credit-dp verify does"])
@@ -434,8 +439,3 @@ def conversion_summary(
 
 def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def _uses_transpose(layer: RowLayer) -> bool:
-    """Return whether a layer transposes rows to channels, at any height."""
-    return isinstance(layer, DepthwiseLayer) and any(map(layer.transposes, layer.planned_heights))

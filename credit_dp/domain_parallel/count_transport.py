@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import add, sub
 from typing import NamedTuple, final
 
 import torch
@@ -34,20 +35,10 @@ class RankTraffic:
     collective_bytes: int = 0
 
     def __add__(self, other: RankTraffic) -> RankTraffic:
-        return RankTraffic(
-            self.messages + other.messages,
-            self.bytes + other.bytes,
-            self.collectives + other.collectives,
-            self.collective_bytes + other.collective_bytes,
-        )
+        return RankTraffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: RankTraffic) -> RankTraffic:
-        return RankTraffic(
-            self.messages - other.messages,
-            self.bytes - other.bytes,
-            self.collectives - other.collectives,
-            self.collective_bytes - other.collective_bytes,
-        )
+        return RankTraffic(*map(sub, vars(self).values(), vars(other).values()))
 
 
 class MessageSize(NamedTuple):

@@ -298,15 +298,11 @@ def _beyond_north_pole(start: int, stop: int, height: int, mode: str) -> tuple[R
 
 
 def _beyond_south_pole(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
-    match mode:
-        case "zeros":
-            return (RowRange(0, stop - start, zero_filled=True),)
-        case "replicate":
-            return (RowRange(height - 1, height),) * (stop - start)
-        case "circular":
-            return (RowRange(start - height, stop - height),)
-        case "reflect":
-            return (RowRange(2 * height - 1 - stop, 2 * height - 1 - start, flipped=True),)
-        case _:
-            first, last = 2 * height - stop, 2 * height - start
-            return (RowRange(first, last, flipped=True, rotated=mode == "earth"),)
+    # As beyond the north pole of the globe turned over, on which row `i` is row `height - 1 - i`.
+    turned = _beyond_north_pole(height - stop, height - start, height, mode)
+    return tuple(
+        rows
+        if rows.zero_filled
+        else rows._replace(start=height - rows.stop, stop=height - rows.start)
+        for rows in turned
+    )

@@ -99,7 +99,8 @@ def interpolate(
     def make(manager: DomainParallelManager) -> RowLayer:
         # The audit refuses a `size` that is computed from a band's rows. Without a plan the layer
         # itself refuses a `size` that looks like one.
-        if _is_planned():
+        context = active_context()
+        if active_planner() is not None or (context is not None and context.is_planned):
             kind = AntialiasedUpsample if antialias else nn.Upsample
             upsample = kind(size, scale_factor, mode, align_corners)
             return DomainParallelUpsample(upsample, manager=manager)
@@ -176,18 +177,13 @@ def roll(
     return output
 
 
-def _is_planned() -> bool:
-    context = active_context()
-    return active_planner() is not None or (context is not None and context.is_planned)
-
-
 def _layer_for_call(
     call: str, x: Tensor, make: LayerFactory, manager: DomainParallelManager | None
 ) -> RowLayer | None:
     """Return the layer that does the work of a call; None if torch's function does it."""
     context = active_context()
     planner = active_planner()
-    if context is None and manager is None and in_backward() and has_live_contexts():
+    if context is None and manager is None and in_backward() and _live_contexts:
         context = _recomputing_context(call)
     if context is not None and manager in (None, context.manager):
         key = (call, x.ndim)
@@ -232,7 +228,7 @@ _context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
 # leaves the list empty, as it leaves every context that it enters. In between it may call functions
 # that run uncompiled: these find its context here.
 _traced_contexts: list[ShardingContext] = []
-# Weak, so that a model that is gone no longer counts.
+# Of converted models that this process has run. Weak, so that one that is gone no longer counts.
 _live_contexts: WeakSet[ShardingContext] = WeakSet()
 
 
@@ -279,11 +275,6 @@ def in_backward() -> bool:
     """Return whether this thread runs a backward pass, and so perhaps a recomputation."""
     # The autograd engine numbers its passes; -1 stands for none.
     return backward_pass() != -1
-
-
-def has_live_contexts() -> bool:
-    """Return whether this process has run a converted model that still exists."""
-    return bool(_live_contexts)
 
 
 def recomputing_module() -> nn.Module | None:

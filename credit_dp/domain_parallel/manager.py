@@ -214,20 +214,11 @@ class DomainParallelManager:
             name: transport
             if isinstance(transport, SingleRankTransport)
             else DetachedTransport(transport.rank, transport.size)
-            for name, transport in (
-                ("transport", self.transport),
-                ("ensemble_transport", self.ensemble_transport),
-            )
+            for name, transport in vars(self).items()
+            if isinstance(transport, Transport)
         }
-        return {
-            **self.__dict__,
-            "domain_group": None,
-            "data_parallel_group": None,
-            "ensemble_group": None,
-            "pipeline_group": None,
-            "mesh": None,
-            **transports,
-        }
+        groups = ("domain_group", "data_parallel_group", "ensemble_group", "pipeline_group", "mesh")
+        return {**vars(self), **dict.fromkeys(groups), **transports}
 
 
 def _group_transport(group: dist.ProcessGroup | None) -> Transport:

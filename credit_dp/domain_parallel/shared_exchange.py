@@ -308,8 +308,10 @@ def _shareable_groups(
     for names in groups:
         by_key: dict[object, list[str]] = defaultdict(list)
         for name in names:
-            if name in layers:
-                by_key[_sharing_key(layers[name])].append(name)
+            layer = layers.get(name)
+            if layer is not None:  # what layers have to have in common for one exchange
+                key = layer.pole_mode, layer.dim, tuple(sorted(layer.planned_heights))
+                by_key[key].append(name)
         candidates.update(map(tuple, by_key.values()))
     membership = Counter(name for group in candidates for name in set(group))
     return frozenset(
@@ -319,11 +321,6 @@ def _shareable_groups(
         and all(membership[name] == 1 for name in group)
         and _windows_leave_no_gap([layers[name] for name in set(group)])
     )
-
-
-def _sharing_key(layer: StencilLayer) -> object:
-    """Return the settings that layers have to have in common for one exchange."""
-    return layer.pole_mode, layer.dim, tuple(sorted(layer.planned_heights))
 
 
 def _fetches_windows(layer: StencilLayer) -> bool:

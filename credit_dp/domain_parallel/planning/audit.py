@@ -9,7 +9,7 @@ checked against the shapes of both runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -71,19 +71,29 @@ def _dims_argument(step: TraceStep, key: str, ndim: int, default: int | None = N
     return {d % ndim for d in dims} if dims else set(range(ndim))
 
 
-def _acts_along(key: str, default: int | None = None) -> LayoutRule:
-    """Return a rule for operations along the dimensions in argument `key`: not those of rows."""
+def _couples(dims_of: Callable[[TraceStep, int], Collection[int]]) -> LayoutRule:
+    """Return a rule for operations that couple some dimensions of their first operand.
+
+    `dims_of` returns these, given the operation and the number of dimensions.
+    """
 
     def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
-        ref = step.inputs[0]
         layout = layouts[0]
-        if layout is None:
-            raise RowCouplingError("has rows in another operand than its first")
-        if layout.dim in _dims_argument(step, key, len(ref.shape), default):
+        if layout is None or layout.dim in dims_of(step, len(step.inputs[0].shape)):
             raise RowCouplingError("mixes rows")
         return layout
 
     return rule
+
+
+def _acts_along(key: str, default: int | None = None) -> LayoutRule:
+    """Return a rule for operations along the dimensions in argument `key`: not those of rows."""
+    return _couples(lambda step, ndim: _dims_argument(step, key, ndim, default))
+
+
+def _couples_last_dims(spatial: int) -> LayoutRule:
+    """Return a rule for operations that couple the last `spatial` dimensions."""
+    return _couples(lambda step, ndim: range(ndim - spatial, ndim))
 
 
 def _reduce(step: TraceStep, layouts: list[Layout]) -> Layout:
@@ -228,14 +238,6 @@ def _join_addends(
     return layout
 
 
-def _layer_norm(step: TraceStep, layouts: list[Layout]) -> Layout:
-    layout = layouts[0]
-    ndim = len(step.inputs[0].shape)
-    if layout is None or layout.dim >= ndim - len(step.arguments["normalized_shape"]):
-        raise RowCouplingError("mixes rows")
-    return layout
-
-
 def _convolution(step: TraceStep, layouts: list[Layout]) -> Layout:
     layout = layouts[0]
     if layout is not None and layout.dim == 0:
@@ -259,18 +261,6 @@ def _avg_pool(step: TraceStep, layouts: list[Layout]) -> Layout:
     if layout is None or (kernel_dim >= 0 and [s[kernel_dim % len(s)] for s in sizes] != [1, 1, 0]):
         raise RowCouplingError("mixes rows")
     return layout
-
-
-def _couples_last_dims(spatial: int) -> LayoutRule:
-    """Return a rule for operations that couple the last `spatial` dimensions."""
-
-    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
-        layout = layouts[0]
-        if layout is None or layout.dim >= len(step.inputs[0].shape) - spatial:
-            raise RowCouplingError("mixes rows")
-        return layout
-
-    return rule
 
 
 def _pixel_shuffle(step: TraceStep, layouts: list[Layout]) -> Layout:
@@ -310,22 +300,6 @@ def _embedding(step: TraceStep, layouts: list[Layout]) -> Layout:
     if table is not None:
         raise RowCouplingError("mixes rows")
     return indices
-
-
-def _couples_dims(*dims: int) -> LayoutRule:
-    """Return a rule for operations that couple the dimensions `dims`, counted from the start."""
-
-    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
-        layout = layouts[0]
-        if layout is None or layout.dim in dims:
-            raise RowCouplingError("mixes rows")
-        return layout
-
-    return rule
-
-
-def _view_as_complex(step: TraceStep, layouts: list[Layout]) -> Layout:
-    return _couples_dims(len(step.inputs[0].shape) - 1)(step, layouts)
 
 
 def _fused_layer(inputs: int) -> LayoutRule:
@@ -396,8 +370,8 @@ LAYOUT_RULES: dict[str, LayoutRule] = {
     **_rules_for(_acts_along("dim", -1), "glu", "sort", "topk"),
     **_rules_for(_gather, "gather"),
     **_rules_for(_embedding, "embedding"),
-    **_rules_for(_couples_dims(1), "channel_shuffle", "native_channel_shuffle"),
-    **_rules_for(_view_as_complex, "view_as_complex"),
+    **_rules_for(_couples(lambda *_: (1,)), "channel_shuffle", "native_channel_shuffle"),
+    **_rules_for(_couples_last_dims(1), "view_as_complex", "max_pool1d"),
     **_rules_for(_acts_along("dims"), "flip", "roll"),
     **_rules_for(
         _acts_along("dim", 0), "split", "split_with_sizes", "unsafe_split", "index_select"
@@ -416,10 +390,12 @@ LAYOUT_RULES: dict[str, LayoutRule] = {
     ),
     **dict.fromkeys(RESIZES, _resize),
     **_rules_for(_matmul, "mm", "addmm", "bmm", "baddbmm"),
-    **_rules_for(_layer_norm, "native_layer_norm", "_fused_rms_norm"),
+    **_rules_for(
+        _couples(lambda step, ndim: range(ndim - len(step.arguments["normalized_shape"]), ndim)),
+        *("native_layer_norm", "_fused_rms_norm"),
+    ),
     **_rules_for(_convolution, "convolution"),
     **_rules_for(_avg_pool, "avg_pool2d", "avg_pool3d"),
-    **_rules_for(_couples_last_dims(1), "max_pool1d"),
     **{
         name: rule
         for n in (1, 2, 3)

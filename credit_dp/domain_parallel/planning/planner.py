@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from math import lcm
 from operator import mul
@@ -366,38 +366,30 @@ class Planner:
     @contextmanager
     def record_module_names(self) -> Iterator[None]:
         """Let traces record which module's code runs."""
-        hooks = []
-        for path, module in self.model.named_modules():
-            name = f"{path or 'model'} ({type(module.__dict__.get('wrapped', module)).__name__})"
-            hooks += [
-                module.register_forward_pre_hook(
+        with ExitStack() as hooks:
+            for path, module in self.model.named_modules():
+                kind = type(module.__dict__.get("wrapped", module)).__name__
+                name = f"{path or 'model'} ({kind})"
+                begin = module.register_forward_pre_hook(
                     lambda *_, name=name: self._trace.running_modules.append(name)
-                ),
+                )
                 # Not called after an error, so that the failed module stays the innermost one.
-                module.register_forward_hook(lambda *_: self._trace.running_modules.pop() and None),
-            ]
-        try:
+                end = module.register_forward_hook(
+                    lambda *_: self._trace.running_modules.pop() and None
+                )
+                hooks.enter_context(begin)
+                hooks.enter_context(end)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def exclude_from_trace(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Keep the operations inside these modules out of the traces."""
-        hooks = [
-            hook
-            for module in modules
-            for hook in (
-                module.register_forward_pre_hook(lambda *_: self._trace.pause()),
-                module.register_forward_hook(self._end_excluded_call),
-            )
-        ]
-        try:
+        with ExitStack() as hooks:
+            for module in modules:
+                begin = module.register_forward_pre_hook(lambda *_: self._trace.pause())
+                hooks.enter_context(begin)
+                hooks.enter_context(module.register_forward_hook(self._end_excluded_call))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _end_excluded_call(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._trace.resume()

@@ -26,6 +26,11 @@ def counted(count: float, noun: str) -> str:
     return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def install_extra(extra: str) -> str:
     """Return how to install packages that an extra of this one names; it is on no index."""
     return f"Run pip install '.[{extra}]' in the folder that credit_dp was cloned into"

@@ -24,7 +24,7 @@ from credit_dp.data.grid import FieldArray
 from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Masks, Store
-from credit_dp.errors import UserError, counted
+from credit_dp.errors import UserError, counted, first_line
 
 Indices = NDArray[np.intp]
 RowSplitter = Callable[[tuple[Channel, ...]], list[slice]]  # channels -> bands of rows
@@ -333,7 +333,7 @@ def connect_to_scheduler(address: str) -> Any:
     try:
         return Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:  # a TimeoutError is an OSError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
+            f"scheduler: no dask scheduler answers at {address} ({first_line(error)}). "
+            "Change scheduler."
         ) from None

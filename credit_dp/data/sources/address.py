@@ -17,7 +17,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from credit_dp.checks import expand_home
-from credit_dp.errors import UnreachableError, UserError, install_extra
+from credit_dp.errors import UnreachableError, UserError, first_line, install_extra
 
 LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
@@ -129,14 +129,14 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
     except ImportError as error:
         raise UserError(
             f"{redact_secrets(where)}: needs a package that is missing "
-            f"({_first_line(error)}). {install_extra('remote')}."
+            f"({first_line(error)}). {install_extra('remote')}."
         ) from error
     except Exception as error:  # some connect to a server here, or open a file
         if is_network_error(error):
             raise unreachable_error(where, reason_of(error)) from error
         raise UserError(
             f"{redact_secrets(where)}: not an address that can be read "
-            f"({_first_line(error)}). Change data.store."
+            f"({first_line(error)}). Change data.store."
         ) from error
     return system, str(path)
 
@@ -173,7 +173,7 @@ def expand_pattern(where: str) -> list[str]:
 
 def reason_of(error: BaseException) -> str:
     """Return the first line of an error, without secrets, as a part of a message."""
-    return redact_secrets(_first_line(error))
+    return redact_secrets(first_line(error))
 
 
 def zarr_open_error(where: str, error: BaseException) -> UserError:
@@ -255,8 +255,3 @@ def _protocols(where: str) -> list[str]:
 
 def _any_set(names: tuple[str, ...]) -> bool:
     return any(os.environ.get(name) for name in names)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

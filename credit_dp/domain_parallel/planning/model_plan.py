@@ -45,7 +45,7 @@ from credit_dp.domain_parallel.row_tensors import (
     row_shardings,
 )
 from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups, share_exchanges
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, first_line
 from credit_dp.random_streams import python_random_state
 
 Shape = tuple[int, ...]
@@ -314,7 +314,7 @@ def _band_error(planner: Planner, error: Exception) -> UserError:
         step, coupling = planner.first_coupling
         return UserError(refusal_message(step.location, str(coupling), step.name))
     return UserError(
-        f"{_location(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
+        f"{_location(planner, error)}: fails on a band of rows ({first_line(error)}). A number "
         "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module. "
         f"{NAME_RULE}."
     )
@@ -330,7 +330,7 @@ def failure_message(
     """Return the message for a model that fails on these inputs, as its code says."""
     given = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in inputs)
     message = (
-        f"{where}: fails on {inputs_name} ({type(error).__name__}: {_first_line(error)}) "
+        f"{where}: fails on {inputs_name} ({type(error).__name__}: {first_line(error)}) "
         f"when it is called with {given or 'no tensors'}."
     )
     if any(word in str(error).lower() for word in SHAPE_WORDS):
@@ -340,10 +340,6 @@ def failure_message(
 
 def _location(planner: Planner, error: Exception) -> str:
     return ", ".join([*planner.running_modules, user_line_of(error)])
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:

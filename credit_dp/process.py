@@ -6,7 +6,11 @@ No torch at module level: data commands do not import it.
 import gc
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 # The regions in the trace that `trainer.profile=true` writes.
 EXCHANGE = "exchange"
@@ -22,6 +26,20 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def complete(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Run a task, and give its result or its error to a future.
+
+    For daemon threads, which do not keep a program from ending: Python joins those of its executors
+    at exit.
+    """
+    try:
+        result = task()
+    except BaseException as error:  # noqa: BLE001 - raised again by `future.result`
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 @contextmanager

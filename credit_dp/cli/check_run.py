@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -18,11 +19,12 @@ from credit_dp.checks import expand_home
 from credit_dp.cli.compose import check_rows
 from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
 from credit_dp.cli.output import format_bytes
-from credit_dp.config import Config, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from credit_dp.config import Config, DataConfig, ModelConfig, TrainerConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
 from credit_dp.errors import UnreachableError, UserError, counted
+from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import locate_checkpoint
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
 
     check_plugins(config)
     check_cache(config.data)
-    check_folder_is_writable(config.run)
+    check_writable("run.dir", Path(run_folder(config.run.name, config.run.dir)))
     given = config
     config, path = resolve_resume(config)
     try:
@@ -231,15 +233,6 @@ def check_cache(data: DataConfig) -> None:
     check_writable("data.cache", expand_home("data.cache", data.cache))
 
 
-def check_folder_is_writable(run: RunConfig) -> None:
-    """Refuse a folder of the run that it could not create or write to, without creating it.
-
-    Raises:
-        UserError: names the folder that can't be written to.
-    """
-    check_writable("run.dir", Path(run_folder(run.name, run.dir)))
-
-
 def check_writable(key: str, folder: Path) -> None:
     """Refuse a folder that can't be created or written to, without creating it.
 
@@ -306,27 +299,15 @@ def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
 
     if not remote:
         return open_store()
-    stores: list[Store] = []
-    errors: list[Exception] = []
-
-    def open_in_thread() -> None:
-        try:
-            stores.append(open_store())
-        except Exception as error:  # noqa: BLE001 - raised again below, in the main thread
-            errors.append(error)
-
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     # The libraries retry for minutes and can't be interrupted. A daemon thread is abandoned when
     # the program ends.
-    thread = Thread(target=open_in_thread, daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    if errors:
-        raise errors[0]
-    if not stores:
+    opened: Future[Store] = Future()
+    Thread(target=complete, args=(opened, open_store), daemon=True).start()
+    if wait([opened], ANSWER_SECONDS).not_done:
         raise unreachable_error(", ".join(remote), f"no answer within {ANSWER_SECONDS:g} seconds")
-    return stores[0]
+    return opened.result()
 
 
 def quickstart_summary(config: Config) -> DataSummary:

@@ -46,6 +46,7 @@ from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.sources.source import BlockConsumer
 from credit_dp.data.store import Store
 from credit_dp.errors import counted
+from credit_dp.process import complete
 
 __all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
 
@@ -687,12 +688,5 @@ def _run_tasks(tasks: Tasks) -> None:
 
 
 def _run_task(future: Future[T], task: Callable[[], T]) -> None:
-    # False if the future was cancelled while it was queued.
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = task()
-    except BaseException as error:  # noqa: BLE001 - raised again by `future.result`
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    if future.set_running_or_notify_cancel():  # not if it was cancelled while it was queued
+        complete(future, task)

@@ -42,6 +42,7 @@ from credit_dp.distributed.collectives import (
 from credit_dp.distributed.process_groups import join_background_group
 from credit_dp.errors import UserError
 from credit_dp.files import temporary_path
+from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import (
     METADATA_FILE,
     VALIDATION_KEY,
@@ -210,7 +211,9 @@ class CheckpointSaver:
         )
         self._saved_step = state.step
         if self._in_background:
-            self._pending_write = run_in_thread(write)
+            self._pending_write = Future()
+            arguments = (self._pending_write, write)
+            Thread(target=complete, args=arguments, name="checkpoint", daemon=True).start()
         else:
             write()
 
@@ -241,25 +244,6 @@ class CheckpointSaver:
                 [self._pending_write],
                 None if isinstance(error, Exception) else INTERRUPT_TIMEOUT,
             )
-
-
-def run_in_thread(task: Callable[[], None]) -> Future[None]:
-    """Run a task in a daemon thread, which does not keep the program from ending.
-
-    An executor of the standard library would: Python joins its threads at exit.
-    """
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 ADVICE = "Change the model or data group to that of the checkpoint, or resume."

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.config import ModelConfig
 from credit_dp.config.model import SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
@@ -335,15 +334,12 @@ def settings_of(
         # Missing in forecasts without, as in those of earlier versions.
         **({"fixers": [*config.model.fixers]} if config.model.fixers else {}),
         **({"bounds": dict(config.model.bounds)} if config.model.bounds else {}),
-        **sampler_settings(config.model),
+        **{
+            f"model.{key}": getattr(config.model, key)
+            for key in (SAMPLER_KEYS if config.model.denoises else ())
+        },
         **format_to_json(form),
     }
-
-
-def sampler_settings(model: ModelConfig) -> Settings:
-    """Return how a diffusion model is sampled, by key; nothing for other models."""
-    keys = SAMPLER_KEYS if model.denoises else ()
-    return {f"model.{key}": getattr(model, key) for key in keys}
 
 
 def describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

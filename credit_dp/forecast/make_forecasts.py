@@ -201,7 +201,10 @@ class ForecastSetup:
             line = f"starts from member {members[0]} of {describe_members(members)}; "
             screen.show(f"{'note':<13}{line}data.member={members[1]} chooses another")
         form = ForecastFormat.of(store, fields.channels, units, request)
-        settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
+        # Differs between checkpoints of the same name, too.
+        identity = fingerprint((path / METADATA_FILE).read_text())
+        stores = [absolute_address(x) for x in store.config.stores or [store.source.where]]
+        settings = settings_of(config, form, identity, stores)
         if members:
             settings["member"] = members[0]
         if files is not None:
@@ -236,8 +239,9 @@ class ForecastSetup:
         """
         manager = self.manager
         store = self.prepared.store
-        data = replace(self.config.data, batch_size=forecast_batch_size(self.config, manager))
-        config = replace(self.config, data=data)
+        # Each model gets one sample at a time.
+        batch_size = manager.dp_world_size * microbatches_per_step(self.config)
+        config = replace(self.config, data=replace(self.config.data, batch_size=batch_size))
         parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
         load_weights(self.checkpoint, parts.parts)
         for part in parts.parts:
@@ -457,21 +461,6 @@ def statistics_of(metadata: Metadata) -> Statistics:
     """Return the statistics that the model was trained with, from the checkpoint's metadata."""
     arrays: dict[str, Any] = metadata["data"]["statistics"]
     return Statistics(**{name: np.array(values, float) for name, values in arrays.items()})
-
-
-def checkpoint_fingerprint(path: Path) -> str:
-    """Return a fingerprint that differs between checkpoints, also of the same name."""
-    return fingerprint((path / METADATA_FILE).read_text())
-
-
-def forecast_batch_size(config: Config, manager: DomainParallelManager) -> int:
-    """Return the global batch size that gives each model one sample at a time."""
-    return manager.dp_world_size * microbatches_per_step(config)
-
-
-def store_addresses(store: Store) -> list[str]:
-    """Return the addresses of the initial states, for a forecast's settings."""
-    return [absolute_address(where) for where in store.config.stores or [store.source.where]]
 
 
 @final

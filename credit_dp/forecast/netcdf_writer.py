@@ -91,7 +91,9 @@ class NetcdfWriter(ForecastWriter):
             return  # written before the forecast was resumed
         with LIBRARY_LOCK, as_os_error():
             if job not in self._open_files:
-                self._open_files[job] = self._create_file(job, rows), final_path
+                new, part = partial_path(final_path), self._file_slices(job, rows)
+                file = create_file(new, self.form, self.settings, part)
+                self._open_files[job] = file, final_path
             file, _ = self._open_files[job]
             index = self.form.field_index(0, 0, lead)  # the file's only member and initial time
             for variable, values in zip(self.form.variables, fields, strict=True):
@@ -169,11 +171,6 @@ class NetcdfWriter(ForecastWriter):
             "time": slice(job.time, job.time + 1),
             self.form.horizontal_dims[0]: rows,
         }
-
-    def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
-        """Create the temporary file of a forecast, without its fields."""
-        path = partial_path(self.partial / self._file_name(job, rows))
-        return create_file(path, self.form, self.settings, self._file_slices(job, rows))
 
 
 @final

@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import zarr
@@ -49,7 +49,6 @@ from credit_dp.forecast.writer import (
 CODEC = "zstd"
 
 
-@final
 class ZarrWriter(ForecastWriter):
     """Writes a forecast as one zarr store."""
 
@@ -190,12 +189,11 @@ class ZarrWriter(ForecastWriter):
         return chunk[-len(self.form.horizontal_dims)]
 
 
-class FileWriter(ForecastWriter):
+class FileWriter(ZarrWriter):
     """Writes a single file, by way of a zarr store at `OUT.partial`."""
 
     def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
-        self._zarr_writer = ZarrWriter(out, form, settings)
         self.temporary_file = out.with_name(f"{out.name}.file{PARTIAL_SUFFIX}")
 
     @classmethod
@@ -219,18 +217,7 @@ class FileWriter(ForecastWriter):
     @classmethod
     def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """See `ForecastWriter`."""
-        return ZarrWriter.read_settings(path) if path.is_dir() else cls.read_file_settings(path)
-
-    def bands_to_write(self, bands: RowPartition) -> RowPartition:
-        """See `ForecastWriter`."""
-        return self._zarr_writer.bands_to_write(bands)
-
-    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[FieldArray]) -> None:
-        """See `ForecastWriter`."""
-        self._zarr_writer.write(job, lead, rows, fields)
-
-    def close(self, job: ForecastJob) -> None:
-        """Do nothing: see `ZarrWriter`."""
+        return super().read_settings(path) if path.is_dir() else cls.read_file_settings(path)
 
     @property
     def piece_count(self) -> int:
@@ -260,27 +247,16 @@ class FileWriter(ForecastWriter):
 
     def bands(self, path: Path) -> list[slice]:
         """See `ForecastWriter`."""
-        return self._zarr_writer.bands(path) if path.is_dir() else [slice(0, self.form.height)]
+        return super().bands(path) if path.is_dir() else [slice(0, self.form.height)]
 
     def missing(self, path: Path) -> list[MissingField]:
         """See `ForecastWriter`: a file with its final name is complete."""
-        return self._zarr_writer.missing(path) if path.is_dir() else []
-
-    def create(self, path: Path, bands: RowPartition) -> None:
-        """See `ForecastWriter`."""
-        self._zarr_writer.create(path, bands)
+        return super().missing(path) if path.is_dir() else []
 
     def clean_up(self) -> None:
         """See `ForecastWriter`."""
         self.temporary_file.unlink(missing_ok=True)
-        self._zarr_writer.clean_up()
-
-    def parts(self, path: Path) -> Iterator[ForecastPart]:
-        """See `ForecastWriter`."""
-        if path.is_dir():
-            yield from self._zarr_writer.parts(path)
-        else:
-            yield ForecastPart(path, {}, self.jobs, self.bands(path))
+        super().clean_up()
 
 
 def _create_unchunked(

@@ -145,7 +145,7 @@ def lock_cached(path: Path) -> Iterator[None]:
     Raises:
         UserError: another user's lock file may not be opened.
     """
-    lock = FileLock(lock_path(path))
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
     with explain_cache_errors(path):
         lock.acquire()
     try:
@@ -252,11 +252,6 @@ def clear_new(out: Path) -> Path:
 def remove_lock(out: Path) -> None:
     """Remove the lock file from a complete output."""
     (out / LOCK_NAME).unlink(missing_ok=True)
-
-
-def lock_path(path: Path) -> Path:
-    """Return the lock file that guards the creation of `path`."""
-    return path.with_name(f"{path.name}.lock")
 
 
 def _remove(path: Path) -> None:

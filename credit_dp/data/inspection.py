@@ -145,6 +145,8 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
     cells = {v.name: max(1, len(v.levels)) * math.prod(source.grid) for v in readable}
     total_cells = sum(cells.values())
     latitude, longitude = source.grid.extent
+    timed = [name for name, x in source.variables.items() if x.has_time and not x.problem]
+    common_times = source.times[source.has_all_times(timed)]
     return StoreReport(
         where=source.where,
         form=type(source).__name__.removesuffix("Source").lower(),
@@ -155,7 +157,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         is_global=source.grid.is_global,
         projection=_projection(source.grid),
         spacing=_spacing(source.grid),
-        dates=report_time_axis(_common_times(source), source.calendar),
+        dates=report_time_axis(common_times, source.calendar),
         members=source.members,
         variables=variables,
         long_names={
@@ -199,15 +201,6 @@ def _spacing(grid: Grid) -> str:
         np.linalg.norm(points[:, 1, 1] - other) for other in (points[:, 0, 1], points[:, 1, 0])
     ]
     return " x ".join(f"{EARTH_RADIUS_KM * step:.4g}" for step in apart) + " km in the middle"
-
-
-def _common_times(source: Source) -> Times:
-    """Return the times that all variables have."""
-    timed = [name for name, x in source.variables.items() if x.has_time and not x.problem]
-    has_all = np.ones(len(source.times), dtype=bool)
-    for name in timed:
-        has_all &= source.has_times(name)
-    return source.times[has_all]
 
 
 def report_time_axis(times: Times, calendar: Calendar = STANDARD) -> TimeAxisReport:

@@ -11,7 +11,7 @@ The range of a channel is the first of:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -385,7 +385,9 @@ class ValueLimits:
         unit = self._unit(channel)
         level = "" if channel.level is None else f" on level {channel.level}"
         origin = (
-            " (1000 times the spread of the training dates)" if self._is_sampled(channel) else ""
+            " (1000 times the spread of the training dates)"
+            if self.channels_without_range([channel])
+            else ""
         )
         cause = self._likely_cause(channel, field, limits, value) + other_cause
         count = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
@@ -427,20 +429,13 @@ class ValueLimits:
 
     def _range(self, channel: Channel) -> ValueRange | None:
         if self._is_given(channel):
-            given = self._given(channel)
-            return None if given is None else ValueRange(float(given[0]), float(given[1]))
+            limits = self._config.limits
+            given: Any = limits.get(channel.name, limits.get(channel.variable))
+            return None if given is None else ValueRange(*map(float, given))
         return self._known_range(channel) or self.sampled_ranges.get(channel.name)
 
     def _is_given(self, channel: Channel) -> bool:
         return channel.name in self._config.limits or channel.variable in self._config.limits
-
-    def _given(self, channel: Channel) -> Sequence[float] | None:
-        limits = self._config.limits
-        given: Sequence[float] | None = limits.get(channel.name, limits.get(channel.variable))
-        return given
-
-    def _is_sampled(self, channel: Channel) -> bool:
-        return not self._is_given(channel) and self._known_range(channel) is None
 
     def _known_range(self, channel: Channel) -> ValueRange | None:
         is_summed = self._config.variable_config(channel.variable).accumulated

@@ -241,7 +241,7 @@ class StepReader:
         accumulated = [name for name in timed if is_accumulated(name, config)]
         # A sum that ends at a time does not need to be stored under it.
         instants = [name for name in timed if name not in accumulated] or accumulated
-        present = np.flatnonzero(_has_all(source, instants))
+        present = np.flatnonzero(source.has_all_times(instants))
         indices = present[data_step_indices(source.times[present], config, source.where)]
         # The same times for all variables, so that a sample has either all of its fields or none.
         complete = np.ones(len(indices), dtype=bool)
@@ -380,14 +380,6 @@ class StepReader:
         for column, present in zip(positions.T, is_summed.T, strict=True):
             np.add(sums, fields[column], out=sums, where=present[:, None, None, None])
         return sums
-
-
-def _has_all(source: Source, names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return at which times of a source all of these variables can be read."""
-    has_all = np.ones(len(source.times), dtype=bool)
-    for name in names:
-        has_all &= source.has_times(name)
-    return has_all
 
 
 def _sum_windows_of(

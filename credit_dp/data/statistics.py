@@ -122,10 +122,6 @@ class Moments:
         std = float(np.sqrt(self.squares / self.weight))
         return std if std > np.finfo(np.float32).eps * abs(self.mean) else 0.0
 
-    def as_list(self) -> list[float]:
-        """Return the fields in order, for `Moments(*numbers)`."""
-        return list(astuple(self))
-
 
 STATISTIC_NAMES = ("mean", "std", "tendency_std", "minimum", "maximum")
 # Further statistics of channels that are normalised by `quantile`, in order.
@@ -218,7 +214,7 @@ class Statistics:
         quantiles = {f"{prefix}quantiles": _quantile_rows(rows) for prefix, rows in groups.items()}
         return cls(
             **{
-                prefix + statistic: _vector([row[statistic] for row in rows])
+                prefix + statistic: np.array([row[statistic] for row in rows], float)
                 for prefix, rows in groups.items()
                 for statistic in STATISTIC_NAMES
                 if statistic != "tendency_std" or not prefix
@@ -256,16 +252,6 @@ def check_statistics_range(table: StatisticsTable, store: Store, where: str, rem
 def empty_moments(piece: Piece) -> list[Pair]:
     """Return the moments of a piece before its first window, one pair per channel."""
     return [(Moments(), Moments()) for _ in piece.channels]
-
-
-def accumulate_moments(
-    store: Store, piece: Piece, windows: Iterable[Window], quantiles: Quantiles
-) -> list[Pair]:
-    """Return the moments of one piece, one pair per channel."""
-    moments = empty_moments(piece)
-    for window in windows:
-        moments = add_window(store, piece, window, moments, quantiles)
-    return moments
 
 
 def add_window(
@@ -398,10 +384,6 @@ def _check_not_constant(
             f"{where}: {channel.name} is constant over the training dates, so "
             f"it cannot be normalised. Leave it out of data.{role} or data.levels."
         )
-
-
-def _vector(values: list[float]) -> Vector:
-    return np.array(values, dtype=np.float64)
 
 
 FILE_FORMAT = "credit_dp statistics 2"  # change with the definitions: old files are ignored
@@ -731,7 +713,7 @@ class StatisticsRun:
         return self._folder / f"{self._name}-{index:05}.json"
 
     def _save_part(self, index: int, pairs: list[Pair]) -> None:
-        content = [[values.as_list(), changes.as_list()] for values, changes in pairs]
+        content = [[astuple(values), astuple(changes)] for values, changes in pairs]
         write_statistics_file(self._part_path(index), json.dumps(content))
 
     def _load_part(self, index: int, piece: Piece) -> list[Pair] | None:
@@ -747,8 +729,11 @@ class StatisticsRun:
 def moments_of(
     store: Store, dates: TrainingDates, piece: Piece, quantiles: Quantiles = NO_QUANTILES
 ) -> list[Pair]:
-    """Read one piece and return its moments."""
-    return accumulate_moments(store, piece, stream_windows(store, dates, piece), quantiles)
+    """Read one piece and return its moments, one pair per channel."""
+    moments = empty_moments(piece)
+    for window in stream_windows(store, dates, piece):
+        moments = add_window(store, piece, window, moments, quantiles)
+    return moments
 
 
 def process_first_window(
@@ -756,7 +741,7 @@ def process_first_window(
 ) -> int:
     """Process the first fields of a piece, for timing; return how many fields there were."""
     window = next(stream_windows(store, dates, piece))
-    accumulate_moments(store, piece, [window], quantiles)
+    add_window(store, piece, window, empty_moments(piece), quantiles)
     return len(piece.channels) * len(window.fields)
 
 

@@ -172,8 +172,10 @@ def load_or_compute_statistics(
 
     def create(file: Path) -> None:
         with closing(StatisticsRun(store, file, every)) as run:
-            report = _fraction_callback(run.num_fields, progress)
-            run.run(ThreadWorkers(store, run.dates, store.config.workers), report)
+            run.run(
+                ThreadWorkers(store, run.dates, store.config.workers),
+                lambda done: progress("statistics", done / run.num_fields),
+            )
 
     path = statistics_path(store, folder, every)
     return load_or_create(path, StatisticsFile.load, create, "statistics", compute)
@@ -220,10 +222,6 @@ def _check_untransformed(store: Store, where: str) -> None:
                 f"{variable.normalise}. "
                 f"Change data.variables.{name}.normalise, or data.statistics to null."
             )
-
-
-def _fraction_callback(total: int, progress: ProgressCallback) -> Callable[[int], None]:
-    return lambda done: progress("statistics", done / total)
 
 
 def read_external_statistics(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:

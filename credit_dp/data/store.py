@@ -19,7 +19,7 @@ from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.calendar import Calendar, Times
-from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.channels import Channel
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import Degrees, FieldArray
@@ -95,7 +95,8 @@ class Store:
         self.config = config
         self.dates_note = ""
         self.channels = select_channels(source, config)
-        self.levels = _levels(self.channels)
+        levels = (channel.level for channel in self.channels.output_channels)
+        self.levels = list(dict.fromkeys(level for level in levels if level is not None))
         self.grid = source.grid
         check_boundary(config.boundary, config.relaxation, self.grid, source.where)
         self.stored_forcing = [
@@ -246,11 +247,6 @@ class Store:
         A sum over a step may also need part of the chunk before.
         """
         return self._step_reader.chunk_numbers(channel, self.time_indices(times))
-
-    def read_forcing_at(self, time: np.datetime64, rows: slice) -> FieldArray:
-        """Read or compute the forcing channels at one time, `(F, rows, W)`."""
-        fields: FieldArray = self.read_forcing(np.array([time]), rows)[0]
-        return fields
 
     def read_forcing(self, times: Times, rows: slice) -> FieldArray:
         """Read or compute the forcing channels at several times, `(T, F, rows, W)`."""
@@ -563,12 +559,6 @@ class Store:
                 "and .test."
             )
         return indices
-
-
-def _levels(channels: Channels) -> list[int]:
-    """Return the levels of the output channels in order, each once."""
-    levels = (channel.level for channel in channels.output_channels)
-    return list(dict.fromkeys(level for level in levels if level is not None))
 
 
 def mask_digest(mask: ValidMask) -> str:

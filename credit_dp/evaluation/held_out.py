@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from credit_dp.config import Config, TrainerConfig
+from credit_dp.config import Config
 from credit_dp.data.calendar import Times
 from credit_dp.data.dates import HasTimes
 from credit_dp.data.normaliser import Normaliser
@@ -61,11 +61,6 @@ class EvaluationDates:
     stride_hours: int
     max_times: int | None = None
 
-    @classmethod
-    def for_final_scores(cls, trainer: TrainerConfig) -> "EvaluationDates":
-        """Return the dates of a run's final scores."""
-        return cls("test", tuple(trainer.evaluate_hours), trainer.evaluate_stride_hours)
-
     def initial_times(self, store: HasTimes, frames: int) -> Times:
         """Return the initial times, `(N,)`, rising."""
         times = initial_times(store, self.split, self.hours, self.stride_hours, frames)
@@ -106,7 +101,8 @@ class HeldOutData:
         like: Tensor,
         dates: EvaluationDates | None = None,
     ) -> None:
-        dates = dates or EvaluationDates.for_final_scores(config.trainer)
+        hours = tuple(config.trainer.evaluate_hours)
+        dates = dates or EvaluationDates("test", hours, config.trainer.evaluate_stride_hours)
         self.prepared = prepared
         self.rows = rows
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
@@ -143,7 +139,7 @@ class HeldOutData:
         for probe in evenly_spaced_indices(self.num_samples, PROBED_TIMES):
             member, number = divmod(probe, len(self.initial_times))
             store, start = self.members[member].prepared.store, self.initial_times[number]
-            store.read_forcing_at(start, self.rows)
+            store.read_forcing(np.array([start]), self.rows)
             for time in (*(start + self._frames), start + self.lead_steps[-1] * self.step):
                 store.read_outputs(np.array([time]), self.rows)
 

@@ -55,7 +55,7 @@ def test_batch_is_what_the_store_holds_normalised(ready):
             field = store.read_states([at], WHOLE)[0].astype(np.float64)
             wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
             assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
-        field = store.read_forcing_at(time, WHOLE) - statistics.forcing_mean[:, None, None]
+        field = store.read_forcing(time[None], WHOLE)[0] - statistics.forcing_mean[:, None, None]
         wanted = field / statistics.forcing_std[:, None, None]
         assert np.allclose(batch.forcing[sample].numpy(), wanted)
         field = store.read_static(WHOLE) - statistics.static_mean[:, None, None]
@@ -286,7 +286,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             assert torch.equal(found, normaliser.normalise_outputs(fields))
             found = batch.forcing[sample, step * forced : (step + 1) * forced]
             assert torch.equal(
-                found, normaliser.normalise_forcing(ready.store.read_forcing_at(at, WHOLE))
+                found, normaliser.normalise_forcing(ready.store.read_forcing(at[None], WHOLE)[0])
             )
         for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
             fields = ready.store.read_states([time - back * stores.STEP], WHOLE)[0]

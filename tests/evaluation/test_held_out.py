@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_definition(config):
         for start in starts:
             valid = start + lead * np.timedelta64(6, "h")
             forcing = [
-                store.read_forcing_at(start + k * np.timedelta64(6, "h"), whole)[0]
+                store.read_forcing((start + k * np.timedelta64(6, "h"))[None], whole)[0, 0]
                 for k in range(lead)
             ]
             now, truth = store.read_states([start], whole)[0], store.read_states([valid], whole)[0]

@@ -186,7 +186,8 @@ def _integrate(
                     num_done += ticks.get(timeout=0.2)
                     progress("making the quickstart climate", num_done / total)
                 # A run that failed ends the wait: its remaining steps never come.
-                _raise_first(futures)
+                for future in filter(Future.done, futures):
+                    future.result()
             for future in futures:
                 future.result()
         finally:
@@ -194,12 +195,6 @@ def _integrate(
             pool.shutdown(wait=False, cancel_futures=True)
             for process in started:  # also after an error or Ctrl-C
                 process.kill()
-
-
-def _raise_first(futures: list[Future[None]]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
 
 
 def _one_run(

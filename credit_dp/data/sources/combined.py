@@ -277,7 +277,10 @@ class JoinedSource(_CombinedSource):
         self.times: Times = reduce(np.union1d, [source.times for source in sources])
         self.calendar = sources[0].calendar
         # A time has other indices in each store; -1 if the store lacks it.
-        self._time_indices = [_indices_in(source.times, self.times) for source in sources]
+        self._time_indices = [
+            np.where(np.isin(self.times, x.times), np.searchsorted(x.times, self.times), -1)
+            for x in sources
+        ]
         self._sources = all_sources
         self._variables_by_source = [source.variables for source in sources]
         self._variables_by_source += [_without_time(source.variables) for source in timeless]
@@ -425,12 +428,6 @@ def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
     """Return the variables of a store of static fields, marked as constant in time."""
     static = {name: replace(variables[name], has_time=False) for name in all_names(variables)}
     return AliasedVariables({name: static[name] for name in variables}, static)
-
-
-def _indices_in(times: Times, wanted: Times) -> NDArray[np.intp]:
-    """Return the indices of `wanted` in `times`; -1 for those that are not there."""
-    indices = np.searchsorted(times, wanted)
-    return np.where(np.isin(wanted, times), indices, -1)
 
 
 def _check_common_times(sources: Sequence[Source]) -> None:

@@ -224,6 +224,13 @@ class Source(ABC):
         """Return at which of `times` a variable can be read, `(T,)`."""
         return np.ones(len(self.times), dtype=bool)
 
+    def has_all_times(self, variables: Sequence[str]) -> NDArray[np.bool_]:
+        """Return at which of `times` all of these variables can be read, `(T,)`."""
+        has_all = np.ones(len(self.times), dtype=bool)
+        for variable in variables:
+            has_all &= self.has_times(variable)
+        return has_all
+
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """Return begin and end of what an accumulated variable is the sum over, `(T, 2)`.
 

@@ -596,7 +596,8 @@ class StackedArray:
             # That the store was rewritten explains a failed read better than a damaged chunk.
             self.change_detector.check()
             self._raise_first_error(times, channels, rest)
-            raise self._error("a chunk", self._first_index(times), error) from error
+            first = 0 if self.times is None else int(np.arange(len(self.times))[times][0])
+            raise self._error("a chunk", first, error) from error
         self.change_detector.after_read(suspicious=False)
         return fields
 
@@ -687,9 +688,6 @@ class StackedArray:
         for start in np.unique(indices // step * step).tolist():
             inside = indices[(indices >= start) & (indices < start + step)]
             yield start // length, slice(int(inside.min()), int(inside.max()) + 1)
-
-    def _first_index(self, times: Indexer) -> int:
-        return 0 if self.times is None else int(np.arange(len(self.times))[times][0])
 
     def _error(self, key: str, time: int, error: Exception) -> UserError:
         contents = "the static fields" if self.times is None else "all variables"

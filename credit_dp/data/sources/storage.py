@@ -621,7 +621,7 @@ class IntactStore(RangeByRangeStore):
     def __init__(self, store: Store, arrays: "Mapping[str, zarr.Array[Any]]") -> None:
         super().__init__(store)
         whole = {name: array for name, array in arrays.items() if array.shards is None}
-        self._blosc = {name for name, array in whole.items() if is_blosc_array(array)}
+        self._blosc = {n for n, array in whole.items() if compressor_name(array) == "blosc"}
         self._limits = {
             name: (compressor_name(array), decoded_bytes(array.chunks, array.dtype))
             for name, array in whole.items()
@@ -671,11 +671,6 @@ def _check_size(compressor: str, limit: int, chunk: Buffer) -> None:
 
 
 READS_BETWEEN_CHECKS = 64
-
-
-def is_blosc_array(array: "zarr.Array[Any]") -> bool:
-    """Whether each file of the array is one Blosc buffer."""
-    return array.shards is None and compressor_name(array) == "blosc"
 
 
 def unreadable_error(

@@ -257,11 +257,6 @@ def _read_references(where: str) -> Any:
     return content
 
 
-def _options(where: str) -> dict[str, Any]:
-    """Return fsspec's options for one address."""
-    return next(iter(storage_options(where).values()), {})
-
-
 def _systems(folder: str) -> Iterator[tuple[str | None, Any]]:
     """Yield file systems for the chunks of an allowed folder, with the protocols they are for."""
     if not is_remote(folder):
@@ -269,7 +264,8 @@ def _systems(folder: str) -> Iterator[tuple[str | None, Any]]:
         yield from ((protocol, local) for protocol in (None, "file", "local"))
         return
     protocol = urlsplit(folder).scheme
-    options = {"asynchronous": True, "skip_instance_cache": True} | _options(folder)
+    given = next(iter(storage_options(folder).values()), {})
+    options = {"asynchronous": True, "skip_instance_cache": True, **given}
     system = fsspec.filesystem(protocol, **options)
     is_async = system.async_impl
     yield protocol, system if is_async else AsyncFileSystemWrapper(system, asynchronous=True)

@@ -101,7 +101,9 @@ def read_data_arguments(
         else:
             data_overrides.append(text)
     composer = Composer(program.rpartition(" ")[2])
-    overrides = composer.parse([*_default_overrides(data_overrides), *data_overrides])
+    if not any(text.partition("=")[0] in GROUPS for text in data_overrides):
+        data_overrides.insert(0, "data=zarr")
+    overrides = composer.parse(data_overrides)
     texts = [str(override.input_line) for override in overrides]
     return DataArguments(composer.compose_config(texts), values, args.json)
 
@@ -119,12 +121,6 @@ def _quote_store(store: str) -> str:
             f"comma, {shell_argument('store', store)}"
         )
     return store if parsed is not None else next(quoted_forms(store), store)
-
-
-def _default_overrides(given: Sequence[str]) -> list[str]:
-    """Return `data=zarr` unless another choice is given, or an experiment, which has one."""
-    chosen = any(text.partition("=")[0] in GROUPS for text in given)
-    return [] if chosen else ["data=zarr"]
 
 
 INSPECT_HELP = """\
@@ -241,9 +237,12 @@ def _dates(report: "StoreReport") -> list[str]:
     months = dates.spacing_months
     every = counted(months, "month") if months else counted(dates.spacing_hours or 0, "hour")
     calendar = "" if dates.calendar == "standard" else f", {dates.calendar} calendar"
+    gaps = "no gaps"
+    if dates.gaps:
+        gaps = f"{counted(len(dates.gaps), 'gap')}, {counted(dates.missing, 'time')} missing"
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
-        f"{every}, {_gaps(len(dates.gaps), dates.missing)}{calendar}"
+        f"{every}, {gaps}{calendar}"
     ]
     if months:
         lines.append("        a model needs steps of equal length, in hours or days: data.step")
@@ -257,19 +256,15 @@ def _dates(report: "StoreReport") -> list[str]:
     return [*lines, *members]
 
 
-def _gaps(count: int, missing: int) -> str:
-    return f"{counted(count, 'gap')}, {counted(missing, 'time')} missing" if count else "no gaps"
-
-
 def _variables(report: "StoreReport") -> list[str]:
     rows = []
     for variable in report.variables:
-        chunks = variable.chunks
+        chunks, levels = variable.chunks, variable.levels
         rows.append(
             (
                 variable.name,
                 variable.units or "-",
-                _levels(variable.levels),
+                f"{len(levels)}: {levels[0]} to {levels[-1]}" if levels else "-",
                 "yes" if variable.timed else "no",
                 _chunk_shape(chunks),
                 str(chunks.times_together) if chunks is not None else "-",
@@ -301,10 +296,6 @@ def _names(report: "StoreReport") -> list[str]:
         return []
     names = ", ".join(f"{name} ({stored})" for name, stored in report.long_names.items())
     return [f"A config may also use these names: {names}"]
-
-
-def _levels(levels: Sequence[int]) -> str:
-    return f"{len(levels)}: {levels[0]} to {levels[-1]}" if levels else "-"
 
 
 def _reading(report: "StoreReport") -> list[str]:
@@ -561,7 +552,10 @@ def stats(arguments: Sequence[str], program: str) -> int:
     path = _statistics_path(store, parsed.command_keys)
     if not _is_computed(store, path, parsed.command_keys["every"]):
         _compute(store, path, parsed.command_keys, screen)
-    screen.show(_usage_hint(path, parsed.command_keys["out"]))
+    hint = "training with the same data and data.cache finds it there"
+    if parsed.command_keys["out"]:
+        hint = f"train with {shell_argument('data.statistics', str(path))}"
+    screen.show(f"{path}: {hint}")
     return 0
 
 
@@ -715,12 +709,6 @@ def _format_fields(run: "StatisticsRun", fields: int) -> str:
     """Return the size of this many float32 fields."""
     rows, columns = run.store.grid
     return format_bytes(4 * fields * rows * columns)
-
-
-def _usage_hint(path: Path, out: str) -> str:
-    if out:
-        return f"{path}: train with {shell_argument('data.statistics', str(path))}"
-    return f"{path}: training with the same data and data.cache finds it there"
 
 
 DATA_HELP = """\

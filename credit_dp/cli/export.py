@@ -64,7 +64,9 @@ def export(source: str, output: str | None) -> tuple[Path, Path]:
 
     checkpoint_folder = checkpoint_at(source)
     run_folder = run_folder_of(checkpoint_folder)
-    path = output_path(output) if output else run_folder / "model.safetensors"
+    path = run_folder / "model.safetensors"
+    if output:
+        path = checks.expand_home("--output", output)
     trained = read_checkpoint(checkpoint_folder)
     card_file = card_path(path)
     card_text = build_card(trained, path, run_folder)
@@ -74,11 +76,6 @@ def export(source: str, output: str | None) -> tuple[Path, Path]:
     write_safetensors(trained, path)
     write_bytes(card_file, card_text.encode())
     return path, card_file
-
-
-def output_path(output: str) -> Path:
-    """Return the path that the user gave, with `~` expanded."""
-    return checks.expand_home("--output", output)
 
 
 def check_output_path(path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
@@ -17,7 +16,6 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
-    from credit_dp.data.calendar import Calendar
     from credit_dp.forecast.request import ForecastConfig
 
 
@@ -142,6 +140,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     from credit_dp.forecast.boundary import check_boundary_key
     from credit_dp.forecast.initial_file import open_initial_files
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
+    from credit_dp.training.data_description import calendar_of_fields
 
     file_names = {
         "netcdf": "forecast-netcdf",
@@ -149,7 +148,8 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         "grib": "forecast.grib",
     }
     out = keys["out"] or str(run / file_names.get(keys["format"], "forecast.zarr"))
-    calendar = checkpoint_calendar(path)
+    trained_on = read_metadata("checkpoint", path)["data"]
+    calendar = calendar_of_fields(trained_on["fields"])
     request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out}, calendar=calendar)
     has_noise = isinstance(config.model, BlocksConfig) and config.model.noise > 0
     files = open_initial_files(request)
@@ -176,21 +176,9 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         raise UserError(f"{target}: exists already. Change out.")
     config = without_training_settings(config)
     # A run on a store has no data.grid; its checkpoint has the grid of the store.
-    check_rows(replace(config, data=config.data.on_grid(checkpoint_grid(path))))
+    check_rows(replace(config, data=config.data.on_grid(trained_on["data.grid"])))
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
     return ForecastConfig(**values, request=request)
-
-
-def checkpoint_calendar(path: Path) -> "Calendar":
-    """Return the calendar of the data that a checkpoint was trained on."""
-    from credit_dp.training.data_description import calendar_of_fields
-
-    return calendar_of_fields(read_metadata("checkpoint", path)["data"]["fields"])
-
-
-def checkpoint_grid(path: Path) -> str:
-    """Return the `ROWSxCOLUMNS` that a checkpoint was trained on."""
-    return str(read_metadata("checkpoint", path)["data"]["data.grid"])
 
 
 def without_training_settings(config: Config) -> Config:

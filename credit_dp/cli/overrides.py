@@ -301,7 +301,8 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     # Hydra requires `+` for a new entry of a table. Here KEY=VALUE is enough: `++` adds or sets it.
     return [
         _parse(f"++{override.input_line}")
-        if override.type == OverrideType.CHANGE and may_add_entries(override.key_or_group)
+        if override.type == OverrideType.CHANGE
+        and (is_table(override.key_or_group) or is_table_entry(override.key_or_group))
         else override
         for override in parsed
     ]
@@ -313,11 +314,6 @@ def _expand_dates(text: str) -> list[str]:
     if key == "data.dates" and value.strip("'\"") == AUTO:
         return [f"{key}.{split}={AUTO}" for split in SPLITS]
     return [text]
-
-
-def may_add_entries(key: str) -> bool:
-    """Whether a value of this key may add entries to a table."""
-    return is_table(key) or is_table_entry(key)
 
 
 def _as_table_entry(text: str) -> str:

@@ -8,7 +8,7 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,7 @@ from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 
 if TYPE_CHECKING:
-    from credit_dp.costs.budget import (
-        MeshBudget,
-        MeshComparison,
-        PipelinePlan,
-        RankBudget,
-        StepPlan,
-    )
+    from credit_dp.costs.budget import MeshComparison, PipelinePlan, RankBudget, StepPlan
     from credit_dp.domain_parallel.count_transport import RankTraffic
     from credit_dp.domain_parallel.decide import Decision, LayerTraffic
 
@@ -71,7 +65,9 @@ def levels_table(report: "Decision") -> list[str]:
 def traffic_table(report: "Decision") -> list[str]:
     """Return a table of what each layer sends in a step."""
     layers = [
-        layer for layer in report.layers if any(map(sends_anything, layer.forward + layer.backward))
+        layer
+        for layer in report.layers
+        if any(sent.messages + sent.collectives for sent in layer.forward + layer.backward)
     ]
     rows = [
         (
@@ -130,11 +126,6 @@ def split_by_name(layers: Sequence["LayerTraffic"], path: list[str]) -> list[lis
     return list(parts.values())
 
 
-def sends_anything(sent: "RankTraffic") -> bool:
-    """Whether a rank sends a message or takes part in a collective."""
-    return sent.messages + sent.collectives > 0
-
-
 def traffic_cells(
     forward: Sequence["RankTraffic"], backward: Sequence["RankTraffic"]
 ) -> tuple[str, ...]:
@@ -159,16 +150,7 @@ MESH_HEADINGS = ("domain", "data", "rows", "imbalance")
 
 def held_table(budgets: Sequence["RankBudget"]) -> list[str]:
     """Return a table of what the fullest rank at each position of the pipeline axis holds."""
-    columns = [name for name in budgets[0].held if any(budget.held[name] for budget in budgets)]
-    rows = [
-        (
-            *_budget_cells(budget),
-            *(format_bytes(budget.held[name]) for name in columns),
-            format_bytes(budget.total_held),
-        )
-        for budget in budgets
-    ]
-    lines = format_table(("a rank holds", "pipeline", *columns, "all"), rows, left=1)
+    columns, lines = _items_table("a rank holds", budgets, [budget.held for budget in budgets])
     if "gathered" in columns:
         lines.append("gathered: weights of other ranks, while a block of segments computes")
     if "states" in columns:
@@ -183,18 +165,9 @@ def held_table(budgets: Sequence["RankBudget"]) -> list[str]:
 
 def sent_table(budgets: Sequence["RankBudget"]) -> list[str]:
     """Return a table of what the busiest rank at each position of the pipeline axis sends."""
-    columns = [name for name in budgets[0].sent if any(budget.sent[name] for budget in budgets)]
+    columns, lines = _items_table("a rank sends", budgets, [budget.sent for budget in budgets])
     if not columns:
         return []
-    rows = [
-        (
-            *_budget_cells(budget),
-            *(format_bytes(budget.sent[name]) for name in columns),
-            format_bytes(budget.total_sent),
-        )
-        for budget in budgets
-    ]
-    lines = format_table(("a rank sends", "pipeline", *columns, "all"), rows, left=1)
     if "members" in columns:
         lines.append("members: for the loss, between ranks that share the members of a sample")
     return [
@@ -269,8 +242,20 @@ def _legend(comparison: "MeshComparison") -> list[str]:
     return [*lines, f"No larger domain: {comparison.limit}"] if comparison.limit else lines
 
 
-def _budget_cells(budget: "RankBudget") -> tuple[str, str]:
-    return budget.mode, str(budget.pipeline_rank)
+def _items_table(
+    heading: str, budgets: Sequence["RankBudget"], items: Sequence[Mapping[str, int]]
+) -> tuple[list[str], list[str]]:
+    """Return the items of which any budget has bytes, and a table of these and of the sums."""
+    columns = [name for name in items[0] if any(of[name] for of in items)]
+    rows = [
+        (
+            budget.mode,
+            str(budget.pipeline_rank),
+            *map(format_bytes, (*(of[name] for name in columns), sum(of.values()))),
+        )
+        for budget, of in zip(budgets, items, strict=True)
+    ]
+    return columns, format_table((heading, "pipeline", *columns, "all"), rows, left=1)
 
 
 # What the JSON has of a `Decision`, in the order of the text.
@@ -314,14 +299,12 @@ def meshes_json(comparison: "MeshComparison", config: Config, memory: float) -> 
         "up_to": comparison.up_to,
         "memory_gib": memory,
         "refused": comparison.limit,
-        "meshes": [_mesh_json(mesh, memory) for mesh in comparison.meshes],
+        "meshes": [
+            {**asdict(mesh), "fits": [b.mode for b in mesh.budgets if b.fits(memory)]}
+            for mesh in comparison.meshes
+        ],
     }
     return json.dumps(content, indent=2) + "\n"
-
-
-def _mesh_json(mesh: "MeshBudget", memory: float) -> dict[str, Any]:
-    fits: Sequence[str] = [budget.mode for budget in mesh.budgets if budget.fits(memory)]
-    return {**asdict(mesh), "fits": fits}
 
 
 DEFAULT_MEMORY_GIB = 80.0  # of a rank, for --up-to

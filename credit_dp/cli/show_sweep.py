@@ -162,7 +162,8 @@ def table_lines(table: SweepTable) -> list[str]:
     rows = []
     for row in table.rows:
         steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
-        numbers = [format_number(row[name]) for name in (table.metric, *timings)]
+        values = (row[name] for name in (table.metric, *timings))
+        numbers = [ABSENT if value is None else f"{value:.4g}" for value in values]
         rows.append(
             (*(str(row[name] or ABSENT) for name in names), numbers[0], steps, *numbers[1:])
         )
@@ -180,11 +181,6 @@ def table_lines(table: SweepTable) -> list[str]:
         f"{counted(len(rows), 'run')}: {counts}",
         *causes,
     ]
-
-
-def format_number(value: float | None) -> str:
-    """Return a number with four significant digits."""
-    return ABSENT if value is None else f"{value:.4g}"
 
 
 SCALING_HELP = """\

@@ -68,7 +68,10 @@ def plan_step(config: Config) -> StepPlan:
     Raises:
         UserError: grid, batch or variables are wrong, or the model can't be cut into stages.
     """
-    report, model = _report_and_model(config)
+    data = config.parallel.data or 1
+    check_batch(config, data)
+    model, shape = model_and_shape(config, data * microbatches_per_step(config))
+    report = _report(model, shape, config.parallel.domain, config, config.parallel.whole_ops)
     if report.problems or report.unplanned:
         return StepPlan(report, (), None)
     if config.parallel.pipeline == 1:
@@ -76,15 +79,6 @@ def plan_step(config: Config) -> StepPlan:
     pipeline = plan_pipeline(model, report, config)
     samples = report.input_shapes[0][0]
     return StepPlan(report, pipeline_budget(pipeline, samples, config), pipeline)
-
-
-def _report_and_model(config: Config) -> tuple[Decision, nn.Module]:
-    """Return the report of one micro-batch, and the unconverted model."""
-    data = config.parallel.data or 1
-    check_batch(config, data)
-    model, shape = model_and_shape(config, data * microbatches_per_step(config))
-    report = _report(model, shape, config.parallel.domain, config, config.parallel.whole_ops)
-    return report, model
 
 
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
@@ -359,11 +353,6 @@ class RankBudget:
         """Return the sum of `held`."""
         return sum(self.held.values())
 
-    @property
-    def total_sent(self) -> int:
-        """Return the sum of `sent`."""
-        return sum(self.sent.values())
-
     def fits(self, memory: float) -> bool:
         """Return whether `held` fits in `memory` GiB."""
         return self.total_held <= memory * 2**30
@@ -496,7 +485,8 @@ def _stage_budgets(
         for stage, per_parameter in zip(stages, moments, strict=True)
     ]
     budgets = {"ddp": _sum_budgets(replicated)}
-    if all(_can_shard(stage.module, replicas) for stage in stages):
+    has_row_tensors = any(by_name for stage in stages for _, by_name in row_shardings(stage.module))
+    if replicas > 1 and not has_row_tensors:
         gathers = count_gathers(order)
         sharded = [
             sharded_budget(
@@ -597,11 +587,6 @@ def _max_bytes_sent(sent: Sequence[RankTraffic]) -> int:
         traffic.bytes + ring_all_reduce_bytes(traffic.collective_bytes, len(sent))
         for traffic in sent
     )
-
-
-def _can_shard(module: nn.Module, replicas: int) -> bool:
-    """Return whether fsdp2 can shard a module: several replicas, and no parameter with rows."""
-    return replicas > 1 and not any(shardings for _, shardings in row_shardings(module))
 
 
 def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:

@@ -30,11 +30,6 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_fork_server() -> bool:
-    """Whether this process is multiprocessing's fork server."""
-    return "multiprocessing.forkserver" in " ".join(sys.orig_argv)
-
-
-if is_fork_server():
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):  # this process is the fork server
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

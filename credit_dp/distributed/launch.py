@@ -47,7 +47,8 @@ def launch(
     """
     launcher = find_launcher(os.environ)
     with raise_on_stop():
-        if launcher is None and is_multi_rank(config):
+        # As far as the config says, without counting GPUs.
+        if launcher is None and ranks_per_model(config.parallel) * (config.parallel.data or 1) > 1:
             start_fork_server(run)  # it imports torch while this process still works out the mesh
         config = resolve_ranks(config, launcher)
         world_size = ranks_per_model(config.parallel) * (config.parallel.data or 1)
@@ -57,11 +58,6 @@ def launch(
             return run_processes(config, world_size, run)
     # Outside of `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
     return run_as_launched_rank(config, launcher, run, advice)
-
-
-def is_multi_rank(config: Config) -> bool:
-    """Whether the config alone, without counting GPUs, asks for more than one rank."""
-    return ranks_per_model(config.parallel) * (config.parallel.data or 1) > 1
 
 
 def run_single_process(config: Config, run: str) -> int:

@@ -398,12 +398,12 @@ def _differing_config(results: Sequence[EvaluationResult]) -> dict[str, tuple[st
     if results[0].kind != RUN:
         return {}
     keys = sorted({key for result in results for key in result.config})
-    texts = {key: tuple(_config_text(result.config, key) for result in results) for key in keys}
+    configs = [
+        {key: json.dumps(value, default=str) for key, value in result.config.items()}
+        for result in results
+    ]
+    texts = {key: tuple(config.get(key, "-") for config in configs) for key in keys}
     return {key: values for key, values in texts.items() if len(set(values)) > 1}
-
-
-def _config_text(config: Mapping[str, object], key: str) -> str:
-    return json.dumps(config[key], default=str) if key in config else "-"
 
 
 LINE_STYLES = ("-", "--", "-.", ":")

@@ -334,11 +334,8 @@ class Scorer:
             self._scores[name] = []
             for first in range(span.start, span.stop, count):
                 part = slice(first, min(first + count, span.stop))
-                points = (
-                    None
-                    if self.valid is None
-                    else ValidPoints.of(self.valid[part], regions[GLOBAL].weights)
-                )
+                valid = None if self.valid is None else self.valid[part]
+                points = ValidPoints.of(valid, regions[GLOBAL].weights)
                 sizes = (leads, part.stop - part.start)
                 members = aligned.forecast.members
                 scores = VariableScores(sizes, members, truth.grid, regions, points, seeps_points)

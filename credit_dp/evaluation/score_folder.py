@@ -163,7 +163,7 @@ def scorecard_page(card: Scorecard) -> str:
         maps=[
             (title, draw_or_warn(title, error_map_image, card, errors))
             for errors in card.maps
-            for title in [map_title(card, errors)]
+            for title in [f"Errors of {card.channels[errors.channel].name} at {errors.hours} h"]
         ],
         ensemble=ensemble,
         ranks=draw_or_warn("rank histograms", rank_histogram_image, card) if ensemble else None,
@@ -285,11 +285,6 @@ def spectra_by_band(card: Scorecard) -> list[SpectraSection]:
             image = draw_or_warn(f"spectra of {name}", spectra_image, card, band)
             sections.append(SpectraSection(name, image, without))
     return sections
-
-
-def map_title(card: Scorecard, errors: ErrorMap) -> str:
-    """Return the heading of a map."""
-    return f"Errors of {card.channels[errors.channel].name} at {errors.hours} h"
 
 
 @final

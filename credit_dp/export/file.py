@@ -18,7 +18,6 @@ import cftime
 import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -182,12 +181,13 @@ class ModelMetadata:
             raise ValueError("diagnostic is out of range")
         if self.frames < 1 or not 1 <= self.step_hours <= MAX_STEP_HOURS:
             raise ValueError("frames or step_hours is out of range")
-        lengths = {len(self.channels), len(self.units), *map(len, self._channel_statistics())}
-        if len(lengths) > 1:
+        statistics = self.statistics_arrays
+        of_channels = (statistics.mean, statistics.std, statistics.tendency_std)
+        if len({len(self.channels), len(self.units), *map(len, of_channels)}) > 1:
             raise ValueError("the numbers of channels, units and statistics differ")
-        if len(self.forcing) != len(self.statistics_arrays.forcing_mean):
+        if len(self.forcing) != len(statistics.forcing_mean):
             raise ValueError("the numbers of forcings and of their statistics differ")
-        if len(self.static) != len(self.statistics_arrays.static_mean):
+        if len(self.static) != len(statistics.static_mean):
             raise ValueError("the numbers of static fields and of their statistics differ")
         self._check_quantiles("", names)
         self._check_quantiles("forcing_", self.forcing)
@@ -201,10 +201,6 @@ class ModelMetadata:
                 if len(quantiles) != len(names):
                     raise ValueError("the numbers of channels and of their quantiles differ")
                 QuantileMap(quantiles[index])  # raises if they are no quantiles
-
-    def _channel_statistics(self) -> list[NDArray[np.float64]]:
-        statistics = self.statistics_arrays
-        return [statistics.mean, statistics.std, statistics.tendency_std]
 
     def to_texts(self) -> dict[str, str]:
         """Return the metadata of a safetensors file, which is text; other values as JSON."""
@@ -543,17 +539,14 @@ def summary_text(trained: TrainedModel) -> str:
     size = sum(tensor.numel() for tensor in trained.weights.values())
     extent = "global" if metadata.grid.is_global else "regional"
     predicts = "the change over one step" if metadata.residual else "the next state"
+    several = metadata.frames > 1
+    frames = f", from states at {metadata.frames} times a step apart" if several else ""
     return (
         f"A {extent} weather model (`{name}`, {size:,} weights) that forecasts the state of the "
         f"atmosphere on a grid of {rows} x {columns} points {metadata.step_hours} hours ahead"
-        f"{frames_text(metadata)}. The network predicts {predicts}; inputs and outputs are in the "
+        f"{frames}. The network predicts {predicts}; inputs and outputs are in the "
         f"units below. Trained with credit_dp {metadata.versions.get('credit_dp', '')}."
     )
-
-
-def frames_text(metadata: ModelMetadata) -> str:
-    """Return a clause with the number of input states, if there are several."""
-    return "" if metadata.frames == 1 else f", from states at {metadata.frames} times a step apart"
 
 
 def usage_text(metadata: ModelMetadata, path: Path) -> str:

@@ -137,7 +137,7 @@ class ForeignConfig:
         """
         texts = dict(self.remarks)
         for key in self._leaves():
-            parents = [key[:end] for end in _ends(key)]
+            parents = [*(key[: dot.start()] for dot in re.finditer(r"\.", key)), key]
             if not self._read & set(parents):
                 known = [reasons[parent] for parent in parents if parent in reasons]
                 texts[key] = f"no counterpart: {known[-1] if known else NO_REASON}"
@@ -174,11 +174,6 @@ class ForeignConfig:
                 yield prefix
 
         return list(walk("", self.tree)) if self.tree else []
-
-
-def _ends(key: str) -> list[int]:
-    """Return where the path of each parent of a key, and its own, ends."""
-    return [match.start() for match in re.finditer(r"\.", key)] + [len(key)]
 
 
 @dataclass

@@ -881,12 +881,8 @@ def read_weights(checkpoint: str) -> "tuple[Path, dict[str, Tensor]]":
     state = content.get("model_state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not state or not all(map(torch.is_tensor, state.values())):
         raise UserError(f"CHECKPOINT: {path} has no table of weights `model_state_dict`.")
-    return path, {_plain_name(str(name)): tensor for name, tensor in state.items()}
-
-
-def _plain_name(name: str) -> str:
-    """Return a weight's name without what DDP and torch.compile put before it."""
-    return re.sub(r"^(module\.|_orig_mod\.)+", "", name)
+    of_wrappers = re.compile(r"^(module\.|_orig_mod\.)+")  # of DDP and torch.compile
+    return path, {of_wrappers.sub("", str(name)): tensor for name, tensor in state.items()}
 
 
 def _write_weights(source: Path, tensors: "dict[str, Tensor]", path: Path) -> None:

@@ -206,11 +206,6 @@ class PlacedRepr:
         return ", ".join(text for text in (self.original(), self.devices) if text)
 
 
-def is_placed(module: nn.Module) -> bool:
-    """Whether the module has been placed on a device."""
-    return isinstance(vars(module).get("forward"), PlacedForward)
-
-
 def called_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module; for a `ModuleList` or `ModuleDict`, which is never called, its children."""
     # These two inherit the `forward` of `nn.Module`, which only raises an error.
@@ -369,7 +364,7 @@ def parallelize_pipeline(
     _move_modules(model, processing)
     # From the outermost entry inwards: later entries override earlier ones of the same module.
     pairs: dict[nn.Module, DevicePair] = {}
-    for name in sorted(devices, key=_nesting_depth):
+    for name in sorted(devices, key=lambda name: len(name.split(".")) if name else 0):
         pairs |= dict.fromkeys(called_modules(model.get_submodule(name)), devices[name])
     for module, pair in pairs.items():
         set_devices(module, *pair)
@@ -395,7 +390,7 @@ def unparallelize_pipeline(model: Module, common_device: Device | None = None) -
 def _refuse_placed(module: nn.Module, but: Set[nn.Module] = frozenset()) -> None:
     """Refuse a module that has been placed, or contains one that has, except those in `but`."""
     for name, inner in module.named_modules():
-        if is_placed(inner) and inner not in but:
+        if isinstance(vars(inner).get("forward"), PlacedForward) and inner not in but:
             where = f"{type(module).__name__}{f'.{name}' if name else ''}"
             raise UserError(
                 f"{where}: has been parallelized. Call unparallelize_pipeline on it first; "
@@ -411,10 +406,6 @@ def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None
         if device is not None:
             # `_apply`, not `to`, which would move the children as well.
             apply_to_tensors(module, partial(move_to_device, device=device), recurse=False)
-
-
-def _nesting_depth(name: str) -> int:
-    return len(name.split(".")) if name else 0
 
 
 def _device_pair(name: str, value: Device | Sequence[Device]) -> DevicePair:

@@ -97,7 +97,9 @@ class ForecastStep:
 
     def fields_from_output(self, output: Tensor, last: Tensor) -> Tensor:
         """Return the corrected fields of the model's output, one step after the state `last`."""
-        fields = self._add_tendency(output, last) if self.residual else output
+        fields = output
+        if self.residual:
+            fields = self._with_state(output, lambda change: last + change * self.tendency_scale)
         if self.fixers is None:
             return fields
         corrected: Tensor = self.fixers(fields, last)
@@ -107,21 +109,21 @@ class ForecastStep:
         """Return the output that becomes these fields, if no fixer corrects them."""
         if not self.residual:
             return fields
-        state, diagnostic = fields[:, : self.states], fields[:, self.states :]
-        state = (state - last) / self.tendency_scale
-        return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
-
-    def _add_tendency(self, output: Tensor, last: Tensor) -> Tensor:
-        state, diagnostic = output[:, : self.states], output[:, self.states :]
-        state = last + state * self.tendency_scale
-        return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
+        return self._with_state(fields, lambda state: (state - last) / self.tendency_scale)
 
     def _with_given(self, fields: Tensor, given: Tensor, share: Tensor) -> Tensor:
-        """Return fields with a share of the given state; diagnostic channels stay as they are."""
-        state, diagnostic = fields[:, : self.states], fields[:, self.states :]
+        """Return fields with a share of the given state."""
         given = given[:, : self.states]
-        drawn = torch.where(share > 0, torch.lerp(state, given, share), state)
-        state = torch.where(share == 1, given, drawn)  # whatever is predicted there, also NaN
+
+        def mixed(state: Tensor) -> Tensor:
+            drawn = torch.where(share > 0, torch.lerp(state, given, share), state)
+            return torch.where(share == 1, given, drawn)  # whatever is predicted there, also NaN
+
+        return self._with_state(fields, mixed)
+
+    def _with_state(self, fields: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return fields with another state; diagnostic channels stay as they are."""
+        state, diagnostic = change(fields[:, : self.states]), fields[:, self.states :]
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
     def rollout(
@@ -164,11 +166,6 @@ class ForecastStep:
 def repeat_members(x: Tensor, members: int) -> Tensor:
     """Repeat each sample for its members, which become neighbours: `(B, ...)` -> `(B * M, ...)`."""
     return x.repeat_interleave(members, 0) if members > 1 else x
-
-
-def split_members(x: Tensor, members: int) -> Tensor:
-    """Return the members of each sample in a dim of their own: `(B * M, ...)` -> `(B, M, ...)`."""
-    return x.view(-1, members, *x.shape[1:])
 
 
 @final
@@ -226,7 +223,8 @@ class EnsembleForecast:
         rims = None if given is None else (repeat_members(fields, count) for fields in given)
         state, static = repeat_members(state, count), repeat_members(static, count)
         for fields in self.step.rollout(state, repeated, static, begin, rims):
-            of_ranks = self.ensemble.all_gather(split_members(fields, count))
+            members = fields.view(-1, count, *fields.shape[1:])
+            of_ranks = self.ensemble.all_gather(members)
             yield of_ranks.transpose(0, 1).flatten(1, 2)
 
 

@@ -355,10 +355,14 @@ class NonFiniteGuard:
             diagnose: see `check`.
         """
         loss, grad_norm, stop_signal = AgreedStep.read(numbers)
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            fault, finite = self._explosion_message(grad_norm), True
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            fault = self._explosion_message(grad_norm)
         else:
-            fault, finite = self._non_finite_message(loss, grad_norm), False
+            fault = (
+                f"the loss has to stay finite, but is {loss} with gradient norm {grad_norm} at "
+                f"step {self.state.step + 1}"
+            )
         if not fault:
             self.history.norms.append(grad_norm)
             self.history.in_a_row = 0
@@ -372,12 +376,6 @@ class NonFiniteGuard:
     def metrics(self) -> dict[str, float]:
         """Return the number of steps that the run has skipped, for the log."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
-
-    def _non_finite_message(self, loss: float, norm: float) -> str:
-        return (
-            f"the loss has to stay finite, but is {loss} with gradient norm {norm} at step "
-            f"{self.state.step + 1}"
-        )
 
     def _largest_norm(self) -> float:
         """Return the largest norm that the coming step may have."""

@@ -303,17 +303,15 @@ def build_schedule(optimizer: Optimizer, config: OptimizerConfig, steps: int) ->
     plugin = plugin_schedule(config)
     steps_after_warmup = max(1, steps - config.warmup_steps)
 
-    def factor_after_warmup(step: int) -> float:
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        step -= config.warmup_steps
         if plugin is not None:
             # A checkpoint may be beyond the last step of a run that was made shorter: the plug-in
             # is never called with a later step than the last.
             return schedule_factor(plugin, min(step, steps_after_warmup), steps_after_warmup)
         return SCHEDULE_FACTORS[config.schedule](config, step, steps_after_warmup)
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        return factor_after_warmup(step - config.warmup_steps)
 
     check_schedule(config, steps)
     return LambdaLR(optimizer, factor)

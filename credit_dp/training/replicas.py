@@ -60,7 +60,7 @@ def check_replicas(
     replicated = torch.tensor([not is_dtensor(parameters[name]) for name in names])
     first = first_difference(torch.stack(sums), replicated, manager) if names else None
     # Other pipeline stages may have found nothing, but the message is made by collectives of all.
-    if any_rank(first is not None):
+    if any(has_found for (has_found,) in all_gather_ints([int(first is not None)])):
         suspect = "" if first is None else names[first]
         raise UserError(difference_message(suspect, parameters, manager, step))
 
@@ -155,11 +155,6 @@ def differing_entries(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     extremes = torch.stack([sums, ~sums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return extremes[0] != ~extremes[1]
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, of all pipeline stages."""
-    return any(row[0] for row in all_gather_ints([int(flag)]))
 
 
 def difference_message(

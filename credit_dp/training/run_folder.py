@@ -196,7 +196,10 @@ def provenance() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    commit = run_git("rev-parse", "HEAD") if in_checkout() else None
+    commit = None
+    # An installed package may be inside another project's checkout.
+    if run_git("ls-files", "--error-unmatch", "__init__.py") is not None:
+        commit = run_git("rev-parse", "HEAD")
     if commit is not None:
         versions["commit"] = commit.strip()
         versions["changed"] = "yes" if git_diff() or untracked_files() else "no"
@@ -218,11 +221,6 @@ def provenance_text() -> str:
             f"the difference has {len(patch)} characters; the first {MAX_PATCH_CHARACTERS} follow"
         )
     return "\n".join([*lines, "", patch[:MAX_PATCH_CHARACTERS]])
-
-
-def in_checkout() -> bool:
-    """Whether git tracks the package; an installed one may be inside another project's checkout."""
-    return run_git("ls-files", "--error-unmatch", "__init__.py") is not None
 
 
 def git_diff() -> str:

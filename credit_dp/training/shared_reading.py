@@ -47,7 +47,8 @@ def build_chunk_exchange(
         return None
     forcings = (Channel(name) for name in store.channels.forcing if name not in COMPUTED_FORCINGS)
     stored = (*store.channels.output_channels, *forcings)
-    excess = [_amplification(store, channel, bounds) for channel in stored]
+    chunk_rows = (store.source.chunk_shape(channel)[2] for channel in stored)
+    excess = [unshared_amplification(store.grid[0], rows, bounds) for rows in chunk_rows]
     if max(excess) <= SHARING_THRESHOLD:
         return None
     ranks = manager.domain_world_size
@@ -61,10 +62,6 @@ def build_chunk_exchange(
         )
     domains = torch.arange(manager.world_size).view(-1, ranks).tolist()
     return GroupChunkExchange(new_background_group(domains), bounds)
-
-
-def _amplification(store: Store, channel: Channel, bounds: Sequence[int]) -> float:
-    return unshared_amplification(store.grid[0], store.source.chunk_shape(channel)[2], bounds)
 
 
 @final

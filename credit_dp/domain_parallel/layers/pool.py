@@ -35,12 +35,12 @@ SPATIAL_NDIM: dict[type[nn.Module], int] = {
 
 
 def spatial_ndim(pool: nn.Module) -> int:
-    """Return the number of dimensions that a pool acts along."""
+    """Return the number of dimensions that a pool pools."""
     return next(ndim for pool_type, ndim in SPATIAL_NDIM.items() if isinstance(pool, pool_type))
 
 
 class SpatialPool(RowLayer, ABC):
-    """Base of the layers around a pool that may return several rows.
+    """Base of the layers around a pool to several rows.
 
     Args:
         pool: the layer to shard.

@@ -9,6 +9,7 @@ A plug-in file becomes a submodule of this module. Ranks and jobs of a sweep rec
 pickle, which names the module of each class: with the same variable set, they import the same file.
 """
 
+import importlib.metadata
 import logging
 import os
 import re
@@ -18,10 +19,10 @@ import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.metadata import entry_points
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 PLUGINS_VARIABLE = "CREDIT_DP_PLUGINS"
 LEGACY_VARIABLE = "CREDIT_DP_MODELS"  # compatibility: its name when files could hold models only
+
+# Of all installed packages, whose files are read for this: once, and not for each kind.
+entry_points = cache(importlib.metadata.entry_points)
 
 __path__: list[str] = []  # makes this module a package to Python; `_Finder` finds its submodules
 
@@ -117,24 +121,17 @@ def find_packaged_plugins(base: type[P]) -> dict[str, type[P]]:
     """Return the plug-ins of installed packages; one that fails to load is logged and left out."""
     kind = base.plugin_kind
     plugins: dict[str, type[P]] = {}
-    for entry in entry_points(group=kind.group):
+    for entry in entry_points().select(group=kind.group):
+        where = f"{kind.label} {entry.name}: {entry.value}"
         try:
             config = entry.load()
         except Exception as error:  # noqa: BLE001 - code of another package may raise anything
-            logger.warning(
-                "%s %s: %s can't be imported (%s)", kind.label, entry.name, entry.value, error
-            )
+            logger.warning("%s can't be imported (%s)", where, error)
             continue
         if isinstance(config, type) and issubclass(config, base):
             plugins[entry.name] = config
         else:
-            logger.warning(
-                "%s %s: %s is not a subclass of %s",
-                kind.label,
-                entry.name,
-                entry.value,
-                base.__name__,
-            )
+            logger.warning("%s is not a subclass of %s", where, base.__name__)
     return plugins
 
 

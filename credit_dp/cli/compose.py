@@ -203,15 +203,13 @@ class Composer:
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Return the choices of each config group, without schemas."""
-        loader = self.hydra.config_loader
-        names = [name for name in loader.list_groups("") if name != "hydra"]
-        names += [f"hydra/{name}" for name in loader.list_groups("hydra")]
-        # Hydra's own `get_group_options` copies the repository with all configs for each group.
-        repository = cast(ConfigLoaderImpl, loader).repository
-        options = {name: repository.get_group_options(name, ObjectType.CONFIG) for name in names}
+        # The loader's own methods copy the repository with all configs each time.
+        repository = cast(ConfigLoaderImpl, self.hydra.config_loader).repository
+        names = [n for n in repository.get_group_options("", ObjectType.GROUP) if n != "hydra"]
+        names += [f"hydra/{n}" for n in repository.get_group_options("hydra", ObjectType.GROUP)]
         return {
-            name: [choice for choice in choices if not choice.startswith("schema")]
-            for name, choices in options.items()
+            name: [c for c in repository.get_group_options(name) if not c.startswith("schema")]
+            for name in names
         }
 
     def parse(self, texts: Sequence[str]) -> list[Override]:

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -391,11 +391,8 @@ def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
         "credit_dp.optimizers": "tests.training.plugins:TorchOptimizerConfig",
         "credit_dp.schedules": "tests.training.plugins:LogCoshConfig",  # of another kind
     }
-    monkeypatch.setattr(
-        plugins,
-        "entry_points",
-        lambda group: [EntryPoint("mine", entries[group], group)] if group in entries else [],
-    )
+    found = EntryPoints(EntryPoint("mine", value, group) for group, value in entries.items())
+    monkeypatch.setattr(plugins, "entry_points", lambda: found)
     config = Composer("train").compose_config(["loss=mine", "optimizer=mine", "loss.above=3"])
     assert (config.loss.name, config.optimizer.name) == ("mine", "mine")
     assert vars(config.loss)["above"] == 3

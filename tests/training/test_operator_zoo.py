@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -66,8 +66,8 @@ def test_train_py_with_the_zoo_is_exact_on_three_uneven_ranks(tmp_path):
 
 
 def _entries(monkeypatch, value):
-    entries = [EntryPoint("mine", value, "credit_dp.models")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    entries = EntryPoints([EntryPoint("mine", value, "credit_dp.models")])
+    monkeypatch.setattr(plugins, "entry_points", lambda: entries)
 
 
 @pytest.mark.parametrize(

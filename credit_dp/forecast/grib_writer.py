@@ -5,13 +5,22 @@ settings of a forecast: `credit-dp forecast check` compares its messages with ea
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import COORDINATE_TOLERANCE, Grid, turns
+from credit_dp.data.grid import (
+    COORDINATE_TOLERANCE,
+    ROUNDING,
+    Grid,
+    degrees_east,
+    turns,
+    unit_vectors,
+)
 from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
     GribFile,
@@ -33,9 +42,17 @@ from credit_dp.variable_names import long_name
 BITS_PER_VALUE: Final = 16
 MISSING_VALUE: Final = 1e20  # stands for NaN between numpy and ecCodes; files have a bitmap
 MICRODEGREES = 10**6  # in a degree: the unit of grids in GRIB 2
+MILLIMETRES = 1000  # in a metre
 STEP_TYPES = ("instant", "accum")  # of the fields that are written
 SAMPLE = "regular_ll_pl_grib2"  # ecCodes' message to start from
 ROW_LENGTHS = "pl"  # of a reduced grid
+LAMBERT, POLAR, ROTATED = "lambert", "polar_stereographic", "rotated_ll"
+PROJECTIONS = {  # CF's names of grid mappings, and GRIB's of grids
+    "lambert_conformal_conic": LAMBERT,
+    "polar_stereographic": POLAR,
+    "rotated_latitude_longitude": ROTATED,
+}
+EARTH_RADIUS = 6371229.0  # m, if the grid mapping has none
 
 
 @final
@@ -52,12 +69,7 @@ class GribWriter(FileWriter):
         Raises:
             UserError: names the variables, or the problem of the grid.
         """
-        if self.form.grid.is_projected:
-            raise UserError(
-                "format: GRIB is written on grids of latitudes and longitudes, not on projections. "
-                "Use format=zarr or netcdf."
-            )
-        load_eccodes("format")
+        eccodes = load_eccodes("format")
         names = [
             channel.name
             for channel in self.form.channels
@@ -75,8 +87,11 @@ class GribWriter(FileWriter):
                 "format: GRIB is written on reduced Gaussian grids from longitude 0 and from the "
                 "north, but these cells are on another grid. Use format=zarr."
             )
-        for axis in ("latitude", "longitude") if cells is None else ():
-            steps = turns(getattr(self.form.grid, axis))
+        grid = self.form.grid
+        if grid.is_projected:
+            self._check_points(eccodes)
+        for axis in () if grid.is_projected or cells is not None else ("latitude", "longitude"):
+            steps = turns(getattr(grid, axis))
             if np.abs(steps - steps.mean()).max(initial=0) > 1e-3 * abs(steps.mean()):
                 raise UserError(
                     f"format: GRIB needs a grid of equal steps, but those of {axis} are "
@@ -92,7 +107,7 @@ class GribWriter(FileWriter):
             if not is_grib(path):
                 return None
             file = GribFile.open(path, "path", cut_off=True)
-            latitude, longitude, lengths = file.read_grid(reduced=True)
+            latitude, longitude, lengths = file.read_grid(reduced=True, projected=True)
             cells = np.repeat(latitude, lengths or 1), _longitudes(lengths)
         except (OSError, UserError):
             return None
@@ -156,10 +171,56 @@ class GribWriter(FileWriter):
                     with LIBRARY_LOCK:
                         file.write(self._encode(eccodes, variable.name, level, job, lead, field))
 
-    @property
-    def _grid_keys(self) -> dict[str, Any]:
+    @cached_property
+    def _grid(self) -> tuple[dict[str, Any], slice]:
+        """The keys of the grid, and the order in which its rows are written."""
+        if self.form.grid.is_projected:
+            return _projection_keys(self.form.grid)
         cells = self.form.cells
-        return _grid_keys(self.form.grid) if cells is None else _reduced_grid_keys(cells)
+        keys = _grid_keys(self.form.grid) if cells is None else _reduced_grid_keys(cells)
+        return keys, slice(None)
+
+    def _check_points(self, eccodes: Any) -> None:
+        """Refuse a projection unless ecCodes computes the points of the grid from its keys.
+
+        Raises:
+            UserError: says what GRIB can't represent.
+        """
+        grid = self.form.grid
+        name = str(grid.projection.attributes.get("grid_mapping_name") or "")
+        problem = f"this one is {name}" if name else "this one has no grid mapping"
+        if name in PROJECTIONS:
+            try:
+                away = self._distance_of_points(eccodes)
+            except KeyError as error:
+                problem = f"the grid mapping of this {name} lacks {error}"
+            except (TypeError, ValueError, eccodes.CodesInternalError) as error:
+                problem = f"not on this {name} ({error})"
+            else:
+                if away <= ROUNDING:  # coordinates may be those of float32
+                    return
+                problem = (
+                    f"points are up to {away:.2g} degrees from where this {name} has them, because "
+                    "steps are unequal or the grid mapping is wrong"
+                )
+        raise UserError(
+            "format: GRIB is written on Lambert, polar stereographic and rotated grids, but "
+            f"{problem}. Use format=zarr or netcdf."
+        )
+
+    def _distance_of_points(self, eccodes: Any) -> float:
+        """Return how far, in degrees, ecCodes has points from where the grid has them."""
+        grid = self.form.grid
+        with np.errstate(all="ignore"):
+            keys, rows = self._grid
+        with LIBRARY_LOCK, _new_message(eccodes, keys) as handle:
+            eccodes.codes_set_values(handle, np.zeros(grid[0] * grid[1]))
+            found = [
+                eccodes.codes_get_array(handle, axis).reshape(grid.shape)[rows]
+                for axis in ("latitudes", "longitudes")
+            ]
+        apart = unit_vectors(*found) - unit_vectors(grid.latitude, grid.longitude)
+        return float(np.rad2deg(np.linalg.norm(apart, axis=0)).max())
 
     def _levels(self, variable: OutputVariable) -> list[int | None]:
         return [channel.level for channel in self.form.channels[variable.channels]]
@@ -198,15 +259,8 @@ class GribWriter(FileWriter):
         """Return the message of one field, `(H * W,)` or of cells."""
         scale, offset = self._conversion(variable, level)
         values = field.astype(np.float64) * scale + offset
-        handle = eccodes.codes_grib_new_from_samples(SAMPLE)
-        try:
-            for name, value in self._header(variable, level, job, lead).items():
-                if value is None:
-                    eccodes.codes_set_missing(handle, name)
-                elif name == ROW_LENGTHS:
-                    eccodes.codes_set_array(handle, name, value)
-                else:
-                    eccodes.codes_set(handle, name, value)
+        values = values.reshape(self.form.height, -1)[self._grid[1]].ravel()
+        with _new_message(eccodes, self._header(variable, level, job, lead)) as handle:
             # Infinite ones, too: GRIB can't hold what single precision can't.
             missing = ~(np.abs(values) <= np.finfo(np.float32).max)
             if missing.any():
@@ -215,8 +269,6 @@ class GribWriter(FileWriter):
                 values = np.where(missing, MISSING_VALUE, values)
             eccodes.codes_set_values(handle, values)
             message: bytes = eccodes.codes_get_message(handle)
-        finally:
-            eccodes.codes_release(handle)
         return with_checksum(message)
 
     def _header(
@@ -251,9 +303,26 @@ class GribWriter(FileWriter):
             **(span if is_sum else {"step": hours}),
             "typeOfLevel": kind,
             "level": code.level if code.level_type else level,
-            **self._grid_keys,
+            **self._grid[0],
             "bitsPerValue": BITS_PER_VALUE,
         }
+
+
+@contextmanager
+def _new_message(eccodes: Any, keys: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield ecCodes' handle of a message, with keys set in their order."""
+    handle = eccodes.codes_grib_new_from_samples(SAMPLE)
+    try:
+        for name, value in keys.items():
+            if value is None:
+                eccodes.codes_set_missing(handle, name)
+            elif name == ROW_LENGTHS:
+                eccodes.codes_set_array(handle, name, value)
+            else:
+                eccodes.codes_set(handle, name, value)
+        yield handle
+    finally:
+        eccodes.codes_release(handle)
 
 
 def _grid_keys(grid: Grid) -> dict[str, Any]:
@@ -272,6 +341,77 @@ def _grid_keys(grid: Grid) -> dict[str, Any]:
         exact = abs(step * MICRODEGREES - round(step * MICRODEGREES)) < 1e-3
         keys[f"{axis}DirectionIncrement"] = round(step * MICRODEGREES) if exact else None
     return keys
+
+
+def _projection_keys(grid: Grid) -> tuple[dict[str, Any], slice]:
+    """Return the keys of a grid on a projection, and the order in which its rows are written.
+
+    Steps are those between its points: false eastings, scale factors and units of axes don't count.
+
+    Raises:
+        KeyError, TypeError, ValueError: the grid mapping lacks an attribute, or can't be written.
+
+    Source: CF conventions 1.11, appendix F; Snyder 1987, eqs. 14-1 to 15-3 and 21-5 to 21-10.
+    """
+    mapping, (rows, columns) = grid.projection.attributes, grid.projection[2:]
+    kind = PROJECTIONS[mapping["grid_mapping_name"]]
+    radius = mapping.get("earth_radius", mapping.get("semi_major_axis", EARTH_RADIUS))
+    if mapping.get("inverse_flattening") or mapping.get("semi_minor_axis", radius) != radius:
+        raise ValueError("on an ellipsoid")
+    keys = {
+        "shapeOfTheEarth": 1,  # a sphere of this radius, in cm
+        "scaleFactorOfRadiusOfSphericalEarth": 2,
+        "scaledValueOfRadiusOfSphericalEarth": round(radius * 100),
+        "gridType": kind,  # now, or ecCodes computes points on another earth
+        "numberOfDataPoints": grid[0] * grid[1],
+        "numberOfValues": grid[0] * grid[1],
+    }
+    if kind == ROTATED:
+        if not (len(rows.values) and len(columns.values)):
+            raise ValueError("without coordinates of its axes")
+        longitude = columns.values - mapping.get("north_pole_grid_longitude", 0)
+        pole = -mapping["grid_north_pole_latitude"], mapping["grid_north_pole_longitude"] + 180
+        keys |= _microdegrees("latitudeOfSouthernPole", pole[0])
+        keys |= _microdegrees("longitudeOfSouthernPole", pole[1] % 360)
+        return keys | _grid_keys(Grid(rows.values, longitude)), slice(None)
+    if kind == LAMBERT:
+        first, second = np.broadcast_to(mapping["standard_parallel"], 2).tolist()  # of one or two
+        meridian = mapping["longitude_of_central_meridian"]
+        keys |= _microdegrees("Latin1", first) | _microdegrees("Latin2", second)
+        (phi, t), (phi_2, t_2) = ((np.deg2rad(x), _tangent(x)) for x in (first, second))
+        same = first == second
+        n = np.sin(phi) if same else np.log(np.cos(phi) / np.cos(phi_2)) / np.log(t / t_2)
+        scale = np.cos(phi) / t**n
+    else:  # a cone that is flat
+        n = np.sign(mapping["latitude_of_projection_origin"])
+        meridian = mapping["straight_vertical_longitude_from_pole"]
+        first = mapping.get("standard_parallel", 90 * n)
+        scale = 1 + np.sin(np.deg2rad(n * first))
+    from_tip = radius * scale / n * _tangent(grid.latitude) ** n
+    angle = np.deg2rad(n * degrees_east(grid.longitude, meridian))
+    right = np.diff(from_tip * np.sin(angle), axis=1).mean()
+    up = np.diff(-from_tip * np.cos(angle), axis=0).mean()
+    if not np.isfinite([right, up]).all():
+        raise ValueError("with these points")
+    # ecCodes lets y rise from the first point, whatever the scanning mode says.
+    order = slice(None, None, -1 if up < 0 else 1)
+    keys |= _microdegrees("LaD", first)  # where steps on the map are as long as on the earth
+    keys |= _microdegrees("LoV", meridian % 360)
+    keys |= _microdegrees("latitudeOfFirstGridPoint", grid.latitude[order][0, 0])
+    keys |= _microdegrees("longitudeOfFirstGridPoint", grid.longitude[order][0, 0] % 360)
+    steps = {"Dx": round(right * MILLIMETRES), "Dy": round(abs(up) * MILLIMETRES)}
+    scanning = {"iScansNegatively": 0, "jScansPositively": 1}
+    centre = {"projectionCentreFlag": 0 if n > 0 else 128}
+    return keys | {"Nx": grid[1], "Ny": grid[0]} | steps | scanning | centre, order
+
+
+def _tangent(latitude: Any) -> Any:
+    """Return the tangent of half the distance from the north pole."""
+    return np.tan(np.pi / 4 - np.deg2rad(latitude) / 2)
+
+
+def _microdegrees(key: str, degrees: float) -> dict[str, Any]:
+    return {key: round(degrees * MICRODEGREES)}
 
 
 def _reduced_grid_keys(cells: Points) -> dict[str, Any]:

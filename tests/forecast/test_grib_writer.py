@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import Axis, Grid, Projection, unit_vectors
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.sources.grib_names import CODES, OTHER_NAMES
 from credit_dp.data.units import ACCUMULATED
@@ -17,7 +17,11 @@ from credit_dp.forecast import grib_writer
 from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.grib_writer import BITS_PER_VALUE, GribWriter
+from credit_dp.forecast.initial_file import GribStates
 from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
+from tests.data import region_grids
+from tests.data.proj import project
+from tests.forecast.grib_files import projected
 from tests.forecast.runs import forecast, forecast_config
 
 eccodes = load_eccodes("format")
@@ -26,6 +30,49 @@ eccodes = load_eccodes("format")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 COORDINATES = {"time": "time", "prediction_timedelta": "step", "latitude": "latitude"}
+LAMBERT = dict(region_grids.LAMBERT)
+CONE = {
+    "grid_mapping_name": "lambert_conformal_conic",
+    "standard_parallel": [30.0, 60.0],
+    "longitude_of_central_meridian": -98.0,
+    "latitude_of_projection_origin": 40.0,
+    "earth_radius": 6370000.0,
+}
+SOUTHERN = {"standard_parallel": [-33.0, -50.0], "latitude_of_projection_origin": -40.0}
+WGS_84 = {"semi_major_axis": 6378137.0, "inverse_flattening": 298.257223563}
+POLAR = {
+    "grid_mapping_name": "polar_stereographic",
+    "standard_parallel": 71.0,
+    "straight_vertical_longitude_from_pole": -98.0,
+    "latitude_of_projection_origin": 90.0,
+    "earth_radius": 6371200.0,
+}
+ROTATED = {
+    "grid_mapping_name": "rotated_latitude_longitude",
+    "grid_north_pole_latitude": 39.25,
+    "grid_north_pole_longitude": -162.0,
+}
+# Grid mappings, and metres or degrees of the southwestern corner; of Y rows and X columns.
+PROJECTIONS = {
+    "one parallel": (LAMBERT, -3e5, -4e5),
+    "two parallels": (CONE, -3e5, -4e5),
+    "southern cone": (CONE | SOUTHERN, -3e5, -4e5),
+    "false easting": (CONE | {"false_easting": 2e6, "false_northing": 1e6}, 7e5, 16e5),
+    "true at 71 degrees": (POLAR, -4e6, 1e5),
+    "around the pole": (POLAR, -5e5, -6e5),
+    "beyond the pole": (POLAR, 2e6, 1e6),
+    "south pole": (
+        POLAR | {"standard_parallel": -71.0, "latitude_of_projection_origin": -90.0}, 2e6, 1e6
+    ),
+    "scaled": (
+        {x: y for x, y in POLAR.items() if x != "standard_parallel"}
+        | {"scale_factor_at_projection_origin": 0.933},
+        -4e6, 1e5,
+    ),
+    "rotated": (ROTATED, -6.0, -9.0),
+    "turned": (ROTATED | {"north_pole_grid_longitude": 30.0}, -6.0, 21.0),
+}  # fmt: skip
+Y, X = 7, 9
 GAPS = np.array([[True, False, False, False], [False] * 4, [False] * 4])
 
 
@@ -269,6 +316,96 @@ def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
             == file.read(file.messages("instant")[2]).shape
         )
     assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +6h, rows 0 to 2"]
+
+
+def on_projection(mapping, south, west, step=None):
+    """A grid of Y rows from the north and X columns, with points from PROJ or formulas."""
+    degrees = mapping["grid_mapping_name"] == ROTATED["grid_mapping_name"]
+    step = step or (1.0 if degrees else 117_123.0)
+    y, x = south + step * np.arange(Y)[::-1], west + step * np.arange(X)
+    if degrees:
+        pole = mapping["grid_north_pole_latitude"], mapping["grid_north_pole_longitude"]
+        columns = x - mapping.get("north_pole_grid_longitude", 0)
+        latitude, longitude = region_grids.rotated(y, columns, pole)
+    else:
+        longitude, latitude = project(mapping, *np.meshgrid(x, y), "inverse")
+    axes = (Axis(name, values, {}) for name, values in (("y", y), ("x", x)))
+    grid = Grid(latitude, longitude, Projection("crs", mapping, *axes))
+    return grid.flipped() if grid.rises else grid  # as the reader does
+
+
+def distance(grid, latitude, longitude):
+    """Degrees between the points of a grid and others."""
+    apart = unit_vectors(*grid.points) - unit_vectors(latitude, longitude)
+    return np.rad2deg(np.linalg.norm(apart, axis=0)).max()
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+def test_other_programs_find_the_points_of_projections(tmp_path, kind):
+    """By the latitudes and longitudes that ecCodes computes from the keys."""
+    grid = on_projection(*PROJECTIONS[kind])
+    values = np.random.default_rng(0).normal(size=(2, Y, X)).astype("f4")
+    values[1] += grid.latitude
+    path = write(a_format(grid=grid, hours=(6,)), tmp_path / "f", values)
+    data = read(path, "isobaricInhPa")
+    same = np.allclose(data["latitude"].values[0], grid.latitude[0], atol=1e-4)
+    order = slice(None, None, 1 if same else -1)
+    degrees = (data[name].values[order] for name in ("latitude", "longitude"))
+    assert distance(grid, *degrees) < 3e-6
+    assert_packed(data["t"].values[order], values[0])
+    states = GribStates(path)
+    assert distance(grid, *states.grid.points) < 3e-6
+    assert grid.difference(states.grid, 1e-4) is None
+    field = states.find(["sp"], None, False, np.datetime64("2026-02-01")).read()
+    assert_packed(field.reshape(Y, X), values[1])
+    assert check_forecast(str(path)).complete
+
+
+@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+def test_keys_of_projections(tmp_path, kind):
+    keys, latitude, longitude = projected(kind)
+    mapping = {"lambert": LAMBERT, "rotated_ll": ROTATED}.get(kind, {
+        **POLAR, "standard_parallel": 90.0, "straight_vertical_longitude_from_pole": 0.0,
+        "earth_radius": region_grids.RADIUS,
+    })  # fmt: skip
+    axes = Axis("y", 6 - 1.0 * np.arange(13), {}), Axis("x", 1.0 * np.arange(16) - 9, {})
+    grid = Grid(latitude, longitude, Projection("crs", mapping, *axes))
+    grid = grid.flipped() if grid.rises else grid
+    path = write(a_format(grid=grid, hours=(6,)), tmp_path / "f")
+    keys |= {"shapeOfTheEarth": 1, "radius": region_grids.RADIUS}
+    keys |= {"resolutionAndComponentFlags": 48}  # winds are eastward and northward
+    found = dict(zip(keys, headers(path, *keys)[0], strict=True))
+    assert found == {
+        x: y if isinstance(y, str) else pytest.approx(y, abs=1e-6) for x, y in keys.items()
+    }
+
+
+OTHER_MAPPINGS = [
+    ({}, "but this one has no grid mapping"),
+    ({"grid_mapping_name": "mercator"}, "but this one is mercator"),
+    (CONE | {"standard_parallel": [30.0, -30.0]}, "not on this lambert_conformal_conic"),
+    (CONE | {"standard_parallel": "30"}, "not on this lambert_conformal_conic"),
+    (CONE | {"longitude_of_central_meridian": -98.1}, "up to 0.0[0-9]* degrees from where"),
+    (CONE | WGS_84, r"not on this lambert_conformal_conic \(on an ellipsoid\)"),
+    ({x: y for x, y in CONE.items() if x != "standard_parallel"}, "lacks 'standard_parallel'"),
+    (POLAR, "degrees from where this polar_stereographic has them"),
+    (ROTATED, "this rotated_latitude_longitude"),
+]
+
+
+@pytest.mark.parametrize(("mapping", "line"), OTHER_MAPPINGS)
+def test_other_grid_mappings_are_refused(tmp_path, mapping, line):
+    grid = on_projection(CONE, -3e5, -4e5)
+    grid = Grid(*grid.points, grid.projection._replace(attributes=mapping))
+    with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf\.$"):
+        GribWriter(tmp_path / "f", a_format(grid=grid), {}).check()
+
+
+def test_a_projection_of_unequal_steps_is_refused(tmp_path):
+    grid = on_projection(CONE, -3e5, -4e5)
+    grid.longitude[:, 4:] += 1e-3
+    with pytest.raises(UserError, match=r"to 0\.0[0-9]* degrees .* steps are unequal"):
+        GribWriter(tmp_path / "f", a_format(grid=grid), {}).check()
 
 
 @pytest.mark.parametrize("number", [0, 1])

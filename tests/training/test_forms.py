@@ -319,21 +319,27 @@ def test_forecasts_have_the_coordinates_of_the_store(trained, form):
 
 
 @only("Lambert netCDF", slow=REGIONS)
-def test_grib_is_written_for_boxes_alone(trained):
-    keys = ("checkpoint=run2", "init=2020-01-05", "lead=24h", "format=grib", "out=f.grib")
-    if trained.form.kind != "box":
-        line = trained.refusal("credit-dp", "forecast", *keys)
-        assert "format: GRIB is written on grids of latitudes and longitudes" in line
-        return
-    trained.command("credit-dp", "forecast", *keys)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
+def test_grib_has_the_fields_and_points_of_a_forecast(trained, ranks):
+    """By cfgrib, whose points ecCodes computes."""
+    keys = ("checkpoint=run2", f"init={trained.form.first}", "lead=24h", "format=grib")
+    trained.command("credit-dp", "forecast", *keys, f"parallel.domain={ranks}", f"out={ranks}.grib")
+    assert "complete" in trained.command("credit-dp", "forecast", "check", f"{ranks}.grib")
+    path, kind = trained.folder / f"{ranks}.grib", trained.form.kind
     options = {"filter_by_keys": {"shortName": "2t"}, "indexpath": ""}
-    path = trained.folder / "f.grib"
     data = xr.open_dataset(path, engine="cfgrib", backend_kwargs=options, decode_timedelta=True)
-    np.testing.assert_allclose(data["latitude"], trained.form.data["latitude"], atol=1e-6)
-    found = (data["longitude"] + 180) % 360 - 180
-    np.testing.assert_allclose(found, trained.form.data["longitude"], atol=1e-6)
-    text = trained.command("credit-dp", "data", "inspect", "store=f.grib")
-    assert f"{region_stores.ROWS} x {region_stores.COLUMNS} region, 1.5 x 1.5 degrees" in text
+    # On a cone from the south, as ecCodes needs it.
+    order = slice(None, None, -1 if kind == "lambert" else 1)
+    names = ("lat", "lon") if kind == "rotated" else ("latitude", "longitude")
+    for name, axis in zip(names, ("latitude", "longitude"), strict=True):
+        apart = (data[axis].values[order] - trained.form.northern[name].values + 180) % 360 - 180
+        np.testing.assert_allclose(apart, 0, atol=3e-6)
+    wanted = trained.opened("forecast")["2m_temperature"].sel(time=data["time"].values).values
+    step = np.ptp(wanted, axis=(1, 2), keepdims=True) / 65535
+    assert (np.abs(data["t2m"].values[:, order] - wanted) < step + 1e-4).all()
+    text = trained.command("credit-dp", "data", "inspect", f"store={ranks}.grib")
+    spacing = ", 1.5 x 1.5 degrees" if kind == "box" else ""
+    assert f"{region_stores.ROWS} x {region_stores.COLUMNS} region{spacing}" in text
 
 
 REFUSED = {

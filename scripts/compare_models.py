@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from credit_dp.export.file import read_trained
 
 # Steps and learning rate of each: without convolutions a model learns more slowly.
-STEPS = {"unet": 450, "pangu": 800, "crossformer": 450, "sfno": 450}
-RATES = {"unet": 3e-3, "pangu": 4e-3, "crossformer": 3e-3, "sfno": 3e-3}
+STEPS = {"unet": 450, "pangu": 800, "swin": 450, "crossformer": 450, "sfno": 450}
+RATES = {"unet": 3e-3, "pangu": 4e-3, "swin": 3e-3, "crossformer": 3e-3, "sfno": 3e-3}
 TRAIN = Path(__file__).parents[1] / "train.py"
 SHOWN = "geopotential_500"
 LEADS = ("6h", "24h")

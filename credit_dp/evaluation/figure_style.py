@@ -140,11 +140,11 @@ def with_unit(name: str, unit: str) -> str:
     )
 
 
-def power_label(unit: str) -> str:
-    """Return the label of a spectrum's axis, in the field's unit squared times metres."""
+def power_label(unit: str, length: str = " m") -> str:
+    """Return the label of a spectrum's axis, in the field's unit squared times a length, or not."""
     label = unit_label(unit)
     squared = f"{label}²" if label.isalpha() else f"({label})²"
-    return f"power ({squared} m)" if label else "power"
+    return f"power ({squared}{length})" if label else "power"
 
 
 def unit_label(unit: str) -> str:

@@ -38,7 +38,12 @@ from credit_dp.evaluation.metric_table import (
     ScoreSums,
     metrics_of_run,
 )
-from credit_dp.evaluation.metrics import ZonalSpectra
+from credit_dp.evaluation.metrics import (
+    PowerSpectra,
+    RegionSpectra,
+    ZonalSpectra,
+    region_wavelength,
+)
 from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
 
 PROBED_TIMES = 4  # initial times read before training, including the first and the last
@@ -226,8 +231,9 @@ class LastLeadDiagnostics:
         hours: the lead time.
         spectra_channels: indices of the channels with spectra.
         map_channel: index of the channel with a map.
-        spectra: `(2, channels, K, W // 2 + 1)`, of forecast and truth in K latitude bands.
+        spectra: of forecast and truth, `(2, channels, K, N)`, see `PowerSpectra`.
         rmse, bias: of the map's channel on each grid point, `(H, W)`.
+        wavelength: of the spectra of a region, see `region_wavelength`.
     """
 
     hours: int
@@ -236,6 +242,7 @@ class LastLeadDiagnostics:
     spectra: np.ndarray
     rmse: np.ndarray
     bias: np.ndarray
+    wavelength: float | None = None
 
 
 @final
@@ -250,13 +257,15 @@ class LastLeadAccumulator:
         self.spectra_channels = headline_indices(store.channels.output_channels)
         self.map_channel = map_channel_index(held_out)
         points = held_out.points
-        self._spectra = ZonalSpectra(
-            (len(SPECTRA_SOURCES), len(self.spectra_channels)),
-            store.grid,
-            held_out.rows,
-            None if points is None else ValidPoints(points.valid[self.spectra_channels]),
-            like.device,
-        )
+        shape = (len(SPECTRA_SOURCES), len(self.spectra_channels))
+        boundary = store.config.boundary
+        self._wavelength = region_wavelength(store.grid, boundary)
+        self._spectra: PowerSpectra
+        if self._wavelength is None:
+            scored = None if points is None else ValidPoints(points.valid[self.spectra_channels])
+            self._spectra = ZonalSpectra(shape, store.grid, held_out.rows, scored, like.device)
+        else:
+            self._spectra = RegionSpectra(shape, store.grid, boundary, device=like.device)
         sizes = (2, len(like), store.grid[1])
         # float64: sums of many squares would lose digits in float32.
         self._errors = torch.zeros(sizes, dtype=torch.float64, device=like.device)
@@ -265,11 +274,15 @@ class LastLeadAccumulator:
     def add(self, forecast: Tensor, truth: Tensor) -> None:
         """Add normalised members `(B, M, C, h, W)` and truth `(B, C, h, W)` of this rank's rows.
 
-        Spectra are those of the members, errors those of their mean.
+        Spectra are those of the members, errors those of their mean. Collective over the domain.
         """
         fields = [self._held_out.denormalise(field) for field in (forecast.flatten(0, 1), truth)]
         for source, field in enumerate(fields):
-            self._spectra.add((source,), field[:, self.spectra_channels])
+            shown = field[:, self.spectra_channels]
+            if self._wavelength is not None:
+                # The transform along columns needs all rows; every rank of a domain adds the same.
+                shown = gather_tensor(shown, dim=-2, manager=self._manager)
+            self._spectra.add((source,), shown)
         mean = fields[0].view_as(forecast).mean(dim=1)
         error = (mean - fields[1])[:, self.map_channel].double()
         self._errors += torch.stack([error.sum(dim=0), error.square().sum(dim=0)])
@@ -290,6 +303,7 @@ class LastLeadAccumulator:
             # Gathered one after the other, so that one global field is in transit at a time.
             rmse=gather_field(square.sqrt(), manager),
             bias=gather_field(mean, manager),
+            wavelength=self._wavelength,
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.data.grid import FieldArray, Grid
+from credit_dp.data.grid import FieldArray, Grid, unit_vectors
 from credit_dp.data.valid_points import ValidPoints, weighted_sum
 from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
@@ -453,18 +453,42 @@ def has_zonal_spectra(grid: Grid) -> bool:
     return bool(latitude_band_weights(grid).any())
 
 
+class PowerSpectra(Accumulator):
+    """Accumulates power spectra, averaged over samples.
+
+    Args:
+        sizes: dims of the sums, of which the last two are K bands and N wavenumbers.
+        device: of the fields.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device | None) -> None:
+        self.sums = torch.zeros(sizes, dtype=torch.float64, device=device)
+        self.weights = torch.zeros(sizes[:-1], dtype=torch.float64, device=device)
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the mean spectra, `shape + (K, N)`; NaN for bands without any.
+
+        Collective: ranks without samples must call it, too.
+        """
+        sums = sum_over_ranks(self.sums, manager)
+        return sums / sum_over_ranks(self.weights, manager)[..., None]
+
+
 @final
-class ZonalSpectra(Accumulator):
-    """Accumulates zonal power spectra, averaged over latitude bands and samples.
+class ZonalSpectra(PowerSpectra):
+    """Accumulates zonal power spectra, averaged over latitude bands and samples: N = W // 2 + 1.
 
     Rows with missing values have no spectrum and are left out.
 
     Args:
         shape: leading dims of the sums, for instance (sources, leads, channels).
-        grid: of the globe; on a region there are no spectra.
+        grid: with columns round the globe; others have `RegionSpectra`.
         rows: the local ones.
         points: points with values; None: all points have values.
         device: of the fields.
+
+    Units:
+        The field's unit squared, times metres.
     """
 
     def __init__(
@@ -484,9 +508,7 @@ class ZonalSpectra(Accumulator):
         factors = torch.full((grid[1] // 2 + 1,), 2.0, dtype=torch.float64, device=device)
         factors[0] = 1.0
         self._lengths = circles[:, None] * factors
-        sizes = (*shape, len(self.bands), len(factors))
-        self.sums = torch.zeros(sizes, dtype=torch.float64, device=device)
-        self.weights = torch.zeros(sizes[:-1], dtype=torch.float64, device=device)
+        super().__init__((*shape, len(self.bands), len(factors)), device)
 
     def add(self, index: Index, fields: Tensor) -> None:
         """Add the spectra of fields `(B, ..., C, h, W)` of all channels to the sums at `index`."""
@@ -503,16 +525,114 @@ class ZonalSpectra(Accumulator):
         self.sums[index] += rows @ power
         self.weights[index] += len(fields) * rows.sum(dim=-1)
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the mean spectra, `shape + (K, W // 2 + 1)`; NaN for bands without rows.
 
-        Collective: ranks without samples must call it, too.
+REGION_BAND = "region"  # the name of a region's spectra, in place of those of latitude bands
 
-        Units:
-            The field's unit squared, times metres.
-        """
-        sums = sum_over_ranks(self.sums, manager)
-        return sums / sum_over_ranks(self.weights, manager)[..., None]
+
+def region_wavenumbers(grid: Grid, boundary: int = 0) -> tuple[NDArray[np.intp], float]:
+    """Return the wavenumber of each cosine on a region's interior, and the wavelength of 1.
+
+    Cosines with m half waves along h rows, dy apart, and n along w columns, dx apart, have the
+    wavelength `2 / sqrt((m / (h dy))^2 + (n / (w dx))^2)`. Those of wavenumber k are longer than
+    `L / (k + 1)` and not than `L / k`, where L is twice the shorter side. Longer ones than L belong
+    to 1, too; 0 is the mean.
+
+    Args:
+        grid: of the region. dy and dx are its mean distances on the sphere, on a projection their
+            mean, as its steps are equal.
+        boundary: rows and columns at each edge outside the interior.
+
+    Shapes:
+        -> `(h, w)`.
+
+    Units:
+        L in metres.
+
+    Source: Denis et al. 2002, "Spectral decomposition of two-dimensional atmospheric fields on
+    limited-area domains using the discrete cosine transform".
+    """
+    centres = unit_vectors(*grid.points)
+    chords = [np.linalg.norm(np.diff(centres, axis=axis), axis=0) for axis in (1, 2)]
+    steps = [EARTH_RADIUS * float(2 * np.arcsin(chord / 2).mean()) for chord in chords]
+    if grid.is_projected:
+        steps = [sum(steps) / 2] * 2
+    sizes = [size - 2 * boundary for size in grid]
+    sides = [size * step for size, step in zip(sizes, steps, strict=True)]
+    m, n = (np.arange(size) * min(sides) / side for size, side in zip(sizes, sides, strict=True))
+    # Rounding must not move a whole number down.
+    waves = np.floor(np.hypot(m[:, None], n) + 1e-9).astype(np.intp).clip(min=1)
+    waves[0, 0] = 0
+    return waves, 2 * min(sides)
+
+
+def region_wavelength(grid: Grid, boundary: int) -> float | None:
+    """Return the wavelength of wavenumber 1 in metres; None if columns go round the globe."""
+    return None if grid.is_periodic else region_wavenumbers(grid, boundary)[1]
+
+
+def cosine_transform(x: Tensor) -> Tensor:
+    """Return the DCT-II along the last dim, scaled to have the mean of the squares as their sum.
+
+    Shapes:
+        `(..., N)` -> `(..., N)`.
+    """
+    size = x.shape[-1]
+    waves = torch.arange(size, dtype=x.dtype, device=x.device)
+    # The Fourier transform of x and its mirror image would be real if they began half a step later.
+    fourier = torch.fft.rfft(torch.cat([x, x.flip(-1)], dim=-1), norm="forward")[..., :size]
+    shift = torch.pi / (2 * size) * waves
+    cosines = fourier.real * shift.cos() + fourier.imag * shift.sin()
+    return torch.cat([cosines[..., :1], 2**0.5 * cosines[..., 1:]], dim=-1)
+
+
+@final
+class RegionSpectra(PowerSpectra):
+    """Accumulates power spectra of a region's interior by `region_wavenumbers`: K = 1.
+
+    The power of a wavenumber is the sum of the squares of its coefficients of the discrete cosine
+    transform; from 1 on they sum to the variance of the points. Fields with missing values in the
+    interior have no spectrum and are left out.
+
+    Args:
+        shape: leading dims of the sums, for instance (sources, leads, channels).
+        grid: of the region.
+        boundary: rows and columns at each edge outside the interior.
+        points: points with values; None: those that are not NaN.
+        device: of the fields.
+
+    Units:
+        The field's unit squared.
+
+    Source: Denis et al. 2002, as for `region_wavenumbers`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        grid: Grid,
+        boundary: int = 0,
+        points: ValidPoints | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        waves, _ = region_wavenumbers(grid, boundary)
+        super().__init__((*shape, 1, int(waves.max()) + 1), device)
+        self._waves = torch.from_numpy(waves.flatten()).to(device)
+        rows, columns = (slice(boundary, size - boundary) for size in grid)
+        self._interior = (..., rows, columns)
+        self._missing = None if points is None else points.missing[self._interior]
+
+    def add(self, index: Index, fields: Tensor) -> None:
+        """Add the spectra of fields `(B, ..., C, H, W)`, with all rows, to the sums at `index`."""
+        fields = fields[self._interior].double()
+        if self._missing is not None:
+            fields = fields.masked_fill(self._missing, torch.nan)
+        complete = fields.isfinite().all(dim=-1).all(dim=-1)
+        fields = fields.masked_fill(~complete[..., None, None], 0)
+        power = cosine_transform(cosine_transform(fields).mT).mT.square().flatten(-2)
+        spectra = power.new_zeros(*power.shape[:-1], self.sums.shape[-1])
+        spectra.scatter_add_(-1, self._waves.expand_as(power), power)
+        self.sums[index] += spectra.sum(dim=0)[..., None, :]
+        self.weights[index] += complete.sum(dim=0)[..., None]
 
 
 @final

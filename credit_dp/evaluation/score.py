@@ -18,7 +18,7 @@ from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, Grid, check_regions
+from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, check_regions
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
@@ -51,10 +51,14 @@ from credit_dp.evaluation.metric_table import (
 )
 from credit_dp.evaluation.metrics import (
     LATITUDE_BANDS,
+    REGION_BAND,
     AreaMean,
     ErrorMapAccumulator,
+    PowerSpectra,
     RankHistogram,
+    RegionSpectra,
     ZonalSpectra,
+    region_wavelength,
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
 from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
@@ -219,7 +223,7 @@ class VariableScores:
     Args:
         sizes: number of lead times and of channels.
         members: number of members; 1 without an ensemble.
-        grid: of the fields.
+        truth: the store, whose grid the fields have.
         regions: the points of the globe and of each region, by name; the globe is the first.
         points: points with values; None: all points have values.
         seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
@@ -229,7 +233,7 @@ class VariableScores:
         self,
         sizes: tuple[int, int],
         members: int,
-        grid: Grid,
+        truth: Store,
         regions: Mapping[str, RegionPoints],
         points: ValidPoints | None,
         seeps_points: Tensor | None = None,
@@ -247,7 +251,11 @@ class VariableScores:
                 scored = ValidPoints(region.select(seeps_points)[None])
                 self._seeps[name] = AreaMean((len(SOURCES), *sizes), region.weights, scored)
         shape = (len(SPECTRA_SOURCES), *sizes)
-        self._spectra = ZonalSpectra(shape, grid, slice(None), points)
+        self._spectra: PowerSpectra
+        if truth.grid.is_periodic:
+            self._spectra = ZonalSpectra(shape, truth.grid, slice(None), points)
+        else:
+            self._spectra = RegionSpectra(shape, truth.grid, truth.config.boundary, points)
         self._ranks = (
             RankHistogram(sizes, members, regions[GLOBAL].weights, points) if members > 1 else None
         )
@@ -290,7 +298,7 @@ class VariableResult:
 
     Attributes:
         scores: by region and metric, `(sources, leads, C)`; SEEPS only of precipitation.
-        spectra: of forecast and truth, `(2, leads, C, K, W // 2 + 1)`.
+        spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
         ranks: frequencies of the truth's ranks, `(leads, C, M + 1)`; None without an ensemble.
     """
 
@@ -338,7 +346,7 @@ class Scorer:
                 points = ValidPoints.of(valid, regions[GLOBAL].weights)
                 sizes = (leads, part.stop - part.start)
                 members = aligned.forecast.members
-                scores = VariableScores(sizes, members, truth.grid, regions, points, seeps_points)
+                scores = VariableScores(sizes, members, truth, regions, points, seeps_points)
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         hours = np.array(aligned.hours)
@@ -414,6 +422,7 @@ class Scorer:
         }
         ranks = [one.ranks for one in results if one.ranks is not None]
         coasts = draw_or_warn("coasts", coasts_of, truth.source)
+        wavelength = region_wavelength(truth.grid, truth.config.boundary)
         card = Scorecard(
             forecast=redact_secrets(request.forecast) + aligned.forecast.interpolated,
             truth=", ".join(map(redact_secrets, request.truth)),
@@ -431,11 +440,12 @@ class Scorer:
             grid=MapGrid(truth.grid, NO_LINES if coasts is None else coasts),
             scores=regions.pop(GLOBAL),
             spectra=torch.cat([one.spectra for one in results], dim=2).numpy(),
-            bands=tuple(LATITUDE_BANDS),
+            bands=tuple(LATITUDE_BANDS) if wavelength is None else (REGION_BAND,),
             maps=tuple(self._maps.result()),
             regions=regions,
             rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
             boundary=truth.config.boundary,
+            wavelength=wavelength,
         )
         card.check()
         return card

@@ -85,7 +85,7 @@ def spectra_image(card: Scorecard, band: int) -> str:
     figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
         powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
-        draw_spectrum(axes, powers, card.channels[c].name, card.units[c])
+        draw_spectrum(axes, powers, card.channels[c].name, card.units[c], card.wavelength)
     add_legend(figure, panels)
     return figure_data_uri(figure, "svg")
 
@@ -160,6 +160,7 @@ def scorecard_page(card: Scorecard) -> str:
         scores=[score_section(card, name) for name in card.scores],
         hours=card.hours[-1],
         spectra=spectra_by_band(card),
+        zonal=card.wavelength is None,
         maps=[
             (title, draw_or_warn(title, error_map_image, card, errors))
             for errors in card.maps
@@ -263,7 +264,7 @@ def score_cells(metric: Metric, values: Array) -> list[ScoreCell]:
 
 
 class SpectraSection(NamedTuple):
-    """The spectra of a latitude band.
+    """The spectra of a latitude band, or of a region.
 
     Attributes:
         image: `data:` URI; None if they could not be drawn.
@@ -276,7 +277,7 @@ class SpectraSection(NamedTuple):
 
 
 def spectra_by_band(card: Scorecard) -> list[SpectraSection]:
-    """Return the spectra of the latitude bands that have any."""
+    """Return the spectra of the latitude bands, or of the region, that have any."""
     sections = []
     for band, name in enumerate(card.bands):
         channels = headline_indices(card.channels)
@@ -338,7 +339,7 @@ class ScoreFolder:
             "scores.json": card.to_json(),
             "scorecard.html": scorecard_page(card),
         }
-        if has_zonal_spectra(card.grid.cells):
+        if card.wavelength is not None or has_zonal_spectra(card.grid.cells):
             files["spectra.csv"] = card.spectra_csv()
         if card.rank_histograms is not None:
             files["rank_histograms.csv"] = card.rank_histograms_csv()

@@ -34,7 +34,7 @@ from credit_dp.evaluation.figure_style import (
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.maps import FieldMap, Lines, MapGrid
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
-from credit_dp.evaluation.metrics import LATITUDE_BANDS
+from credit_dp.evaluation.metrics import LATITUDE_BANDS, REGION_BAND
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
 
@@ -198,7 +198,7 @@ MIN_COLOUR_SPAN = 1e-30  # of a colour bar, for fields that are the same everywh
 MAX_POWER_TICKS = 7  # on the axis of a spectrum
 MIN_POWER_RATIO = 100.0  # largest to smallest power; beyond, ticks are powers of ten
 MAX_POWER_DEFICIT = 30.0  # how far below the other source's power the axis of a spectrum reaches
-NO_SPECTRUM = "no row has values at all points"
+NO_SPECTRUM = "values are missing"
 WAVENUMBER_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 NUMBER = "{x:g}"  # ticks as 2e-05: a common factor above the axis would be on the title
 MAP_CHARACTERS = 80  # of a title that fits above a map
@@ -283,8 +283,16 @@ def draw_scores(
         axes.set_xticks(leads)
 
 
-def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
-    """Draw the power `(W // 2 + 1,)` of each source by zonal wavenumber, starting at 1.
+def draw_spectrum(
+    axes: Axes,
+    powers: Mapping[str, np.ndarray],
+    name: str,
+    unit: str,
+    wavelength: float | None = None,
+) -> None:
+    """Draw the power `(N,)` of each source by wavenumber, starting at 1.
+
+    The axis has zonal wavenumbers, or on a region, given the wavelength of 1, wavelengths.
 
     Without any power, as of a field that has missing values in each row, a text says so.
     """
@@ -294,15 +302,23 @@ def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit:
         axes.text(0.5, 0.5, NO_SPECTRUM, transform=axes.transAxes, ha="center")
         return
     waves = np.arange(1, len(next(iter(powers.values()))))
+    places = waves if wavelength is None else wavelength / 1000 / waves
     for source, spectrum in powers.items():
         power = spectrum[1:]
         positive = np.where(power > 0, power, np.nan)  # a logarithmic axis has no zero
-        axes.plot(waves, positive, label=source, **SOURCE_LINES[source])
+        axes.plot(places, positive, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(bottom=lowest_power(np.stack(list(powers.values()))))
     # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
-    axes.xaxis.set_major_locator(FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)]))
+    if wavelength is None:
+        ticks = FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)])
+        axes.xaxis.set_major_locator(ticks)
+        axes.set_xlabel("zonal wavenumber")
+    else:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.set_xlabel("wavelength (km)")
+        axes.invert_xaxis()
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()
@@ -310,17 +326,16 @@ def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit:
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
         axes.yaxis.set_major_formatter(power_of_ten_label)
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("zonal wavenumber")
-    axes.set_ylabel(power_label(unit))
+    axes.set_ylabel(power_label(unit, " m" if wavelength is None else ""))
 
 
 def has_power(spectrum: np.ndarray) -> bool:
-    """Whether there is power, `(..., W // 2 + 1)`, at a wavenumber above 0."""
+    """Whether there is power, `(..., N)`, at a wavenumber above 0."""
     return bool((spectrum[..., 1:] > 0).any())  # NaN, of missing values, is not
 
 
 def lowest_power(spectra: np.ndarray) -> float | None:
-    """Return where the axis of spectra `(sources, W // 2 + 1)` ends; None to show all of them.
+    """Return where the axis of spectra `(sources, N)` ends; None to show all of them.
 
     Below it there is only what a float32 field has from rounding, or the power of one source where
     the other has far more, as in a truth that ends at some wavenumber.
@@ -409,22 +424,24 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
 
 @figure_style()
 def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -> None:
-    """Write a PNG with power by zonal wavenumber: a row per channel, a column per latitude band.
+    """Write a PNG with power spectra: a row per channel, a column per latitude band.
 
     Raises:
         UserError: no channel has a spectrum, or the file can't be written.
     """
     forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
-    title = f"Zonal power spectra, {forecasts}"
+    zonal = last.wavelength is None
+    title = f"{'Zonal power' if zonal else 'Power'} spectra, {forecasts}"
+    bands = list(LATITUDE_BANDS) if zonal else [REGION_BAND]
     drawn = channels_to_draw(scores, last)
-    figure, panels = create_panels(len(drawn) * len(LATITUDE_BANDS), title)
+    figure, panels = create_panels(len(drawn) * len(bands), title)
     for index, axes in enumerate(panels):
-        row, band = divmod(index, len(LATITUDE_BANDS))
+        row, band = divmod(index, len(bands))
         c = drawn[row]
         spectra = last.spectra[:, last.spectra_channels.index(c), band]
         powers = dict(zip(SPECTRA_SOURCES, spectra, strict=True))
-        name = f"{scores.channels[c]}, {list(LATITUDE_BANDS)[band]}"
-        draw_spectrum(axes, powers, name, scores.units[c])
+        name = f"{scores.channels[c]}, {bands[band]}"
+        draw_spectrum(axes, powers, name, scores.units[c], last.wavelength)
     add_legend(figure, panels, below=TITLE_INCHES)
     save_figure(figure, path)
 
@@ -441,8 +458,8 @@ def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[i
     some = [c for c, both in spectra.items() if has_power(both)]
     if not some:
         raise UserError(
-            "a spectrum needs a row with values at all points that are not all equal, which no "
-            "variable has"
+            "a spectrum needs a row, or in a region a field, with values at all points that are "
+            "not all equal, which no variable has"
         )
     complete = [c for c in some if all(has_power(band) for band in spectra[c].swapaxes(0, 1))]
     available = complete or some

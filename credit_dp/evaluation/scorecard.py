@@ -252,14 +252,14 @@ class Scorecard:
         units: one for each channel; empty if unknown.
         grid: of the truth, with coasts for maps.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
-        spectra: `(2, leads, C, K, W // 2 + 1)`, of forecast and truth; in squared units times
-            metres.
-        bands: names of the K latitude bands.
+        spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
+        bands: names of the K latitude bands, or of a region.
         maps: error maps of a few channels.
         regions: the scores of each region besides the globe, as `scores`.
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
         boundary: rows and columns at each edge of a region that are not scored.
+        wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.
     """
 
     forecast: str
@@ -278,6 +278,7 @@ class Scorecard:
     regions: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     rank_histograms: Array | None = None
     boundary: int = 0
+    wavelength: float | None = None
 
     def check(self) -> None:
         """Refuse scores that are not finite; scores that may be undefined may be NaN."""
@@ -349,8 +350,12 @@ class Scorecard:
         }
 
     def spectra_csv(self) -> str:
-        """Return the spectra as CSV, a line for each wavenumber; cells without power are empty."""
-        columns = ("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES)
+        """Return the spectra as CSV, a line for each wavenumber; cells without power are empty.
+
+        Those of a region have wavelengths, too.
+        """
+        waves = ("wavenumber",) if self.wavelength is None else ("wavenumber", "wavelength_km")
+        columns = ("variable", "level", "lead_hours", "band", *waves, *SPECTRA_SOURCES)
         return csv_text(columns, self._spectra_rows())
 
     def _spectra_rows(self) -> Iterator[Sequence[object]]:
@@ -360,6 +365,8 @@ class Scorecard:
                 for band, name in enumerate(self.bands):
                     for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
                         cells = [repr(x) if math.isfinite(x) else "" for x in pair]
+                        if self.wavelength is not None:
+                            cells.insert(0, repr(self.wavelength / 1000 / k) if k else "")
                         yield (*name_and_level(channel), hours, name, k, *cells)
 
     def rank_histograms_csv(self) -> str:

@@ -385,7 +385,7 @@ class _Run:
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
             self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
         }
-        if has_zonal_spectra(field.grid.cells):
+        if last.wavelength is not None or has_zonal_spectra(field.grid.cells):
             plots[self.folder.spectra_plot] = partial(draw_spectra, scores, last)
         for path, draw in plots.items():
             draw_or_warn(path.name, draw, path)

@@ -82,7 +82,7 @@ class RunFolder:
 
     @property
     def spectra_plot(self) -> Path:
-        """A plot of the power by zonal wavenumber at the longest lead time."""
+        """A plot of the power spectra at the longest lead time."""
         return self.path / "spectra.png"
 
     @property

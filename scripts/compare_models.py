@@ -1,6 +1,6 @@
 """Trains every model on the quickstart data, one after the other, and prints a table of them.
 
-`python scripts/compare_models.py` takes about nine minutes on 2 cores. Further keys are passed to
+`python scripts/compare_models.py` takes minutes for each on 2 cores. Further keys are passed to
 every run, such as `parallel.domain=1`; `--models unet,pangu` chooses among the models.
 """
 

@@ -10,6 +10,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Axis, Grid, Projection, unit_vectors
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.sources.grib_names import CODES, OTHER_NAMES
+from credit_dp.data.sources.opening import open_source
 from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -19,7 +20,7 @@ from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.grib_writer import BITS_PER_VALUE, GribWriter
 from credit_dp.forecast.initial_file import GribStates
 from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
-from tests.data import region_grids
+from tests.data import region_grids, stores
 from tests.data.proj import project
 from tests.forecast.grib_files import projected
 from tests.forecast.runs import forecast, forecast_config
@@ -371,13 +372,17 @@ def test_keys_of_projections(tmp_path, kind):
     axes = Axis("y", 6 - 1.0 * np.arange(13), {}), Axis("x", 1.0 * np.arange(16) - 9, {})
     grid = Grid(latitude, longitude, Projection("crs", mapping, *axes))
     grid = grid.flipped() if grid.rises else grid
-    path = write(a_format(grid=grid, hours=(6,)), tmp_path / "f")
+    path = write(a_format(grid=grid, hours=(6,)), tmp_path / "f.grib")
     keys |= {"shapeOfTheEarth": 1, "radius": region_grids.RADIUS}
     keys |= {"resolutionAndComponentFlags": 48}  # winds are eastward and northward
     found = dict(zip(keys, headers(path, *keys)[0], strict=True))
     assert found == {
         x: y if isinstance(y, str) else pytest.approx(y, abs=1e-6) for x, y in keys.items()
     }
+    names = {"prognostic": ["surface_pressure"], "forcing": [], "static": [], "levels": None}
+    source = open_source(stores.config(path, **names))
+    again = write(a_format(grid=source.grid, hours=(6,)), tmp_path / "g")
+    assert headers(again, *keys) == headers(path, *keys)
 
 
 OTHER_MAPPINGS = [

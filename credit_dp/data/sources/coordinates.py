@@ -6,7 +6,7 @@ which row, column or time indices would mean something else.
 """
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
 LARGEST_MODEL_LEVEL = 200  # numbers beyond it are pressures: no weather model has so many levels
 LENGTHS = ("m", "km", "cm")  # units of heights and depths
 HORIZONTAL = ("latitude", "longitude")
+GRID_MAPPING = "crs"  # the variable for one that a file has in another form
 MEMBER = "member"  # the dim of an ensemble's members, which stores have under these names
 MEMBER_DIMS = (MEMBER, "number", "realization", "ensemble", "member_id")
 # In forecasts and prepared stores: a projection of theirs has other names.
@@ -195,6 +196,25 @@ def _grid_mapping(dataset: xr.Dataset) -> str:
     # CF also allows `crs: x y`.
     named = (name.split()[0].rstrip(":") for name in names if name)
     return next((name for name in named if name in dataset.variables), "")
+
+
+def with_grid_mapping(
+    dataset: xr.Dataset, attributes: Mapping[str, Any], dims: Collection[Hashable]
+) -> xr.Dataset:
+    """Return a dataset whose fields along some dims have a grid mapping.
+
+    Args:
+        dataset: without one.
+        attributes: of the mapping, as the CF conventions have them; without any, it stays so.
+        dims: of rows and columns.
+    """
+    if not attributes:
+        return dataset
+    dataset = dataset.assign({GRID_MAPPING: ((), 0, attributes)})
+    for array in dataset.data_vars.values():
+        if {*dims} <= {*array.dims}:
+            array.attrs["grid_mapping"] = GRID_MAPPING
+    return dataset
 
 
 def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:

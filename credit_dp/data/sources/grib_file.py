@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of
-from credit_dp.data.sources.coordinates import GRID_TYPES
+from credit_dp.data.sources.coordinates import GRID_TYPES, with_grid_mapping
 from credit_dp.data.sources.grib_names import (
     MODEL,
     PRESSURE,
@@ -479,7 +479,69 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
     seconds = [periods[int(end)] for end in ends.astype("M8[s]").astype(int)]
     bounds = np.stack([ends - np.array(seconds, "m8[s]"), ends], axis=1)
     dataset["valid_time"].attrs["bounds"] = GRIB_STEPS
-    return dataset.assign_coords({GRIB_STEPS: (("valid_time", "bounds"), bounds)})
+    dataset = dataset.assign_coords({GRIB_STEPS: (("valid_time", "bounds"), bounds)})
+    field = fields[next(iter(fields))]
+    dataset = dataset.assign_coords(_rotated_axes(field))
+    return with_grid_mapping(dataset, _grid_mapping(field), ("y", "x"))
+
+
+def _grid_mapping(field: GribField) -> dict[str, Any]:
+    """Return the attributes of CF's grid mapping; none without a projection, or for a turned one.
+
+    Source: CF conventions 1.11, appendix F; GRIB 2, templates 3.1, 3.20 and 3.30.
+    """
+    grid = field["gridType"]
+    if grid not in PROJECTIONS:
+        return {}
+    of_earth = {"semi_major_axis": "earthMajorAxis", "semi_minor_axis": "earthMinorAxis"}
+    if "earthMajorAxisInMetres" not in field:
+        of_earth = {"earth_radius": "radius"}
+    earth = {name: field[f"{key}InMetres"] for name, key in of_earth.items()}
+    if grid == "lambert":
+        return {
+            "grid_mapping_name": "lambert_conformal_conic",
+            "standard_parallel": [field[f"Latin{n}InDegrees"] for n in (1, 2)],
+            "longitude_of_central_meridian": field["LoVInDegrees"],
+            "latitude_of_projection_origin": field["LaDInDegrees"],
+            **earth,
+        }
+    if grid == "polar_stereographic":
+        pole = -90.0 if field["southPoleOnProjectionPlane"] else 90.0
+        return {
+            "grid_mapping_name": "polar_stereographic",
+            "standard_parallel": field["LaDInDegrees"],
+            "straight_vertical_longitude_from_pole": field["orientationOfTheGridInDegrees"],
+            "latitude_of_projection_origin": pole,
+            **earth,
+        }
+    if field["angleOfRotationInDegrees"]:
+        return {}
+    return {
+        "grid_mapping_name": "rotated_latitude_longitude",
+        "grid_north_pole_latitude": -field["latitudeOfSouthernPoleInDegrees"],
+        "grid_north_pole_longitude": field["longitudeOfSouthernPoleInDegrees"] - 180,
+        **earth,
+    }
+
+
+def _rotated_axes(field: GribField) -> dict[str, Any]:
+    """Return the coordinates of rows and columns on a rotated grid; none of others."""
+    if field["gridType"] != "rotated_ll":
+        return {}
+    westward, _, *others = (field[key] for key in SCANNING_KEYS)
+    if westward or any(others):
+        return {}
+    (south, north), (west, east) = (
+        [field[f"{axis}Of{end}GridPointInDegrees"] for end in ("First", "Last")]
+        for axis in ("latitude", "longitude")
+    )
+    width = (east - west) % FULL_CIRCLE
+    west -= FULL_CIRCLE if west + width > FULL_CIRCLE else 0
+    values = np.linspace(south, north, field["Nj"]), np.linspace(west, west + width, field["Ni"])
+    return {
+        dim: (dim, axis, {"standard_name": f"grid_{name}", "units": "degrees"})
+        for dim, name, axis in zip("yx", ("latitude", "longitude"), values, strict=True)
+    }
 
 
 def _period(header: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ import xarray as xr
 
 from credit_dp.data.calendar import STANDARD, Times
 from credit_dp.data.sources.address import redact_secrets
+from credit_dp.data.sources.coordinates import with_grid_mapping
 from credit_dp.errors import UserError
 
 POINTS = {"latitude": ("XLAT", "degrees_north"), "longitude": ("XLONG", "degrees_east")}
@@ -22,7 +23,6 @@ CONSTANT = ("HGT", "LANDMASK", "XLAND", "F", "E", "SINALPHA", "COSALPHA", "MAPFA
 STAGGERED = "_stag"  # the end of the names of dims of cells' edges
 EARTH_RADIUS = 6.37e6  # m
 LAMBERT, POLAR = 1, 2  # values of MAP_PROJ
-GRID_MAPPING = "crs"
 
 
 def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
@@ -71,13 +71,7 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
     dataset = dataset.assign_coords(coordinates)
     # Not a temperature, which other stores call T: the potential temperature minus 300 K.
     dataset = dataset.rename({"T": "perturbation_potential_temperature"} if "T" in dataset else {})
-    mapping = _grid_mapping(dataset)
-    if mapping:
-        dataset = dataset.assign({GRID_MAPPING: ((), 0, mapping)})
-        for array in dataset.data_vars.values():
-            if {*coordinates["latitude"].dims} <= {*array.dims}:
-                array.attrs["grid_mapping"] = GRID_MAPPING
-    return dataset
+    return with_grid_mapping(dataset, _grid_mapping(dataset), coordinates["latitude"].dims)
 
 
 def _dates(texts: xr.DataArray, where: str) -> Times:

@@ -16,6 +16,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.proj import project
 from tests.forecast.grib_files import ECMWF, SCANNING, projected, write_grib, write_scanned
 
 HOUR = np.timedelta64(1, "h")
@@ -79,11 +80,32 @@ def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
     np.testing.assert_allclose(source.latitude, latitude[order], atol=1e-5)
     east = (source.longitude - longitude[order] + 180) % 360 - 180
     np.testing.assert_allclose(east, 0, atol=1e-5)
+    mapping = dict(source.grid.projection.attributes)
+    x, y = project(mapping, source.longitude, source.latitude)
+    if kind == "rotated_ll":
+        x, y = np.rad2deg(x), np.rad2deg(y)
+        rows, columns = (axis.values for axis in source.grid.projection[2:])
+        np.testing.assert_allclose(y - rows[:, None], 0, atol=1e-5)
+        np.testing.assert_allclose(x - columns, 0, atol=1e-5)
+    else:
+        for step in (-np.diff(y, axis=0), np.diff(x, axis=1)):
+            np.testing.assert_allclose(step, 120_000, atol=1)
     channel = Channel("2m_temperature")
     assert source.chunk_shape(channel) == (1, 1, 13, 16)
     field = source.read([channel], slice(1, 3), slice(2, 7))[:, 0]
     wanted = data["2m_temperature"].values[1:3, order][:, 2:7]
     np.testing.assert_allclose(field, wanted, rtol=1e-6)
+
+
+def test_the_earth_may_be_an_ellipsoid(tmp_path):
+    keys = projected("lambert")[0] | {"shapeOfTheEarth": 5}  # WGS 84
+    state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
+    write_grib(tmp_path / "a.grib", state, SURFACE_TABLE, **keys)
+    mapping = open_source(
+        config(tmp_path / "a.grib", tmp_path / "cache")
+    ).grid.projection.attributes
+    assert (mapping["semi_major_axis"], mapping["semi_minor_axis"]) == (6378137, 6356752.314)
+    assert "earth_radius" not in mapping
 
 
 def test_damage_is_found(tmp_path):

@@ -66,6 +66,7 @@ class ShowInputs:
         self.view = view
         self.of_stage = of_stage
         self.shapes = [tuple(shape) for shape in shapes if of_stage or is_banded(tuple(shape))]
+        self.whole_shapes = [tuple(shape) for shape in shapes if not is_banded(tuple(shape))]
 
     @run_uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -122,13 +123,17 @@ class ShowInputs:
     def _check_fields(self) -> None:
         """Refuse a band that is no planned field.
 
-        Beside a planned field it has to have the columns of one, too: others may be whole.
+        Beside a planned field it has to have the columns of one, too: others may be whole, as those
+        of a single row are that were planned.
 
         Raises:
             UserError: its channels or columns are others.
         """
         is_planned = any(shown.rows is not None for shown, _ in self.view.inputs)
         for shown, x in self.view.inputs:
+            is_row = x.ndim >= FIELD_DIMS and x.shape[ROW_DIM] == 1
+            if is_row and any(is_same_field(tuple(x.shape), shape) for shape in self.whole_shapes):
+                continue
             for shape in self.shapes:
                 rows = self.view.manager.partition(shape[ROW_DIM]).sizes[self.view.rank]
                 is_band = x.ndim == len(shape) and x.shape[ROW_DIM] == rows

@@ -316,6 +316,19 @@ def test_a_band_with_other_channels_is_refused_beside_one_that_fits():
         on_threads(3, _call_with_other_channels)
 
 
+@pytest.mark.parametrize("rows", [3, 4, 7])
+def test_a_planned_field_of_one_row_is_whole_beside_bands_of_one_row(rows):
+    x, row = torch.randn(2, 3, rows, 8), torch.randn(2, 5, 1, 8)
+
+    def on_rank(manager):
+        model = Model(lambda model, x, row: x * row.sum() + x.cumsum(-2))
+        model = convert_to_domain_parallel(model, manager, input_shape=(x.shape, row.shape))
+        return model(shard_tensor(x, manager=manager), row)
+
+    found = torch.cat(on_threads(3, on_rank), -2)
+    torch.testing.assert_close(found, x * row.sum() + x.cumsum(-2))
+
+
 def _call_with_wrong_rows(manager):
     model = convert_to_domain_parallel(Model(), manager, input_shape=SHAPE)
     x = shard_tensor(torch.randn(SHAPE), manager=manager)

@@ -527,6 +527,7 @@ class ZonalSpectra(PowerSpectra):
 
 
 REGION_BAND = "region"  # the name of a region's spectra, in place of those of latitude bands
+SAME_STEPS = 1.2  # means of equal steps on a projection differ by less, where scales change
 
 
 def region_wavenumbers(grid: Grid, boundary: int = 0) -> tuple[NDArray[np.intp], float]:
@@ -538,8 +539,8 @@ def region_wavenumbers(grid: Grid, boundary: int = 0) -> tuple[NDArray[np.intp],
     to 1, too; 0 is the mean.
 
     Args:
-        grid: of the region. dy and dx are its mean distances on the sphere, on a projection their
-            mean, as its steps are equal.
+        grid: of the region. dy and dx are its mean distances on the sphere; on a projection, where
+            most have equal steps, their mean, unless they differ by more than `SAME_STEPS`.
         boundary: rows and columns at each edge outside the interior.
 
     Shapes:
@@ -554,7 +555,7 @@ def region_wavenumbers(grid: Grid, boundary: int = 0) -> tuple[NDArray[np.intp],
     centres = unit_vectors(*grid.points)
     chords = [np.linalg.norm(np.diff(centres, axis=axis), axis=0) for axis in (1, 2)]
     steps = [EARTH_RADIUS * float(2 * np.arcsin(chord / 2).mean()) for chord in chords]
-    if grid.is_projected:
+    if grid.is_projected and max(steps) < SAME_STEPS * min(steps):
         steps = [sum(steps) / 2] * 2
     sizes = [size - 2 * boundary for size in grid]
     sides = [size * step for size, step in zip(sizes, steps, strict=True)]

@@ -128,6 +128,21 @@ def test_a_wave_has_its_power_at_its_length() -> None:
     assert length / 8 == pytest.approx(600e3, rel=0.02)
 
 
+@pytest.mark.parametrize("ratio", [3, 1 / 3])
+def test_steps_of_a_projection_may_differ(ratio: float) -> None:
+    """Waves of ten steps, whose length is that of the direction that they go in."""
+    y, x = STEP / 10 * (np.arange(40) - 20), ratio * STEP / 10 * (np.arange(40) - 20)
+    grid = Grid(*region_grids.Lambert().coordinates(y[::-1], x))
+    wave = np.cos(2 * np.pi * (np.arange(40) + 0.5) / 10) * np.ones((40, 1))
+    longest = region_wavelength(grid, 0)
+    assert longest is not None
+    for field, wanted in ((wave, ratio * STEP), (wave.T, STEP)):
+        found = RegionSpectra((1,), grid)
+        found.add((), torch.from_numpy(field.copy())[None, None])
+        wavenumber = int(found.result(ALONE)[0, 0].argmax())
+        assert longest / (wavenumber + 1) < wanted < 1.02 * longest / wavenumber
+
+
 def test_each_cosine_has_one_wavenumber_and_none_is_empty() -> None:
     for grid in (lambert(), lambert(40, 9), BOX, lambert(3, 30)):
         waves, _ = region_wavenumbers(grid)

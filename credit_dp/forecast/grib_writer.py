@@ -194,7 +194,7 @@ class GribWriter(FileWriter):
                 away = self._distance_of_points(eccodes)
             except KeyError as error:
                 problem = f"the grid mapping of this {name} lacks {error}"
-            except (TypeError, ValueError, eccodes.CodesInternalError) as error:
+            except (TypeError, ValueError, OverflowError, eccodes.CodesInternalError) as error:
                 problem = f"not on this {name} ({error})"
             else:
                 if away <= ROUNDING:  # coordinates may be those of float32
@@ -326,11 +326,13 @@ def _new_message(eccodes: Any, keys: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _grid_keys(grid: Grid) -> dict[str, Any]:
-    """Return the keys of a grid of equal steps, from north to south."""
+    """Return the keys of a grid of equal steps."""
     latitude, longitude = grid.latitude, grid.longitude
     keys: dict[str, Any] = {"Ni": grid[1], "Nj": grid[0]}
     eastward = turns(longitude)[0] > 0
-    keys |= {"iScansNegatively": int(not eastward), "jScansPositively": 0}
+    # Rows go from the north, but on a rotated grid that may be where its own latitudes rise.
+    northward = latitude[0] < latitude[-1]
+    keys |= {"iScansNegatively": int(not eastward), "jScansPositively": int(northward)}
     for axis, name, values in (("i", "longitude", longitude % 360), ("j", "latitude", latitude)):
         for end, value in (("First", values[0]), ("Last", values[-1])):
             keys[f"{name}Of{end}GridPoint"] = round(value * MICRODEGREES)
@@ -349,7 +351,8 @@ def _projection_keys(grid: Grid) -> tuple[dict[str, Any], slice]:
     Steps are those between its points: false eastings, scale factors and units of axes don't count.
 
     Raises:
-        KeyError, TypeError, ValueError: the grid mapping lacks an attribute, or can't be written.
+        KeyError: the grid mapping lacks an attribute.
+        TypeError, ValueError, OverflowError: it can't be written.
 
     Source: CF conventions 1.11, appendix F; Snyder 1987, eqs. 14-1 to 15-3 and 21-5 to 21-10.
     """

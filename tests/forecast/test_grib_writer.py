@@ -72,6 +72,10 @@ PROJECTIONS = {
     ),
     "rotated": (ROTATED, -6.0, -9.0),
     "turned": (ROTATED | {"north_pole_grid_longitude": 30.0}, -6.0, 21.0),
+    "upside down": (
+        ROTATED | {"grid_north_pole_latitude": -39.25, "grid_north_pole_longitude": 18.0},
+        -6.0, -9.0,
+    ),
 }  # fmt: skip
 Y, X = 7, 9
 GAPS = np.array([[True, False, False, False], [False] * 4, [False] * 4])
@@ -390,6 +394,7 @@ OTHER_MAPPINGS = [
     ({"grid_mapping_name": "mercator"}, "but this one is mercator"),
     (CONE | {"standard_parallel": [30.0, -30.0]}, "not on this lambert_conformal_conic"),
     (CONE | {"standard_parallel": "30"}, "not on this lambert_conformal_conic"),
+    (CONE | {"earth_radius": np.inf}, "not on this lambert_conformal_conic"),
     (CONE | {"longitude_of_central_meridian": -98.1}, "up to 0.0[0-9]* degrees from where"),
     (CONE | WGS_84, r"not on this lambert_conformal_conic \(on an ellipsoid\)"),
     ({x: y for x, y in CONE.items() if x != "standard_parallel"}, "lacks 'standard_parallel'"),

@@ -85,7 +85,9 @@ class Observations:
             if where.lower().endswith(".csv"):
                 data = _read_csv(where)
             else:
-                data = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+                opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+                with opened:  # or it is closed with the garbage, while other threads use HDF5
+                    data = opened.load()
         where = redact_secrets(where)
         found = find_coordinates(data)
         missing = [name for name in COORDINATES if name not in found]

@@ -1,6 +1,7 @@
 """Scores at stations, computed again one observation at a time."""
 
 import csv
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -318,6 +319,20 @@ def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Pat
     data.to_netcdf(tmp_path / "profiles.nc")
     seen = Observations.open(str(tmp_path / "profiles.nc"))
     assert seen.names == list(map(str, range(STATIONS)))
+
+
+def test_a_file_is_closed_when_it_is_read(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "closed.nc"
+    path.write_bytes((folder / "stations.nc").read_bytes())
+    with xr.open_dataset(path):
+        assert str(path) in opened_files()
+    seen = Observations.open(str(path))
+    assert str(path) not in opened_files()
+    assert np.isfinite(seen.values["t2m"]).any()
+
+
+def opened_files() -> set[str]:
+    return {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
 
 
 def test_nan_in_a_forecast_is_refused_unless_it_is_masked(folder: Path, tmp_path: Path) -> None:

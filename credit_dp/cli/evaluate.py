@@ -37,8 +37,8 @@ A folder or pattern of netCDF files with a band of rows each is joined. The trut
 data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
 compared with the stores that it started from. If the truth is a region, a forecast on another grid
 that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
-FOLDER gets scores.csv, scores.json, spectra.csv, scorecard.html, a single self-contained page, and
-of ensembles rank_histograms.csv.
+FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained page, of most grids
+spectra.csv, and of ensembles rank_histograms.csv.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers

@@ -436,21 +436,17 @@ LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 def latitude_band_weights(grid: Grid) -> Tensor:
     """Return area weights of all rows, zero outside each of the K `LATITUDE_BANDS`, in float64.
 
-    If columns do not go round the globe, they are all zero: rows have no zonal wavenumbers.
-
     Shapes:
         -> `(K, H)`.
     """
-    if not grid.is_periodic:
-        return torch.zeros(len(LATITUDE_BANDS), grid[0], dtype=torch.float64)
     latitude, weights = grid.latitude, grid.weights
     inside = [(latitude >= south) & (latitude <= north) for south, north in LATITUDE_BANDS.values()]
     return torch.from_numpy(np.stack(inside) * weights)
 
 
-def has_zonal_spectra(grid: Grid) -> bool:
-    """Return whether a grid has rows round the globe in any of the `LATITUDE_BANDS`."""
-    return bool(latitude_band_weights(grid).any())
+def has_spectra(grid: Grid) -> bool:
+    """Return whether a grid is a region, or has rows round the globe in any `LATITUDE_BANDS`."""
+    return not grid.is_periodic or bool(latitude_band_weights(grid).any())
 
 
 class PowerSpectra(Accumulator):

@@ -23,7 +23,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, Better, Metric
-from credit_dp.evaluation.metrics import ErrorMap, has_zonal_spectra
+from credit_dp.evaluation.metrics import ErrorMap, has_spectra
 from credit_dp.evaluation.score_plots import (
     add_legend,
     create_panels,
@@ -339,7 +339,7 @@ class ScoreFolder:
             "scores.json": card.to_json(),
             "scorecard.html": scorecard_page(card),
         }
-        if card.wavelength is not None or has_zonal_spectra(card.grid.cells):
+        if has_spectra(card.grid.cells):
             files["spectra.csv"] = card.spectra_csv()
         if card.rank_histograms is not None:
             files["rank_histograms.csv"] = card.rank_histograms_csv()

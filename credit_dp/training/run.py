@@ -370,7 +370,7 @@ class _Run:
 
     def draw(self, scores: HeldOutScores, last: LastLeadDiagnostics, field: FieldMap) -> None:
         """Draw the plots of a run; matplotlib is imported here, so on rank 0 alone."""
-        from credit_dp.evaluation.metrics import has_zonal_spectra
+        from credit_dp.evaluation.metrics import has_spectra
         from credit_dp.evaluation.score_plots import (
             draw_last_lead_errors,
             draw_map,
@@ -385,7 +385,7 @@ class _Run:
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
             self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
         }
-        if last.wavelength is not None or has_zonal_spectra(field.grid.cells):
+        if has_spectra(field.grid.cells):
             plots[self.folder.spectra_plot] = partial(draw_spectra, scores, last)
         for path, draw in plots.items():
             draw_or_warn(path.name, draw, path)

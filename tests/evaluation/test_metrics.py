@@ -26,7 +26,7 @@ from credit_dp.evaluation.metrics import (
     RankHistogram,
     RootMeanSquare,
     ZonalSpectra,
-    has_zonal_spectra,
+    has_spectra,
     latitude_band_weights,
 )
 from tests.ranks import on_processes, on_threads
@@ -337,6 +337,6 @@ def test_spectra_are_of_rows_that_go_round_the_globe():
     assert tropics == pytest.approx(area * (np.abs(latitude) <= 20), rel=1e-14)
     assert north == pytest.approx(area * (latitude == 30), rel=1e-14)
     assert south == pytest.approx(area * (latitude == -30), rel=1e-14)
-    assert has_zonal_spectra(Grid(latitude, np.arange(8) * 45.0))
-    assert not has_zonal_spectra(Grid(latitude, np.arange(8) * 10.0))
-    assert not has_zonal_spectra(Grid(latitude[:3] + 55, np.arange(8) * 45.0))
+    assert has_spectra(Grid(latitude, np.arange(8) * 45.0))
+    assert has_spectra(Grid(latitude, np.arange(8) * 10.0))  # a region
+    assert not has_spectra(Grid(latitude[:3] + 55, np.arange(8) * 45.0))

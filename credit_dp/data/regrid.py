@@ -16,14 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config.data import CONSERVATIVE
-from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, POLE, Grid, row_edges
+from credit_dp.data.grid import (
+    COORDINATE_TOLERANCE,
+    FULL_CIRCLE,
+    POLE,
+    Grid,
+    row_edges,
+    unit_vectors,
+)
 from credit_dp.errors import UserError
 from credit_dp.sphere import usual_latitude
 
 Array = NDArray[np.float64]
+Points = slice | NDArray[np.intp]
 ROUNDING = 1e-11  # of a cell's width: edges and points this near to each other are one
 LEAST_OVERLAP = 1e-13  # in sin(latitude)
 LEAST_VALID = 1e-9  # of a target cell: below it, rounding leaves weight where there is none
+STARTS = 24  # rows and columns of a plane among which the one nearest to a point is sought
+MAX_STEPS = 30  # of Newton's method, which needs about 5
+POINTS_AT_ONCE = 4096
+LAST_STEP = 1e-7  # of Newton's method, in rows and columns
+EDGE = 1e-3  # rows and columns: points this near beyond the outermost ones are on them
 
 
 @final
@@ -160,34 +173,45 @@ class Regridder:
 
 @final
 class PointInterpolation:
-    """Bilinear interpolation in longitude and latitude, from rows and columns to any points.
+    """Bilinear interpolation from rows and columns to any points.
+
+    It is linear in latitude and in longitude or, on a projection, in rows and columns.
 
     With NaN the valid ones of the four points share the weight; NaN if none is valid. Poleward of
     the outermost row of a globe a point has the values of that row.
 
     Args:
-        source: rows of latitudes from the north and columns of longitudes, of the globe or a
-            region.
+        source: rows from the north, and columns, of the globe or a region.
         latitude, longitude: of the points in degrees, of one shape.
+        projected: whether the source may be on a projection, with winds that lie along it.
 
     Raises:
         UserError: without a key, that the source does not cover the points, or is on a projection.
     """
 
-    def __init__(self, source: Grid, latitude: Array, longitude: Array) -> None:
-        if source.is_projected:
-            raise UserError("is on a projection, but interpolation needs rows of latitudes")
+    def __init__(
+        self, source: Grid, latitude: Array, longitude: Array, projected: bool = False
+    ) -> None:
         self._width = source[1]
+        if source.is_projected and not projected:
+            raise UserError("is on a projection, but interpolation needs rows of latitudes")
+        if source.is_projected:
+            position = positions_on_plane(source, latitude, longitude)
+            _refuse(np.isnan(position[0]), latitude, "latitude", np.array(source.extent[0]))
+            self._rows, self._columns = (
+                _between(at, size) for at, size in zip(position, source, strict=True)
+            )
+            return
         self._rows = _rows_around_points(source, latitude)
         self._columns = _columns_around_points(source, longitude)
 
-    def source_rows(self, points: slice) -> slice:
-        """Return which rows points need that are neighbours in the first dim."""
+    def source_rows(self, points: Points) -> slice:
+        """Return which rows points need, selected in the first dim."""
         at = self._rows.at[points]
         return slice(int(at.min()), int(at.max()) + 1) if at.size else slice(0, 0)
 
     def __call__(
-        self, fields: NDArray[np.floating], points: slice | None = None
+        self, fields: NDArray[np.floating], points: Points | None = None
     ) -> NDArray[np.floating]:
         """Interpolate fields one by one in float64; the result has the input's dtype.
 
@@ -293,6 +317,76 @@ def _columns_around(lengths: NDArray[np.intp], firsts: Array, steps: Array, new:
     first = np.floor(position)
     west = first.astype(np.intp)
     return _pairs(west % lengths, (west + 1) % lengths, position - first)
+
+
+def positions_on_plane(source: Grid, latitude: Array, longitude: Array) -> Array:
+    """Return rows and columns of points on a projection, with fractions: `(2, *points)`.
+
+    NaN outside of the grid. Between four points of the grid, rows and columns are linear in the
+    plane on which lines through the centre of the globe project the cell, as on the projection to
+    about the square of a cell's size over the radius of the earth.
+    """
+    centres = unit_vectors(source.latitude, source.longitude)
+    points = unit_vectors(latitude.ravel(), longitude.ravel())
+    parts = range(0, points.shape[1], POINTS_AT_ONCE)
+    found = [_positions(centres, points[:, part : part + POINTS_AT_ONCE]) for part in parts]
+    return np.concatenate(found, axis=1).reshape(2, *latitude.shape)
+
+
+def _positions(centres: Array, points: Array) -> Array:
+    """Return the rows and columns of points by Newton's method: `(3, H, W)`, `(3, N)`, `(2, N)`."""
+    sizes = np.array(centres.shape[1:])[:, None]
+    rows, columns = (np.linspace(0, x - 1, min(x, STARTS)).astype(np.intp) for x in sizes.flat)
+    coarse = centres[:, rows][:, :, columns].reshape(3, -1)
+    nearest = np.divmod((points.T @ coarse).argmax(axis=1), len(columns))
+    position = np.stack([rows[nearest[0]], columns[nearest[1]]]).astype(np.float64)
+    # Two directions at right angles to each point, along which a line through it has no extent.
+    axis = np.where(np.abs(points[2]) < np.sqrt(0.5), np.eye(3)[:, [2]], np.eye(3)[:, [0]])
+    east = np.cross(axis, points, axis=0)
+    directions = np.stack([east, np.cross(points, east, axis=0)]) / np.linalg.norm(east, axis=0)
+    for _ in range(MAX_STEPS):
+        cell = np.clip(np.floor(position), 0, sizes - 2).astype(np.intp)  # beyond it, they go on
+        row, column = position - cell
+        (nw, ne), (sw, se) = (
+            [
+                (directions * centres[:, cell[0] + south, cell[1] + east]).sum(axis=1)
+                for east in (0, 1)
+            ]
+            for south in (0, 1)
+        )
+        north, south = nw + column * (ne - nw), sw + column * (se - sw)
+        by_row, by_column = south - north, (1 - row) * (ne - nw) + row * (se - sw)
+        value = north + row * by_row
+        with np.errstate(divide="ignore", invalid="ignore"):
+            step = np.stack([_cross(value, by_column), _cross(by_row, value)])
+            step /= _cross(by_row, by_column)
+        # From far outside, steps may lead anywhere.
+        position = np.nan_to_num(position - step).clip(-sizes, 2 * sizes)
+        is_found = (np.abs(step) < LAST_STEP).all(axis=0)
+        if is_found.all():
+            break
+    on_grid = position.clip(0, sizes - 1)
+    row, column = np.rint(on_grid).astype(np.intp)
+    is_near = (centres[:, row, column] * points).sum(axis=0) > 0  # not on the other side
+    is_inside = (np.abs(position - on_grid) <= EDGE).all(axis=0)
+    return np.where(is_near & is_inside & is_found, on_grid, np.nan)
+
+
+def _cross(a: Array, b: Array) -> Array:
+    return np.asarray(a[0] * b[1] - a[1] * b[0])
+
+
+def _between(position: Array, size: int) -> Weights:
+    """Return the shares of the two rows, or columns, around positions among them."""
+    first = np.minimum(_rounded(position).astype(np.intp), size - 2)
+    return _pairs(first, first + 1, position - first)
+
+
+def outside_points(source: Grid, latitude: Array, longitude: Array) -> NDArray[np.bool_]:
+    """Return which points lie outside of a grid."""
+    if source.is_projected:
+        return np.asarray(np.isnan(positions_on_plane(source, latitude, longitude)[0]))
+    return outside_rows(source, latitude) | outside_columns(source, longitude)
 
 
 def outside_rows(source: Grid, latitude: Array) -> NDArray[np.bool_]:

@@ -42,10 +42,11 @@ spectra.csv, and of ensembles rank_histograms.csv.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
-for each variable. Forecasts without levels are interpolated bilinearly. FOLDER gets
-scores.csv, and stations.csv with the scores of each station. Of the keys below, dates, hours,
-variables, regions and masked have an effect.
+for each variable, like t2m or 't2m [degC]'. Forecasts without levels are interpolated bilinearly.
+FOLDER gets scores.csv, and stations.csv with the scores of each station. Of the keys below,
+missing, dates, hours, variables, regions, masked and limits have an effect.
 
+  missing=[-9999,M]          values that mean missing at stations, beside what is empty
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
                              regrid=conservative or bilinear; without truth= as for the forecast
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
@@ -70,6 +71,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "forecast": "",
     "truth": "",
     "stations": "",
+    "missing": [],
     "out": "",
     "grid": None,
     "regrid": None,
@@ -87,7 +89,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
 # With stations= there are no fields to compare with.
 KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
-    *("levels", "boundary", "limits"),
+    *("levels", "boundary"),
 )
 # Of the table of stations in the terminal: score, index of the source, heading.
 STATION_COLUMNS = (
@@ -131,7 +133,8 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     with folder.cleanup_on_failure():
         if keys["stations"]:
             with screen.report() as report:
-                at_stations = score_stations(request, forecast, keys["stations"], report)
+                missing = to_texts("missing", keys["missing"])
+                at_stations = score_stations(request, forecast, keys["stations"], report, missing)
             folder.write_files(
                 {"scores.csv": at_stations.to_csv(), "stations.csv": at_stations.stations_csv()}
             )
@@ -213,6 +216,8 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         unused = next((key for key in KEYS_OF_FIELDS if keys[key] != EVALUATE_KEYS[key]), None)
         if unused is not None:
             raise UserError(f"{unused}: has no effect together with stations=. Leave one out.")
+    elif keys["missing"]:
+        raise UserError("missing: has an effect on stations= only. Leave it out.")
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -238,8 +243,7 @@ def station_lines(scores: "StationScores") -> list[str]:
     from credit_dp.evaluation.score_folder import table_lead_indices
     from credit_dp.evaluation.scorecard import three_digits
 
-    observations = scores.observations
-    lines = [f"{observations.where}: {counted(len(observations.names), 'station')}"]
+    lines = [f"{scores.observations.where}: {scores.coverage}"]
     lines += [f"note: {note}" for note in scores.notes]
     headings = [heading for _, _, heading in STATION_COLUMNS]
     for region in scores.regions:

@@ -187,6 +187,37 @@ def _convert_range(limits: ValueRange | None, known: KnownVariable, unit: str) -
     return ValueRange((limits.low - offset) / scale, (limits.high - offset) / scale)
 
 
+def is_implausible(field: NDArray[np.floating], limits: ValueRange) -> bool:
+    """Whether a field is too far out of range even for the forecast of a poor model.
+
+    That is so if most values are out of range, or any by more than the width of the range.
+    """
+    width = limits.high - limits.low
+    values = field[~np.isnan(field)]
+    outside = (values < limits.low) | (values > limits.high)
+    far_outside = (values < limits.low - width) | (values > limits.high + width)
+    return bool(far_outside.any() or np.count_nonzero(outside) > outside.size / 2)
+
+
+def are_fill_values(values: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """Return which values are among `FILL_VALUES`."""
+    return np.asarray(np.isclose(values[..., None], FILL_VALUES, rtol=1e-5).any(axis=-1))
+
+
+def likely_unit(values: NDArray[np.floating], limits: ValueRange, unit: str) -> str:
+    """Return the unit from which a conversion to `unit` brings values into range; "" without one.
+
+    All of them or, if most are out of range as they are, 99 %.
+    """
+    mostly_outside = np.mean((values < limits.low) | (values > limits.high)) > 0.5
+    for (old, new), (scale, offset) in CONVERSIONS.items():
+        converted = values * scale + offset
+        inside = (converted >= limits.low) & (converted <= limits.high)
+        if new == unit and (inside.mean() > 0.99 if mostly_outside else inside.all()):
+            return old
+    return ""
+
+
 def sampled_ranges(
     fields: Iterable[FieldArray], channels: Sequence[Channel]
 ) -> dict[str, ValueRange]:
@@ -319,18 +350,9 @@ class ValueLimits:
         return tuple(map(int, index)) if excess[index] > 0 else None
 
     def is_implausible(self, channel: Channel, field: FieldArray) -> bool:
-        """Whether a field is too far out of range even for the forecast of a poor model.
-
-        That is so if most values are out of range, or any by more than the width of the range.
-        """
+        """See the function of this name; False without a range."""
         limits = self.range_of(channel)
-        if limits is None:
-            return False
-        width = limits.high - limits.low
-        values = field[~np.isnan(field)]
-        outside = (values < limits.low) | (values > limits.high)
-        far_outside = (values < limits.low - width) | (values > limits.high + width)
-        return bool(far_outside.any() or np.count_nonzero(outside) > outside.size / 2)
+        return limits is not None and is_implausible(field, limits)
 
     def check(
         self,
@@ -402,22 +424,18 @@ class ValueLimits:
         self, channel: Channel, field: FieldArray, limits: ValueRange, value: float
     ) -> str:
         """Return the likely cause of values out of range: fill value, damage or another unit."""
-        is_fill_value = np.isclose(FILL_VALUES, value, rtol=1e-5).any()
         equal_count = int(np.count_nonzero(field == np.float32(value)))
-        if is_fill_value or (abs(value) >= HUGE and equal_count > 1):
+        if are_fill_values(np.array(value)) or (abs(value) >= HUGE and equal_count > 1):
             points = "" if equal_count == 1 else f", which {equal_count} points have"
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
         mostly_outside = np.mean((values < limits.low) | (values > limits.high)) > 0.5
         unit = canonical_unit(self._unit(channel)) or self._known_unit(channel)
         damaged = "a damaged chunk"
-        # If a conversion brings the values into range, they are in the unit that it converts from.
-        for (old, new), (scale, offset) in CONVERSIONS.items():
-            converted = values * scale + offset
-            inside = (converted >= limits.low) & (converted <= limits.high)
-            if new == unit and (inside.mean() > 0.99 if mostly_outside else inside.all()):
-                wrong_unit = self._wrong_unit(channel, old, new)
-                return wrong_unit if mostly_outside else f"{damaged}, or {wrong_unit}"
+        likely = likely_unit(values, limits, unit)
+        if likely:
+            wrong_unit = self._wrong_unit(channel, likely, unit)
+            return wrong_unit if mostly_outside else f"{damaged}, or {wrong_unit}"
         return "another quantity or unit than its name says" if mostly_outside else damaged
 
     def _wrong_unit(self, channel: Channel, old: str, new: str) -> str:

@@ -4,24 +4,28 @@ Forecasts are interpolated bilinearly to the stations, and compared with the obs
 same time. Each observation counts the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import final
 
 import numpy as np
-import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import ProgressCallback
-from credit_dp.data.calendar import Calendar, Times, are_dates, calendar_of, decode_dates
-from credit_dp.data.channels import suggest_names
-from credit_dp.data.grid import FULL_CIRCLE, GLOBAL, POLE, REGIONS, Degrees, Grid, check_regions
-from credit_dp.data.regrid import PointInterpolation, outside_columns, outside_rows
-from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
-from credit_dp.data.sources.coordinates import find_coordinates
-from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
-from credit_dp.data.units import find_conversion
+from credit_dp.data.channels import Channel, suggest_names
+from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
+from credit_dp.data.limits import (
+    ValueRange,
+    are_fill_values,
+    is_implausible,
+    likely_unit,
+    physical_range,
+    sampled_ranges,
+)
+from credit_dp.data.regrid import PointInterpolation, outside_points
+from credit_dp.data.sources.source import VariableInfo
+from credit_dp.data.units import canonical_unit, find_conversion, usual_unit
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import (
     HOUR,
@@ -29,10 +33,10 @@ from credit_dp.evaluation.alignment import (
     common_step_hours,
     initial_time_indices,
     lead_time_indices,
-    translate_error_keys,
 )
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
+from credit_dp.evaluation.observations import Indices, Observations, Values
 from credit_dp.evaluation.scorecard import CSV_COLUMNS, csv_text
 from credit_dp.variable_names import canonical_name
 
@@ -42,175 +46,8 @@ STATION_COLUMNS = (
     *("observations", "rmse", "bias", "crps"),
 )
 SOURCES = (FORECAST, PERSISTENCE)
-MISSING = ("", "nan", "na")  # in a CSV file, also in capitals
-COORDINATES = ("time", "latitude", "longitude")
-Values = NDArray[np.float64]
-
-
-@final
-@dataclass(frozen=True)
-class Observations:
-    """Observations of T times at S stations.
-
-    Attributes:
-        where: their address, for messages.
-        calendar: of the times.
-        times: `(T,)`, rising.
-        names, latitude, longitude: of the stations, `(S,)`; degrees north and east.
-        values: `(T, S)` by the name of the variable; NaN where there is none.
-        units: by the name of the variable; may be empty.
-    """
-
-    where: str
-    calendar: Calendar
-    times: Times
-    names: Sequence[str]
-    latitude: Degrees
-    longitude: Degrees
-    values: Mapping[str, Values]
-    units: Mapping[str, str]
-
-    @classmethod
-    def open(cls, where: str) -> "Observations":
-        """Open observations in netCDF or zarr, or a CSV file.
-
-        A store has variables with the dims time and station, in any order, and latitudes and
-        longitudes along the dim of stations, as the CF conventions write time series. A CSV file
-        has the columns station, time, latitude, longitude, and one for each variable.
-
-        Raises:
-            UserError: it can't be read, or lacks one of these.
-        """
-        with translate_error_keys("stations"):
-            if where.lower().endswith(".csv"):
-                data = _read_csv(where)
-            else:
-                opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
-                with opened:  # or it is closed with the garbage, while other threads use HDF5
-                    data = opened.load()
-        where = redact_secrets(where)
-        found = find_coordinates(data)
-        missing = [name for name in COORDINATES if name not in found]
-        if missing:
-            raise _error(where, f"{missing[0]} is missing")
-        time, latitude, longitude = (data[found[name]] for name in COORDINATES)
-        (dim,) = latitude.dims
-        if longitude.dims != (dim,) or time.dims == (dim,):
-            raise _error(where, "latitude and longitude need one dim, without time")
-        if not time.size or not are_dates(time.values):
-            raise _error(where, f"{time.name} has no dates")
-        (time_dim,) = time.dims
-        series = {
-            str(name): array.transpose(time_dim, dim)
-            for name, array in data.data_vars.items()
-            if set(array.dims) == {time_dim, dim} and array.dtype.kind in "fiu"
-        }
-        if not series:
-            raise _error(where, f"no variable has the dims {time_dim} and {dim}")
-        calendar, times = calendar_of(time.values), decode_dates(time.values)
-        order = np.argsort(times, kind="stable")
-        in_order = times[order]
-        if np.isnat(in_order).any():
-            raise _error(where, f"{time.name} has missing dates")
-        repeated = in_order[1:][in_order[1:] == in_order[:-1]]
-        if len(repeated):
-            again = calendar.text(repeated[0])
-            raise _error(where, f"{time.name} has {again} twice")
-        values = {name: array.values[order].astype(np.float64) for name, array in series.items()}
-        infinite = [name for name, each in values.items() if np.isinf(each).any()]
-        if infinite:
-            raise _error(where, f"{infinite[0]} has infinite values")
-        north, east = (np.asarray(x.values, np.float64) for x in (latitude, longitude))
-        outside = ~((np.abs(north) <= POLE) & (np.abs(east) <= FULL_CIRCLE))
-        names = _station_names(data, str(dim))
-        if outside.any():
-            raise _error(where, f"station {names[int(outside.argmax())]} has no place on the globe")
-        return cls(
-            where,
-            calendar,
-            times[order],
-            names,
-            north,
-            east,
-            values,
-            {name: str(array.attrs.get("units", "")).strip() for name, array in series.items()},
-        )
-
-    def at(self, name: str, times: Times) -> Values:
-        """Return the observations of a variable at `(L,)` times: `(L, S)`, NaN without one."""
-        index = np.searchsorted(self.times, times).clip(max=len(self.times) - 1)
-        is_there = self.times[index] == times
-        return np.where(is_there[:, None], self.values[name][index], np.nan)
-
-
-def _read_csv(where: str) -> xr.Dataset:
-    """Return a CSV file as the dataset of `Observations`."""
-    import pandas as pd
-
-    if is_remote(where):
-        raise UserError(f"{redact_secrets(where)}: CSV is read from files only. Change stations.")
-    try:
-        # Texts as they stand: stations may be called 010 or NA, and 20010211 is a date.
-        table = pd.read_csv(local_path(where), header=None, dtype=str, keep_default_na=False)
-        table = table.fillna("").apply(lambda texts: texts.str.strip())
-        header, table = table.iloc[0], table.iloc[1:].set_axis(table.iloc[0], axis=1)
-        if header.duplicated().any():
-            raise _error(where, f"the column {header[header.duplicated()].iloc[0]} is there twice")
-        missing = {"station", *COORDINATES}.difference(table.columns)
-        if missing:
-            raise _error(where, f"the column {min(missing)} is missing")
-        if not len(table):
-            raise _error(where, "it has no rows")
-        if not table["station"].all():
-            raise _error(where, "a row has no station")
-        times = pd.to_datetime(table["time"], utc=True, format="ISO8601", errors="coerce")
-        wrong = table["time"][~times.dt.year.between(1678, 2261)]  # also of texts without dates
-        if len(wrong):
-            raise _error(
-                where,
-                f"time has '{wrong.iloc[0]}', no date from 1678 to 2261 like 2001-02-11T06:00",
-            )
-        table["time"] = times.dt.tz_localize(None)
-        for name in table.columns.drop(["station", "time"]):
-            numbers = pd.to_numeric(table[name], errors="coerce").astype(np.float64)
-            wrong = table[name][~np.isfinite(numbers) & ~table[name].str.lower().isin(MISSING)]
-            if len(wrong):
-                raise _error(where, f"{name} has '{wrong.iloc[0]}', which is no number")
-            table[name] = numbers
-        places = table.groupby("station")[["latitude", "longitude"]].agg(["min", "max"])
-        moved = places[(places.xs("max", 1, 1) > places.xs("min", 1, 1)).any(axis=1)]
-        if len(moved):
-            raise _error(where, f"station {moved.index[0]} has several places")
-        rows = table.set_index(["time", "station"])
-        if not rows.index.is_unique:
-            time, station = rows.index[rows.index.duplicated()][0]
-            raise _error(where, f"station {station} has {time.isoformat()} twice")
-        data: xr.Dataset = rows.drop(columns=["latitude", "longitude"]).to_xarray()
-        place = table.groupby("station")[["latitude", "longitude"]].first().loc[data["station"]]
-        return data.assign_coords({name: ("station", place[name].values) for name in place})
-    except FileNotFoundError as error:
-        raise UserError(f"{where}: no such file. Change stations.") from error
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{where}: can't be read as CSV ({reason_of(error)}). Change stations."
-        ) from error
-
-
-def _station_names(data: xr.Dataset, dim: str) -> list[str]:
-    """Return the names of stations: as CF marks them, of the dim's coordinate, or their numbers."""
-    marked = [
-        name for name, x in data.variables.items() if "cf_role" in x.attrs and dim in x.dims[:1]
-    ]
-    array = data[next(iter(marked), dim)]  # the numbers, if the dim has no coordinate
-    texts = array.values if array.ndim == 1 else [b"".join(row) for row in array.values]
-    return [(x.decode() if isinstance(x, bytes) else str(x)).strip() for x in texts]
-
-
-def _error(where: str, problem: str) -> UserError:
-    return UserError(
-        f"{where}: needs observations with the dims time and station, and latitude and longitude "
-        f"of the stations, but {problem}. Change stations."
-    )
+WIND = re.compile(r"(\w+_)?[uv]_component_of_wind")
+DAY = np.timedelta64(24, "h")
 
 
 @final
@@ -222,8 +59,18 @@ class StationSums:
         # Of observations, squared errors, errors, distances (see `crps`) and variances.
         self._all = [np.zeros(shape) for _ in range(5)]
 
-    def add(self, source: int, leads: slice, members: Values, observed: Values) -> None:
-        """Add the members `(M, l, S)` of one initial time at some lead times."""
+    def add(
+        self, source: int, lead: int, stations: Indices, members: Values, observed: Values
+    ) -> NDArray[np.bool_]:
+        """Add the members `(M, n)` of one forecast, and return which of them are scored, `(n,)`.
+
+        Args:
+            source: index in `SOURCES`.
+            lead: index of the lead time.
+            stations: n different ones.
+            members: at these stations.
+            observed: `(n,)`; NaN without an observation.
+        """
         number = len(members)
         mean = members.mean(axis=0)
         error = mean - observed
@@ -235,10 +82,11 @@ class StationSums:
             pairs = np.tensordot(ranks, np.sort(members, axis=0), 1)
             distance -= pairs / (number * (number - 1))
             variance = members.var(axis=0, ddof=1)
-        scored = np.isfinite(error)
+        scored: NDArray[np.bool_] = np.isfinite(error)
         values = (scored, error**2, error, distance, variance)
         for sums, each in zip(self._all, values, strict=True):
-            sums[source, leads] += np.where(scored, each, 0)
+            sums[source, lead, stations] += np.where(scored, each, 0)
+        return scored
 
     def means(self, stations: NDArray[np.bool_]) -> dict[str, Values]:
         """Return the scores over some stations, `(2, L)`; NaN without observations."""
@@ -274,7 +122,8 @@ class StationScores:
         units: of the variables, as the forecast has them.
         sums: of each variable.
         regions: names of the globe and of the regions in the request.
-        notes: what was left out.
+        coverage: how many stations and observations count.
+        notes: why others don't, and which units were assumed.
     """
 
     observations: Observations
@@ -283,6 +132,7 @@ class StationScores:
     units: Mapping[str, str]
     sums: Mapping[str, StationSums]
     regions: Sequence[str]
+    coverage: str
     notes: Sequence[str]
 
     def of_region(self, variable: str, region: str) -> dict[str, Values]:
@@ -327,12 +177,20 @@ def _number(value: np.float64) -> str:
 
 
 def score_stations(
-    request: ScoreRequest, forecast: ForecastStore, where: str, report: ProgressCallback
+    request: ScoreRequest,
+    forecast: ForecastStore,
+    where: str,
+    report: ProgressCallback,
+    missing: Sequence[str] = (),
 ) -> StationScores:
     """Score a forecast store against the observations at an address.
 
     Args:
+        request: what to score.
+        forecast: the store.
+        where: the address of the observations.
         report: called with a title and the fraction done.
+        missing: see `Observations.open`.
 
     Raises:
         UserError: a store is invalid, nothing can be compared, or a forecast has NaN.
@@ -341,58 +199,286 @@ def score_stations(
     inits = initial_time_indices(request, forecast)
     leads = lead_time_indices(request, forecast)
     times = forecast.initial_times[inits]
-    common_step_hours(forecast, times, forecast.lead_times[leads])  # refuses parts of hours
-    observations = Observations.open(where)
-    if observations.calendar != forecast.calendar:
+    spans = forecast.lead_times[leads]
+    common_step_hours(forecast, times, spans)  # refuses parts of hours
+    stored = Observations.open(where, missing)
+    if stored.calendar != forecast.calendar:
         raise UserError(
-            f"{observations.where}: has dates of the {observations.calendar.name} calendar, the "
+            f"{stored.where}: has dates of the {stored.calendar.name} calendar, the "
             f"forecast of the {forecast.calendar.name} one. Change stations."
         )
-    if forecast.grid.is_projected:
-        raise UserError(
-            f"{forecast.where}: is on a projection, but interpolation to stations needs rows of "
-            "latitudes. Change forecast."
-        )
-    pairs = _variables(request, forecast, observations)
-    observations, notes = _covered(observations, forecast.grid)
-    interpolation = PointInterpolation(forecast.grid, observations.latitude, observations.longitude)
+    pairs = _variables(request, forecast, stored)
+    for name in request.limits:
+        if name not in pairs:
+            raise UserError(
+                f"limits.{name}: there is no scored variable {name}. "
+                f"{suggest_names(name, list(pairs))}. Change limits or variables."
+            )
+    _check_winds(forecast, pairs)
+    columns = [_Column.read(request, forecast, stored, *pair) for pair in pairs.items()]
+    in_region = _covered(stored, forecast)
+    observations = replace(
+        stored,
+        values={column.name: column.values for column in columns},
+        units={column.name: column.unit for column in columns},
+    ).of_stations(in_region)
+    interpolation = PointInterpolation(
+        forecast.grid, observations.latitude, observations.longitude, projected=True
+    )
     sums = {name: StationSums(len(leads), len(observations.names)) for name in pairs}
-    for done, (name, other) in enumerate(pairs.items()):
-        scale, offset = _conversion(forecast, name, observations, other)
+    is_scored = {name: np.zeros(len(observations.times), bool) for name in pairs}
+    for done, column in enumerate(columns):
+        name, values = column.name, observations.values[column.name]
         for block in _blocks(forecast, name, len(inits), len(leads)):
-            fields = forecast.read(name, (), inits[block[0]], leads[block[1]])
-            at_stations = interpolation(fields.astype(np.float64))[..., 0, :]
-            members = np.moveaxis(at_stations, 2, 1)
-            if name not in request.masked and not np.isfinite(members).all():
-                raise UserError(
-                    f"{forecast.where}: {name} has NaN or infinite values near stations. If it has "
-                    f"no values at some points, such as over land, give masked=[{name}], or leave "
-                    "it out of variables."
-                )
-            for start, of_init in zip(times[block[0]], members, strict=True):
-                valid = start + forecast.lead_times[leads[block[1]]]
-                observed = observations.at(other, valid) * scale + offset
-                persistent = observations.at(other, start[None]) * scale + offset
-                sums[name].add(0, block[1], of_init, observed)
-                sums[name].add(1, block[1], persistent[None] + 0 * observed, observed)
+            fields = forecast.read(name, (), inits[block[0]], leads[block[1]])[..., 0, :, :]
+            for i, x in np.ndindex(fields.shape[:2]):
+                init, lead = block[0].start + i, block[1].start + x
+                rows = observations.at(times[init] + spans[lead])
+                if rows.start == rows.stop:
+                    continue
+                stations = observations.station[rows]
+                band = fields[i, x][:, interpolation.source_rows(stations)].astype(np.float64)
+                members = np.asarray(interpolation(band, stations), np.float64)
+                column.check_forecast(request, forecast, members, inits[init], leads[lead])
+                persistent = _at_initial_time(observations, name, times[init])[stations]
+                scored = sums[name].add(0, lead, stations, members, values[rows])
+                sums[name].add(1, lead, stations, persistent[None], values[rows])
+                is_scored[name][rows] |= scored
         report("scoring", (done + 1) / len(pairs))
-        if not sums[name].of_stations()["observations"][0].any():
+        if not is_scored[name].any():
             text = forecast.calendar.text
             raise UserError(
-                f"{observations.where}: has no observation of {other} at a time of the forecasts, "
-                f"{text(times[0])} to {text(times[-1] + forecast.lead_times[leads[-1]])}; it has "
-                f"{text(observations.times[0])} to {text(observations.times[-1])}. Change stations "
+                f"{stored.where}: has no observation of {column.stored_name} at a time of the "
+                f"forecasts, {text(times[0])} to {text(times[-1] + spans[-1])}; it has "
+                f"{text(stored.times[0])} to {text(stored.times[-1])}. Change stations "
                 "or dates, or leave it out of variables."
             )
+    coverage, notes = _describe_coverage(
+        stored, observations, pairs, is_scored, np.unique(times[:, None] + spans)
+    )
     return StationScores(
         observations,
         forecast.members,
-        [int(x / HOUR) for x in forecast.lead_times[leads]],
-        {name: forecast.variables[name].units for name in pairs},
+        [int(x / HOUR) for x in spans],
+        {column.name: column.unit for column in columns},
         sums,
         tuple(dict.fromkeys([GLOBAL, *request.regions])),
-        notes,
+        coverage,
+        [*notes, *(note for column in columns for note in column.notes)],
     )
+
+
+def _at_initial_time(observations: Observations, name: str, time: np.datetime64) -> Values:
+    """Return the observations of a variable at a time, `(S,)`, NaN without one."""
+    rows = observations.at(time)
+    values = np.full(len(observations.names), np.nan)
+    values[observations.station[rows]] = observations.values[name][rows]
+    return values
+
+
+def _describe_coverage(
+    stored: Observations,
+    observations: Observations,
+    pairs: Mapping[str, str],
+    is_scored: Mapping[str, NDArray[np.bool_]],
+    valid: NDArray[np.datetime64],
+) -> tuple[str, list[str]]:
+    """Return how many stations and observations count, and why others do not.
+
+    Args:
+        stored: all observations.
+        observations: those in the forecast's region and within the limits.
+        pairs: the observed variable of each scored one.
+        is_scored: which of `observations` are compared with a forecast.
+        valid: dates of the forecasts.
+    """
+    given = sum(int(np.isfinite(stored.values[other]).sum()) for other in pairs.values())
+    is_there = {name: np.isfinite(observations.values[name]) for name in pairs}
+    has_date = np.isin(observations.times, valid)
+    counts = {
+        "no observation at a date of the forecast": [x & has_date for x in is_there.values()],
+        "the forecast has no values there": list(is_scored.values()),
+    }
+    total, left = len(stored.names), len(observations.names)
+    reasons = [("outside of the forecast's region", total - left)]
+    for reason, reports in counts.items():
+        remaining = len(np.unique(observations.station[np.logical_or.reduce(reports)]))
+        reasons.append((reason, left - remaining))
+        left = remaining
+    notes = [
+        f"{count:,} of {counted(total, 'station')} left out: {reason}"
+        for reason, count in reasons
+        if count
+    ]
+    undated = sum(int((x & ~has_date).sum()) for x in is_there.values())
+    if undated:
+        notes.append(
+            f"{undated:,} of {counted(given, 'observation')} left out: not at a date of the "
+            "forecast"
+        )
+    scored = sum(int(x.sum()) for x in is_scored.values())
+    return (
+        f"{left:,} of {counted(total, 'station')} and {scored:,} of "
+        f"{counted(given, 'observation')} count"
+    ), notes
+
+
+@final
+@dataclass(frozen=True)
+class _Column:
+    """The observations of one variable.
+
+    Attributes:
+        name: of the forecast's variable.
+        stored_name: of the observations.
+        unit: of the values, that of the forecast; empty if unknown.
+        values: `(R,)`, NaN where they are missing or outside the limits.
+        limits: physical or given ones; None without.
+        notes: what was left out or assumed.
+    """
+
+    name: str
+    stored_name: str
+    unit: str
+    values: Values
+    limits: ValueRange | None
+    notes: Sequence[str]
+
+    @classmethod
+    def read(
+        cls,
+        request: ScoreRequest,
+        forecast: ForecastStore,
+        observations: Observations,
+        name: str,
+        other: str,
+    ) -> "_Column":
+        """Return the observations in the forecast's unit, without those outside the limits.
+
+        Raises:
+            UserError: the units can't be converted, or most values are outside.
+        """
+        stored = observations.values[other]
+        unit = forecast.variables[name].units or usual_unit(name)
+        scale, offset = _conversion(forecast, observations, other, unit)
+        with np.errstate(over="ignore"):
+            values = stored * scale + offset
+        notes = []
+        if not observations.units[other]:
+            notes.append(
+                f"{other} is taken for {unit}, as no unit is given"
+                if unit
+                else f"the unit of {other} is not known"
+            )
+        limits = known = _limits(request, forecast, name, unit)
+        if name not in request.limits and known is None:
+            with np.errstate(over="ignore"):
+                field = values[None, None].astype(np.float32)
+            limits = sampled_ranges([field], [Channel(name)]).get(name)
+        outside = np.zeros(len(values), bool)
+        if limits is not None:
+            outside = (values < limits.low) | (values > limits.high)
+        if limits is not None and outside.any():
+            row = int(outside.argmax())
+            given = counted(int(np.isfinite(stored).sum()), "observation")
+            span = f"{limits.low:g} to {limits.high:g} {unit}".rstrip()
+            problem = (
+                f"{outside.sum():,} of {given} of {other} are outside the limits {span}, such as "
+                f"{stored[row]:g} of {observations.describe(row)}"
+            )
+            cure = _cure(stored, outside, limits, unit, scale == 1 and offset == 0)
+            if cure:
+                text = cure.format(name=name, other=other)
+                raise UserError(f"{observations.where}: {problem}. {text}")
+            notes.append(f"{problem}, left out")
+            values[outside] = np.nan
+        return cls(name, other, unit, values, known, notes)
+
+    def check_forecast(
+        self,
+        request: ScoreRequest,
+        forecast: ForecastStore,
+        members: Values,
+        init: np.intp,
+        lead: np.intp,
+    ) -> None:
+        """Refuse a forecast `(M, n)` that has no values, or implausible ones, at stations."""
+        name, limits = self.name, self.limits
+        if name not in request.masked and not np.isfinite(members).all():
+            raise UserError(
+                f"{forecast.where}: {name} has NaN or infinite values near stations. If it has "
+                f"no values at some points, such as over land, give masked=[{name}], or leave "
+                "it out of variables."
+            )
+        if limits is not None and is_implausible(members, limits):
+            low, high = np.nanmin(members), np.nanmax(members)
+            raise UserError(
+                f"{forecast.where}: {name} {forecast.describe(init, lead)} is {low:g} to {high:g} "
+                f"at stations, but its limits are {limits.low:g} to {limits.high:g}. If the values "
+                f"are right, give 'limits={{{name}:[LOW,HIGH]}}'."
+            )
+
+
+def _limits(
+    request: ScoreRequest, forecast: ForecastStore, name: str, unit: str
+) -> ValueRange | None:
+    """Return the limits of a variable as stores have them, if they are given or it is known."""
+    if name in request.limits:
+        given = request.limits[name]
+        return None if given is None else ValueRange(*map(float, given))
+    known = physical_range(name, VariableInfo(True), None, unit)
+    variable = forecast.variables[name]
+    if known is None or not variable.summed or forecast.span is None:
+        return known
+    days = max(1.0, float(forecast.span / DAY))
+    return ValueRange(known.low * days, known.high * days)
+
+
+def _cure(
+    stored: Values, outside: NDArray[np.bool_], limits: ValueRange, unit: str, is_plain: bool
+) -> str:
+    """Return what helps if a column is implausible; empty if only some of its values are.
+
+    Args:
+        stored: as they were read.
+        outside: which of them are outside the limits.
+        limits: of the values in `unit`.
+        unit: of the forecast.
+        is_plain: whether they are taken to be in this unit already.
+    """
+    are_most = outside.sum() > np.isfinite(stored).sum() / 2
+    values, counts = np.unique(stored[outside], return_counts=True)
+    are_fill = are_fill_values(values)
+    if counts[are_fill].sum() > outside.sum() / 2:
+        fill = values[are_fill][counts[are_fill].argmax()]
+        return f"It looks like a fill value: give missing=[{fill:g}]." if are_most else ""
+    rest = stored[np.isfinite(stored) & ~np.isin(stored, values[are_fill])]
+    likely = ""
+    if is_plain:
+        likely = likely_unit(rest, limits, canonical_unit(unit))
+    elif are_most and np.mean((rest >= limits.low) & (rest <= limits.high)) > 0.99:
+        likely = unit
+    if likely:
+        return (
+            f"They look like {likely}: name the column '{{other}} [{likely}]' in CSV, or set its "
+            "attribute units in netCDF and zarr."
+        )
+    if are_most:
+        return (
+            "Convert it, leave it out of variables, or if the values are right, give "
+            "'limits={{{name}:[LOW,HIGH]}}'."
+        )
+    return ""
+
+
+def _check_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
+    """Refuse winds on a projection, whose components may lie along its rows and columns."""
+    winds = [name for name in names if WIND.fullmatch(canonical_name(name))]
+    if forecast.grid.is_projected and winds:
+        raise UserError(
+            f"{forecast.where}: {', '.join(winds)} may lie along the rows and columns of its "
+            "projection, not east and north as at stations. Name others in variables."
+        )
 
 
 def _variables(
@@ -434,47 +520,35 @@ def _variables(
 
 
 def _conversion(
-    forecast: ForecastStore, name: str, observations: Observations, other: str
+    forecast: ForecastStore, observations: Observations, other: str, unit: str
 ) -> tuple[float, float]:
     """Return `(scale, offset)` from the unit of the observations to that of the forecast.
 
     Raises:
         UserError: the units can't be converted.
     """
-    new, old = forecast.variables[name].units, observations.units[other]
-    conversion = find_conversion(old, new)
+    conversion = find_conversion(observations.units[other], unit)
     if conversion is None:
         raise UserError(
-            f"{observations.where}: {other} is in {old}, which can't be converted to the "
-            f"forecast's {new}. Convert it, or leave it out of variables."
+            f"{observations.where}: {other} is in {observations.units[other]}, which can't be "
+            f"converted to the forecast's {unit}. Convert it, or leave it out of variables."
         )
     return conversion
 
 
-def _covered(observations: Observations, grid: Grid) -> tuple[Observations, list[str]]:
-    """Return the observations of the stations that a grid covers, and what is left out.
+def _covered(observations: Observations, forecast: ForecastStore) -> NDArray[np.bool_]:
+    """Return which stations the forecast's grid covers.
 
     Raises:
         UserError: it covers none.
     """
-    inside = ~outside_rows(grid, observations.latitude)
-    inside &= ~outside_columns(grid, observations.longitude)
-    if inside.all():
-        return observations, []
-    left_out = int((~inside).sum())
+    inside = ~outside_points(forecast.grid, observations.latitude, observations.longitude)
     if not inside.any():
         raise UserError(
-            f"{observations.where}: none of its {counted(left_out, 'station')} is in the "
+            f"{observations.where}: none of its {counted(len(inside), 'station')} is in the "
             "forecast's region. Change stations or forecast."
         )
-    kept = replace(
-        observations,
-        names=list(compress(observations.names, inside)),
-        latitude=observations.latitude[inside],
-        longitude=observations.longitude[inside],
-        values={name: values[:, inside] for name, values in observations.values.items()},
-    )
-    return kept, [f"{counted(left_out, 'station')} outside of the forecast's region not scored"]
+    return inside
 
 
 def _blocks(

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import tracemalloc
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import xarray as xr
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import ScoreRequest
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.stations import Observations, StationScores, score_stations
+from credit_dp.evaluation.observations import Observations
+from credit_dp.evaluation.stations import StationScores, score_stations
 from tests.cli.invocation import answer
+from tests.data import region_grids
+from tests.data.proj import project
 from tests.evaluation import forecasts
 
 STATIONS = 7
@@ -50,10 +54,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def scored(folder: Path, name: str, where: str = "stations.nc", **options: object) -> StationScores:
+def scored(
+    folder: Path,
+    name: str,
+    where: str = "stations.nc",
+    missing: tuple[str, ...] = (),
+    **options: object,
+) -> StationScores:
     request = ScoreRequest(forecast=name, truth=(), cache="", **options)  # type: ignore[arg-type]
     forecast = ForecastStore.open(str(folder / name))
-    return score_stations(request, forecast, str(folder / where), lambda title, done: None)
+    return score_stations(request, forecast, str(folder / where), lambda title, done: None, missing)
 
 
 def table(text: str) -> list[dict[str, str]]:
@@ -176,7 +186,7 @@ def test_stations_outside_of_a_region_are_left_out(folder: Path) -> None:
     found = scored(folder, "box.nc")
     assert found.observations.names == [f"WMO{i}" for i in np.flatnonzero(inside)]
     left_out = STATIONS - inside.sum()
-    assert found.notes == [f"{left_out} stations outside of the forecast's region not scored"]
+    assert found.notes[0] == f"{left_out} of 7 stations left out: outside of the forecast's region"
     whole = scored(folder, "one.zarr").sums["2m_temperature"].of_stations()
     for name, values in found.sums["2m_temperature"].of_stations().items():
         np.testing.assert_allclose(values, whole[name][..., inside], rtol=1e-6)
@@ -191,7 +201,7 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("forecast=three.zarr", "stations=stations.nc", "out=scores", "regions=[tropics]")
     code, said, complaints = ask(monkeypatch, folder, *given)
     assert (code, complaints) == (0, "")
-    assert f"stations.nc: {STATIONS} stations" in said
+    assert f"stations.nc: {STATIONS} of {STATIONS} stations and " in said
     assert "24 h, tropics" in said
     assert said.endswith("scores/scores.csv\n")
     assert sorted(path.name for path in (folder / "scores").iterdir()) == [
@@ -214,6 +224,8 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["variables=[2m_temperatur]"], "2m_temperature"),
         (["regions=[nowhere]"], "regions: "),
         (["hours=[5]"], "Change hours."),
+        (["limits={t2m:[1,2]}"], "limits.t2m: there is no scored variable t2m."),
+        (["stations=", "truth=truth.zarr", "missing=[9]"], "missing: has an effect on stations="),
     ],
 )
 def test_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], said: str) -> None:
@@ -281,12 +293,8 @@ def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said
         ),
         ("station,time,latitude,longitude,t2m\n", "it has no rows"),
         (
-            "station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3\nA,2000-01-02,1,3,3\n",
-            "station A has several places",
-        ),
-        (
             "station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3\nA,2000-01-01,1,2,3\n",
-            "station A has 2000-01-01T00:00:00 twice",
+            "station A has 2000-01-01T00:00 twice",
         ),
     ],
 )
@@ -306,9 +314,18 @@ def test_csv_keeps_names_and_reads_all_forms_of_times(tmp_path: Path) -> None:
     seen = Observations.open(str(tmp_path / "wild.csv"))
     assert seen.names == ["012", "12", "NA"]
     assert list(seen.longitude) == [358, 6, -2]
-    assert [str(time)[:13] for time in seen.times] == ["2000-01-01T12", "2000-01-02T00"]
+    assert [str(time)[:13] for time in seen.times] == ["2000-01-01T12", *["2000-01-02T00"] * 3]
+    values = dict(zip(map(seen.describe, range(4)), seen.values["t2m"], strict=True))
     nan = np.nan
-    np.testing.assert_array_equal(seen.values["t2m"], [[nan, 281, nan], [nan, nan, 280]])
+    assert values == pytest.approx(
+        {
+            "station 12 at 2000-01-01T12:00": 281,
+            "station NA at 2000-01-02T00:00": 280,
+            "station 012 at 2000-01-02T00:00": nan,
+            "station 12 at 2000-01-02T00:00": nan,
+        },
+        nan_ok=True,
+    )
 
 
 @pytest.mark.parametrize("dims", [(), ("time",)])
@@ -345,3 +362,225 @@ def test_nan_in_a_forecast_is_refused_unless_it_is_masked(folder: Path, tmp_path
     counts = found.of_region("2m_temperature", "global")["observations"][0]
     whole = scored(folder, "one.zarr").of_region("2m_temperature", "global")["observations"][0]
     np.testing.assert_array_equal(counts, whole * [1, 0, 1])
+
+
+HEADER = "station,time,latitude,longitude,2m_temperature\n"
+NOON = "2000-01-02T12:00"
+
+
+def csv_of(path: Path, values: list[str], header: str = HEADER, time: str = NOON) -> str:
+    """Write one report of each of some stations on the equator, and return the path."""
+    lines = [f"S{i},{time},0,{i},{value}\n" for i, value in enumerate(values)]
+    path.write_text(header + "".join(lines))
+    return str(path)
+
+
+def store_of(path: Path, values: list[str], units: str = "") -> str:
+    """Write the same as netCDF in float32."""
+    data = xr.Dataset(
+        {"t2m": (("time", "station"), [np.array(values, "f4")], {"units": units} if units else {})},
+        {
+            "time": [np.datetime64(NOON, "ns")],
+            "latitude": ("station", np.zeros(len(values))),
+            "longitude": ("station", np.arange(len(values), dtype="f8")),
+            "name": (
+                "station",
+                [f"S{i}" for i in range(len(values))],
+                {"cf_role": "timeseries_id"},
+            ),
+        },
+    )
+    data.to_netcdf(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "nc"])
+@pytest.mark.parametrize(
+    ("odd", "missing", "note"),
+    [
+        ("-9999", ("-9999",), ""),
+        ("-999.9", ("-999.9", "M"), ""),
+        (
+            "-9999",
+            (),
+            "of 2m_temperature are outside the limits 150 to 350 K, such as -9999 of station",
+        ),
+        (
+            "1e30",
+            (),
+            "of 2m_temperature are outside the limits 150 to 350 K, such as 1e+30 of station",
+        ),
+        (
+            "12.5",
+            (),
+            "of 2m_temperature are outside the limits 150 to 350 K, such as 12.5 of station",
+        ),
+    ],
+)
+def test_values_outside_the_limits_do_not_count(
+    folder: Path, tmp_path: Path, suffix: str, odd: str, missing: tuple[str, ...], note: str
+) -> None:
+    write = csv_of if suffix == "csv" else store_of
+    clean = write(tmp_path / f"clean.{suffix}", ["280", "281", "282", "283"])
+    where = write(tmp_path / f"odd.{suffix}", ["280", "281", "282", "283", odd])
+    expected = scored(folder, "one.zarr", clean)
+    found = scored(folder, "one.zarr", where, missing=missing)
+    assert found.to_csv() == expected.to_csv()
+    given = 4 if missing else 5
+    assert found.coverage == f"4 of 5 stations and 4 of {given} observations count"
+    notes = [text.replace("t2m", "2m_temperature") for text in found.notes]
+    assert "1 of 5 stations left out: no observation at a date of the forecast" in notes
+    assert "2m_temperature is taken for K, as no unit is given" in notes
+    assert [x for x in notes if "limits" in x] == (
+        [f"1 of 5 observations {note} S4 at 2000-01-02T12:00, left out"] if note else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "values", "cure"),
+    [
+        (
+            HEADER,
+            ["12", "13", "14", "-9999"],
+            "They look like degC: name the column '2m_temperature [degC]'",
+        ),
+        (HEADER, ["-9999", "-9999", "290"], "a fill value: give missing=[-9999]"),
+        (HEADER, ["5e6", "6e6"], "give 'limits={2m_temperature:[LOW,HIGH]}'"),
+        (HEADER.strip() + " [degC]\n", ["280", "281"], "They look like K: name the column"),
+    ],
+)
+def test_implausible_columns_are_refused(
+    folder: Path, tmp_path: Path, header: str, values: list[str], cure: str
+) -> None:
+    where = csv_of(tmp_path / "odd.csv", values, header)
+    with pytest.raises(UserError, match="are outside the limits 150 to 350 K, such as") as caught:
+        scored(folder, "one.zarr", where)
+    assert cure in str(caught.value)
+    wide = scored(folder, "one.zarr", where, limits={"2m_temperature": None})
+    assert wide.coverage.endswith(f"{len(values)} of {len(values)} observations count")
+
+
+def test_implausible_stores_are_refused(folder: Path, tmp_path: Path) -> None:
+    where = store_of(tmp_path / "celsius.nc", ["12", "13", "14"])
+    with pytest.raises(UserError, match=r"3 of 3 observations of t2m .* look like degC: .* units"):
+        scored(folder, "one.zarr", where)
+    stated = store_of(tmp_path / "stated.nc", ["12", "13", "14"], "degC")
+    assert scored(folder, "one.zarr", stated).notes == []
+
+
+def test_an_implausible_forecast_is_refused(folder: Path, tmp_path: Path) -> None:
+    made = xr.open_zarr(folder / "one.zarr", decode_timedelta=True, consolidated=False).load()
+    made["2m_temperature"][0, 2] = 1e20
+    made.to_netcdf(tmp_path / "filled.nc")
+    with pytest.raises(UserError, match=r"at 24 h is 1e\+20 .* its limits are 150 to 350. .* give"):
+        scored(tmp_path, "filled.nc", str(folder / "stations.nc"))
+
+
+def test_stations_that_report_at_other_times_are_counted(folder: Path, tmp_path: Path) -> None:
+    lines = [f"S{i},2000-01-02T{'12:00' if i == 2 else '11:56'},0,{i},280\n" for i in range(5)]
+    (tmp_path / "synop.csv").write_text(HEADER + "".join(lines))
+    found = scored(folder, "one.zarr", str(tmp_path / "synop.csv"))
+    assert found.coverage == "1 of 5 stations and 1 of 5 observations count"
+    assert found.notes[:2] == [
+        "4 of 5 stations left out: no observation at a date of the forecast",
+        "4 of 5 observations left out: not at a date of the forecast",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "station,time,latitude,longitude,2m_temperature\nA,2000-01-02T12:00,1.5,2,280.5\n",
+        "lon,lat,valid_time,id,t2m\n2,1.5,2000-01-02T12:00,A,280.5\n",
+        "Station_ID,Date,LAT,Lon,2t [degC]\nA,2000-01-02 12:00,1.5,2,7.35\n",
+        "STATION;TIME (UTC);LAT [deg];LON;t2m (degC)\nA;2000-01-02T12:00;1,5;2;7,35\n",
+        "name\tstid\ttime\tlat\tlng\tVAR_2T\nNowhere\tA\t20000102T12\t1.5\t2\t280.5\n",
+    ],
+)
+def test_columns_under_usual_names(folder: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "named.csv").write_text(text)
+    found = scored(folder, "one.zarr", str(tmp_path / "named.csv"))
+    seen = found.observations
+    assert (seen.names, list(seen.latitude), list(seen.longitude)) == (["A"], [1.5], [2.0])
+    assert seen.values["2m_temperature"] == pytest.approx([280.5], abs=1e-9)
+
+
+@pytest.mark.parametrize("form", ["csv", "nc"])
+def test_memory_grows_with_the_reports(folder: Path, tmp_path: Path, form: str) -> None:
+    """Of ships at times of their own, a table of times and stations would take 128 MB."""
+    number = 4000
+    random = np.random.default_rng(2)
+    times = np.datetime64("2000-01-02T00:00", "s") + 30 * np.arange(number)
+    places = np.round([random.uniform(-80, 80, number), random.uniform(-180, 180, number)], 3)
+    values = np.round(random.uniform(270, 290, number), 2)
+    names = [f"SHIP{i % 7}" for i in range(number)]
+    path = tmp_path / f"ships.{form}"
+    if form == "csv":
+        rows = zip(names, times, *places, values, strict=True)
+        path.write_text(HEADER + "".join(f"{','.join(map(str, row))}\n" for row in rows))
+    else:
+        xr.Dataset(
+            {"t2m": ("obs", values), "ship": ("obs", names, {"cf_role": "trajectory_id"})},
+            {
+                "time": ("obs", times.astype("M8[ns]")),
+                "lat": ("obs", places[0], {"units": "degrees_north"}),
+                "lon": ("obs", places[1], {"units": "degrees_east"}),
+            },
+        ).to_netcdf(path)
+    tracemalloc.start()
+    try:
+        found = scored(folder, "one.zarr", str(path))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1500 * number
+    # At 0, 6, 12, 18 and 24 hours of the second day.
+    assert found.coverage == "5 of 4,000 stations and 5 of 4,000 observations count"
+    assert sorted({*found.observations.names}) == sorted({*names})
+
+
+def on_projection(folder: Path, wind: bool = False) -> np.ndarray:
+    """Write forecasts on a Lambert grid, from the south, and return the fields `(L, H, W)`."""
+    y, x = 1.2e5 * (np.arange(13) - 6), 1.2e5 * (np.arange(16) - 8)
+    latitude, longitude = region_grids.Lambert().coordinates(y, x)
+    fields = np.random.default_rng(4).normal(280, 3, (1, 2, 13, 16)).astype("f4")
+    dims = ("time", "prediction_timedelta", "y", "x")
+    name = "10m_u_component_of_wind" if wind else "2m_temperature"
+    xr.Dataset(
+        {name: (dims, fields, {"units": "m s-1" if wind else "K"})},
+        {
+            "time": [np.datetime64("2000-01-02", "ns")],
+            "prediction_timedelta": np.array([6, 12]) * np.timedelta64(3600 * 10**9, "ns"),
+            "latitude": (("y", "x"), latitude, {"units": "degrees_north"}),
+            "longitude": (("y", "x"), longitude, {"units": "degrees_east"}),
+        },
+    ).to_netcdf(folder / "lambert.nc")
+    return fields[0]
+
+
+def test_stations_on_a_projection(tmp_path: Path) -> None:
+    fields = on_projection(tmp_path)
+    # In rows and columns of the grid; the last two are outside.
+    rows, columns = np.array([[0, 3.25, 11.5, 6, 13, -2], [0, 7.5, 14.75, 15, 5, 3]])
+    crs = "+proj=lcc +lat_1=38.5 +lat_2=38.5 +lat_0=38.5 +lon_0=-97.5 +R=6371229"
+    longitude, latitude = project(crs, 1.2e5 * (columns - 8), 1.2e5 * (rows - 6), "inverse")
+    lines = [f"S{i},{NOON},{latitude[i]},{longitude[i]},280\n" for i in range(6)]
+    (tmp_path / "there.csv").write_text(HEADER + "".join(lines))
+    found = scored(tmp_path, "lambert.nc", "there.csv")
+    assert found.notes[0] == "2 of 6 stations left out: outside of the forecast's region"
+    biases = found.sums["2m_temperature"].of_stations()["bias"][0]
+    assert np.isnan(biases[0]).all()
+    i, j = np.minimum(rows[:4].astype(int), 11), np.minimum(columns[:4].astype(int), 14)
+    down, right = rows[:4] - i, columns[:4] - j
+    last = fields[1].astype("f8")
+    south = last[i, j] * (1 - right) + last[i, j + 1] * right
+    north = last[i + 1, j] * (1 - right) + last[i + 1, j + 1] * right
+    # 120 km are 2 % of the radius, whose square is what cells of the sphere differ by.
+    assert biases[1] == pytest.approx(south * (1 - down) + north * down - 280, abs=0.02)
+
+
+def test_winds_on_a_projection_are_refused(tmp_path: Path) -> None:
+    on_projection(tmp_path, wind=True)
+    where = csv_of(tmp_path / "wind.csv", ["3"], HEADER.replace("2m_temperature", "u10"))
+    with pytest.raises(UserError, match="10m_u_component_of_wind may lie along the rows"):
+        scored(tmp_path, "lambert.nc", where)

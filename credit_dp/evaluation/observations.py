@@ -1,0 +1,350 @@
+"""Read observations at stations, from netCDF, zarr or CSV, as one row for each report.
+
+Stations may report at times of their own, or move: memory grows with the number of reports, not
+with that of all times at all places.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+
+from credit_dp.data.calendar import STANDARD, Calendar, Times, are_dates, calendar_of, decode_dates
+from credit_dp.data.grid import FULL_CIRCLE, POLE, Degrees
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
+from credit_dp.data.sources.coordinates import find_coordinates
+from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
+from credit_dp.data.units import find_known
+from credit_dp.errors import UserError
+from credit_dp.evaluation.alignment import translate_error_keys
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EMPTY = ("", "nan", "na")  # in a CSV file, also in capitals
+COORDINATES = ("time", "latitude", "longitude")
+# Columns of a CSV file in small letters; the first that is there.
+COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "station": ("station", "station_id", "station_name", "stid", "wmo_id", "call_sign", "id"),
+    "time": ("time", "valid_time", "datetime", "date_time", "date", "timestamp"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon", "long", "lng"),
+}
+NAME_AND_UNIT = re.compile(r"(.*\S)\s*(?:\[(.*)\]|\((.*)\))")  # `t2m [degC]`, `t2m (degC)`
+Values = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@final
+@dataclass(frozen=True)
+class Observations:
+    """R reports of S stations; a station that moves is one at each of its places.
+
+    Attributes:
+        where: their address, for messages.
+        calendar: of the times.
+        names, latitude, longitude: of the stations, `(S,)`; degrees north and east.
+        times: of the reports, `(R,)`, rising.
+        station: the index of the station of each report, `(R,)`; once at each time.
+        values: `(R,)` by the name of the variable; NaN where there is none.
+        units: by the name of the variable; may be empty.
+    """
+
+    where: str
+    calendar: Calendar
+    names: Sequence[str]
+    latitude: Degrees
+    longitude: Degrees
+    times: Times
+    station: Indices
+    values: Mapping[str, Values]
+    units: Mapping[str, str]
+
+    @classmethod
+    def open(cls, where: str, missing: Sequence[str] = ()) -> "Observations":
+        """Open observations in netCDF or zarr, or a CSV file.
+
+        A store has variables with the dims time and station, in any order, and latitudes and
+        longitudes along the dim of stations, as the CF conventions write time series; or all of
+        them have one dim, as of points. A CSV file has a column for each of `COLUMN_NAMES` and of
+        the variables, whose names may be followed by a unit in brackets.
+
+        Args:
+            where: their address.
+            missing: numbers and, in a CSV file, texts that stand for missing values.
+
+        Raises:
+            UserError: it can't be read, or lacks one of these.
+        """
+        if where.lower().endswith(".csv"):
+            return _read_csv(where, missing)
+        with translate_error_keys("stations"):
+            opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+            with opened:  # or it is closed with the garbage, while other threads use HDF5
+                data = opened.load()
+        return _from_dataset(data, redact_secrets(where), missing)
+
+    def check(self) -> None:
+        """Refuse values and places that can't be.
+
+        Raises:
+            UserError: a value is infinite, or a station is not on the globe.
+        """
+        infinite = [name for name, each in self.values.items() if np.isinf(each).any()]
+        if infinite:
+            raise _error(self.where, f"{infinite[0]} has infinite values")
+        on_globe = (np.abs(self.latitude) <= POLE) & (np.abs(self.longitude) <= FULL_CIRCLE)
+        if not on_globe.all():
+            name = self.names[int((~on_globe).argmax())]
+            raise _error(self.where, f"station {name} has no place on the globe")
+
+    def at(self, time: np.datetime64) -> slice:
+        """Return which reports are of a time."""
+        first, end = (int(self.times.searchsorted(time, side)) for side in ("left", "right"))
+        return slice(first, end)
+
+    def describe(self, report: int) -> str:
+        """Return the station and the time of a report."""
+        station = self.names[self.station[report]]
+        return f"station {station} at {self.calendar.text(self.times[report])}"
+
+    def of_stations(self, kept: NDArray[np.bool_]) -> "Observations":
+        """Return the reports of the stations that are kept, `(S,)`."""
+        rows = kept[self.station]
+        return replace(
+            self,
+            names=list(compress(self.names, kept)),
+            latitude=self.latitude[kept],
+            longitude=self.longitude[kept],
+            times=self.times[rows],
+            station=(kept.cumsum() - 1)[self.station[rows]],
+            values={name: values[rows] for name, values in self.values.items()},
+        )
+
+
+def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Observations:
+    """Return the observations of a dataset that is in memory."""
+    found = find_coordinates(data)
+    absent = [name for name in COORDINATES if name not in found]
+    if absent:
+        raise _error(where, f"{absent[0]} is missing")
+    time, latitude, longitude = (data[found[name]] for name in COORDINATES)
+    (dim,), (time_dim,) = latitude.dims, time.dims
+    if longitude.dims != (dim,):
+        raise _error(where, "latitude and longitude need one dim")
+    if not time.size or not are_dates(time.values):
+        raise _error(where, f"{time.name} has no dates")
+    dims = dict.fromkeys((time_dim, dim))  # one, if each report has its own place
+    series = {
+        str(name): array.transpose(*dims)
+        for name, array in data.data_vars.items()
+        if {*array.dims} == {*dims} and array.dtype.kind in "fiu" and name not in found.values()
+    }
+    if not series:
+        raise _error(where, f"no variable has the dims {' and '.join(map(str, dims))}")
+    calendar, times = calendar_of(time.values), decode_dates(time.values)
+    if np.isnat(times).any():
+        raise _error(where, f"{time.name} has missing dates")
+    texts = _station_names(data, str(dim), where)
+    north, east = (np.asarray(x.values, np.float64) for x in (latitude, longitude))
+    for array in series.values() if missing else ():
+        numbers = _numbers(missing)
+        if array.dtype.kind == "f":  # -999.9 is another number in float32
+            with np.errstate(over="ignore"):
+                numbers = numbers.astype(array.dtype)
+        array.values = np.where(np.isin(array.values, numbers), np.nan, array.values)
+    units = {name: str(array.attrs.get("units", "")).strip() for name, array in series.items()}
+    if len(dims) == 1:
+        import pandas as pd
+
+        columns = {name: array.values.astype(np.float64) for name, array in series.items()}
+        places = {"station": texts, "latitude": north, "longitude": east}
+        return _from_rows(where, calendar, times, pd.DataFrame({**columns, **places}), units)
+    order = np.argsort(times, kind="stable")
+    in_order = times[order]
+    repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+    if len(repeated):
+        raise _error(where, f"{time.name} has {calendar.text(repeated[0])} twice")
+    is_there = np.zeros((len(times), len(texts)), bool)
+    for array in series.values():
+        is_there |= ~np.isnan(array.values[order])
+    at, station = np.nonzero(is_there)
+    observations = Observations(
+        where,
+        calendar,
+        texts,
+        north,
+        east,
+        in_order[at],
+        station,
+        {name: x.values[order][is_there].astype(np.float64) for name, x in series.items()},
+        units,
+    )
+    observations.check()
+    return observations
+
+
+def _from_rows(
+    where: str, calendar: Calendar, times: Times, table: "pd.DataFrame", units: Mapping[str, str]
+) -> Observations:
+    """Return the observations of a table with a row for each report.
+
+    Args:
+        where, calendar: of them.
+        times: of the reports.
+        table: station, latitude and longitude as texts and degrees, and the variables of `units`.
+        units: of the variables.
+    """
+    order = np.argsort(times, kind="stable")
+    times, table = times[order], table.iloc[order]
+    where_and_who = ["station", "latitude", "longitude"]
+    station = table.groupby(where_and_who, dropna=False).ngroup().to_numpy()
+    _, first = np.unique(station, return_index=True)
+    places = table[where_and_who].iloc[first]
+    by_time = np.lexsort((station, times))
+    again = (np.diff(station[by_time]) == 0) & (np.diff(times[by_time]) == np.timedelta64(0))
+    if again.any():
+        row = int(by_time[1:][again][0])
+        name, time = table["station"].iloc[row], calendar.text(times[row])
+        raise _error(where, f"station {name} has {time} twice")
+    observations = Observations(
+        where,
+        calendar,
+        places["station"].tolist(),
+        places["latitude"].to_numpy(np.float64),
+        places["longitude"].to_numpy(np.float64),
+        times,
+        station,
+        {name: table[name].to_numpy(np.float64) for name in units},
+        units,
+    )
+    observations.check()
+    return observations
+
+
+def _read_csv(where: str, missing: Sequence[str]) -> Observations:
+    """Return the observations of a CSV file; see `Observations.open`."""
+    import pandas as pd
+
+    texts, decimal_comma = _read_texts(where)
+    headings = [_name_and_unit(heading) for heading in texts.iloc[0]]
+    lower = [name.lower() for name, _ in headings]
+    for name, known in COLUMN_NAMES.items():
+        found = next((lower.index(x) for x in known if x in lower), None)
+        if found is None:
+            raise _error(where, f"the column {name} is missing, which may be {', '.join(known)}")
+        headings[found] = name, ""
+    names = [name for name, _ in headings]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise _error(where, f"the column {repeated[0]} is there twice")
+    texts = texts.iloc[1:].set_axis(names, axis=1)
+    if not len(texts):
+        raise _error(where, "it has no rows")
+    if not texts["station"].all():
+        raise _error(where, "a row has no station")
+    times = pd.to_datetime(texts["time"], utc=True, format="ISO8601", errors="coerce")
+    wrong = texts["time"][~times.dt.year.between(1678, 2261)]  # also of texts without dates
+    if len(wrong):
+        raise _error(
+            where,
+            f"time has '{wrong.iloc[0]}', no date from 1678 to 2261 like 2001-02-11T06:00",
+        )
+    columns: dict[str, Any] = {"station": texts["station"]}
+    for name in texts.columns.drop(["station", "time"]):
+        is_place = name in COORDINATES
+        numbers, wrong = _parse_numbers(texts[name], () if is_place else missing, decimal_comma)
+        if len(wrong) and numbers.isna().all() and not is_place and find_known(name) is None:
+            continue  # texts, such as the names of countries
+        if len(wrong):
+            word = wrong.iloc[0]
+            advice = "" if is_place else f" (if a value is missing there, give missing=[{word}])"
+            raise _error(where, f"{name} has '{word}', which is no number{advice}")
+        columns[name] = numbers
+    units = {name: unit for name, unit in headings if name in columns and name not in COLUMN_NAMES}
+    dates = times.dt.tz_localize(None).to_numpy(STANDARD.dtype)
+    return _from_rows(where, STANDARD, dates, pd.DataFrame(columns), units)
+
+
+def _read_texts(where: str) -> "tuple[pd.DataFrame, bool]":
+    """Return the cells of a CSV file with its header, and whether numbers have decimal commas."""
+    import pandas as pd
+
+    if is_remote(where):
+        raise UserError(f"{redact_secrets(where)}: CSV is read from files only. Change stations.")
+    with translate_error_keys("stations"):
+        path = local_path(where)
+    try:
+        with path.open(encoding="utf-8") as file:
+            header = file.readline()
+        separator = max(",;\t", key=header.count)
+        # Texts as they stand: stations may be called 010 or NA, and 20010211 is a date.
+        table = pd.read_csv(path, sep=separator, header=None, dtype=str, keep_default_na=False)
+        return table.fillna("").apply(lambda texts: texts.str.strip()), separator == ";"
+    except FileNotFoundError as error:
+        raise UserError(f"{where}: no such file. Change stations.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: needs text in UTF-8, but has the byte 0x{error.object[error.start]:02x}. "
+            "Convert it, as `iconv -f latin1 -t utf-8` does, or change stations."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{where}: can't be read as CSV ({reason_of(error)}). Change stations."
+        ) from error
+
+
+def _parse_numbers(
+    texts: "pd.Series", missing: Sequence[str], decimal_comma: bool
+) -> "tuple[pd.Series, pd.Series]":
+    """Return the numbers of a column, NaN where they are missing, and the texts that are none."""
+    import pandas as pd
+
+    lower = texts.str.lower()
+    plain = lower.str.replace(",", ".") if decimal_comma else lower
+    numbers = pd.to_numeric(plain, errors="coerce").astype(np.float64)
+    is_missing = lower.isin([*EMPTY, *(text.lower() for text in missing)])
+    is_missing |= numbers.isin(_numbers(missing))
+    return numbers.mask(is_missing), texts[~np.isfinite(numbers) & ~is_missing]
+
+
+def _numbers(texts: Sequence[str]) -> Values:
+    """Return the numbers among texts."""
+    numbers = []
+    for text in texts:
+        with suppress(ValueError):
+            numbers.append(float(text))
+    return np.array(numbers, np.float64)
+
+
+def _name_and_unit(heading: str) -> tuple[str, str]:
+    match = NAME_AND_UNIT.fullmatch(heading)
+    return (match[1], (match[2] or match[3] or "").strip()) if match else (heading, "")
+
+
+def _station_names(data: xr.Dataset, dim: str, where: str) -> list[str]:
+    """Return the names of stations: as CF marks them, of the dim's coordinate, or their numbers."""
+    marked = [
+        name for name, x in data.variables.items() if "cf_role" in x.attrs and dim in x.dims[:1]
+    ]
+    array = data[next(iter(marked), dim)]  # the numbers, if the dim has no coordinate
+    texts = array.values if array.ndim == 1 else [b"".join(row) for row in array.values]
+    try:
+        return [(x.decode() if isinstance(x, bytes) else str(x)).strip() for x in texts]
+    except UnicodeDecodeError as error:
+        raise _error(
+            where, f"{array.name} has a name that is not UTF-8, {error.object!r}"
+        ) from error
+
+
+def _error(where: str, problem: str) -> UserError:
+    return UserError(
+        f"{where}: needs observations with the dims time and station, and latitude and longitude "
+        f"of the stations, but {problem}. Change stations."
+    )

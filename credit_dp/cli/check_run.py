@@ -24,6 +24,7 @@ from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
 from credit_dp.errors import UnreachableError, UserError, counted
+from credit_dp.plain_text import printable
 from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import locate_checkpoint
 
@@ -180,7 +181,7 @@ def preparation_command(config: Config, overrides: Sequence[str]) -> str:
 
 def print_lines(*lines: str) -> None:
     """Print lines."""
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write(printable("".join(f"{line}\n" for line in lines)))
 
 
 def with_resolved_data(config: Config, summary: DataSummary) -> Config:

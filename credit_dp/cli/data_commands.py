@@ -34,6 +34,7 @@ from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
 from credit_dp.distributed.signals import raise_on_stop
 from credit_dp.errors import UserError, counted, shell_argument
+from credit_dp.plain_text import printable
 from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def inspect(arguments: Sequence[str], program: str) -> int:
         source, DEFAULT_DOMAINS if domain is None else _parse_domain(domain, source.grid[0])
     )
     stores = parsed.config.stores
-    sys.stdout.write(as_json(report, stores) if parsed.json else as_text(report, stores))
+    sys.stdout.write(as_json(report, stores) if parsed.json else printable(as_text(report, stores)))
     return 0 if report.sample_bytes else 2
 
 

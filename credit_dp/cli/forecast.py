@@ -13,6 +13,7 @@ from credit_dp.cli.compose import Composer, check_rows
 from credit_dp.cli.saved_config import config_of_checkpoint
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.plain_text import printable
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def report_completeness(paths: Sequence[str], program: str) -> int:
     from credit_dp.forecast.check import check_forecast
 
     finding = check_forecast(paths[0])
-    sys.stdout.write("\n".join([*finding.lines(), ""]))
+    sys.stdout.write(printable("\n".join([*finding.lines(), ""])))
     return 0 if finding.complete else 1
 
 

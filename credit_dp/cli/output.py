@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from credit_dp.plain_text import in_one_line, printable
+
 BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -10,6 +12,7 @@ def format_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0
 ) -> list[str]:
     """Return the lines of a table: the first `left` columns are left-aligned, all others right."""
+    headings, *rows = [[*map(in_one_line, row)] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = []
     for row in (headings, *rows):
@@ -31,5 +34,5 @@ def format_bytes(size: float) -> str:
 
 def print_line(line: str) -> None:
     """Print a line and flush, so that it shows in logs at once."""
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()

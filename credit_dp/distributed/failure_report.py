@@ -12,6 +12,7 @@ from typing import Literal, final
 
 from credit_dp.config import ParallelConfig
 from credit_dp.files import write_text_atomic
+from credit_dp.plain_text import printable
 
 FIRST_RANK_SECONDS = 3.0  # by which other ranks report later than rank 0
 
@@ -50,6 +51,7 @@ def report_crash(text: str) -> None:
 
 
 def _write(text: str) -> None:
+    text = printable(text)
     for lines in _captures:
         lines.append(text)
     sys.stderr.write(text)

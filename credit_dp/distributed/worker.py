@@ -37,6 +37,7 @@ from credit_dp.distributed.process_groups import (
 )
 from credit_dp.distributed.signals import STOP_SIGNALS, unignored
 from credit_dp.errors import UserError
+from credit_dp.plain_text import printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -190,11 +191,16 @@ class EarlyRecords(logging.Handler):
         return records
 
 
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def configure_logging(ranks: RankInfo) -> None:
     """Show this rank's warnings on stderr, and keep lower levels for the log file."""
     prefix = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_PrintableFormatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
     package_logger = logging.getLogger("credit_dp")
     # Replaces the handlers of an earlier run: the runs of a sweep may share a process.

@@ -42,7 +42,8 @@ from credit_dp.evaluation.metric_table import (
 )
 from credit_dp.evaluation.score_folder import figure_data_uri, render_page, table_lead_indices
 from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels
-from credit_dp.evaluation.scorecard import MODEL, csv_text, headlines, three_digits
+from credit_dp.evaluation.scorecard import MODEL, headlines, three_digits
+from credit_dp.plain_text import csv_text
 
 RUN, CARD = "training run", "scorecard"
 CONFIG_FILE, METRICS_FILE, SCORES_FILE = "config.yaml", "metrics.json", "scores.json"

@@ -87,7 +87,13 @@ class Observations:
         with translate_error_keys("stations"):
             opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
             with opened:  # or it is closed with the garbage, while other threads use HDF5
-                data = opened.load()
+                try:
+                    data = opened.load()
+                except (OSError, RuntimeError, ValueError) as error:  # also texts not in UTF-8
+                    raise UserError(
+                        f"{redact_secrets(where)}: can't be read ({reason_of(error)}). Change "
+                        "stations."
+                    ) from error
         return _from_dataset(data, redact_secrets(where), missing)
 
     def check(self) -> None:

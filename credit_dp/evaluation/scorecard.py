@@ -4,11 +4,9 @@
 store. Which scores there are is in `metric_table`.
 """
 
-import csv
-import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -32,6 +30,7 @@ from credit_dp.evaluation.metric_table import (
     TRUTH,
 )
 from credit_dp.evaluation.metrics import ErrorMap
+from credit_dp.plain_text import csv_text
 
 MODEL = "model"  # the forecast's name in files and tables of a run
 # With line breaks, because a column of the table is as wide as its longest line.
@@ -384,15 +383,6 @@ class Scorecard:
 def name_and_level(channel: Channel) -> tuple[str, int | str]:
     """Return the variable and the level of a channel for CSV; no level is empty."""
     return channel.variable, "" if channel.level is None else channel.level
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def headline_indices(channels: Sequence[Channel]) -> list[int]:

@@ -37,7 +37,8 @@ from credit_dp.evaluation.alignment import (
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
 from credit_dp.evaluation.observations import Indices, Observations, Values
-from credit_dp.evaluation.scorecard import CSV_COLUMNS, csv_text
+from credit_dp.evaluation.scorecard import CSV_COLUMNS
+from credit_dp.plain_text import csv_text
 from credit_dp.variable_names import canonical_name
 
 MAX_BYTES = 2**28  # of forecasts that are read at once

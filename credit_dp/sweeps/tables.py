@@ -1,7 +1,5 @@
 """The runs of a sweep as a table: a row for each run, for text, CSV, JSON and figures."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any, final
 
 from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
+from credit_dp.plain_text import csv_text
 from credit_dp.sweeps.read import RELATIVE_RMSE, Job, Sweep, parse_number
 
 DEFAULT_METRICS = (RELATIVE_RMSE, "validation_rmse", "loss")  # the first of these that any run has
@@ -107,8 +106,5 @@ def value_order(text: str) -> tuple[bool, float, str]:
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
     """Return CSV with a line for each of the rows, which have the same columns."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return buffer.getvalue()
+    columns = list(rows[0])
+    return csv_text(columns, [[row[name] for name in columns] for row in rows])

@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 from credit_dp.distributed.worker import EarlyRecords
+from credit_dp.plain_text import printable
 
 # Loggers whose messages are about the data and their dates.
 DATA_LOGGERS = ("credit_dp.data", "credit_dp.training.run.dates")
@@ -49,6 +50,8 @@ class Screen:
 
     def show(self, renderable: RenderableType) -> None:
         """Show a line, a table or anything else that rich can render."""
+        if isinstance(renderable, str):
+            renderable = printable(renderable)
         if self.console is not None:
             # Soft wrapping leaves long paths on one line, so that they can be copied. Without
             # markup, brackets in them are not taken for styles.

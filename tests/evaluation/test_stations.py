@@ -476,6 +476,33 @@ def test_an_implausible_forecast_is_refused(folder: Path, tmp_path: Path) -> Non
         scored(tmp_path, "filled.nc", str(folder / "stations.nc"))
 
 
+def test_names_of_stations_are_not_formulas(folder: Path, tmp_path: Path) -> None:
+    where = csv_of(tmp_path / "names.csv", ["280"])
+    path = Path(where)
+    path.write_text(path.read_text().replace("S0", '"=HYPERLINK(""http://x"")\x1b[2J"'))
+    (row,) = {row["station"] for row in table(scored(folder, "one.zarr", where).stations_csv())}
+    assert row == '\'=HYPERLINK("http://x")\\x1b[2J'
+
+
+@pytest.mark.parametrize("form", ["csv", "nc", "declared.nc"])
+def test_names_that_are_not_utf_8_are_refused(folder: Path, tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"latin.{form}"
+    if form == "csv":
+        path.write_bytes(f"{HEADER}T\xf6nning,{NOON},0,0,280\n".encode("latin-1"))
+    else:
+        with xr.open_dataset(store_of(tmp_path / "ascii.nc", ["280"])) as data:
+            names = np.array([list(b"T\xf6nning")], "u1").view("S1")
+            named = data.drop_vars("name").assign_coords(
+                name=(("station", "letter"), names, {"cf_role": "timeseries_id"})
+            )
+            if form == "declared.nc":
+                named["name"].attrs["_Encoding"] = "utf-8"
+            named.to_netcdf(path)
+    with pytest.raises(UserError, match="(?i)UTF-8") as caught:
+        scored(folder, "one.zarr", str(path))
+    assert "\n" not in str(caught.value)
+
+
 def test_stations_that_report_at_other_times_are_counted(folder: Path, tmp_path: Path) -> None:
     lines = [f"S{i},2000-01-02T{'12:00' if i == 2 else '11:56'},0,{i},280\n" for i in range(5)]
     (tmp_path / "synop.csv").write_text(HEADER + "".join(lines))

@@ -241,6 +241,13 @@ class Composer:
                 "defaults: a config file includes itself. A file of yours replaces the package's "
                 "file of the same name, so it can't include it. Rename yours."
             ) from None
+        except UnicodeDecodeError as error:
+            before = error.object[: error.end].decode(errors="replace")
+            line = before.rpartition("\n")[2]
+            raise UserError(
+                f"defaults: needs config files in UTF-8, but one has other bytes in {line!r}. "
+                "Convert it, as `iconv -f latin1 -t utf-8` does."
+            ) from error
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             line = explain_error(error)
             # The missing file may be meant as a plug-in, which is registered in another way.

@@ -330,6 +330,16 @@ def test_a_users_file_that_includes_itself_is_one_line(
     assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
 
 
+def test_a_users_file_that_is_not_utf_8_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "unet.yaml").write_bytes(b"defaults: [schema_unet, _self_]\n# K\xf6ln\n")
+    monkeypatch.chdir(tmp_path)
+    assert "needs config files in UTF-8, but one has other bytes in '# K" in refusal(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -498,7 +498,7 @@ def test_names_that_are_not_utf_8_are_refused(folder: Path, tmp_path: Path, form
             if form == "declared.nc":
                 named["name"].attrs["_Encoding"] = "utf-8"
             named.to_netcdf(path)
-    with pytest.raises(UserError, match="(?i)UTF-8") as caught:
+    with pytest.raises(UserError, match=r"(?i)UTF-8") as caught:
         scored(folder, "one.zarr", str(path))
     assert "\n" not in str(caught.value)
 

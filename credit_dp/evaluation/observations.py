@@ -180,6 +180,8 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
     is_there = np.zeros((len(times), len(texts)), bool)
     for array in series.values():
         is_there |= ~np.isnan(array.values[order])
+    if not is_there.any():
+        raise _error(where, "no variable has a value")
     at, station = np.nonzero(is_there)
     observations = Observations(
         where,

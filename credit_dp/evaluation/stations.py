@@ -5,6 +5,7 @@ same time. Each observation counts the same.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -311,6 +312,12 @@ def _describe_coverage(
         for reason, count in reasons
         if count
     ]
+    repeated = sum(number > 1 for number in Counter(stored.names).values())
+    if repeated:
+        notes.append(
+            f"{counted(repeated, 'name')} of stations at several places, each of which is counted "
+            "as a station"
+        )
     undated = sum(int((x & ~has_date).sum()) for x in is_there.values())
     if undated:
         notes.append(

@@ -259,6 +259,7 @@ def wrong_unit(data: xr.Dataset) -> xr.Dataset:
         (lambda x: x.assign(t2m=x["t2m"].where(x["t2m"] > 280, np.inf)), "t2m has infinite values"),
         (lambda x: x.assign_coords(lat=x["lat"] + 100), "station WMO0 has no place on the globe"),
         (lambda x: x.isel(station=0), "latitude"),
+        (lambda x: x.assign(t2m=x["t2m"] * np.nan), "no variable has a value"),
         (lambda x: x.convert_calendar("noleap"), "noleap calendar"),
         (lambda x: x.assign({"2m_temperature": x["t2m"]}), "t2m and 2m_temperature are two names"),
     ],
@@ -563,6 +564,7 @@ def test_memory_grows_with_the_reports(folder: Path, tmp_path: Path, form: str) 
     assert peak < 1500 * number
     # At 0, 6, 12, 18 and 24 hours of the second day.
     assert found.coverage == "5 of 4,000 stations and 5 of 4,000 observations count"
+    assert found.notes[1].startswith("7 names of stations at several places")
     assert sorted({*found.observations.names}) == sorted({*names})
 
 

@@ -322,9 +322,9 @@ def _columns_around(lengths: NDArray[np.intp], firsts: Array, steps: Array, new:
 def positions_on_plane(source: Grid, latitude: Array, longitude: Array) -> Array:
     """Return rows and columns of points on a projection, with fractions: `(2, *points)`.
 
-    NaN outside of the grid. Between four points of the grid, rows and columns are linear in the
-    plane on which lines through the centre of the globe project the cell, as on the projection to
-    about the square of a cell's size over the radius of the earth.
+    NaN outside of the grid. Each cell is the bilinear image of a square on the plane on which lines
+    through the centre of the globe project it. Positions differ from those on the projection by
+    about 2e-4 of a cell of 50 km, and less in smaller ones.
     """
     centres = unit_vectors(source.latitude, source.longitude)
     points = unit_vectors(latitude.ravel(), longitude.ravel())
@@ -348,11 +348,8 @@ def _positions(centres: Array, points: Array) -> Array:
         cell = np.clip(np.floor(position), 0, sizes - 2).astype(np.intp)  # beyond it, they go on
         row, column = position - cell
         (nw, ne), (sw, se) = (
-            [
-                (directions * centres[:, cell[0] + south, cell[1] + east]).sum(axis=1)
-                for east in (0, 1)
-            ]
-            for south in (0, 1)
+            [(directions * centres[:, cell[0] + i, cell[1] + j]).sum(axis=1) for j in (0, 1)]
+            for i in (0, 1)
         )
         north, south = nw + column * (ne - nw), sw + column * (se - sw)
         by_row, by_column = south - north, (1 - row) * (ne - nw) + row * (se - sw)

@@ -211,10 +211,10 @@ def _from_rows(
     """
     order = np.argsort(times, kind="stable")
     times, table = times[order], table.iloc[order]
-    where_and_who = ["station", "latitude", "longitude"]
-    station = table.groupby(where_and_who, dropna=False).ngroup().to_numpy()
+    place = ["station", "latitude", "longitude"]
+    station = table.groupby(place, dropna=False).ngroup().to_numpy()
     _, first = np.unique(station, return_index=True)
-    places = table[where_and_who].iloc[first]
+    places = table[place].iloc[first]
     by_time = np.lexsort((station, times))
     again = (np.diff(station[by_time]) == 0) & (np.diff(times[by_time]) == np.timedelta64(0))
     if again.any():

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import xarray as xr
@@ -52,33 +53,54 @@ def write_json(data: xr.Dataset, folder: Path) -> Path:
 
 
 def write_parquet(data: xr.Dataset, folder: Path) -> Path:
+    return as_parquet(references(data, folder), folder / "era5.parq")
+
+
+def as_parquet(made: dict, path: Path) -> Path:
     from kerchunk.df import refs_to_dataframe
 
-    path = folder / "era5.parq"
-    made = references(data, folder)
     with warnings.catch_warnings():  # of pandas
         warnings.simplefilter("ignore")
         refs_to_dataframe(made, str(path), record_size=10)
     return path
 
 
+def joined_json(files: Sequence[Path], path: Path) -> Path:
+    """Write references to netCDF files that follow each other in time, as kerchunk joins them."""
+    from kerchunk.combine import MultiZarrToZarr
+    from kerchunk.hdf import SingleHdf5ToZarr
+
+    parts = [SingleHdf5ToZarr(str(file), inline_threshold=100).translate() for file in files]
+    joined = MultiZarrToZarr(parts, concat_dims=["time"], coo_map={"time": "cf:time"})
+    path.write_text(json.dumps(joined.translate()))
+    return path
+
+
 def write_icechunk(data: xr.Dataset, folder: Path) -> Path:
     """Write a netCDF file, and a repository with virtual chunks in it, as VirtualiZarr does."""
+    return joined_icechunk([write_netcdf(data, folder / "era5.nc")], folder / "era5.icechunk")
+
+
+def joined_icechunk(files: Sequence[Path], path: Path) -> Path:
+    """Write a repository with chunks in netCDF files that follow each other in time."""
     import icechunk
     from obspec_utils.registry import ObjectStoreRegistry
     from obstore.store import LocalStore
     from virtualizarr import open_virtual_dataset
     from virtualizarr.parsers import HDFParser
 
-    url = f"file://{write_netcdf(data, folder / 'era5.nc')}"
     registry = ObjectStoreRegistry({"file://": LocalStore()})
-    coordinates = [str(name) for name in data.coords]
+    options = {
+        "parser": HDFParser(),
+        "loadable_variables": ["time", "latitude", "longitude", "level"],
+    }
     with warnings.catch_warnings():  # of the codecs of HDF5
         warnings.simplefilter("ignore")
-        virtual = open_virtual_dataset(
-            url, registry=registry, parser=HDFParser(), loadable_variables=coordinates
-        )
-    path = folder / "era5.icechunk"
+        parts = [open_virtual_dataset(f"file://{file}", registry, **options) for file in files]
+    virtual = parts[0]
+    if len(parts) > 1:
+        virtual = xr.concat(parts, "time", data_vars="minimal", coords="minimal", compat="override")
+    folder = path.parent
     made = repository(path)
     config = made.config
     store = icechunk.local_filesystem_store(str(folder))
@@ -87,5 +109,5 @@ def write_icechunk(data: xr.Dataset, folder: Path) -> Path:
     made.save_config()
     session = made.writable_session("main")
     virtual.vz.to_icechunk(session.store)
-    session.commit("References to era5.nc")
+    session.commit("References to netCDF")
     return path

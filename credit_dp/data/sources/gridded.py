@@ -9,13 +9,14 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, final
 
 import cftime
+import fsspec
 import numpy as np
 import xarray as xr
 import zarr
@@ -50,7 +51,7 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
-from credit_dp.data.sources.grib_file import open_grib
+from credit_dp.data.sources.grib_file import is_grib, open_grib
 from credit_dp.data.sources.names import StoredNames
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import (
@@ -73,6 +74,7 @@ from credit_dp.data.sources.storage import (
     unreadable_error,
 )
 from credit_dp.data.sources.sums import GRIB_STEPS, read_time_bounds, stated_sums
+from credit_dp.data.sources.virtual import chunk_files
 from credit_dp.data.sources.wrf import STAGGERED, with_cf_coordinates
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
@@ -123,11 +125,84 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
                 store, chunks=None, consolidated=consolidated, decode_timedelta=False
             )
         check_dates(where, dataset, undated)
+        fields = {name: array for name, array in arrays.items() if array.ndim > 1}
+        is_packed = any({*PACKING} & {*array.attrs} for array in fields.values())
+        _check_chunk_files(where, tuple(chunk_files(counting_store._store)), (*fields,), is_packed)
     except UserError:
         raise
     except Exception as error:
         raise dates_error(where, undated) or zarr_open_error(where, error) from error
     return dataset, counting_store
+
+
+PACKING = ("scale_factor", "add_offset")
+COMPARED_FILES = 256  # takes seconds
+
+
+@lru_cache(maxsize=16)  # workers open a store again and again
+def _check_chunk_files(
+    where: str, addresses: Sequence[str], names: Sequence[str], is_packed: bool
+) -> None:
+    """Refuse chunks of files that store a variable in different ways, as an array has only one.
+
+    Local netCDF files are compared, evenly spaced ones of many. Messages of GRIB need no check:
+    each says how it is packed.
+
+    Raises:
+        UserError: packing, missing value, type or unit of a variable differs.
+    """
+    numbers = np.unique(np.linspace(0, len(addresses) - 1, COMPARED_FILES).astype(int))
+    first: dict[str, tuple[str, dict[str, str]]] = {}
+    checked = 0
+    for address in [addresses[number] for number in numbers] if len(addresses) > 1 else []:
+        # As fsspec finds the file.
+        path = Path(fsspec.url_to_fs(address)[1]) if not is_remote(address) else None
+        if path is None or not path.is_file() or not begins_as_netcdf(path):
+            checked += path is not None and path.is_file() and is_grib(path)
+            continue
+        try:
+            variables = open_shared_netcdf(path, cache=False, decode_cf=False).variables
+        except OSError:  # who reads it reports what is wrong
+            continue
+        found = {name: _storage_form(variables[name]) for name in names if name in variables}
+        checked += bool(found)
+        for name, form in found.items():
+            other, expected = first.setdefault(name, (address, form))
+            for key, value in form.items():
+                if value != expected.get(key):
+                    raise UserError(
+                        f"{redact_secrets(where)}: {name} needs the same {key} in all files that "
+                        f"its chunks are in, but has {expected.get(key, 'none')} in {other} and "
+                        f"{value} in {address}. Set data.store to the files themselves."
+                    )
+    if is_packed and checked < len(addresses) > 1:
+        logger.warning(
+            "%s: compared the packing (%s) of %d of the %d files that its chunks are in; values of "
+            "others are wrong if theirs differs",
+            redact_secrets(where),
+            " and ".join(PACKING),
+            checked,
+            len(addresses),
+        )
+
+
+def _storage_form(variable: xr.Variable) -> dict[str, str]:
+    """Return what says which numbers the bytes of a variable, opened without decoding, are."""
+
+    def numbers(*keys: str, default: float | None = None) -> str:
+        given = {float(x) for key in keys for x in np.ravel(variable.attrs.get(key, []))}
+        values = sorted(x for x in given if x == x) or ([] if default is None else [default])
+        return " and ".join(map(str, values)) or "none"
+
+    unit = canonical_unit(str(variable.attrs.get("units", "")))
+    others = {"dtype": str(variable.dtype), "units": unit or "none"}
+    if variable.dtype.kind not in "iuf":
+        return others
+    return others | {
+        "scale_factor": numbers("scale_factor", default=1.0),
+        "add_offset": numbers("add_offset", default=0.0),
+        "_FillValue": numbers("_FillValue", "missing_value"),
+    }
 
 
 @contextmanager

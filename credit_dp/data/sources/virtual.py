@@ -114,6 +114,16 @@ def snapshot_id(where: str) -> str:
     return open_icechunk(where).session.snapshot_id
 
 
+def chunk_files(store: object) -> list[str]:
+    """Return the addresses of the files that have chunks of a store; none for other stores."""
+    if isinstance(store, ReferenceStore):
+        return store.files()
+    session = getattr(store, "session", None)  # of Icechunk, which need not be installed
+    if session is None or not session.config.virtual_chunk_containers:
+        return []
+    return sorted({*session.all_virtual_chunk_locations()})
+
+
 def _split_version(where: str) -> tuple[str, str, str]:
     """Return the address of a repository, and the kind and the name of its version."""
     match = VERSION.fullmatch(where)
@@ -208,6 +218,13 @@ class ReferenceStore(FsspecStore):
         address = reference[0] if reference else None
         check_allowed(address, self._where, self._folders)
         return str(address)
+
+    def files(self) -> list[str]:
+        """Return the addresses of all files with chunks, without those that are not allowed."""
+        references = self.fs.references.values()
+        named = {entry[0] for entry in references if isinstance(entry, (list, tuple)) and entry}
+        addresses = sorted(address for address in named if address and isinstance(address, str))
+        return [x for x in addresses if any(_is_inside(x, folder) for folder in self._folders)]
 
 
 def open_references(where: str) -> ReferenceStore:

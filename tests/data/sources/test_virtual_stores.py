@@ -1,6 +1,7 @@
 """Icechunk repositories and kerchunk references: versions, refusals, and which files they read."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -202,3 +203,60 @@ def test_targets_that_change_are_noticed(references):
         references.parent / "chunks.zarr/2m_temperature/0.0.0",
     )
     assert described() != before
+
+
+def two_files(folder: Path, **second: object) -> list[Path]:
+    """Write two netCDF files of packed values, and change how the second one stores them."""
+    packing = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 273.0, "_FillValue": -32767}
+    halves = [DATA[["2m_temperature"]].isel(time=slice(*part)) for part in ((0, 10), (10, 20))]
+    files = [folder / "a.nc", folder / "b.nc"]
+    for half, file, changed in zip(halves, files, ({}, second), strict=True):
+        half["2m_temperature"].attrs["units"] = changed.pop("units", "K")
+        encoding = packing | {"chunksizes": (1, 16, 32)} | changed
+        half.to_netcdf(file, encoding={"2m_temperature": encoding})
+    return files
+
+
+@pytest.mark.parametrize(
+    ("form", "second"),
+    [
+        ("json", {"add_offset": 271.0}),
+        ("parquet", {"add_offset": 271.0}),
+        ("icechunk", {"add_offset": 271.0}),
+        ("json", {"scale_factor": 0.02}),
+        ("json", {"_FillValue": -9999}),
+        ("json", {"units": "degC"}),
+        ("json", {"dtype": "int32"}),
+    ],
+)
+def test_files_that_store_a_variable_in_different_ways_are_refused(tmp_path, form, second):
+    (key,) = second
+    files = two_files(tmp_path, **second)
+    if form == "icechunk":
+        path = virtual_stores.joined_icechunk(files, tmp_path / "era5.icechunk")
+    else:
+        path = virtual_stores.joined_json(files, tmp_path / "era5.json")
+    if form == "parquet":
+        path = virtual_stores.as_parquet(json.loads(path.read_text()), tmp_path / "era5.parq")
+    said = refusal(path)
+    assert f"2m_temperature needs the same {key} in all files" in said
+    assert re.search("a.nc and .*b.nc. Set data.store to the files", said)
+
+
+def test_files_of_one_packing_are_read_and_others_than_netcdf_named(tmp_path, caplog):
+    files = two_files(tmp_path, units="Kelvin")
+    path = virtual_stores.joined_json(files, tmp_path / "era5.json")
+    field = open_single_source(str(path)).read([FIELD], slice(0, 20), slice(0, 16))[:, 0]
+    assert np.abs(field - DATA["2m_temperature"].values).max() < 0.0051
+    assert not caplog.records
+    # The chunk of the last time in a file that has nothing else, as a store of zarr has them.
+    made = json.loads(path.read_text())
+    file, offset, size = made["refs"]["2m_temperature/19.0.0"]
+    (tmp_path / "chunk").write_bytes(Path(file).read_bytes()[offset : offset + size])
+    made["refs"]["2m_temperature/19.0.0"] = [str(tmp_path / "chunk")]
+    path.write_text(json.dumps(made))
+    open_single_source(str(path))
+    (record,) = caplog.records
+    assert (
+        "compared the packing (scale_factor and add_offset) of 2 of the 3 files" in record.message
+    )

@@ -4,9 +4,11 @@ The canonical name of a variable is its long name in WeatherBench 2, ARCO-ERA5 a
 Store. Short names are ECMWF's, as in GRIB files, in anemoi's datasets and (beginning with a letter)
 in the netCDF files of cfgrib and the Climate Data Store. NCAR's copy of ERA5 has short names in
 capitals; the training data of miles-credit has these, and a few others. WRF has its own; its `U10`
-and `V10` are not here, as they follow its rows and columns.
+and `V10` are not here, as they follow its rows and columns. Names of CMIP6 are here if ERA5 has the
+same quantity, be it in another unit; its fluxes are no sums, and keep their names.
 
-Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit; WRF's registry.
+Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit; WRF's registry;
+CMIP6 data request 01.00.33.
 
 Imports nothing of this package, because the config imports it.
 """
@@ -20,6 +22,39 @@ def _with_ncar_names(names: Mapping[str, str], **others: str) -> Mapping[str, st
     """Return `names`, the same as NCAR writes them (`SP`, and for `2t` `VAR_2T`), and `others`."""
     capitals = {("VAR_" if x[0].isdigit() else "") + x.upper(): names[x] for x in names}
     return MappingProxyType({**names, **capitals, **others})
+
+
+# GRIB has other quantities under some of these: a store's variables need the standard name, too.
+CMIP6_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "zg": "geopotential",
+        "ta": "temperature",
+        "ua": "u_component_of_wind",
+        "va": "v_component_of_wind",
+        "wap": "vertical_velocity",
+        "hus": "specific_humidity",
+        "hur": "relative_humidity",
+        "clw": "specific_cloud_liquid_water_content",
+        "cli": "specific_cloud_ice_water_content",
+        "tas": "2m_temperature",
+        "tdps": "2m_dewpoint_temperature",
+        "uas": "10m_u_component_of_wind",
+        "vas": "10m_v_component_of_wind",
+        "sfcWind": "10m_wind_speed",
+        "psl": "mean_sea_level_pressure",
+        "ps": "surface_pressure",
+        "ts": "skin_temperature",
+        "tos": "sea_surface_temperature",
+        "clt": "total_cloud_cover",
+        "prw": "total_column_water_vapour",
+        "orog": "geopotential_at_surface",
+        "sftlf": "land_sea_mask",
+    }
+)
+
+
+def _cmip6(*names: str) -> Mapping[str, str]:
+    return {name: CMIP6_NAMES[name] for name in names}
 
 
 # Variables on levels.
@@ -41,7 +76,8 @@ UPPER_AIR_NAMES = _with_ncar_names(
         "ciwc": "specific_cloud_ice_water_content",
         "crwc": "specific_rain_water_content",
         "cswc": "specific_snow_water_content",
-    }
+    },
+    **_cmip6("zg", "ta", "ua", "va", "wap", "hus", "hur", "clw", "cli"),
 )
 # Variables without levels that are constant in time.
 STATIC_NAMES = _with_ncar_names(
@@ -67,6 +103,7 @@ STATIC_NAMES = _with_ncar_names(
     },
     Z_GDS4_SFC="geopotential_at_surface",
     LANDMASK="land_sea_mask",
+    **_cmip6("orog", "sftlf"),
 )
 # Variables without levels that change in time.
 SURFACE_NAMES = _with_ncar_names(
@@ -128,6 +165,7 @@ SURFACE_NAMES = _with_ncar_names(
     PSFC="surface_pressure",
     TSK="skin_temperature",
     tsi="toa_incident_solar_radiation",
+    **_cmip6("tas", "tdps", "uas", "vas", "sfcWind", "psl", "ps", "ts", "tos", "clt", "prw"),
 )
 
 SINGLE_LEVEL_NAMES: Mapping[str, str] = MappingProxyType({**SURFACE_NAMES, **STATIC_NAMES})

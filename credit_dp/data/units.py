@@ -260,6 +260,8 @@ MISTAKABLE = frozenset(
         "virtual_temperature",
         "humidity_mixing_ratio",
         "upward_air_velocity",
+        "mole_fraction_of_ozone_in_air",
+        "convection_time_fraction",
     }
 )
 STANDARD_NAMES = MISTAKABLE | {

@@ -509,6 +509,9 @@ class GriddedSource(Source):
         self.grid = grid.flipped() if self._flipped else grid
         bounds_by = "" if self.time_bounds is None else sums_by
         stored_variables = _variables(dataset, self.where, model_levels, bounds_by)
+        for name in _bounds_of_cells(stored) & stored_variables.keys():
+            if stored_variables[name].problem:
+                del stored_variables[name]
         self._names = StoredNames.of(stored_variables, static, only_level)
         self.variables: Mapping[str, VariableInfo] = self._names.variables
         if EXPVER in dataset.dims:
@@ -746,6 +749,13 @@ def _combine_versions(values: NDArray[Any], axis: int) -> NDArray[Any]:
     for other in versions[1:]:
         combined = np.where(np.isnan(combined), other, combined)
     return combined
+
+
+def _bounds_of_cells(dataset: xr.Dataset) -> set[str]:
+    """Return the names of all that has edges of cells: CF conventions, sections 7.1 and 7.4."""
+    attributes = (x for array in dataset.variables.values() for x in (array.attrs, array.encoding))
+    named = {str(x[key]) for x in attributes for key in ("bounds", "climatology") if key in x}
+    return named | {str(name) for name in dataset if str(name).endswith(("_bnds", "_bounds"))}
 
 
 def _variables(

@@ -13,7 +13,9 @@ from typing import final
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.source import AliasedVariables, VariableInfo
+from credit_dp.data.units import HEIGHTS, KNOWN_VARIABLES
 from credit_dp.variable_names import (
+    CMIP6_NAMES,
     STATIC_NAMES,
     UPPER_AIR_NAMES,
     all_names_of,
@@ -135,6 +137,11 @@ def _long_name_and_level(
     name: str, variable: VariableInfo, scalar_level: int | None
 ) -> tuple[str, int | None]:
     """Return the long name, and the level of a variable without a level dim."""
+    cmip6 = CMIP6_NAMES.get(name.rstrip("_0123456789"))
+    if cmip6 is not None:
+        known = KNOWN_VARIABLES[cmip6].standard_names
+        if variable.standard_name not in (*known, *HEIGHTS):
+            return name, None
     long = UPPER_AIR_NAMES.get(name, name)
     if variable.levels:
         return long, None

@@ -157,7 +157,7 @@ def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
         return None
     path = local_path(entries[0])
     if not path.exists():
-        raise UserError(f"{path}: no such file. Change data.statistics.")
+        raise UserError(f"{path.absolute()}: no such file. Change data.statistics.")
     return StatisticsFile.load(path)
 
 

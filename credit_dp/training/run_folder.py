@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 import credit_dp
 from credit_dp.config import Config, RunConfig
+from credit_dp.data.sources.address import absolute_address
 from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.files import write_text_atomic
 from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
@@ -132,9 +133,20 @@ class RunFolder:
         ]
 
 
+# Keys whose values are paths, or may be.
+PATH_KEYS = ("data.store", "data.statistics", "data.cache", "logger.mlflow", "init_from", "resume")
+
+
 def resolved_yaml(config: Config) -> str:
-    """Return the config as YAML with all interpolations resolved."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    """Return the config as YAML, resolved, with paths that are valid in every working folder."""
+    node = OmegaConf.structured(config)
+    for key in PATH_KEYS:
+        value = OmegaConf.select(node, key)
+        if OmegaConf.is_list(value):
+            OmegaConf.update(node, key, [absolute_address(entry) for entry in value])
+        elif value and (key, value) != ("resume", "auto"):
+            OmegaConf.update(node, key, absolute_address(value))
+    return OmegaConf.to_yaml(node, resolve=True)
 
 
 def write_run_file(path: Path, text: str) -> None:

@@ -59,6 +59,49 @@ def test_the_config_is_the_same_but_for_the_folder(tmp_path: Path) -> None:
     assert again(tmp_path).run.name is None
 
 
+def test_the_paths_of_a_saved_config_are_valid_in_every_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home, work = str(Path.home()), str(tmp_path / "work")
+    stores = {
+        "a.zarr": f"{work}/a.zarr",
+        "../b_*.nc": f"{work}/../b_*.nc",
+        "~/c.zarr": f"{home}/c.zarr",
+        "file://d.zarr": f"{work}/d.zarr",
+        "e@branch.main": f"{work}/e@branch.main",
+        "zip::file://f.zip": f"zip::file://{work}/f.zip",
+        **{
+            address: address
+            for address in (
+                *("/abs/g.zarr", "s3://bucket/h.zarr", "gs://bucket/era5@tag.v1"),
+                *("https://host/i.json", "hf://datasets/org/j", "simplecache::s3://bucket/k"),
+            )
+        },
+    }
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(work)
+    config = saved(
+        tmp_path,
+        "data=zarr",
+        "data.static=[land_sea_mask]",
+        f"data.store={list(stores)}",
+        "data.statistics=stats",
+        "data.cache=cache",
+        "init_from=outputs/first",
+        "logger.mlflow=mlruns",
+    )
+    monkeypatch.chdir(tmp_path)
+    made = again(tmp_path)
+    assert made.data.store == list(stores.values())
+    assert made.data.statistics == f"{work}/stats"
+    assert made.data.cache == f"{work}/cache"
+    assert made.init_from == f"{work}/outputs/first"
+    assert made.logger.mlflow == f"{work}/mlruns"
+    for resume, expected in (("auto", "auto"), ("outputs/a", f"{tmp_path}/outputs/a")):
+        text = resolved_yaml(replace(config, resume=resume, run=replace(config.run, name="a")))
+        assert OmegaConf.create(text).resume == expected
+
+
 @pytest.mark.parametrize("key", ["logger.project", "data.cache", "data.levels", "model.kind"])
 @pytest.mark.parametrize(
     "value", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${oc.${run.name}:SECRET}"]

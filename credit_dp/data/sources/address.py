@@ -72,7 +72,11 @@ def absolute_address(where: str) -> str:
     Raises:
         UserError: it begins with `~USER` and there is no such user.
     """
-    return where if is_remote(where) else str(local_path(where).absolute())
+    outer, chain, inner = where.rpartition("::")  # of an archive, such as zip::file://era5.zip
+    if is_remote(inner):
+        return where
+    path = str(local_path(inner).absolute())
+    return f"{outer}::file://{path}" if chain else path
 
 
 def check_address(where: str) -> None:
@@ -167,7 +171,8 @@ def expand_pattern(where: str) -> list[str]:
                 "one by one in data.store."
             ) from error
     if not matches:
-        raise UserError(f"{where}: no store fits this pattern. Change data.store.")
+        place = redact_secrets(absolute_address(where))
+        raise UserError(f"{place}: no store fits this pattern. Change data.store.")
     return matches
 
 

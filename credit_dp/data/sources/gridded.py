@@ -359,7 +359,7 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
         )
     path = local_path(where)
     if not path.exists():
-        raise UserError(f"{where}: no such file. Set data.store to one that exists.")
+        raise UserError(f"{path.absolute()}: no such file. Set data.store to one that exists.")
     undated = partial(open_shared_netcdf, path, cache=False)
     try:
         with all_dates():

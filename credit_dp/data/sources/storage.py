@@ -207,7 +207,9 @@ def open_zarr_store(where: str) -> CountingStore:
         )
     path = local_path(where)
     if not path.exists():
-        raise UserError(f"{where}: no such zarr store. Set data.store to one that exists.")
+        raise UserError(
+            f"{path.absolute()}: no such zarr store. Set data.store to one that exists."
+        )
     return CountingStore(FolderStore(path, read_only=True))
 
 

@@ -81,7 +81,10 @@ def open_icechunk(where: str) -> "icechunk.IcechunkStore":
     icechunk.set_logs_filter(os.environ.get("ICECHUNK_LOG", "error"))
     address, kind, name = _split_version(where)
     if not is_remote(address) and not local_path(address).is_dir():
-        raise UserError(f"{where}: no such Icechunk repository. Set data.store to one that exists.")
+        raise UserError(
+            f"{local_path(where).absolute()}: no such Icechunk repository. Set data.store to one "
+            "that exists."
+        )
     try:
         repository = icechunk.Repository.open(_storage(address))
         containers = [*(repository.config.virtual_chunk_containers or {})]

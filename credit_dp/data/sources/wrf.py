@@ -57,7 +57,9 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
         attributes = {"units": units, "standard_name": standard}
         coordinates[standard] = xr.Variable(points.dims, points.values, attributes)
     if "Times" in dataset.variables:
-        coordinates["time"] = xr.Variable(dataset["Times"].dims, _dates(dataset["Times"], where))
+        coordinates["time"] = xr.Variable(
+            dataset["Times"].dims[:1], _dates(dataset["Times"], where)
+        )
     elif "XTIME" in dataset.variables:
         coordinates["time"] = dataset.variables["XTIME"]
     if "bottom_top" in dataset.dims:
@@ -75,20 +77,23 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
 
 
 def _dates(texts: xr.DataArray, where: str) -> Times:
-    """Return dates of texts `YYYY-MM-DD_HH:MM:SS`."""
-    plain = np.char.replace(texts.values.astype(str), "_", "T")
-    return np.array([STANDARD.parse(f"{where}: Times", text) for text in plain])
+    """Return dates of texts `YYYY-MM-DD_HH:MM:SS`, or of the bytes of such texts."""
+    values = np.ascontiguousarray(texts.values)
+    if values.dtype.kind in "iu":  # a number for each letter
+        values = values.astype(np.uint8).view(f"S{values.shape[-1]}")
+    plain = [x.decode("latin-1") if isinstance(x, bytes) else str(x) for x in values.ravel()]
+    clean = [text.strip(" \0").replace("_", "T") for text in plain]
+    return np.array([STANDARD.parse(f"{where}: Times", text) for text in clean])
 
 
 def _grid_mapping(dataset: xr.Dataset) -> dict[str, object]:
     """Return the attributes of CF's grid mapping; none without a projection."""
-    names = ("TRUELAT1", "TRUELAT2", "STAND_LON", "MOAD_CEN_LAT")
+    names = ("MAP_PROJ", "TRUELAT1", "TRUELAT2", "STAND_LON", "MOAD_CEN_LAT")
     try:
-        numbers = [float(np.squeeze(dataset.attrs.get(name, np.nan))) for name in names]
+        numbers = [float(np.unique(dataset.attrs.get(name, np.nan)).item()) for name in names]
     except (TypeError, ValueError):  # text, or several numbers
         return {}
-    true_1, true_2, meridian, latitude = numbers
-    projection = dataset.attrs.get("MAP_PROJ")
+    projection, true_1, true_2, meridian, latitude = numbers
     sphere: dict[str, object] = {"earth_radius": EARTH_RADIUS}
     if projection == LAMBERT and np.isfinite([true_1, true_2, meridian, latitude]).all():
         return sphere | {

@@ -74,10 +74,22 @@ def plain(data: xr.Dataset) -> xr.Dataset:
     return data.drop_vars("Times")
 
 
-def test_other_forms_are_the_same(tmp_path: Path) -> None:
+def as_arrays(data: xr.Dataset) -> xr.Dataset:
+    """Attributes that are arrays, as other programs write them."""
+    return data.assign_attrs({name: [data.attrs[name]] * 2 for name in ("MAP_PROJ", "STAND_LON")})
+
+
+def as_numbers(data: xr.Dataset) -> xr.Dataset:
+    """Dates whose letters are bytes, filled up with blanks."""
+    letters = [list(text + b"  ") for text in data["Times"].values.astype("S").tolist()]
+    return data.assign(Times=(("Time", "DateStrLen"), np.array(letters, np.uint8)))
+
+
+@pytest.mark.parametrize("change", [plain, as_arrays, as_numbers])
+def test_other_forms_are_the_same(change: Any, tmp_path: Path) -> None:
     data = wrf_files.dataset("lambert")
     first = GriddedSource.open(str(wrf_files.write(data, tmp_path)))
-    plain(data).to_netcdf(tmp_path / "plain.nc")
+    change(data).to_netcdf(tmp_path / "plain.nc")
     second = GriddedSource.open(str(tmp_path / "plain.nc"))
     assert second.grid.difference(first.grid, 0) is None
     assert second.grid.to_json() == first.grid.to_json()
@@ -85,7 +97,8 @@ def test_other_forms_are_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "attributes", [{"MAP_PROJ": 0}, {"TRUELAT1": "30 N"}, {"STAND_LON": [-98.0, -97.0]}]
+    "attributes",
+    [{"MAP_PROJ": 0}, {"MAP_PROJ": [1, 2]}, {"TRUELAT1": "30 N"}, {"STAND_LON": [-98.0, -97.0]}],
 )
 def test_without_a_projection_coordinates_suffice(attributes: Any, tmp_path: Path) -> None:
     data = wrf_files.dataset("lambert").assign_attrs(attributes)
@@ -109,6 +122,11 @@ def far(data: xr.Dataset) -> xr.Dataset:
     return data
 
 
+def unreadable(data: xr.Dataset) -> xr.Dataset:
+    data["Times"][2] = b"2000\xe901-24_12:00:00"
+    return data
+
+
 def empty(data: xr.Dataset) -> xr.Dataset:
     return data.isel(Time=slice(0, 0))
 
@@ -119,6 +137,7 @@ def empty(data: xr.Dataset) -> xr.Dataset:
         (moved, "needs the same grid at all times, but XLAT changes, as in a nest that moves"),
         (undated, "Times: needs a date of .*, got 0000-00-00T00:00:00"),
         (far, "Times: needs a date of .* from 1678 to 2261, .*, got 2500-01-24T12:00:00"),
+        (unreadable, "Times: needs a date of .*, got 2000\u00e901-24T12:00:00"),
         (empty, "has no times. Change data.store."),
     ],
 )

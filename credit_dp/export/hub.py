@@ -3,6 +3,7 @@
 A repository there is a folder with one exported file and its card as README.md.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,7 @@ def fetch_model(address: str) -> Path:
     """
     try:
         from huggingface_hub import constants, hf_hub_download, snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise UserError(
             f"{address}: needs huggingface_hub, which is not installed. "
@@ -38,7 +35,10 @@ def fetch_model(address: str) -> Path:
     owner, _, rest = address.removeprefix(SCHEME).partition("/")
     name, _, file = rest.partition("/")
     name, _, revision = name.partition("@")
-    if not owner or not name:
+    # Not every release of huggingface_hub checks that a file or revision stays in its cache.
+    leaves = file.startswith("/") or {".", ".."} & {revision, *re.split(r"[/\\]", file)}
+    if not owner or not name or leaves or not address.isprintable():
+        address = address if address.isprintable() else repr(address)
         raise UserError(
             f"{address}: needs hf://OWNER/NAME, hf://OWNER/NAME@REVISION or a file there."
         )
@@ -56,7 +56,8 @@ def fetch_model(address: str) -> Path:
                 local_files_only=constants.HF_HUB_OFFLINE,
             )
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    # ValueError: other names that no file can have.
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
             f"{address}: could not be fetched ({first_line(error)}). Change the address, log in "
             "with `hf auth login`, or fetch it where there is a network."

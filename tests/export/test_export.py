@@ -33,6 +33,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.export.file import read_safetensors, write_safetensors
 from credit_dp.export.forecaster import build_forecaster, build_model_config
+from credit_dp.export.hub import fetch_model
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.models.unet import PeriodicConv2d
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
@@ -640,6 +641,25 @@ def test_a_model_of_the_hub_loads_from_its_cache(run, file, tmp_path):
         )  # fmt: skip
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith(f"credit_dp.errors.UserError: {address}: "), done.stderr
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["/../../x", "/..", "/a/./b", "//etc/passwd", "/a\\..\\b", "@..", "@../../x", "/a\nb", "/\0"],
+)
+def test_an_address_of_the_hub_that_leaves_its_repository_is_one_line(rest):
+    with pytest.raises(UserError, match="needs hf://OWNER/NAME") as caught:
+        fetch_model(f"hf://weather/small{rest}")
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_that_no_file_on_the_hub_can_have_is_one_line(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("Invalid filename 'C:/x'")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(UserError, match="hf://weather/small/C:/x: could not be fetched"):
+        fetch_model("hf://weather/small/C:/x")
 
 
 def test_a_folder_with_two_exported_models_is_refused(file, tmp_path):

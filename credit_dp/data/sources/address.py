@@ -22,6 +22,7 @@ from credit_dp.errors import UnreachableError, UserError, first_line, install_ex
 LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 QUERY = re.compile(r"(?<=\w)\?\S*")
 # With one of these set, the libraries find credentials by themselves; else access is anonymous.
 GOOGLE = ("GOOGLE_APPLICATION_CREDENTIALS",)
@@ -80,11 +81,21 @@ def absolute_address(where: str) -> str:
 
 
 def check_address(where: str) -> None:
-    """Refuse an address that carries credentials.
+    """Refuse an address that carries credentials, or that can be none.
 
     Raises:
-        UserError: it has a user, a password or a query; the message shows none of them.
+        UserError: it has a user, a password or a query; the message shows none of them. It has
+            control characters, or a path that the system refuses.
     """
+    if CONTROL.search(where):
+        raise UserError(f"data.store: needs an address in one line, got {redact_secrets(where)!r}")
+    try:
+        if not is_remote(where):
+            local_path(where).exists()
+    except OSError as error:  # too long, or in a folder of others
+        raise UserError(
+            f"{where}: not an address that can be read ({error.strerror}). Change data.store."
+        ) from error
     # A signed URL has its key in the query.
     signed = where.startswith(("http://", "https://")) and "?" in where
     if is_remote(where) and (PASSWORD.search(where) or signed):

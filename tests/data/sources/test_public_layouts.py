@@ -332,6 +332,11 @@ def test_a_server_that_a_protocol_connects_to_at_once_does_not_answer(name):
     assert "can't be reached from here" in refusal(f"ftp://127.0.0.1:9/{name}")
 
 
+@pytest.mark.parametrize("address", ["a\nb.zarr", "s3://bucket/\n", "a\0", "x" * 300, "x/" * 3000])
+def test_an_address_that_can_be_none(address):
+    refusal(address)
+
+
 def test_an_archive_that_is_not_there():
     assert "not an address that can be read" in refusal("zip::file://nowhere.zip")
 

@@ -34,7 +34,7 @@ from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
 from credit_dp.plugins import find_plugins, first_line, registration_hint
 from credit_dp.random_streams import hour_key
-from credit_dp.training.checkpoint import check_model_shapes
+from credit_dp.training.checkpoint import check_model_shapes, check_model_size
 from credit_dp.training.diffusion import Sampler
 from credit_dp.training.forecast_step import ForecastStep, Model
 from credit_dp.training.state import MODEL_PREFIX, model_tensors
@@ -459,6 +459,9 @@ def _check_tensor(
     raise UserError(f"{name}: needs {needs} x {rows} rows x {columns} columns, got {got}.{hint}")
 
 
+CHANGED = "The code of the model has changed since it was trained."
+
+
 def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> Forecaster:
     """Build the model of `config` and load the weights.
 
@@ -473,20 +476,21 @@ def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> 
         static=tuple(metadata.static),
         diagnostic=out[metadata.states :],
     )
+    fields = channels.fields(metadata.frames, config.denoises)
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.weights.items()}
+    check_model_size(f"{where}:", config, fields, metadata.grid, shapes, CHANGED)
     # Initial weights are drawn and then overwritten: the caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(
-            config, channels.fields(metadata.frames, config.denoises), metadata.grid
-        )
+        model = build_model(config, fields, metadata.grid)
     cast_model(model, _compute_dtype(trained))
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor for name, tensor in model_tensors((model,)).items()
     }
     check_model_shapes(
         f"{where}:",
-        {name: tuple(tensor.shape) for name, tensor in trained.weights.items()},
+        shapes,
         {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-        advice="The code of the model has changed since it was trained.",
+        CHANGED,
     )
     for name, tensor in parameters.items():
         tensor.copy_(trained.weights[name])

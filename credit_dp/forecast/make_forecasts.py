@@ -67,6 +67,7 @@ from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import hour_key, random_stream
+from credit_dp.training.checkpoint import check_model_size, model_shapes
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata
 from credit_dp.training.checkpoint_shards import Checkpoint
 from credit_dp.training.console import Screen, notes_of, screen_for
@@ -179,6 +180,9 @@ class ForecastSetup:
         with screen.report() as report:
             store = run_on_all_ranks(lambda: open_store(config, metadata, report))
         check_fields(path, metadata["data"], store, config.model)
+        inputs = store.channels.fields(config.model.frames, config.model.denoises)
+        saved = model_shapes(checkpoint.shapes)
+        check_model_size(f"{KEY}: {path}", config.model, inputs, store.grid, saved)
         valid = load_valid_mask(checkpoint)
         if valid is not None:
             # The model knows no others: fill values at other points would be forecast as weather.

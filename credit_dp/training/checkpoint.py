@@ -11,21 +11,26 @@ wait for it in the next collective.
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
+from math import prod
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, final
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from credit_dp.config.model import FIXER_KEYS, ModelConfig, OwnModelConfig
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.distributed.collectives import (
@@ -41,7 +46,9 @@ from credit_dp.distributed.collectives import (
 )
 from credit_dp.distributed.process_groups import join_background_group
 from credit_dp.errors import UserError
+from credit_dp.fields import Fields
 from credit_dp.files import temporary_path
+from credit_dp.models import build_model
 from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import (
     METADATA_FILE,
@@ -344,6 +351,50 @@ def check_model_shapes(
     extra = next((name for name in saved if name not in model), None)
     if extra is not None:
         raise UserError(f"{where} has {extra}, which the model does not have. {advice}")
+
+
+def check_model_size(
+    where: str,
+    config: ModelConfig,
+    fields: Fields,
+    grid: tuple[int, int],
+    saved: Mapping[str, Shape],
+    advice: str = ADVICE,
+) -> None:
+    """Refuse a config that comes with weights and is of a far larger model, before it is built.
+
+    Anybody may have written it, and the model might be larger than the memory, or take days to
+    build. Here it is built without data, until it has many more weights than there are.
+
+    Raises:
+        UserError: it is larger, or it can't be built on this grid.
+    """
+    limit = 10**6 + 10 * sum(map(prod, saved.values()))
+    larger = UserError(f"{where} has far fewer weights than the model of its config. {advice}")
+    # Lists of Python are as long as whole numbers say. Those of plug-ins can be anything.
+    if not isinstance(config, OwnModelConfig):
+        values = [value for key, value in asdict(config).items() if key not in FIXER_KEYS]
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        if any(isinstance(x, int) and x > limit for x in chain([fields.inputs], *lists)):
+            raise larger
+    count = 0
+
+    def add(_module: nn.Module, _name: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += parameter.numel()
+        if count > limit:
+            raise larger
+
+    hook = register_module_parameter_registration_hook(add)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            build_model(config, fields, grid)
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 - of constructors that need the values of tensors
+        return
+    finally:
+        hook.remove()
 
 
 def model_shapes(shapes: dict[str, Shape]) -> dict[str, Shape]:

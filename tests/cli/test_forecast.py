@@ -1,5 +1,6 @@
 """`credit-dp forecast`: keys, meshes, and one line for each mistake."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from omegaconf import OmegaConf
 
 from credit_dp.cli.forecast import forecast_config, split_arguments
+from credit_dp.training.checkpoint_files import metadata_checksum
 from tests.cli.invocation import answer
 from tests.data import stores
 from tests.forecast.runs import ROWS, train, train_ensemble
@@ -212,6 +215,22 @@ def test_a_damaged_checkpoint_is_one_line(run, tmp_path, monkeypatch):
     shard.write_bytes(shard.read_bytes()[:200])
     assert f"is damaged: {shard.name} has 200 bytes, not the " in refused(monkeypatch, *words)
     assert not list(tmp_path.glob("f.zarr*.partial"))
+
+
+def test_a_checkpoint_whose_config_is_of_a_far_larger_model_is_refused(run, tmp_path, monkeypatch):
+    there = shutil.copytree(run / "checkpoint/step-00000002", tmp_path / "step-00000002")
+    state = json.loads((there / "state.json").read_text())
+    del state["checksum"]
+    state["data"]["model"]["keys"]["blocks"] = 10**9
+    config = OmegaConf.create(state["config"])
+    config.model.blocks = 10**9
+    state["config"] = OmegaConf.to_yaml(config)
+    state["checksum"] = metadata_checksum(state)
+    (there / "state.json").write_text(json.dumps(state))
+    line = refused(monkeypatch, f"checkpoint={there}", *TIMES, f"out={tmp_path}/f.zarr")
+    assert line.startswith(
+        f"checkpoint: {there} has far fewer weights than the model of its config"
+    )
 
 
 def test_the_mesh_is_given_and_the_rest_is_the_runs(run):

@@ -486,6 +486,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
         ({"keys": "[]"}, "has metadata that can't be read"),
         ({"keys": '{"name": "${oc.env:HOME}"}'}, "name needs a plain value"),
         ({"frames": "2"}, "which is"),
+        ({"frames": "1000000000"}, "has far fewer weights"),
         ({"frames": "-1"}, "has metadata that can't be read"),
         ({"frames": "true"}, "has metadata that can't be read"),
         ({"step_hours": "9" * 30}, "has metadata that can't be read"),
@@ -505,6 +506,25 @@ def test_doctored_metadata_is_one_line(tmp_path, file, changes, part):
     del texts["checksums"]
     save_file(tensors, tmp_path / "m.safetensors", {**texts, **changes})
     assert part in refusal(tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"blocks": 10**9},
+        {"blocks": 10**5},
+        {"noise": 10**9},
+        {"noise": 10**6},
+        {"channels": [8, 8 * 10**5]},
+        {"channels": [8] * 30 + [10**9]},
+    ],
+)
+def test_a_config_of_a_far_larger_model_is_refused_before_it_is_built(file, keys):
+    trained_model = read_safetensors(file)
+    metadata = trained_model.metadata
+    larger = replace(metadata, keys=metadata.keys | keys)
+    with pytest.raises(UserError, match="m: has far fewer weights than the model of its config"):
+        build_forecaster("m", trained_model, build_model_config("m", larger))
 
 
 def test_a_flipped_bit_is_found_and_files_without_checksums_are_read(file, tmp_path):

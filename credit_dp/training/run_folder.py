@@ -143,7 +143,7 @@ def resolved_yaml(config: Config) -> str:
     for key in PATH_KEYS:
         value = OmegaConf.select(node, key)
         if OmegaConf.is_list(value):
-            OmegaConf.update(node, key, [absolute_address(entry) for entry in value])
+            OmegaConf.update(node, key, [entry and absolute_address(entry) for entry in value])
         elif value and (key, value) != ("resume", "auto"):
             OmegaConf.update(node, key, absolute_address(value))
     return OmegaConf.to_yaml(node, resolve=True)

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -23,6 +23,7 @@ import zarr
 from numpy.typing import NDArray
 from xarray.backends import CachingFileManager, NetCDF4DataStore
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
+from zarr.abc.store import Store
 
 from credit_dp.data.calendar import Times, calendar_of, decode_dates
 from credit_dp.data.channels import Channel
@@ -72,9 +73,15 @@ from credit_dp.data.sources.storage import (
     open_zarr_store,
     resolved_address,
     unreadable_error,
+    version_stamp,
 )
 from credit_dp.data.sources.sums import GRIB_STEPS, read_time_bounds, stated_sums
-from credit_dp.data.sources.virtual import chunk_files
+from credit_dp.data.sources.virtual import (
+    ReferenceStore,
+    chunk_files,
+    is_icechunk,
+    is_reference,
+)
 from credit_dp.data.sources.wrf import STAGGERED, with_cf_coordinates
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.errors import UserError
@@ -125,9 +132,8 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
                 store, chunks=None, consolidated=consolidated, decode_timedelta=False
             )
         check_dates(where, dataset, undated)
-        fields = {name: array for name, array in arrays.items() if array.ndim > 1}
-        is_packed = any({*PACKING} & {*array.attrs} for array in fields.values())
-        _check_chunk_files(where, tuple(chunk_files(counting_store._store)), (*fields,), is_packed)
+        if is_reference(where) or is_icechunk(where):
+            _check_chunk_files(where, counting_store._store, arrays)
     except UserError:
         raise
     except Exception as error:
@@ -139,10 +145,10 @@ PACKING = ("scale_factor", "add_offset")
 COMPARED_FILES = 256  # takes seconds
 
 
-@lru_cache(maxsize=16)  # workers open a store again and again
-def _check_chunk_files(
-    where: str, addresses: Sequence[str], names: Sequence[str], is_packed: bool
-) -> None:
+_compared: set[tuple[str, str]] = set()  # stores, which workers open again and again
+
+
+def _check_chunk_files(where: str, store: Store, arrays: Mapping[str, zarr.Array[Any]]) -> None:
     """Refuse chunks of files that store a variable in different ways, as an array has only one.
 
     Local netCDF files are compared, evenly spaced ones of many. Messages of GRIB need no check:
@@ -151,14 +157,19 @@ def _check_chunk_files(
     Raises:
         UserError: packing, missing value, type or unit of a variable differs.
     """
-    numbers = np.unique(np.linspace(0, len(addresses) - 1, COMPARED_FILES).astype(int))
+    version = where, version_stamp(where)
+    if version in _compared:
+        return
+    names = [name for name, array in arrays.items() if array.ndim > 1]
+    addresses, are_all = chunk_files(store, COMPARED_FILES)
     first: dict[str, tuple[str, dict[str, str]]] = {}
     checked = 0
-    for address in [addresses[number] for number in numbers] if len(addresses) > 1 else []:
-        # As fsspec finds the file.
-        path = Path(fsspec.url_to_fs(address)[1]) if not is_remote(address) else None
-        if path is None or not path.is_file() or not begins_as_netcdf(path):
-            checked += path is not None and path.is_file() and is_grib(path)
+    for address in addresses if len(addresses) > 1 else []:
+        if is_remote(address) or (isinstance(store, ReferenceStore) and not store.allows(address)):
+            continue
+        path = Path(fsspec.url_to_fs(address)[1])  # as fsspec finds the file
+        if not path.is_file() or not begins_as_netcdf(path):
+            checked += path.is_file() and is_grib(path)
             continue
         try:
             variables = open_shared_netcdf(path, cache=False, decode_cf=False).variables
@@ -175,15 +186,16 @@ def _check_chunk_files(
                         f"its chunks are in, but has {expected.get(key, 'none')} in {other} and "
                         f"{value} in {address}. Set data.store to the files themselves."
                     )
-    if is_packed and checked < len(addresses) > 1:
+    is_packed = any({*PACKING} & {*arrays[name].attrs} for name in names)
+    if is_packed and (not are_all or checked < len(addresses) > 1):
         logger.warning(
-            "%s: compared the packing (%s) of %d of the %d files that its chunks are in; values of "
-            "others are wrong if theirs differs",
+            "%s: compared the packing (%s) of %d of the files that its chunks are in, not of all; "
+            "values of others are wrong if theirs differs",
             redact_secrets(where),
             " and ".join(PACKING),
             checked,
-            len(addresses),
         )
+    _compared.add(version)
 
 
 def _storage_form(variable: xr.Variable) -> dict[str, str]:

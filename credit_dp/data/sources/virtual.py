@@ -117,14 +117,26 @@ def snapshot_id(where: str) -> str:
     return open_icechunk(where).session.snapshot_id
 
 
-def chunk_files(store: object) -> list[str]:
-    """Return the addresses of the files that have chunks of a store; none for other stores."""
+def chunk_files(store: object, most: int) -> tuple[list[str], bool]:
+    """Return addresses of files that have chunks of a store, and whether these are all.
+
+    Args:
+        store: any store of zarr.
+        most: addresses to return, evenly spaced ones.
+    """
     if isinstance(store, ReferenceStore):
-        return store.files()
-    session = getattr(store, "session", None)  # of Icechunk, which need not be installed
-    if session is None or not session.config.virtual_chunk_containers:
-        return []
-    return sorted({*session.all_virtual_chunk_locations()})
+        # The lists on a server, one for each array, would all be fetched.
+        if is_remote(store.where) and isinstance(store.fs.references, LazyReferenceMapper):
+            return [], False
+        entries = store.fs.references.values()
+        named = {entry[0] for entry in entries if isinstance(entry, (list, tuple)) and entry}
+    else:
+        session = getattr(store, "session", None)  # of Icechunk, which need not be installed
+        if session is None or not session.config.virtual_chunk_containers:
+            return [], True
+        named = {*session.all_virtual_chunk_locations()}
+    addresses = sorted(x for x in named if x and isinstance(x, str))
+    return addresses[:: max(1, -(-len(addresses) // most))], len(addresses) <= most
 
 
 def _split_version(where: str) -> tuple[str, str, str]:
@@ -184,7 +196,7 @@ class ReferenceStore(FsspecStore):
     """Kerchunk references by fsspec's file system for them, with the chunks of allowed folders."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
+        self.where = where
         self._folders = allowed_folders(where)
         system = ReferenceFileSystem(
             _read_references(where),
@@ -219,15 +231,12 @@ class ReferenceStore(FsspecStore):
         if not isinstance(reference, (list, tuple)):
             return None
         address = reference[0] if reference else None
-        check_allowed(address, self._where, self._folders)
+        check_allowed(address, self.where, self._folders)
         return str(address)
 
-    def files(self) -> list[str]:
-        """Return the addresses of all files with chunks, without those that are not allowed."""
-        references = self.fs.references.values()
-        named = {entry[0] for entry in references if isinstance(entry, (list, tuple)) and entry}
-        addresses = sorted(address for address in named if address and isinstance(address, str))
-        return [x for x in addresses if any(_is_inside(x, folder) for folder in self._folders)]
+    def allows(self, address: str) -> bool:
+        """Whether the chunks of a file may be read."""
+        return any(_is_inside(address, folder) for folder in self._folders)
 
 
 def open_references(where: str) -> ReferenceStore:

@@ -10,6 +10,7 @@ from credit_dp.domain_parallel.conversion import Converter
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.decide import DEFAULT_LIMIT
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.parameter_check import remove_parameter_check
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 
@@ -21,7 +22,7 @@ def shard_model(
     whole_ops: str = "allow",
     whole_ops_limit: float | None = DEFAULT_LIMIT,
 ) -> nn.Module:
-    """Convert a model with the rules of its `row_rules`.
+    """Convert a model with the rules of its `row_rules`, without the check of parameters.
 
     Args:
         model: any model, see `convert_to_domain_parallel`.
@@ -33,7 +34,7 @@ def shard_model(
     Raises:
         UserError: as `declared_converters` and `convert_to_domain_parallel`.
     """
-    return convert_to_domain_parallel(
+    converted = convert_to_domain_parallel(
         model,
         manager,
         custom_converters=declared_converters(model),
@@ -41,6 +42,8 @@ def shard_model(
         whole_ops=whole_ops,
         whole_ops_limit=whole_ops_limit,
     )
+    remove_parameter_check(converted)
+    return converted
 
 
 def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:

@@ -44,6 +44,10 @@ from credit_dp.domain_parallel.functional import attached_contexts, leave_contex
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.parameter_check import (
+    add_parameter_check,
+    remove_parameter_check,
+)
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.planning.model_plan import InputFactory, Shape, as_shapes
@@ -147,8 +151,10 @@ def convert_to_domain_parallel(
     converted = conversion.apply(model)
     if input_shape is not None:
         decision = decide(converted, conversion, as_shapes(input_shape), wanted)
-        carry_out(decision, converted if conversion.is_applied else model, conversion)
-        return converted if conversion.is_applied else model
+        sharded = converted if conversion.is_applied else model
+        carry_out(decision, sharded, conversion)
+        add_parameter_check(sharded, manager)
+        return sharded
     if conversion.problems:
         conversion.undo(converted)
         if not wanted.view:
@@ -156,11 +162,13 @@ def convert_to_domain_parallel(
         hook = PlanAtFirstForward(conversion, shard_dim, wanted)
         # First, as the view shows fields to all other hooks.
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        add_parameter_check(model, manager)
         return model
     # A root that was replaced is a layer, which the view can't replace while it runs.
     wanted = wanted._replace(view=wanted.view and converted is model)
     hook = PlanAtFirstForward(conversion, shard_dim, wanted)
     converted.register_forward_pre_hook(hook, with_kwargs=True)
+    add_parameter_check(converted, manager)
     logger.info("domain parallel: %s", conversion_summary(conversion, converted))
     return converted
 
@@ -212,6 +220,7 @@ def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
         The model that was converted; another object only if a layer replaced the model itself.
     """
     remove_planning_hook(model)
+    remove_parameter_check(model)
     detach_view(model)
     detach_shared_exchanges(model)
     for module in [m for m in model.modules() if m is not model]:

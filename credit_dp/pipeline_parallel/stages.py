@@ -22,6 +22,7 @@ from credit_dp.checks import did_you_mean
 from credit_dp.domain_parallel.count_transport import RankTraffic
 from credit_dp.domain_parallel.dry_run import DryRun, OutputSpec, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.parameter_check import remove_parameter_check
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.model_plan import Shape
 from credit_dp.domain_parallel.planning.trace import (
@@ -296,6 +297,7 @@ def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> S
     shared = [*_tensors_of(model), attached_view(model)]
     module = copy.deepcopy(model, {id(x): x for x in shared})
     detach_view(module)
+    remove_parameter_check(module)  # if a stage raises an error, others wait for its output
     module.active_segments = cuts[stage]
     paths = _module_paths(module, cuts)
     for path in {path for stage_paths in paths for path in stage_paths} - paths[stage]:

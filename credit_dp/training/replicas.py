@@ -14,16 +14,10 @@ from torch import distributed as dist
 from credit_dp.distributed.collectives import all_gather_tensor
 from credit_dp.distributed.failure_report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.parameter_check import checksum
 from credit_dp.errors import UserError
 from credit_dp.training.parameter_shards import is_dtensor
 
-# Entries that are mixed at once, so that no second copy of a large tensor is made.
-CHUNK_ENTRIES = 1 << 20
-INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd factors, whose multiplication modulo 2**64 is reversible: different entries stay different.
-POSITION_FACTOR = 0x1E3779B97F4A7C15
-MIX_FACTORS = (0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-LOWER_32_BITS = 0xFFFFFFFF
 NAME_BYTES = 512  # longer names are cut
 MAX_NAMED_RANKS = 3  # the message names these, and counts the others
 ABSENT, SHARDED, REPLICATED = 0, 1, 2  # how a rank holds a parameter
@@ -68,39 +62,6 @@ def check_replicas(
 def local_tensor(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter; writing into it changes the parameter."""
     return parameter.to_local() if is_dtensor(parameter) else parameter
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the mixed bits of all entries, modulo 2**64.
-
-    It changes with every single entry, and almost surely if several entries change or are swapped.
-    NaNs with the same bits are equal; 0.0 and -0.0 are not.
-
-    Shapes:
-        any shape and dtype -> `()` int64, on the same device.
-    """
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    words = flat.view(INTEGER_DTYPES[flat.element_size()])
-    total = torch.full((), len(words), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), CHUNK_ENTRIES):
-        total += mix_bits(words[start : start + CHUNK_ENTRIES], start).sum()
-    return total
-
-
-def mix_bits(words: Tensor, start: int) -> Tensor:
-    """Spread each entry and its position over 64 bits; positions count from `start`.
-
-    The mixing is reversible: two values of an entry never give the same bits. Integer overflow
-    wraps around on every device.
-    """
-    positions = torch.arange(start, start + len(words), device=words.device)
-    bits = words.to(torch.int64) ^ (positions * POSITION_FACTOR)
-    for factor in MIX_FACTORS:
-        bits *= factor
-        bits ^= (bits >> 32) & LOWER_32_BITS  # the mask makes the shift one of unsigned integers
-    return bits
 
 
 def check_same_parameters(

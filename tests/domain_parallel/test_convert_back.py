@@ -254,8 +254,10 @@ def test_replan():
 
 
 def test_replan_before_the_first_forward():
+    plain = Strided()
+
     def later(manager):
-        model = convert_to_domain_parallel(Strided(), manager)
+        model = convert_to_domain_parallel(copy.deepcopy(plain), manager)
         replan(model, (1, 3, 8, 6))
         assert model(torch.ones(1, 3, 4, 6)).shape == (1, 3, 4, 6)
         replan(model, (1, 3, 16, 6))

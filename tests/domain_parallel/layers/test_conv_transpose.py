@@ -245,8 +245,8 @@ def _left_alone_for_one_shape(manager):
     assert type(model[0]) is nn.ConvTranspose2d
 
 
-def _hooked(manager):
-    model = nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2))
+def _hooked(manager, plain):
+    model = copy.deepcopy(plain)
     convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
     calls = []
     model[0].register_full_backward_hook(lambda *_: calls.append(model[0]))
@@ -260,7 +260,7 @@ def _hooked(manager):
 
 
 def test_backward_hooks_stay_whatever_layer_a_plan_needs():
-    on_threads(3, _hooked)
+    on_threads(3, _hooked, nn.Sequential(nn.ConvTranspose2d(2, 2, 2, 2)))
 
 
 def test_another_plan_may_need_the_layer():

@@ -19,6 +19,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.convert import PlanAtFirstForward
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
@@ -279,7 +280,8 @@ def test_copies_of_an_unplanned_model_plan_for_themselves():
         other = copy.deepcopy(model)
         for one in (other, model):
             assert one(torch.zeros(1, 2, 4, 6)).shape == (1, 2, 4, 6)
-            assert not one._forward_pre_hooks
+            hooks = one._forward_pre_hooks.values()
+            assert not any(isinstance(hook, PlanAtFirstForward) for hook in hooks)
             assert one[0]._planned_heights == {8: 8}
 
     on_threads(2, copies)
@@ -410,14 +412,14 @@ def test_another_height_than_planned_is_refused():
     on_threads(2, _wrong_height)
 
 
-def _two_batches(manager):
-    model = convert_to_domain_parallel(small_cnn(), manager, input_shape=(1, 2, 8, 6))
+def _two_batches(manager, plain):
+    model = convert_to_domain_parallel(copy.deepcopy(plain), manager, input_shape=(1, 2, 8, 6))
     for batch in (1, 3):
         assert model(torch.zeros(batch, 2, 4, 6)).shape == (batch, 2, 4, 6)
 
 
 def test_any_batch_size_runs():
-    on_threads(2, _two_batches)
+    on_threads(2, _two_batches, small_cnn())
 
 
 class _TwoInputs(nn.Module):

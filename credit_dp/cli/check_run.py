@@ -16,10 +16,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from credit_dp.checks import expand_home
-from credit_dp.cli.compose import check_rows
 from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
 from credit_dp.cli.output import format_bytes
-from credit_dp.config import Config, DataConfig, ModelConfig, TrainerConfig
+from credit_dp.config import Config, DataConfig, TrainerConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from credit_dp.costs.budget import StepPlan
     from credit_dp.data.dates import HasTimes
     from credit_dp.data.store import Store
-    from credit_dp.training.checkpoint_files import Metadata
 
 
 EXIT_UNREACHABLE = 3  # exit code if the data are remote and can't be reached
@@ -61,9 +59,9 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     """
     # These import torch, which takes seconds: here, not at the top, so that --help does not.
     from credit_dp.costs.budget import plan_step
-    from credit_dp.training.build_training import check_plugins
+    from credit_dp.training.start_checks import check_start, check_without_data
 
-    check_plugins(config)
+    check_without_data(config)
     check_cache(config.data)
     check_writable("run.dir", Path(run_folder(config.run.name, config.run.dir)))
     given = config
@@ -75,12 +73,11 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
             "The config is valid.", f"There is no plan, because the data can't be read: {error}"
         )
         return EXIT_UNREACHABLE
+    config = with_resolved_data(config, data)
+    check_start(config, data.times, config.parallel.data or 1, path)
     check_prepared_for_launcher(given, overrides)
     fit = fit_lines(given, overrides)
-    check_loss(config, data)
-    config = with_resolved_data(config, data)
-    check_rows(config)
-    resume = [] if path is None else [check_checkpoint(path, config, data)]
+    resume = [] if path is None else [resume_line(path)]
     plan = plan_step(config)
     print_lines("The config is valid.", *data.lines, *fit, *resume, *plan_lines(plan, config))
     return 1 if plan.report.problems else 0
@@ -94,9 +91,11 @@ def check_sweep(configs: Sequence[Config]) -> int:
         else "The config is valid."
     )
     from credit_dp.data.dates import times_needed
+    from credit_dp.training.start_checks import check_start, check_without_data
 
     summaries: dict[str, DataSummary] = {}
     for config in configs:
+        check_without_data(config)
         check_cache(config.data)
         check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
         # What automatic dates are depends on the times that the run needs.
@@ -108,9 +107,7 @@ def check_sweep(configs: Sequence[Config]) -> int:
             print_lines(valid, f"The data can't be read: {error}")
             return EXIT_UNREACHABLE
         summaries[data_key] = data
-        sample_lines(config, data.times)
-        check_loss(config, data)
-        check_rows(with_resolved_data(config, data))
+        check_start(with_resolved_data(config, data), data.times, config.parallel.data or 1)
     print_lines(valid, *(line for data in summaries.values() if data.store for line in data.lines))
     return 0
 
@@ -206,7 +203,6 @@ def inspect_data(config: Config) -> DataSummary:
     remote = [entry for entry in config.data.stores if is_remote(entry)]
     with collect_data_notes() as notes:
         store = open_with_timeout(config, remote)
-        check_fixers(config.model, store)
     lines = [data_line(store.source.where, store, store.channels.num_states, store.grid)]
     lines += [f"note    {note}" for note in notes]
     lines += [f"dates   {store.dates_note}"] if store.dates_note else []
@@ -250,35 +246,6 @@ def check_writable(key: str, folder: Path) -> None:
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         kind = "is not writable" if existing.is_dir() else "is not a folder"
         raise UserError(f"{key}: {existing} {kind}. Set {key} to another folder.")
-
-
-def check_loss(config: Config, data: DataSummary) -> None:
-    """Refuse losses of variables that are not forecast, and what the grid does not allow."""
-    from credit_dp.data.setup import expected_channels
-    from credit_dp.training.augmentation import check_augmentation  # torch: takes seconds
-    from credit_dp.training.loss import channel_errors, channel_weights, check_spectra
-
-    channels = expected_channels(config.data) if data.store is None else data.store.channels
-    channel_weights(config.loss, channels.output_channels)
-    channel_errors(config.loss, channels.output_channels)
-    if data.store is not None:
-        check_spectra(config.loss, data.store.grid)
-        check_augmentation(config.trainer, data.store)
-
-
-def check_fixers(model: ModelConfig, store: "Store") -> None:
-    """Refuse a store that lacks what the fixers of budgets need.
-
-    Raises:
-        UserError: names what is missing.
-    """
-    if model.fixers:
-        from credit_dp.physics.columns import hybrid_of
-        from credit_dp.physics.fixers import check_budgets, has_budgets
-
-        if has_budgets(model):
-            check_budgets(model, store)
-            hybrid_of(store)
 
 
 def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
@@ -335,26 +302,18 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
     """Return lines with the numbers of samples to train and to test, and of those lost to gaps."""
     from credit_dp.data.inspection import report_time_axis
     from credit_dp.data.loader import count_samples_across_gaps  # torch: takes seconds
-    from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
+    from credit_dp.training.start_checks import count_samples
 
-    trainer = config.trainer
-    frames = config.model.frames
-    rollout = trainer.longest_rollout
-    batch_size = config.data.batch_size
-    count = times.num_members * len(sample_times(times, "train", frames, rollout))
-    sequence = SampleSequence(count, batch_size, data_size=config.parallel.data or 1)
-    if trainer.validate_every:
-        initial_times(times, "valid", [min(trainer.evaluate_hours)], config.data.step_hours, frames)
-    hours = trainer.evaluate_hours
-    stride = trainer.evaluate_stride_hours
-    forecasts = times.num_members * len(initial_times(times, "test", hours, stride, frames))
+    counts = count_samples(config, times, config.parallel.data or 1)
     lines = [
-        f"samples {count:,} for training, {counted(sequence.batches_per_epoch, 'step')} of "
-        f"{batch_size} in an epoch; {counted(forecasts, 'forecast')} to {max(hours)} h for testing"
+        f"samples {counts.samples:,} for training, {counted(counts.steps, 'step')} of "
+        f"{config.data.batch_size} in an epoch; {counted(counts.forecasts, 'forecast')} to "
+        f"{max(config.trainer.evaluate_hours)} h for testing"
     ]
     gaps = report_time_axis(times.times, times.calendar)
     if gaps.missing:
-        skipped = count_samples_across_gaps(times, "train", frames, count, rollout)
+        lengths = config.model.frames, counts.samples, config.trainer.longest_rollout
+        skipped = count_samples_across_gaps(times, "train", *lengths)
         lines.append(
             f"gaps    {len(gaps.gaps):,} in the times, missing: {counted(gaps.missing, 'time')}; "
             f"skipped across them: {counted(skipped, 'training sample')}"
@@ -419,38 +378,11 @@ def resolve_resume(config: Config) -> tuple[Config, Path | None]:
     return config, path
 
 
-def check_checkpoint(path: Path, config: Config, data: DataSummary) -> str:
-    """Return a line about the checkpoint, after checking that the run can resume from it."""
-    from credit_dp.costs.budget import model_and_shape
-    from credit_dp.data.sampling import SampleSequence, sample_times
-    from credit_dp.training.checkpoint import check_model_shapes, model_shapes
-    from credit_dp.training.checkpoint_shards import Checkpoint
-    from credit_dp.training.state import model_tensors
+def resume_line(path: Path) -> str:
+    """Return a line about the checkpoint that the run resumes from."""
+    from credit_dp.training.checkpoint_files import read_metadata
 
-    checkpoint = Checkpoint.open("resume", path)
-    metadata = checkpoint.metadata
-    if data.store is not None:
-        check_description(metadata, config, data.store)
-    model, _ = model_and_shape(config, 1)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
-    check_model_shapes(f"resume: {path}", model_shapes(checkpoint.shapes), model_shapes(shapes))
-    lengths = (config.model.frames, config.trainer.longest_rollout)
-    count = data.times.num_members * len(sample_times(data.times, "train", *lengths))
-    sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
-    sequence.load_state_dict(metadata["sampler"])
-    return f"resume  after step {metadata['step']} from {path}"
-
-
-def check_description(metadata: "Metadata", config: Config, store: "Store") -> None:
-    """Refuse a checkpoint of other data, as far as that is known without computing statistics."""
-    from credit_dp.data.climatology import Climatology
-    from credit_dp.data.setup import TrainingData
-    from credit_dp.forecast.make_forecasts import statistics_of
-    from credit_dp.training.data_description import check_data, describe_data
-
-    training_data = TrainingData(store, statistics_of(metadata), Climatology([], []))
-    description = describe_data(training_data, config.model)
-    check_data(metadata["data"], description, store.source.where)
+    return f"resume  after step {read_metadata('resume', path)['step']} from {path}"
 
 
 def plan_lines(plan: "StepPlan", config: Config) -> list[str]:

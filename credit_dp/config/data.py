@@ -201,6 +201,11 @@ class DataConfig:
         self._check_regrid()
         checks.at_least("data.boundary", self.boundary, 0)
         checks.at_least("data.relaxation", self.relaxation, 0)
+        if self.boundary and self.name == "quickstart":
+            raise UserError(
+                "data.boundary: is for regions, but data=quickstart covers the globe, which has no "
+                "edges. Set data.boundary=0."
+            )
         if self.relaxation and not self.boundary:
             raise UserError(
                 "data.relaxation: is for rows and columns beside a rim that is given, but "

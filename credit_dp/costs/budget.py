@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, final
 
 import numpy as np
@@ -29,8 +28,7 @@ from credit_dp.domain_parallel.decide import Decision, counting_manager, plan_re
 from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
-from credit_dp.models import build_model, cast_model
-from credit_dp.models.initial_weights import build_on_meta
+from credit_dp.models import cast_model
 from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
 from credit_dp.physics.fixers import FixerMemory, count_fixer_memory, has_budgets
 from credit_dp.pipeline_parallel.pipeline import (
@@ -49,9 +47,9 @@ from credit_dp.pipeline_parallel.stages import (
 )
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
-from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
 from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
+from credit_dp.training.start_checks import planned_model
 
 
 class StepPlan(NamedTuple):
@@ -92,10 +90,7 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
     """
     grid = expected_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
-    model = build_on_meta(partial(build_model, config.model, fields, grid))
-    check_planned_model(model, config.model, fields, grid)
-    check_parameter_patterns(model, config)
-    model = cast_model(model, getattr(torch, config.trainer.dtype))
+    model = cast_model(planned_model(config, fields, grid), getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * members_per_rank(config)
     return model, (samples, fields.inputs, *grid)
 

@@ -11,7 +11,7 @@ instead, which need no prepared data: the quickstart store need not exist yet.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from credit_dp.data.channels import Channels, expand_channels, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import parse_grid
+from credit_dp.data.grid import Grid, parse_grid
 from credit_dp.data.limits import ValueRange, sampled_ranges
 from credit_dp.data.masks import with_masks
 from credit_dp.data.quickstart.dataset import (
@@ -82,7 +82,11 @@ class TrainingData:
 
 
 def prepare_training_data(
-    config: DataConfig, progress: ProgressCallback | None = None, *, compute: bool = True
+    config: DataConfig,
+    progress: ProgressCallback | None = None,
+    check: Callable[[Store], object] | None = None,
+    *,
+    compute: bool = True,
 ) -> TrainingData:
     """Create what is missing under `config.cache`, then open everything.
 
@@ -91,6 +95,7 @@ def prepare_training_data(
     Args:
         config: of the data.
         progress: called in the process that creates a part, with its title and the fraction done.
+        check: called with the open store, before anything is computed from it.
         compute: whether missing parts are created; otherwise the first one is refused.
 
     Raises:
@@ -102,6 +107,8 @@ def prepare_training_data(
     folder = cache_folder(config.cache)
     store = Store.open(with_quickstart_store(config, progress, compute=compute))
     store.check_static()
+    if check is not None:
+        check(store)
     store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     store = with_masks(store, folder, progress, compute=compute)
     if config.statistics_files:
@@ -322,15 +329,20 @@ def quickstart_times(
     return QuickstartTimes(config, times)
 
 
-def expected_grid(config: DataConfig) -> tuple[int, int]:
+def expected_grid(config: DataConfig) -> Grid | GridShape:
     """Return rows and columns: the first of `data.grid`, the store and the quickstart.
+
+    Whether it is a region is known from the store.
 
     Raises:
         UserError: the store does not fit the config, or the grid is too small.
     """
-    if config.name != "quickstart":
-        return Store.open(config).grid if config.grid is None else parse_grid(config.grid)
-    return quickstart_grid(config)
+    if config.name == "quickstart":
+        return GridShape(quickstart_grid(config))
+    if config.grid is None:
+        return Store.open(config).grid
+    own, shape = open_on_own_grid(config).grid, parse_grid(config.grid)
+    return own if own == shape else GridShape(shape, own.is_global, own.is_periodic)
 
 
 def quickstart_grid(config: DataConfig) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from credit_dp.config import ModelConfig
 from credit_dp.config.model import BUDGETS, TOTAL_WATER
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.statistics import Statistics
@@ -502,6 +503,28 @@ def build_nonnegative(channels: PhysicalChannels) -> Bounds:
     return Bounds(low, [np.inf] * len(low))
 
 
+def bounded_channels(
+    bounds: Mapping[str, Sequence[float]], channels: Sequence[Channel]
+) -> dict[str, list[int]]:
+    """Return the indices of the output channels of each name in `model.bounds`.
+
+    Raises:
+        UserError: a name is that of no output.
+    """
+    found = {}
+    for bounded in bounds:
+        names, level = possible_canonical_names(bounded), long_name(bounded)[1]
+        found[bounded] = [
+            index
+            for index, channel in enumerate(channels)
+            if bounded in (channel.name, channel.variable)
+            or (level in (None, channel.level) and PhysicalChannels.name(channel) in names)
+        ]
+        if not found[bounded]:
+            raise UserError(f"model.bounds.{bounded}: is no variable of the model's output.")
+    return found
+
+
 def build_bounds(channels: PhysicalChannels, bounds: Mapping[str, Sequence[float]]) -> Bounds:
     """Return the fixer of `model.bounds`, by variables, or by channels as `temperature_500`.
 
@@ -510,16 +533,8 @@ def build_bounds(channels: PhysicalChannels, bounds: Mapping[str, Sequence[float
     """
     low = [-np.inf] * len(channels.channels)
     high = [np.inf] * len(channels.channels)
-    for name, limits in bounds.items():
-        names, level = possible_canonical_names(name), long_name(name)[1]
-        indices = [
-            index
-            for index, channel in enumerate(channels.channels)
-            if name in (channel.name, channel.variable)
-            or (level in (None, channel.level) and channels.name(channel) in names)
-        ]
-        if not indices:
-            raise UserError(f"model.bounds.{name}: is no variable of the model's output.")
+    for name, indices in bounded_channels(bounds, channels.channels).items():
+        limits = bounds[name]
         for index in indices:
             low[index], high[index] = (channels.normalised_bound(index, x) for x in limits)
     return Bounds(low, high)

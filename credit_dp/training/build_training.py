@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from credit_dp.config import Config, DiffusionConfig, ModelConfig, OwnLossConfig, TrainerConfig
+from credit_dp.config import Config, DiffusionConfig, ModelConfig, TrainerConfig
 from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
@@ -30,13 +30,12 @@ from credit_dp.training.forecast_step import (
     Model,
     build_forecast_step,
 )
-from credit_dp.training.loss import WeightedLoss, build_loss, build_plugin_error
+from credit_dp.training.loss import WeightedLoss, build_loss
 from credit_dp.training.model_parts import build_model_parts
 from credit_dp.training.optim import (
     WeightAverage,
     build_optimizer,
     build_schedule,
-    check_schedule,
     learning_rate_factors,
     state_layout,
 )
@@ -65,13 +64,6 @@ class Training:
     ensemble: EnsembleForecast
     like: Tensor
     rows: slice
-
-
-def check_plugins(config: Config) -> None:
-    """Check a user's own loss and schedule as far as that needs no data."""
-    if isinstance(config.loss, OwnLossConfig):
-        build_plugin_error(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
-    check_schedule(config.optimizer, config.trainer.steps)
 
 
 def build_training(

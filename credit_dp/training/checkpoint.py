@@ -328,11 +328,16 @@ def check_data_and_optimizer(metadata: Metadata, state: TrainingState) -> None:
         UserError: it was not.
     """
     check_data(metadata["data"], state.data)
+    check_optimizer(metadata, state.optimizer_name)
+
+
+def check_optimizer(metadata: Metadata, name: str) -> None:
+    """Refuse a checkpoint of another optimizer."""
     optimizer = metadata[OPTIMIZER_KEY]
-    if optimizer != state.optimizer_name:
+    if optimizer != name:
         raise UserError(
             f"resume: the checkpoint was trained with optimizer={optimizer}, the config has "
-            f"{state.optimizer_name}. Set optimizer to that of the checkpoint, or start a new "
+            f"{name}. Set optimizer to that of the checkpoint, or start a new "
             "run with init_from."
         )
 

@@ -40,9 +40,20 @@ CLAMP_KEY = "nonnegative"  # acts on forecasts only, so a run may resume with an
 
 def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription:
     """Describe channels, step, grid and samples by config key, the normalisation and the model."""
-    store = prepared.store
-    rows, columns = store.grid
     statistics = asdict(prepared.statistics)
+    return {
+        **describe_store(prepared.store, model),
+        "statistics": {
+            name: values.tolist()
+            for name, values in statistics.items()
+            if len(values) or not name.endswith(QUANTILES)
+        },
+    }
+
+
+def describe_store(store: Store, model: ModelConfig) -> DataDescription:
+    """Describe all but the normalisation, which takes a pass over the data."""
+    rows, columns = store.grid
     return {
         "data.prognostic": list(store.channels.variables),
         "data.diagnostic": list(dict.fromkeys(c.variable for c in store.channels.diagnostic)),
@@ -60,11 +71,6 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "model.frames": model.frames,
         "model.residual": model.residual,
         **({"model.sigma_data": model.sigma_data} if isinstance(model, DiffusionConfig) else {}),
-        "statistics": {
-            name: values.tolist()
-            for name, values in statistics.items()
-            if len(values) or not name.endswith(QUANTILES)
-        },
         "ranges": dict(store.limits.sampled_ranges),
         "masks": {channel.name: mask_digest(mask) for channel, mask in store.masks.items()},
         "model": describe_model(model),

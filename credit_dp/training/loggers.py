@@ -96,15 +96,11 @@ def open_tracker(
         return Tracker([])
     folder = log.parent
     sinks: list[Sink] = []
-    # Some sites and test suites disable wandb by this variable; its other values are ignored.
-    off = config.wandb == "disabled" or os.environ.get("WANDB_MODE") == "disabled"
-    if "wandb" in config.trackers and not off:
-        if config.wandb == "online":
-            check_wandb_key()
+    check_trackers(config)
+    if "wandb" in config.trackers and not is_wandb_off(config):
         start = partial(WandbLog, config.wandb, config.project, folder, step, run_config)
         sinks.append(BackgroundSink("Weights & Biases", start))
     if "mlflow" in config.trackers:
-        check_installed("mlflow")
         address = config.mlflow or str(folder / "mlflow")
         is_shared = config.mlflow is not None
         start_mlflow = partial(
@@ -386,6 +382,24 @@ def load_or_create_run_id(path: Path, step: int) -> str:
     run_id = secrets.token_hex(4)
     write_run_file(path, run_id + "\n")
     return run_id
+
+
+def check_trackers(config: LoggerConfig) -> None:
+    """Refuse trackers that rank 0 can't open.
+
+    Raises:
+        UserError: `logger.wandb=online` without a key, or a tracker's package is not installed.
+    """
+    if "wandb" in config.trackers and config.wandb == "online" and not is_wandb_off(config):
+        check_wandb_key()
+    if "mlflow" in config.trackers:
+        check_installed("mlflow")
+
+
+def is_wandb_off(config: LoggerConfig) -> bool:
+    """Return whether the config or the environment disables wandb."""
+    # Some sites and test suites disable wandb by this variable; its other values are ignored.
+    return config.wandb == "disabled" or os.environ.get("WANDB_MODE") == "disabled"
 
 
 def check_wandb_key() -> None:

@@ -40,7 +40,7 @@ from credit_dp.evaluation.held_out import (
 )
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
-from credit_dp.training.build_training import Training, build_training, check_plugins
+from credit_dp.training.build_training import Training, build_training
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
@@ -55,6 +55,7 @@ from credit_dp.training.run_folder import (
     resolved_yaml,
     write_run_file,
 )
+from credit_dp.training.start_checks import check_start, check_without_data
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
 
@@ -78,13 +79,18 @@ def run(config: Config, ranks: RankInfo) -> int:
 
     # 1. Process groups, then the data: store, statistics and climatology are on disk afterwards.
     manager = build_manager(config.parallel, ranks)
-    check_plugins(config)  # before hours of statistics
+    check_without_data(config)
     with screen.report() as report:
         if config.data.dates.undetermined:
             dates = resolve_dates(config, folder, report)
             config = replace(config, data=replace(config.data, dates=dates))
-        data = prepare_training_data(config.data, report)
-        config.check_rows(data.store.grid[0])
+        resume = find_checkpoint(config.resume, folder.checkpoints)
+
+        def check(store: Store) -> None:
+            # Before hours of statistics, and by one rank: others would read the same checkpoint.
+            run_on_rank_0(lambda: check_start(config, store, manager.dp_world_size, resume))
+
+        data = prepare_training_data(config.data, report, check)
         static = list(data.store.channels.static)
         config = replace(config, data=replace(config.data, static=static, optional_static=[]))
 

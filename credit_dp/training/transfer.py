@@ -21,6 +21,7 @@ from credit_dp.config import DiffusionConfig, ModelConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
+from credit_dp.data.store import Store
 from credit_dp.distributed.collectives import (
     all_gather_object,
     run_on_all_ranks,
@@ -34,6 +35,7 @@ from credit_dp.training.checkpoint import TensorTable, check_model_shapes, model
 from credit_dp.training.checkpoint_shards import Checkpoint, Shape
 from credit_dp.training.data_description import (
     DataDescription,
+    describe_store,
     differently_normalised_channels,
     differing_model_keys,
     format_value,
@@ -116,18 +118,12 @@ def load_initial_weights(
     """
     checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, path))
     saved, data = checkpoint.shapes, checkpoint.metadata["data"]
-    source_names = channel_names(data)
     rescaled = differently_normalised_channels(data, state.data)
     differing = differences(data, state.data)
-    names = channel_names(state.data)
-    dims = run_on_all_ranks(lambda: changed_dims(names, source_names, model, prepared))
     tensors = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
-    matches = {
-        name: match_tensor(
-            name, tuple(tensor.shape), saved, dims.get(name, {}), (names, source_names)
-        )
-        for name, tensor in tensors.items()
-    }
+    matches = run_on_all_ranks(
+        lambda: match_tensors(checkpoint, tensors, state.data, model, prepared.store)
+    )
     # Ranks of a pipeline hold different tensors: only all of them together know whether the
     # checkpoint has anything of the model.
     all_matches = {
@@ -154,14 +150,45 @@ def differences(saved: DataDescription, current: DataDescription) -> str:
     return f"; the checkpoint has {', '.join(texts)}" if texts else ""
 
 
-def changed_dims(
-    names: ChannelNames, source_names: ChannelNames, model: ModelConfig, prepared: TrainingData
-) -> ChannelDims:
-    """Return the dimensions that depend on the channels, or none if the channels are the same."""
-    if names == source_names:
-        return {}
-    fields = prepared.store.channels.fields(model.frames, model.denoises)
-    return channel_dims(model, fields, prepared.store.grid, names)
+def check_initial_weights(
+    path: str, model: nn.Module, config: ModelConfig, store: Store | None
+) -> None:
+    """Refuse a checkpoint that `load_initial_weights` would refuse, before there are statistics.
+
+    Args:
+        path: as for `load_initial_weights`.
+        model: complete; its parameters may be on the meta device.
+        config: of the model.
+        store: without it, only whether the checkpoint can be read is checked.
+
+    Raises:
+        UserError: the checkpoint can't be read, or has no weight of this model.
+    """
+    checkpoint = Checkpoint.open(KEY, path)
+    if store is not None:
+        data = describe_store(store, config)
+        matches = match_tensors(checkpoint, named_tensors((model,)), data, config, store)
+        check_any_match(checkpoint.folder, matches)
+
+
+def match_tensors(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    data: DataDescription,
+    model: ModelConfig,
+    store: Store,
+) -> dict[str, TensorMatch]:
+    """Return for each tensor of a model what a checkpoint has of it."""
+    names, source_names = channel_names(data), channel_names(checkpoint.metadata["data"])
+    dims: ChannelDims = {}
+    if names != source_names:
+        fields = store.channels.fields(model.frames, model.denoises)
+        dims = channel_dims(model, fields, store.grid, names)
+    both = names, source_names
+    return {
+        name: match_tensor(name, tuple(x.shape), checkpoint.shapes, dims.get(name, {}), both)
+        for name, x in tensors.items()
+    }
 
 
 def check_any_match(folder: Path, matches: dict[str, TensorMatch]) -> None:

@@ -1,0 +1,147 @@
+"""What a run refuses before hours of statistics, and `--check` without them: one list for both.
+
+`check_without_data` needs the config alone. `check_start` needs the data, of which nothing is read
+but times, names and grid, and the checkpoint that the run starts from.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
+
+from credit_dp.config import Config, OwnLossConfig
+from credit_dp.data.dates import HasTimes
+from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
+from credit_dp.data.setup import expected_channels, expected_grid
+from credit_dp.data.store import Store
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.models.initial_weights import build_on_meta
+from credit_dp.physics.columns import hybrid_of
+from credit_dp.physics.fixers import bounded_channels, check_budgets, has_budgets
+from credit_dp.training.augmentation import check_augmentation
+from credit_dp.training.checkpoint import check_model_shapes, check_optimizer, model_shapes
+from credit_dp.training.checkpoint_shards import Checkpoint
+from credit_dp.training.data_description import check_data, describe_store
+from credit_dp.training.loggers import check_trackers
+from credit_dp.training.loss import (
+    build_plugin_error,
+    channel_errors,
+    channel_weights,
+    check_spectra,
+)
+from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
+from credit_dp.training.optim import check_schedule, learning_rate_factors
+from credit_dp.training.state import model_tensors
+from credit_dp.training.transfer import check_initial_weights
+
+
+def check_without_data(config: Config) -> None:
+    """Check a user's own loss and schedule, and the loggers, as far as that needs no data.
+
+    Raises:
+        UserError: the run would be refused.
+    """
+    if isinstance(config.loss, OwnLossConfig):
+        build_plugin_error(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
+    check_schedule(config.optimizer, config.trainer.steps)
+    check_trackers(config.logger)
+
+
+def check_start(
+    config: Config, data: HasTimes, data_ranks: int, resume: Path | None = None
+) -> SampleCounts:
+    """Check whether loss, model, samples and checkpoint fit the data.
+
+    Args:
+        config: of the run; `--check` knows the dates and the grid that the data give it.
+        data: the store; or the times of a quickstart store that is not built yet.
+        data_ranks: number of data ranks.
+        resume: the checkpoint that the run resumes from.
+
+    Raises:
+        UserError: the run would be refused.
+    """
+    store = data if isinstance(data, Store) else None
+    channels = expected_channels(config.data) if store is None else store.channels
+    grid = expected_grid(config.data) if store is None else store.grid
+    config.check_rows(grid[0])
+    counts = count_samples(config, data, data_ranks)
+    channel_weights(config.loss, channels.output_channels)
+    channel_errors(config.loss, channels.output_channels)
+    if "bounds" in config.model.fixers:
+        bounded_channels(config.model.bounds, channels.output_channels)
+    if store is not None:
+        check_spectra(config.loss, store.grid)
+        check_augmentation(config.trainer, store)
+        if has_budgets(config.model):
+            remedy = "Leave the fixers of budgets out of model.fixers."
+            store.grid.check_global("model.fixers", remedy)
+            check_budgets(config.model, store)
+            hybrid_of(store)
+    model = planned_model(config, channels.fields(config.model.frames, config.model.denoises), grid)
+    learning_rate_factors((model,), config.optimizer)
+    if resume is not None:
+        _check_resumed(resume, config, model, data)
+    elif config.init_from is not None:
+        check_initial_weights(config.init_from, model, config.model, store)
+    return counts
+
+
+def planned_model(config: Config, fields: Fields, grid: tuple[int, int]) -> nn.Module:
+    """Return the model with its parameters on the meta device, checked as a run does.
+
+    Raises:
+        UserError: it does not fit the grid or the variables, returns another shape, or a pattern
+            matches no parameter.
+    """
+    model = build_on_meta(partial(build_model, config.model, fields, grid))
+    check_planned_model(model, config.model, fields, grid)
+    check_parameter_patterns(model, config)
+    return model
+
+
+@final
+class SampleCounts(NamedTuple):
+    """The numbers of training samples, of steps in an epoch, and of forecasts for testing."""
+
+    samples: int
+    steps: int
+    forecasts: int
+
+
+def count_samples(config: Config, times: HasTimes, data_ranks: int) -> SampleCounts:
+    """Count the samples and forecasts of a run.
+
+    Raises:
+        UserError: there are too few.
+    """
+    trainer, frames = config.trainer, config.model.frames
+    step_hours = config.data.step_hours
+    starts = sample_times(times, "train", frames, trainer.longest_rollout)
+    count = times.num_members * len(starts)
+    sequence = SampleSequence(count, config.data.batch_size, data_size=data_ranks)
+    if trainer.validate_every:
+        initial_times(times, "valid", [min(trainer.evaluate_hours)], step_hours, frames)
+    stride = trainer.evaluate_stride_hours
+    tests = initial_times(times, "test", trainer.evaluate_hours, stride, frames)
+    return SampleCounts(count, sequence.batches_per_epoch, times.num_members * len(tests))
+
+
+def _check_resumed(path: Path, config: Config, model: nn.Module, data: HasTimes) -> None:
+    """Refuse a checkpoint that a run can't resume from, as far as that needs no statistics."""
+    checkpoint = Checkpoint.open("resume", path)
+    metadata = checkpoint.metadata
+    if isinstance(data, Store):
+        check_data(metadata["data"], describe_store(data, config.model), data.source.where)
+    check_optimizer(metadata, config.optimizer.name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
+    check_model_shapes(f"resume: {path}", model_shapes(checkpoint.shapes), model_shapes(shapes))
+    starts = sample_times(data, "train", config.model.frames, config.trainer.longest_rollout)
+    count = data.num_members * len(starts)
+    sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
+    sequence.load_state_dict(metadata["sampler"])

@@ -1,0 +1,108 @@
+"""What a run refuses `--check` refuses, with the same line, before any statistics are computed."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.config import Config
+from credit_dp.data import setup
+from credit_dp.distributed.launcher import RankInfo
+from credit_dp.errors import UserError
+from credit_dp.training.run import run
+from credit_dp.training.run_folder import resolved_yaml
+from tests.checkpoints import save_checkpoint
+from tests.cli.invocation import refusal
+from tests.data import stores
+from tests.training.runs import alone, built
+
+RUN = (
+    "data=zarr",
+    "model=unet_tiny",
+    "data.prognostic=[geopotential,temperature]",
+    "data.dates.train=[2000-01-01,2000-01-07]",
+    "data.dates.valid=[2000-01-08,2000-01-08]",
+    "data.dates.test=[2000-01-09,2000-01-10]",
+    "data.batch_size=4",
+    "trainer.evaluate_hours=[6]",
+    "logger.wandb=disabled",
+    "device=cpu",
+)
+# FOLDER stands for a folder with `globe.zarr`, `region.zarr` and the checkpoint `step-00000000`.
+ON_REGION = "data.store=FOLDER/region.zarr"
+RESUMED = "resume=FOLDER/step-00000000"
+MISTAKES = {
+    "a rim on the quickstart's globe": ["data=quickstart", "data.boundary=3"],
+    "a rim on a globe": ["data.boundary=3"],
+    "harmonics of a region": [ON_REGION, "model=sfno_small"],
+    "a spectrum of a region": [ON_REGION, "loss.spectrum=1"],
+    "a mirrored region": [ON_REGION, "trainer.mirror=0.5"],
+    "a grid too small for the model": ["model.channels=[8,8,8,8,8,8]"],
+    "weights from nowhere": ["init_from=FOLDER/nowhere"],
+    "weights of another model": ["init_from=FOLDER/step-00000000", "model=sfno_small"],
+    "resumed with other variables": [RESUMED, "data.prognostic=[temperature]"],
+    "resumed with another model": [RESUMED, "model.channels=[8,24]"],
+    "resumed with another optimizer": [RESUMED, "optimizer=muon"],
+    "resumed with another seed": [RESUMED, "seed=5"],
+    "few samples": ["data.batch_size=400"],
+    "long leads": ["trainer.evaluate_hours=[480]"],
+    "nothing to freeze": ["trainer.freeze=[nothing.*]"],
+    "a weight of no variable": ["loss.variable_weight={temprature:2}"],
+    "bounds of no variable": ["model.fixers=[bounds]", "model.bounds={temprature:[200,300]}"],
+    "no key of wandb": ["logger.wandb=online", "logger.trackers=[wandb]"],
+}
+
+
+def overrides(folder: Path, *more: str) -> list[str]:
+    given = [text.replace("FOLDER", str(folder)) for text in more]
+    texts = [*RUN, f"data.store={folder}/globe.zarr", f"data.cache={folder}/cache"]
+    return [*{t.partition("=")[0]: t for t in [*texts, f"run.dir={folder}/run", *given]}.values()]
+
+
+def composed(folder: Path, *more: str) -> Config:
+    parsed = parse_overrides(overrides(folder, *more))
+    return Composer("train").compose_config([str(each.input_line) for each in parsed])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start")
+    data = stores.dataset(16, 32, steps=40)
+    stores.write(data, folder / "globe.zarr")
+    region = data.assign_coords(latitude=np.linspace(60, 30, 16), longitude=np.arange(32) * 1.0)
+    stores.write(region, folder / "region.zarr")
+    config = composed(folder)
+    training = built(config, alone())
+    with training.loader:
+        save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
+    return folder
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_and_run_refuse_before_statistics(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    def compute(*_: object, **__: object) -> None:
+        raise AssertionError("statistics are computed")
+
+    more = MISTAKES[mistake]
+    with monkeypatch.context() as patch:
+        without_key(patch)
+        line = refusal(patch, "--check", *overrides(folder, *more))
+    without_key(monkeypatch)
+    for name in ("load_or_sample_ranges", "with_masks", "load_or_fit_climatology"):
+        monkeypatch.setattr(setup, name, compute)
+    with pytest.raises(UserError) as error:
+        run(composed(folder, *more), RankInfo())
+    assert str(error.value) == line
+    assert not (folder / "run").exists()
+
+
+def without_key(patch: pytest.MonkeyPatch) -> None:
+    """Let wandb be switched on and have no API key."""
+    patch.delenv("WANDB_MODE", raising=False)
+    wandb = SimpleNamespace(login=lambda prompt: prompt)
+    patch.setattr("credit_dp.training.loggers.import_wandb", lambda: wandb)

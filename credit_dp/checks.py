@@ -196,6 +196,29 @@ def one_line(key: str, value: str) -> None:
         )
 
 
+MOST_LEVELS = 50  # of tables and lists in each other
+
+
+def plain_yaml(text: str) -> str:
+    """Return a text in YAML as it is, unless reading it could take all memory.
+
+    Raises:
+        yaml.YAMLError: it has aliases, which can stand for billions of values, lists or tables that
+            are nested too deep, or it is no YAML.
+    """
+    import yaml  # type: ignore[import-untyped]  # not for --help
+
+    level = 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        level += isinstance(event, yaml.CollectionStartEvent)
+        level -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"has an alias, *{event.anchor}: write the values instead")
+        if level > MOST_LEVELS:
+            raise yaml.YAMLError(f"has more than {MOST_LEVELS} tables or lists in each other")
+    return text
+
+
 def no_interpolation(where: str, values: object, key: str = "") -> None:
     """Refuse texts like `${oc.env:NAME}` at or below a key of a config that comes from elsewhere.
 

@@ -57,7 +57,8 @@ def read_run_config(path: Path) -> dict[str, Any]:
         UserError: there is no config, or it can't be read.
     """
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
+        saved = OmegaConf.to_container(OmegaConf.create(text))
     except FileNotFoundError:
         raise UserError(f"--again: needs the folder of a run, but there is no {path}") from None
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp import checks
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
@@ -115,7 +116,8 @@ def first_difference(path: Path, config: Config) -> str | None:
     Keys that the run resolved itself, such as `device=auto`, are not compared.
     """
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
+        saved = OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return f"{path.name} can't be read"
     saved_values = values_by_key(saved if isinstance(saved, dict) else {})

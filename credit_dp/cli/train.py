@@ -1,6 +1,7 @@
 """The train command (`python train.py`, `credit-dp train`); plan and verify share its parser."""
 
 import argparse
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -124,7 +125,9 @@ def check_single_values(overrides: Sequence[Override]) -> None:
             key_type = type_of_key(key)
             other = ""
             is_list = any(get_origin(each) is list for each in (key_type, *get_args(key_type)))
-            if is_list or key in TEXT_KEYS:
+            if key == "data.grid" and re.fullmatch(r"\d+,\d+", value):
+                other = f" A grid is {key}={value.replace(',', 'x')}."
+            elif is_list or key in TEXT_KEYS:
                 other = f" A list is {key}=[{value}]."
             elif accepts_text(key, value):
                 other = f" One text with a comma is '{key}=\"{value}\"'."

@@ -177,15 +177,27 @@ def _select_levels(source: Source, config: DataConfig) -> Sequence[int]:
     if not has_levels:
         raise UserError(f"{source.where}: has no levels. Change data.levels, to null.")
     for name in (*config.prognostic, *config.diagnostic):
-        levels = source.variables[name].levels
-        missing = [level for level in config.levels if levels and level not in levels]
-        if missing:
-            available = ", ".join(map(str, sorted(levels)))
-            raise UserError(
-                f"{source.where}: {name} has no level {missing[0]}. There are: {available}. "
-                "Change data.levels."
-            )
+        if source.variables[name].levels:
+            check_levels(source.where, name, config.levels, source.variables[name].levels)
     return list(config.levels)
+
+
+def check_levels(where: str, name: str, wanted: Sequence[int], levels: Sequence[int]) -> None:
+    """Refuse levels of `data.levels` that a variable of a store does not have."""
+    missing = [level for level in wanted if level not in levels]
+    if missing:
+        raise UserError(
+            f"{where}: {name} has no level {missing[0]}. There are: "
+            f"{', '.join(map(str, sorted(levels)))}. Change data.levels."
+            f"{hint_at_hpa('data.levels', wanted, levels)}"
+        )
+
+
+def hint_at_hpa(key: str, wanted: Sequence[int], levels: Sequence[int]) -> str:
+    """Return a question for who gives levels in Pa, or ""."""
+    if any(level % 100 or level // 100 not in levels for level in wanted):
+        return ""
+    return f" Levels are in hPa: did you mean {key}=[{','.join(str(x // 100) for x in wanted)}]?"
 
 
 def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:

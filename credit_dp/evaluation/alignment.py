@@ -22,6 +22,7 @@ from credit_dp.data.calendar import GREGORIAN
 from credit_dp.data.channels import suggest_names
 from credit_dp.data.dates import date_interval
 from credit_dp.data.masks import find_presence, with_masks
+from credit_dp.data.selection import hint_at_hpa
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.opening import open_source
@@ -402,6 +403,7 @@ def _validated_levels(
                 raise UserError(
                     f"{where}: {name} has no level {missing[0]}. Available: "
                     f"{', '.join(map(str, sorted(available)))}. Change levels."
+                    f"{hint_at_hpa('levels', levels, available)}"
                 )
         forecast_unit = canonical_unit(predicted.units)
         truth_unit = canonical_unit(truth.units)

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp import checks
 from credit_dp.config import by_dotted_key
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
@@ -183,13 +184,14 @@ def _flatten_scores(
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged_error(path, error) from error
 
 
 def _read_config(path: Path) -> dict[Any, Any]:
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path))
+        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
+        config = OmegaConf.to_container(OmegaConf.create(text))
         if not isinstance(config, dict):
             raise TypeError("it is no table of keys")
         return config

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import yaml  # type: ignore[import-untyped]
 
+from credit_dp import checks
 from credit_dp.errors import UserError, traceback_message
 from credit_dp.training.loggers import read_csv_log
 from credit_dp.training.run_folder import RunFolder
@@ -320,7 +321,9 @@ def read_file(path: Path) -> Any:
     """Return the content of a JSON or YAML file as plain values; None if it can't be parsed."""
     try:
         text = read_text(path)
-        return json.loads(text) if path.suffix == ".json" else yaml.load(text, YAML_LOADER)
+        if path.suffix == ".json":
+            return json.loads(text)
+        return yaml.load(checks.plain_yaml(text), YAML_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
 

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from yaml import YAMLError  # type: ignore[import-untyped]
+
 from credit_dp import checks
 from credit_dp.errors import UserError
 from credit_dp.files import atomic_path, fsync_path, rename_durably, temporary_path
@@ -44,6 +46,17 @@ LEFTOVERS = ".step-*.partial"  # incomplete checkpoints
 CHECKSUM_KEY = "checksum"  # in `state.json`, of all other entries
 
 Metadata = dict[str, Any]
+# What `state.json` has to have, whatever wrote it.
+ENTRIES = {
+    "step": int,
+    "seed": int,
+    "schedule": dict,
+    "sampler": dict,
+    "data": dict,
+    "config": str,
+    "tensors": dict,
+    "shards": dict,
+}
 
 LENGTH_BYTES = 8  # at the start of a safetensors file: the length of its header
 MAX_HEADER_BYTES = 100_000_000  # safetensors reads no longer header
@@ -215,6 +228,14 @@ def _read_metadata(path: Path, shards: bool) -> Metadata:
         )
     if metadata.pop(CHECKSUM_KEY, None) != metadata_checksum(metadata):
         raise _UnusableError(f"is damaged: {METADATA_FILE} is not as it was written (checksum)")
+    for name, kind in ENTRIES.items():
+        if type(metadata.get(name)) is not kind:
+            raise _UnusableError(f"is not a readable checkpoint ({METADATA_FILE} lacks {name})")
+    try:
+        checks.plain_yaml(metadata["config"])
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise _UnusableError(f"is not a readable checkpoint (its config: {reason})") from error
     unexpected = sorted(names ^ {*metadata["shards"]})
     if unexpected:
         raise _UnusableError(

@@ -15,7 +15,10 @@ from torch import nn
 
 from credit_dp.config import Config, OwnLossConfig
 from credit_dp.data.dates import HasTimes
+from credit_dp.data.quickstart.dataset import LEVEL_VARIABLES
+from credit_dp.data.quickstart.dynamics import LEVELS
 from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
+from credit_dp.data.selection import check_levels
 from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.data.store import Store
 from credit_dp.fields import Fields
@@ -75,7 +78,10 @@ def check_start(
     channel_errors(config.loss, channels.output_channels)
     if "bounds" in config.model.fixers:
         bounded_channels(config.model.bounds, channels.output_channels)
-    if store is not None:
+    if store is None:  # a plan may have the levels of ERA5, but the quickstart's store has not
+        for name in {*config.data.prognostic, *config.data.diagnostic} & {*LEVEL_VARIABLES}:
+            check_levels(config.data.name, name, config.data.levels or LEVELS, LEVELS)
+    else:
         check_spectra(config.loss, store.grid)
         check_augmentation(config.trainer, store)
         if has_budgets(config.model):

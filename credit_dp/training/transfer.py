@@ -70,7 +70,7 @@ class ChannelDim(NamedTuple):
 
 ChannelDims = Mapping[str, Mapping[int, ChannelDim]]  # by name of the tensor and dimension
 
-MAX_NAMED_TENSORS = 3  # the summary names these, and counts the others
+MAX_NAMED = 10  # tensors and channels: the summary names these, and counts the others
 
 
 @final
@@ -83,13 +83,18 @@ class TensorMatch:
         model_entries: for each dimension, the indices of the entries in common in the model's
             tensor; None where all entries match in order.
         checkpoint_entries: likewise in the checkpoint's tensor.
-        note: the number of channels in common, for the summary; empty if everything matches.
+        note: the channels that the checkpoint lacks, for the summary; empty if it has all.
     """
 
     source: str = ""
     model_entries: tuple[list[int] | None, ...] = ()
     checkpoint_entries: tuple[list[int] | None, ...] = ()
     note: str = ""
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether entries are copied one by one."""
+        return any(entries is not None for entries in self.model_entries)
 
 
 KEY = "init_from"
@@ -345,7 +350,10 @@ def match_tensor(
             return TensorMatch()
         model_entries.append(entry_indices(common, channels, per_channel))
         source_entries.append(entry_indices(common, source_channels, per_channel))
-        notes.append(f"{len(common)} of {len(channels)} {kind.split()[0]} channels")
+        missing = [channel for channel in channels if channel not in common]
+        if missing:
+            count = f"{len(common)} of {len(channels)} {kind.split()[0]} channels"
+            notes.append(f"{count}, without {first_names(missing)}")
     return TensorMatch(source, tuple(model_entries), tuple(source_entries), " and ".join(notes))
 
 
@@ -384,10 +392,13 @@ def match_summary(
 
 def count_and_names(names: list[str], label: str) -> str:
     """Return a clause with the number of names, the label and the first names."""
-    if not names:
-        return ""
-    more = f", and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
-    return f"; {len(names)} {label} ({', '.join(names[:MAX_NAMED_TENSORS])}{more})"
+    return f"; {len(names)} {label} ({first_names(names)})" if names else ""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def copy_matches(
@@ -400,13 +411,13 @@ def copy_matches(
     # read may have the entries of other channels.
     buffers = {
         match.source: torch.empty(saved[match.source], dtype=tensors[name].dtype)
-        if match.note
+        if match.is_reordered
         else tensors[name]
         for name, match in matches.items()
     }
     run_on_all_ranks(lambda: checkpoint.read(buffers))
     for name, match in matches.items():
-        if match.note:
+        if match.is_reordered:
             copy_entries(tensors[name], buffers[match.source], match)
 
 

@@ -143,6 +143,10 @@ CASES = {
     "a path for a name": (["run.name=a/b"], "run.name: needs letters"),
     "interpolation": (["data.store=${nope}"], "data.store: Interpolation key 'nope' not found"),
     "several values": (["seed=1,2"], "seed: several values need --multirun"),
+    "a comma in a grid": (
+        ["data.grid=33,64"],
+        r"^data.grid: several values need --multirun. A grid is data.grid=33x64.$",
+    ),
     "several values of a list": (
         ["data.levels=500,850"],
         r"^data.levels: several values need --multirun. A list is data.levels=\[500,850\].$",

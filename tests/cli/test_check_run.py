@@ -241,6 +241,9 @@ def test_the_quickstart_is_checked_without_making_it(
     monkeypatch.setenv("CREDIT_DP_CACHE", str(tmp_path))
     line = refusal(monkeypatch, "--check", "data.quickstart.runs=2")
     assert "but data.dates.train asks for 2001-01-01T00 to 2003-03-01T18" in line
+    line = refusal(monkeypatch, "--check", "data.levels=[50000]")
+    assert "has no level 50000" in line
+    assert line.endswith("did you mean data.levels=[500]?")
     chosen = ("data.quickstart.runs=2", "data.dates=auto")
     assert "dates" not in answer(monkeypatch, "--check", *chosen)[2]
     assert list(tmp_path.iterdir()) == []

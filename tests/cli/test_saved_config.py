@@ -16,8 +16,10 @@ from credit_dp.cli.saved_config import (
     overrides_of_run,
     read_checkpoint_config,
 )
+from credit_dp.cli.sweep_jobs import first_difference
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.sweeps.read import read_file
 from credit_dp.training import checkpoint_files
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.cli.invocation import answer, refusal
@@ -223,3 +225,26 @@ def test_the_printed_command_gives_the_same_losses(
     assert answer(monkeypatch, *arguments, f"run.dir='{second}'")[0] == 0
     assert losses(first) == losses(second)
     assert len(losses(first)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: " + "[" * 20_000, "exceeded maximum nesting depth"),
+        ("a: " + "[" * 60, "has more than 50 tables or lists in each other"),
+        ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "has an alias, *a"),
+    ],
+)
+def test_a_config_that_would_take_all_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, reason: str
+) -> None:
+    path = RunFolder(tmp_path).config
+    path.write_text(text)
+    line = refusal(monkeypatch, "--again", str(tmp_path))
+    assert line.startswith(f"--again: {path} can't be read (")
+    assert reason in line
+    # The folder of a sweep or of a run that is compared may be another user's.
+    assert (
+        first_difference(path, Composer("train").compose_config([])) == "config.yaml can't be read"
+    )
+    assert read_file(path) is None

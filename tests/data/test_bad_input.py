@@ -126,6 +126,9 @@ def test_missing_level(good):
     assert "no level 700" in message
     assert "500, 850, 1000" in message
     assert "data.levels" in message
+    assert "hPa" not in message
+    hint = "Levels are in hPa: did you mean data.levels=[500,850]?"
+    assert refusal(good, levels=[50000, 85000]).endswith(hint)
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])

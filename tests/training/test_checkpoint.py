@@ -22,6 +22,7 @@ from credit_dp.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
+from credit_dp.training.checkpoint_files import CHECKSUM_KEY, METADATA_FILE, metadata_checksum
 from credit_dp.training.checkpoint_shards import Checkpoint, TensorPart, read_entries, write_shard
 from credit_dp.training.optim import WeightAverage
 from credit_dp.training.state import TrainingState
@@ -318,6 +319,27 @@ def damaged(tmp_path: Path, name: str, content: bytes | None) -> str:
         load_checkpoint(path, small_state())
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+DEEP, BOMB = "[" * 20_000, "a: &a [1]\nb: [*a, *a]\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"tensors": None}, "state.json lacks tensors"),
+        ({"config": DEEP}, "its config: .* exceeded maximum nesting depth .*"),
+        ({"config": BOMB}, r"its config: has an alias, \*a: write the values instead"),
+    ],
+)
+def test_another_state_with_a_right_checksum_is_refused(tmp_path, entries, message):
+    file = save_checkpoint(tmp_path, small_state(), "") / METADATA_FILE
+    content = json.loads(file.read_text()) | entries
+    del content[CHECKSUM_KEY]
+    content = {name: value for name, value in content.items() if value is not None}
+    file.write_text(json.dumps(content | {CHECKSUM_KEY: metadata_checksum(content)}))
+    with pytest.raises(UserError, match=rf"^resume: .* is not a readable checkpoint \({message}\)"):
+        load_checkpoint(file.parent, small_state())
 
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"

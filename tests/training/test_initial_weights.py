@@ -15,7 +15,12 @@ from credit_dp.errors import UserError
 from credit_dp.training.build_training import Training
 from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import named_tensors
-from credit_dp.training.transfer import channel_names, load_initial_weights
+from credit_dp.training.transfer import (
+    ChannelDim,
+    channel_names,
+    load_initial_weights,
+    match_tensor,
+)
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.meshes import MODELS, Mesh, full_arrays, on_mesh, with_ema
@@ -144,8 +149,9 @@ def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
     drawn = {name: p.detach().clone() for name, p in target.trainer.state.parameters.items()}
     summary = load(target, second, tmp_path)
     assert (
-        "; 3 partly (head.bias: 3 of 4 output channels, head.weight: 3 of 4 output channels, "
-        "stem.conv.weight: 5 of 6 input channels)" in summary
+        "; 3 partly (head.bias: 3 of 4 output channels, without 2m_temperature, head.weight: 3 of "
+        "4 output channels, without 2m_temperature, stem.conv.weight: 5 of 6 input channels, "
+        "without day_of_year_cos)" in summary
     )
     before, after = (t.trainer.state.parameters for t in (source, target))
     assert torch.equal(after["head.bias"][:3], before["head.bias"][3:])
@@ -250,3 +256,12 @@ def test_what_does_not_fit_is_refused(config, tmp_path):
         load(training, config, tmp_path)
     with pytest.raises(UserError, match=r"init_from: .* but \S*nowhere does not exist"):
         load(training, config, tmp_path / "nowhere")
+
+
+def test_a_tensor_whose_channels_are_only_moved_is_not_partly_taken():
+    dims = {0: ChannelDim("output", 1)}
+    for names, missing in {("b", "a"): "", ("b", "c"): "1 of 2 output channels, without c"}.items():
+        both = {"output": list(names)}, {"output": ["a", "b", "d"]}
+        match = match_tensor("head", (2, 5), {"model.head": (3, 5)}, dims, both)
+        assert match.note == missing
+        assert match.is_reordered

@@ -87,7 +87,7 @@ def run(config: Config, ranks: RankInfo) -> int:
         resume = find_checkpoint(config.resume, folder.checkpoints)
 
         def check(store: Store) -> None:
-            # Before hours of statistics, and by one rank: others would read the same checkpoint.
+            # Before hours of statistics.
             run_on_rank_0(lambda: check_start(config, store, manager.dp_world_size, resume))
 
         data = prepare_training_data(config.data, report, check)

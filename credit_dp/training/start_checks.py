@@ -44,7 +44,7 @@ from credit_dp.training.transfer import check_initial_weights
 
 
 def check_without_data(config: Config) -> None:
-    """Check a user's own loss and schedule, and the loggers, as far as that needs no data.
+    """Check a user's own loss and schedule as far as that needs no data.
 
     Raises:
         UserError: the run would be refused.
@@ -52,13 +52,14 @@ def check_without_data(config: Config) -> None:
     if isinstance(config.loss, OwnLossConfig):
         build_plugin_error(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
     check_schedule(config.optimizer, config.trainer.steps)
-    check_trackers(config.logger)
 
 
 def check_start(
     config: Config, data: HasTimes, data_ranks: int, resume: Path | None = None
 ) -> SampleCounts:
-    """Check whether loss, model, samples and checkpoint fit the data.
+    """Check whether loss, model, samples and checkpoint fit the data, and loggers can be opened.
+
+    In a run rank 0 does, which alone logs; all others would read the same checkpoint.
 
     Args:
         config: of the run; `--check` knows the dates and the grid that the data give it.
@@ -72,6 +73,7 @@ def check_start(
     store = data if isinstance(data, Store) else None
     channels = expected_channels(config.data) if store is None else store.channels
     grid = expected_grid(config.data) if store is None else store.grid
+    check_trackers(config.logger)
     config.check_rows(grid[0])
     counts = count_samples(config, data, data_ranks)
     channel_weights(config.loss, channels.output_channels)
@@ -79,8 +81,9 @@ def check_start(
     if "bounds" in config.model.fixers:
         bounded_channels(config.model.bounds, channels.output_channels)
     if store is None:  # a plan may have the levels of ERA5, but the quickstart's store has not
-        for name in {*config.data.prognostic, *config.data.diagnostic} & {*LEVEL_VARIABLES}:
-            check_levels(config.data.name, name, config.data.levels or LEVELS, LEVELS)
+        for name in (*config.data.prognostic, *config.data.diagnostic):
+            if name in LEVEL_VARIABLES:
+                check_levels(config.data.name, name, config.data.levels or LEVELS, LEVELS)
     else:
         check_spectra(config.loss, store.grid)
         check_augmentation(config.trainer, store)

@@ -17,10 +17,10 @@ from credit_dp.data.grid import (
     COORDINATE_TOLERANCE,
     ROUNDING,
     Grid,
-    degrees_east,
     turns,
     unit_vectors,
 )
+from credit_dp.data.projections import EARTH_RADIUS, Cone
 from credit_dp.data.sources.grib_file import (
     LIBRARY_LOCK,
     GribFile,
@@ -52,7 +52,6 @@ PROJECTIONS = {  # CF's names of grid mappings, and GRIB's of grids
     "polar_stereographic": POLAR,
     "rotated_latitude_longitude": ROTATED,
 }
-EARTH_RADIUS = 6371229.0  # m, if the grid mapping has none
 
 
 @final
@@ -354,7 +353,7 @@ def _projection_keys(grid: Grid) -> tuple[dict[str, Any], slice]:
         KeyError: the grid mapping lacks an attribute.
         TypeError, ValueError, OverflowError: it can't be written.
 
-    Source: CF conventions 1.11, appendix F; Snyder 1987, eqs. 14-1 to 15-3 and 21-5 to 21-10.
+    Source: CF conventions 1.11, appendix F.
     """
     mapping, (rows, columns) = grid.projection.attributes, grid.projection[2:]
     kind = PROJECTIONS[mapping["grid_mapping_name"]]
@@ -377,40 +376,25 @@ def _projection_keys(grid: Grid) -> tuple[dict[str, Any], slice]:
         keys |= _microdegrees("latitudeOfSouthernPole", pole[0])
         keys |= _microdegrees("longitudeOfSouthernPole", pole[1] % 360)
         return keys | _grid_keys(Grid(rows.values, longitude)), slice(None)
+    cone = Cone.of(mapping)
+    x, y = cone.forward(grid.latitude, grid.longitude)
+    right, up = np.diff(x, axis=1).mean(), np.diff(y, axis=0).mean()
+    first = mapping.get("standard_parallel", np.copysign(90, cone.n))
     if kind == LAMBERT:
-        first, second = np.broadcast_to(mapping["standard_parallel"], 2).tolist()  # of one or two
-        meridian = mapping["longitude_of_central_meridian"]
+        first, second = np.broadcast_to(first, 2).tolist()  # of one or two
         keys |= _microdegrees("Latin1", first) | _microdegrees("Latin2", second)
-        (phi, t), (phi_2, t_2) = ((np.deg2rad(x), _tangent(x)) for x in (first, second))
-        same = first == second
-        n = np.sin(phi) if same else np.log(np.cos(phi) / np.cos(phi_2)) / np.log(t / t_2)
-        scale = np.cos(phi) / t**n
-    else:  # a cone that is flat
-        n = np.sign(mapping["latitude_of_projection_origin"])
-        meridian = mapping["straight_vertical_longitude_from_pole"]
-        first = mapping.get("standard_parallel", 90 * n)
-        scale = 1 + np.sin(np.deg2rad(n * first))
-    from_tip = radius * scale / n * _tangent(grid.latitude) ** n
-    angle = np.deg2rad(n * degrees_east(grid.longitude, meridian))
-    right = np.diff(from_tip * np.sin(angle), axis=1).mean()
-    up = np.diff(-from_tip * np.cos(angle), axis=0).mean()
     if not np.isfinite([right, up]).all():
         raise ValueError("with these points")
     # ecCodes lets y rise from the first point, whatever the scanning mode says.
     order = slice(None, None, -1 if up < 0 else 1)
     keys |= _microdegrees("LaD", first)  # where steps on the map are as long as on the earth
-    keys |= _microdegrees("LoV", meridian % 360)
+    keys |= _microdegrees("LoV", cone.meridian % 360)
     keys |= _microdegrees("latitudeOfFirstGridPoint", grid.latitude[order][0, 0])
     keys |= _microdegrees("longitudeOfFirstGridPoint", grid.longitude[order][0, 0] % 360)
     steps = {"Dx": round(right * MILLIMETRES), "Dy": round(abs(up) * MILLIMETRES)}
     scanning = {"iScansNegatively": 0, "jScansPositively": 1}
-    centre = {"projectionCentreFlag": 0 if n > 0 else 128}
+    centre = {"projectionCentreFlag": 0 if cone.n > 0 else 128}
     return keys | {"Nx": grid[1], "Ny": grid[0]} | steps | scanning | centre, order
-
-
-def _tangent(latitude: Any) -> Any:
-    """Return the tangent of half the distance from the north pole."""
-    return np.tan(np.pi / 4 - np.deg2rad(latitude) / 2)
 
 
 def _microdegrees(key: str, degrees: float) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """GRIB files with the fields of datasets."""
 
+from itertools import product
+
 import numpy as np
 
-from credit_dp.data.sources.grib_file import load_eccodes
+from credit_dp.data.sources.grib_file import SCANNING_KEYS, load_eccodes
 from credit_dp.data.units import GRAVITY
 from tests.data import region_grids
 
@@ -16,6 +18,7 @@ ECMWF = {
 }
 # NCEP's files have heights, and pressures in their edition of GRIB 1 and 2.
 NCEP = ECMWF | {"geopotential": ("gh", "isobaricInhPa", None, 1 / GRAVITY)}
+EARTH_OF_GRIB1 = 6367470.0  # m, its radius
 SAMPLES = {1: "regular_ll_pl_grib1", 2: "regular_ll_pl_grib2"}
 
 
@@ -100,6 +103,59 @@ def write_scanned(path, scanned, flags):
             to.write(eccodes.codes_get_message(handle))
             eccodes.codes_release(handle)
     return scanned
+
+
+def write_message(path, sample, values=None, **keys):
+    """Append one of ecCodes' messages, of 2000 and with keys set, to a GRIB file."""
+    handle = eccodes.codes_grib_new_from_samples(sample)
+    for key, value in {"dataDate": 20000101, "dataTime": 0, **keys}.items():
+        eccodes.codes_set(handle, key, value)
+    if values is not None:
+        eccodes.codes_set_values(handle, values)
+    with path.open("ab") as file:
+        file.write(eccodes.codes_get_message(handle))
+    eccodes.codes_release(handle)
+    return path
+
+
+ORDERS = [
+    dict(zip(SCANNING_KEYS, flags, strict=True)) for flags in product((0, 1), repeat=4)
+]  # fmt: skip
+
+
+def write_projected(path, field, kind, flags, edition=2):
+    """Write a temperature `(13, 16)` on a projection, its points in an order; return their places.
+
+    Latitudes, longitudes and the field have rows from the north of the plane.
+    """
+    keys, latitude, longitude = projected(kind)
+    if kind == "rotated_ll":
+        for key, ends in (("iScansNegatively", (351, 6)), ("jScansPositively", (6, -6))):
+            axis = "longitude" if key.startswith("i") else "latitude"
+            for end, value in zip(("First", "Last"), ends[:: -1 if flags[key] else 1], strict=True):
+                keys[f"{axis}Of{end}GridPointInDegrees"] = value
+    else:
+        latitude, longitude = latitude[::-1], longitude[::-1]
+    points = list(scanned_points(flags, 13, 16))
+    if kind != "rotated_ll":
+        keys["latitudeOfFirstGridPointInDegrees"] = latitude[points[0]]
+        keys["longitudeOfFirstGridPointInDegrees"] = longitude[points[0]] % 360
+    if (
+        edition == 1
+    ):  # whose earth is smaller, and whose polar plane is as long as the earth at 60 N
+        size = 120_000 * EARTH_OF_GRIB1 / region_grids.RADIUS
+        size *= (1 + np.sin(np.pi / 3)) / 2 if kind == "polar_stereographic" else 1
+        keys |= dict.fromkeys(("DxInMetres", "DyInMetres"), round(size))
+        for key in ("shapeOfTheEarth", "numberOfDataPoints", "LaDInDegrees"):
+            keys.pop(key, None)
+        if kind == "rotated_ll":
+            del keys["DxInMetres"], keys["DyInMetres"]
+    about = {"typeOfLevel": "heightAboveGround", "level": 2, "shortName": "2t", "bitsPerValue": 24}
+    alternative = "alternativeRowScanning"
+    flags = flags if edition == 2 else {x: y for x, y in flags.items() if x != alternative}
+    values = np.array([field[point] for point in points])
+    write_message(path, SAMPLES[edition], values, **keys | about | flags)
+    return latitude, longitude
 
 
 def projected(kind):

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import DatesConfig
-from credit_dp.data.grid import Grid, row_edges, row_weights
+from credit_dp.data.grid import Grid, degrees_east, row_edges, row_weights
 from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.store import Store
@@ -18,7 +18,16 @@ from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import GribStates, InitialFiles
 from credit_dp.forecast.request import ForecastRequest
 from tests.data import cell_stores, stores
-from tests.forecast.grib_files import ECMWF, NCEP, SCANNING, projected, write_grib, write_scanned
+from tests.forecast.grib_files import (
+    ECMWF,
+    NCEP,
+    ORDERS,
+    SCANNING,
+    projected,
+    write_grib,
+    write_projected,
+    write_scanned,
+)
 from tests.forecast.runs import INIT, forecast, forecast_config
 
 eccodes = load_eccodes("init_file")
@@ -287,6 +296,19 @@ def test_points_may_be_in_any_order(data, store, tmp_path, order):
     assert close(states(scanned, store), states(path, store), 1e-6)
 
 
+@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+def test_points_of_a_projection_may_be_in_any_order(tmp_path, kind):
+    field = 250 + np.random.default_rng(0).random((13, 16))
+    for number, flags in enumerate(ORDERS):
+        path = tmp_path / f"{number}.grib"
+        latitude, longitude = write_projected(path, field, kind, flags)
+        states = GribStates(path)
+        assert np.abs(states.grid.latitude - latitude).max() < 1e-5, flags
+        assert np.abs(degrees_east(states.grid.longitude, longitude)).max() < 1e-4, flags
+        found = states.find(["2t"], None, False, states.times[0])
+        assert np.abs(found.read().reshape(13, 16) - field).max() < 1e-4, flags
+
+
 @pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds", "grid_jpeg"])
 def test_messages_may_be_packed_in_any_way(data, store, tmp_path, packing):
     path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), packingType=packing)
@@ -407,7 +429,7 @@ FAULTS = {
     "timeless": r"has no time with dates. Give it the coordinate time",
     "cut": r"can't be read after 6 messages: .*Fetch it again if it is cut off .*change init_file",
     "spectral": r"has a spectral grid \(sh\). Request it on a regular grid .*cdo",
-    "reduced": r"has a reduced Gaussian grid that is not global, or whose points .*cdo",
+    "reduced": r"has a reduced Gaussian grid whose points are not eastward, .*cdo",
     "region": r"a global grid is needed here, but this is a region of 5x.*Change init_file",
     "grids": r"has messages on more than one grid, or is damaged",
     "twice": r"has 2t at 2000-01-04T00:00 more than once. Select one",

@@ -1,8 +1,9 @@
 """GRIB files, which cfgrib reads: their messages one at a time, or as datasets of xarray.
 
-What cfgrib lacks is here. It takes points that are listed by columns, or from the east, for rows
-from the west, and longitudes that begin east of 0 for others (`GribField`); it stops at a file that
-is cut off, and knows no checksums.
+What cfgrib and ecCodes lack is here. They take points that are listed by columns, or from the east,
+for rows from the west, and longitudes that begin east of 0 for others; points on a projection are
+where ecCodes has them only if they begin in the southwest, on a sphere (`GribField`). cfgrib stops
+at a file that is cut off, and knows no checksums.
 
 The messages of a file are listed once, in memory. cfgrib's own index is a pickle, which can run any
 code when it is loaded, and could be replaced by others where it is kept.
@@ -14,7 +15,7 @@ import sys
 import zlib
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, NamedTuple, final
@@ -23,7 +24,8 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.grid import FULL_CIRCLE
+from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Degrees
+from credit_dp.data.projections import Cone, unrotated
 from credit_dp.data.sources.address import reason_of
 from credit_dp.data.sources.coordinates import GRID_TYPES, with_grid_mapping
 from credit_dp.data.sources.grib_names import (
@@ -42,9 +44,11 @@ LIBRARY_LOCK = Lock()
 # in section 2, which is for local use and which other programs skip.
 CHECKSUM_MARK: Final = b"credit_dp crc32 "
 HEADER_LENGTH = 16  # bytes of section 0, which end with the length of the message
-GRIDS = ("regular_ll", "regular_gg")  # rows of equally many points
+GAUSSIAN = "regular_gg"
+GRIDS = ("regular_ll", GAUSSIAN)  # rows of equally many points
 REDUCED = "reduced_gg"  # rows of fewer points near the poles
-PROJECTIONS = ("lambert", "polar_stereographic", "rotated_ll")
+ROTATED = "rotated_ll"
+PROJECTIONS = ("lambert", "polar_stereographic", ROTATED)
 ADVICE = (
     "Request it on a regular grid of latitudes and longitudes, or convert it, for example with "
     "`cdo -setgridtype,regular` (reduced grids) or `cdo -sp2gpl` (spectral fields)"
@@ -54,6 +58,7 @@ SCANNING_KEYS = (
     *("iScansNegatively", "jScansPositively"),
     *("jPointsAreConsecutive", "alternativeRowScanning"),
 )
+STAGGERED = 0b1111  # bits of the scanning mode: every second line begins half a step further, or so
 # Keys that are read when a file is opened: cfgrib's, and
 TIME_KEYS = ("time", "valid_time", "validityDate", "validityTime")
 # sums, means and extremes cover the hours between these steps of a forecast;
@@ -135,9 +140,30 @@ def _check_sum(message: bytes) -> None:
         raise ValueError("its checksum is wrong")
 
 
+def _check_points(message: Any, where: str) -> None:
+    """Refuse points that `GribField` would have elsewhere.
+
+    Raises:
+        UserError: says how they lie.
+    """
+    grid, problem = message["gridType"], ""
+    if grid == REDUCED and any(message[key] for key in SCANNING_KEYS):
+        problem = "a reduced Gaussian grid whose points are not eastward, row by row from the north"
+    elif grid == ROTATED and message["angleOfRotationInDegrees"]:
+        problem = "a rotated grid that is turned about its pole (angleOfRotation)"
+    elif grid in {*GRIDS, *PROJECTIONS} and message["edition"] == 2:
+        problem = (
+            "rows or columns that are staggered" if message["scanningMode"] & STAGGERED else ""
+        )
+    if problem:
+        raise UserError(f"{where} has {problem}. {ADVICE}.")
+
+
 @final
 class GribField(Mapping[str, Any]):
     """The keys of a message whose points are rows from the north, eastward.
+
+    Those of a projection are rows from the upper edge of its plane, rightward.
 
     Args:
         message: cfgrib's.
@@ -145,18 +171,23 @@ class GribField(Mapping[str, Any]):
 
     def __init__(self, message: Any) -> None:
         self._message = message
-        self._has_rows = message["gridType"] in GRIDS
+        self._is_projected = message["gridType"] in PROJECTIONS
+        self._has_rows = self._is_projected or message["gridType"] in GRIDS
 
     def __getitem__(self, key: str) -> Any:
         if self._has_rows:
             if key == "values":
                 return self._values()
-            if key == "distinctLatitudes":
+            if key == "distinctLatitudes" and self._message["gridType"] == GAUSSIAN:
                 return np.sort(self._message[key])[::-1]
+            if key == "distinctLatitudes":
+                return _rows(self._message)
             if key == "distinctLongitudes":
-                return self._longitudes()
+                return _columns(self._message)
             if key == "alternativeRowScanning":
                 return 0
+        if self._is_projected and key in ("latitudes", "longitudes"):
+            return self._points[key == "longitudes"]
         return self._message[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -175,13 +206,68 @@ class GribField(Mapping[str, Any]):
         field = field.T if by_columns else field
         return field[:: -1 if northward else 1, :: -1 if westward else 1]
 
-    def _longitudes(self) -> NDArray[np.float64]:
-        ends = ["First", "Last"][:: -1 if self._message[SCANNING_KEYS[0]] else 1]
-        west, east = (self._message[f"longitudeOf{end}GridPointInDegrees"] for end in ends)
-        columns = self._message["Ni"]
-        step = (east - west) % FULL_CIRCLE / max(columns - 1, 1)
-        longitude: NDArray[np.float64] = west + step * np.arange(columns)
-        return longitude - FULL_CIRCLE if longitude[-1] >= FULL_CIRCLE else longitude
+    @cached_property
+    def _points(self) -> tuple[Degrees, Degrees]:
+        """The latitudes and longitudes of points on a projection, `(H, W)`."""
+        message = self._message
+        if message["gridType"] == ROTATED:
+            pole = [message[f"{axis}OfSouthernPoleInDegrees"] for axis in ("latitude", "longitude")]
+            rows, columns = _rows(message), _columns(message)
+            latitude, longitude = unrotated(rows[:, None], columns, (pole[0], pole[1]))
+        else:
+            cone = Cone.of(_grid_mapping(self))
+            first = (
+                message[f"{axis}OfFirstGridPointInDegrees"] for axis in ("latitude", "longitude")
+            )
+            x, y = cone.forward(*first)
+            westward, northward = (message[key] for key in SCANNING_KEYS[:2])
+            right, down = message["DxInMetres"], message["DyInMetres"]
+            columns = x + right * (np.arange(message["Nx"]) - westward * (message["Nx"] - 1))
+            rows = y - down * (np.arange(message["Ny"]) - northward * (message["Ny"] - 1))
+            latitude, longitude = cone.inverse(columns, rows[:, None])
+        return latitude, longitude % FULL_CIRCLE
+
+
+def _rows(message: Any) -> Degrees:
+    """Return latitudes at equal steps, from the north; on a rotated grid its own."""
+    north, south = (message[f"latitudeOf{x}GridPointInDegrees"] for x in _ends(message, "j"))
+    _check_step(message, "j", north - south)
+    return np.linspace(north, south, message["Nj"])
+
+
+def _columns(message: Any) -> Degrees:
+    """Return longitudes at equal steps, eastward; on a rotated grid its own."""
+    west, east = (message[f"longitudeOf{x}GridPointInDegrees"] for x in _ends(message, "i"))
+    columns = message["Ni"]
+    width = (east - west) % FULL_CIRCLE or FULL_CIRCLE
+    _check_step(message, "i", width)
+    step = width / max(columns - 1, 1)
+    if abs(columns * step - FULL_CIRCLE) <= COORDINATE_TOLERANCE:  # GRIB 1 has 357.188 for 357.1875
+        step = FULL_CIRCLE / columns
+    longitude: Degrees = west + step * np.arange(columns)
+    return longitude - FULL_CIRCLE if longitude[-1] >= FULL_CIRCLE else longitude
+
+
+def _ends(message: Any, axis: str) -> list[str]:
+    """Return which point is northernmost or westernmost, and which is at the other end."""
+    backwards = message["iScansNegatively" if axis == "i" else "jScansPositively"]
+    return ["Last", "First"] if backwards else ["First", "Last"]
+
+
+def _check_step(message: Any, axis: str, distance: float) -> None:
+    """Compare the distance of the outermost points with the step that a message gives, if any.
+
+    Steps are whole thousandths of degrees in GRIB 1, and in messages that were converted from it.
+
+    Raises:
+        ValueError: they don't fit.
+    """
+    count, step = message[f"N{axis}"], message[f"{axis}DirectionIncrementInDegrees"]
+    if count > 1 and step > 0 and abs(distance / (count - 1) - step) > COORDINATE_TOLERANCE:
+        lines = "rows" if axis == "j" else "columns"
+        raise ValueError(
+            f"{count} {lines} over {distance:g} degrees do not fit its steps of {step:g} degrees"
+        )
 
 
 class Message(NamedTuple):
@@ -260,6 +346,7 @@ class GribFile(Mapping[Any, Any]):
                     previous, grid = grid, message.get("md5GridSection")
                     if grid != previous:
                         _check_sum(eccodes.codes_get_message(message.codes_id))
+                        _check_points(message, f"{key}: {path}")
                     for time in ("time", "valid_time"):
                         cfgrib.COMPUTED_KEYS[time][0](message)  # a ValueError without such a date
                     end = message["offset:int"] + message["totalLength"]
@@ -269,6 +356,8 @@ class GribFile(Mapping[Any, Any]):
                     if b"GRIB" in file.read():
                         # For ecCodes a message whose sections it can't find is the end of the file.
                         raise ValueError("more messages follow, which can't be read")
+            except UserError:
+                raise
             except Exception as error:  # noqa: BLE001 - of damaged bytes, of any kind
                 problem = reason_of(error)
 
@@ -329,7 +418,7 @@ class GribFile(Mapping[Any, Any]):
 
         Latitudes, `(H,)`, fall; longitudes, `(W,)`, rise from the first; in degrees. Only a reduced
         grid has row lengths, `(H,)`; its longitudes are those of the longest row. On a projection
-        both are of all points, `(H, W)`, in the order of the file.
+        both are of all points, `(H, W)`, and rows may rise.
 
         Args:
             reduced: whether it may be a reduced Gaussian grid, whose rows differ in length.
@@ -344,41 +433,43 @@ class GribFile(Mapping[Any, Any]):
                 f"{where} has messages on more than one grid, or is damaged. Split it, for example "
                 f"with `grib_copy`, fetch it again, or change {self.key}."
             )
-        with LIBRARY_LOCK:
-            field = self[next(iter(self))]
-            grid = field["gridType"]
-            if grid in GRIDS:
-                return field["distinctLatitudes"], field["distinctLongitudes"], ()
-            if projected and grid in PROJECTIONS:
-                latitude, longitude = (
-                    field[name].reshape(field["Nj"], field["Ni"])
-                    for name in ("latitudes", "longitudes")
-                )
-                return latitude, longitude, ()
-            if not reduced or grid != REDUCED:
-                name = "spectral" if grid == "sh" else GRID_TYPES.get(grid, grid)
-                raise UserError(f"{where} has a {name} grid ({grid}). {ADVICE}.")
-            lengths = [int(length) for length in field["pl"]]
-            is_plain = not any(field[key] for key in SCANNING_KEYS)
-            # ecCodes fails for other orders.
-            latitude = np.sort(field["distinctLatitudes"])[::-1] if is_plain else np.empty(0)
-            is_global = (
-                len(lengths) == len(latitude) and sum(lengths) == field["numberOfDataPoints"]
-            )
-            west = field["longitudeOfFirstGridPointInDegrees"]
-        if min(lengths) < 1 or not is_global:
+        try:
+            with LIBRARY_LOCK:
+                return self._read_grid(where, reduced, projected)
+        except UserError:
+            raise
+        except Exception as error:  # of damaged bytes, of any kind
             raise UserError(
-                f"{where} has a reduced Gaussian grid that is not global, or whose points are not "
-                f"eastward, row by row from the north. {ADVICE}."
-            )
+                f"{where}: its grid can't be read ({reason_of(error)}). Fetch the file again, or "
+                f"change {self.key}."
+            ) from error
+
+    def _read_grid(
+        self, where: str, reduced: bool, projected: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], Sequence[int]]:
+        field = self[next(iter(self))]
+        grid = field["gridType"]
+        if grid in GRIDS:
+            return field["distinctLatitudes"], field["distinctLongitudes"], ()
+        if projected and grid in PROJECTIONS:
+            return field["latitudes"], field["longitudes"], ()
+        if not reduced or grid != REDUCED:
+            name = "spectral" if grid == "sh" else GRID_TYPES.get(grid, grid)
+            raise UserError(f"{where} has a {name} grid ({grid}). {ADVICE}.")
+        lengths = [int(length) for length in field["pl"]]
+        latitude = np.sort(field["distinctLatitudes"])[::-1]
+        is_global = len(lengths) == len(latitude) and sum(lengths) == field["numberOfDataPoints"]
+        if min(lengths) < 1 or not is_global:
+            raise UserError(f"{where} has a reduced Gaussian grid that is not global. {ADVICE}.")
         longest = max(lengths)
+        west = field["longitudeOfFirstGridPointInDegrees"]
         return latitude, west + FULL_CIRCLE / longest * np.arange(longest), lengths
 
     def read(self, message: Message) -> NDArray[np.float32]:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
 
         Of a reduced grid these are the points of all rows, `(N,)`, in the same order; on a
-        projection in that of the file.
+        projection rows are those of `read_grid`.
 
         Raises:
             UserError: it can't be decoded, or its checksum is wrong.
@@ -481,12 +572,19 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
     dataset["valid_time"].attrs["bounds"] = GRIB_STEPS
     dataset = dataset.assign_coords({GRIB_STEPS: (("valid_time", "bounds"), bounds)})
     field = fields[next(iter(fields))]
-    dataset = dataset.assign_coords(_rotated_axes(field))
+    if field["gridType"] == ROTATED:
+        axes = zip("yx", ("latitude", "longitude"), (_rows(field), _columns(field)), strict=True)
+        dataset = dataset.assign_coords(
+            {
+                dim: (dim, axis, {"standard_name": f"grid_{name}", "units": "degrees"})
+                for dim, name, axis in axes
+            }
+        )
     return with_grid_mapping(dataset, _grid_mapping(field), ("y", "x"))
 
 
 def _grid_mapping(field: GribField) -> dict[str, Any]:
-    """Return the attributes of CF's grid mapping; none without a projection, or for a turned one.
+    """Return the attributes of CF's grid mapping; none without a projection.
 
     Source: CF conventions 1.11, appendix F; GRIB 2, templates 3.1, 3.20 and 3.30.
     """
@@ -509,38 +607,17 @@ def _grid_mapping(field: GribField) -> dict[str, Any]:
         pole = -90.0 if field["southPoleOnProjectionPlane"] else 90.0
         return {
             "grid_mapping_name": "polar_stereographic",
-            "standard_parallel": field["LaDInDegrees"],
+            # GRIB 1 has 60 at both poles.
+            "standard_parallel": float(np.copysign(field["LaDInDegrees"], pole)),
             "straight_vertical_longitude_from_pole": field["orientationOfTheGridInDegrees"],
             "latitude_of_projection_origin": pole,
             **earth,
         }
-    if field["angleOfRotationInDegrees"]:
-        return {}
     return {
         "grid_mapping_name": "rotated_latitude_longitude",
         "grid_north_pole_latitude": -field["latitudeOfSouthernPoleInDegrees"],
         "grid_north_pole_longitude": field["longitudeOfSouthernPoleInDegrees"] - 180,
         **earth,
-    }
-
-
-def _rotated_axes(field: GribField) -> dict[str, Any]:
-    """Return the coordinates of rows and columns on a rotated grid; none of others."""
-    if field["gridType"] != "rotated_ll":
-        return {}
-    westward, _, *others = (field[key] for key in SCANNING_KEYS)
-    if westward or any(others):
-        return {}
-    (south, north), (west, east) = (
-        [field[f"{axis}Of{end}GridPointInDegrees"] for end in ("First", "Last")]
-        for axis in ("latitude", "longitude")
-    )
-    width = (east - west) % FULL_CIRCLE
-    west -= FULL_CIRCLE if west + width > FULL_CIRCLE else 0
-    values = np.linspace(south, north, field["Nj"]), np.linspace(west, west + width, field["Ni"])
-    return {
-        dim: (dim, axis, {"standard_name": f"grid_{name}", "units": "degrees"})
-        for dim, name, axis in zip("yx", ("latitude", "longitude"), values, strict=True)
     }
 
 

@@ -17,7 +17,16 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.proj import project
-from tests.forecast.grib_files import ECMWF, SCANNING, projected, write_grib, write_scanned
+from tests.forecast.grib_files import (
+    ECMWF,
+    ORDERS,
+    SCANNING,
+    projected,
+    write_grib,
+    write_message,
+    write_projected,
+    write_scanned,
+)
 
 HOUR = np.timedelta64(1, "h")
 RAIN = "total_precipitation"
@@ -95,6 +104,142 @@ def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
     field = source.read([channel], slice(1, 3), slice(2, 7))[:, 0]
     wanted = data["2m_temperature"].values[1:3, order][:, 2:7]
     np.testing.assert_allclose(field, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+def test_points_of_a_projection_may_be_in_any_order(kind, edition, tmp_path):
+    field = 250 + np.random.default_rng(0).random((13, 16))
+    tolerance = {1: 2e-3, 2: 1e-5}[edition]  # GRIB 1 has thousandths of degrees
+    for number, flags in enumerate(x for x in ORDERS if edition == 2 or not [*x.values()][3]):
+        path = tmp_path / f"{number}.grib"
+        latitude, longitude = write_projected(path, field, kind, flags, edition)
+        source = open_source(config(path, tmp_path / "cache"))
+        np.testing.assert_allclose(source.latitude, latitude, atol=tolerance, err_msg=str(flags))
+        east = (source.longitude - longitude + 180) % 360 - 180
+        np.testing.assert_allclose(east, 0, atol=10 * tolerance, err_msg=str(flags))
+        found = source.read([Channel("2m_temperature")], slice(0, 1), slice(None))[0, 0]
+        np.testing.assert_allclose(found, field, rtol=1e-6, err_msg=str(flags))
+
+
+SOUTHWARD = {"gridType": "lambert", "Nx": 16, "Ny": 13, "DxInMetres": 120_000} | {
+    **{"DyInMetres": 120_000, "jScansPositively": 0, "longitudeOfFirstGridPointInDegrees": 250},
+    **{"latitudeOfFirstGridPointInDegrees": -20, "LoVInDegrees": 262.5},
+    **{"Latin1InDegrees": -33, "Latin2InDegrees": -45},
+}
+POLAR = {x: y for x, y in SOUTHWARD.items() if not x.startswith(("Lo", "Latin"))} | {
+    "gridType": "polar_stereographic",
+    **{"orientationOfTheGridInDegrees": 350, "projectionCentreFlag": 128},
+}
+WGS84 = "+ellps=WGS84"
+# Edition, keys, and PROJ's text.
+EARTHS = {
+    "a cone, GRIB 1": (1, SOUTHWARD, "+proj=lcc +lat_1=-33 +lat_2=-45 +lon_0=262.5 +R=6367470"),
+    "an ellipsoid in GRIB 1": (
+        *(1, SOUTHWARD | {"earthIsOblate": 1}),
+        "+proj=lcc +lat_1=-33 +lat_2=-45 +lon_0=262.5 +a=6378160 +b=6356775",
+    ),
+    "an ellipsoid": (
+        *(2, SOUTHWARD | {"LaDInDegrees": -33, "shapeOfTheEarth": 5}),
+        f"+proj=lcc +lat_1=-33 +lat_2=-45 +lon_0=262.5 {WGS84}",
+    ),
+    "the south pole in GRIB 1": (
+        *(1, POLAR),
+        "+proj=stere +lat_0=-90 +lat_ts=-60 +lon_0=350 +R=6367470",
+    ),
+    "a pole of an ellipsoid": (
+        *(2, POLAR | {"LaDInDegrees": -71, "shapeOfTheEarth": 5}),
+        f"+proj=stere +lat_0=-90 +lat_ts=-71 +lon_0=350 {WGS84}",
+    ),
+    "a plane that touches an ellipsoid": (
+        *(2, POLAR | {"LaDInDegrees": -90, "shapeOfTheEarth": 5}),
+        f"+proj=stere +lat_0=-90 +lat_ts=-90 +lon_0=350 {WGS84}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EARTHS)
+def test_points_of_a_projection_are_where_proj_has_them(case, tmp_path):
+    edition, keys, crs = EARTHS[case]
+    state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
+    keys = keys | ({"numberOfDataPoints": 13 * 16} if edition == 2 else {})
+    write_grib(tmp_path / "a.grib", state, SURFACE_TABLE, edition, **keys)
+    source = open_source(config(tmp_path / "a.grib", tmp_path / "cache"))
+    x, y = project(crs, np.array([250.0]), np.array([-20.0]))
+    rows, columns = np.meshgrid(-120_000 * np.arange(13), 120_000 * np.arange(16), indexing="ij")
+    longitude, latitude = project(crs, x + columns, y + rows, "inverse")
+    order = slice(None, None, -1 if latitude.mean(1)[0] < latitude.mean(1)[-1] else 1)
+    np.testing.assert_allclose(source.latitude, latitude[order], atol=1e-6)
+    east = (source.longitude - longitude[order] + 180) % 360 - 180
+    np.testing.assert_allclose(east, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["regular_ll", "rotated_ll"])
+@pytest.mark.parametrize(("edition", "converted"), [(1, False), (1, True), (2, False)])
+def test_steps_may_be_less_than_the_unit_of_grib(kind, edition, converted, tmp_path):
+    """0.0625 degrees are 62 thousandths in GRIB 1, and stay so if it is converted to GRIB 2."""
+    rows, columns = 161, 33
+    keys = {"Ni": columns, "Nj": rows, "shortName": "t", "typeOfLevel": "isobaricInhPa"} | {
+        **{"level": 500, "iDirectionIncrementInDegrees": 0.0625},
+        **{"jDirectionIncrementInDegrees": 0.0625, "longitudeOfFirstGridPointInDegrees": 0},
+        **{"latitudeOfFirstGridPointInDegrees": 10, "latitudeOfLastGridPointInDegrees": 0},
+        **{"longitudeOfLastGridPointInDegrees": 2, **({"edition": 2} if converted else {})},
+    }
+    if kind == "rotated_ll":
+        keys |= {"latitudeOfSouthernPoleInDegrees": -90, "longitudeOfSouthernPoleInDegrees": 0}
+    path = tmp_path / "a.grib"
+    values = np.arange(float(rows * columns))
+    write_message(path, f"{kind}_pl_grib{edition}", values, **keys)
+    source = open_source(config(path, tmp_path / "cache"))
+    latitude, longitude = source.grid.points
+    np.testing.assert_allclose(latitude[:, 0], 10 - 0.0625 * np.arange(rows), atol=1e-9)
+    east = (longitude[0] + 180) % 360 - 180
+    np.testing.assert_allclose(east, 0.0625 * np.arange(columns), atol=1e-9)
+
+
+def test_longitudes_of_grib_1_go_round_the_globe(tmp_path):
+    """The last of 1/64 degree is 359.984 there, whose distance from 360 is 2 % too long."""
+    keys = {"Ni": 360 * 64, "Nj": 2, "iDirectionIncrementInDegrees": 1 / 64} | {
+        **{"latitudeOfFirstGridPointInDegrees": 1, "latitudeOfLastGridPointInDegrees": 0},
+        **{"jDirectionIncrementInDegrees": 1, "longitudeOfFirstGridPointInDegrees": 0},
+        **{"longitudeOfLastGridPointInDegrees": 360 - 1 / 64},
+    }
+    path = write_message(tmp_path / "a.grib", "regular_ll_pl_grib1", np.zeros(2 * 360 * 64), **keys)
+    longitude = open_source(config(path, tmp_path / "cache")).longitude
+    np.testing.assert_allclose(longitude, np.arange(360 * 64) / 64, atol=1e-9)
+
+
+def test_steps_that_do_not_fit_the_points_are_refused(tmp_path):
+    state = stores.dataset().isel(time=0)[["2m_temperature"]]
+    path = tmp_path / "a.grib"
+    write_grib(path, state, SURFACE_TABLE, jDirectionIncrementInDegrees=12)
+    with pytest.raises(UserError, match=r"rows over .* do not fit its steps of 12 degrees"):
+        open_source(config(path, tmp_path / "cache"))
+
+
+REFUSED_GRIDS = {
+    "staggered": ("lambert", {"scanningMode": 0b01001000}, "has rows or columns that are stagg"),
+    "turned": ("rotated_ll", {"angleOfRotationInDegrees": 10}, "rotated grid that is turned about"),
+    "westward cells": ("reduced", {"iScansNegatively": 1}, "whose points are not eastward, row"),
+    "cells by column": ("reduced", {"jPointsAreConsecutive": 1}, "whose points are not eastw.*cdo"),
+    "zigzag cells": (
+        "reduced",
+        {"alternativeRowScanning": 1},
+        "whose points are not eastward, row",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED_GRIDS)
+def test_points_that_lie_otherwise_are_refused(how, tmp_path):
+    kind, changes, line = REFUSED_GRIDS[how]
+    if kind == "reduced":
+        write_message(tmp_path / "a.grib", "reduced_gg_pl_32_grib2", **changes)
+    else:
+        state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
+        write_grib(tmp_path / "a.grib", state, SURFACE_TABLE, **projected(kind)[0], **changes)
+    with pytest.raises(UserError, match=line):
+        open_source(config(tmp_path / "a.grib", tmp_path / "cache"))
 
 
 def test_the_earth_may_be_an_ellipsoid(tmp_path):

@@ -59,6 +59,8 @@ SCANNING_KEYS = (
     *("jPointsAreConsecutive", "alternativeRowScanning"),
 )
 STAGGERED = 0b1111  # bits of the scanning mode: every second line begins half a step further, or so
+LARGEST_GRID = 10**9  # points; the globe at steps of 0.01 degrees has 648 million
+UNCOMPRESSED = ("grid_simple", "grid_ieee")  # packings with equally many bits for each value
 # Keys that are read when a file is opened: cfgrib's, and
 TIME_KEYS = ("time", "valid_time", "validityDate", "validityTime")
 # sums, means and extremes cover the hours between these steps of a forecast;
@@ -138,6 +140,33 @@ def _check_sum(message: bytes) -> None:
     checksum = zlib.crc32(message[start:], zlib.crc32(message[HEADER_LENGTH:end]))
     if checksum != int.from_bytes(message[start - 4 : start]):
         raise ValueError("its checksum is wrong")
+
+
+def _check_size(eccodes: Any, message: Any) -> None:
+    """Refuse numbers of points that other parts of a message contradict.
+
+    Check them before anything is decoded: ecCodes takes memory for as many, and ends the process if
+    there is none.
+
+    Raises:
+        ValueError: says which numbers don't fit.
+    """
+    grid, length = message["gridType"], message["totalLength"]
+    with_rows = grid in {*GRIDS, *PROJECTIONS}
+    points = message["Ni"] * message["Nj"] if with_rows else message["numberOfDataPoints"]
+    bits = message["bitsPerValue"] if message["packingType"] in UNCOMPRESSED else 0
+    bits = 1 if message["bitmapPresent"] else bits
+    if points > LARGEST_GRID or points * bits > 8 * length:
+        raise ValueError(f"{points} points are too many for {length} bytes")
+    count = eccodes.codes_get_size(message.codes_id, "values")
+    coded = message["numberOfValues"]  # fewer with a bitmap
+    if count != points or coded > points:
+        raise ValueError(f"it has {max(count, coded)} values on {points} points")
+    if grid in (GAUSSIAN, REDUCED):
+        first, last = (message[f"latitudeOf{x}GridPointInDegrees"] for x in ("First", "Last"))
+        steps, rows = abs(first - last) / 90 * message["N"], message["Nj"]
+        if rows > 1 and not 0.8 < steps / (rows - 1) < 1.25:
+            raise ValueError(f"its {rows} rows do not fit N{message['N']}")
 
 
 def _check_points(message: Any, where: str) -> None:
@@ -382,7 +411,7 @@ class GribFile(Mapping[Any, Any]):
         """Return a field, read from the file.
 
         Raises:
-            ValueError: its checksum is wrong.
+            ValueError: its checksum is wrong, or so are its numbers of points.
         """
         eccodes = load_eccodes(self.key)
         import cfgrib
@@ -390,6 +419,7 @@ class GribFile(Mapping[Any, Any]):
         with self.path.open("rb") as file:
             message = cfgrib.Message.from_file(file, offset, errors="ignore")
         _check_sum(eccodes.codes_get_message(message.codes_id))
+        _check_size(eccodes, message)
         return GribField(message)
 
     def __iter__(self) -> Iterator[Any]:

@@ -272,6 +272,49 @@ def test_damage_is_found(tmp_path):
             open_source(config(path, tmp_path / "cache")).read(*read)
 
 
+FIRST = [Channel("2m_temperature")], slice(0, 1), slice(None)
+# Edition, section, its octets from 1 with what damage puts there, and what is said.
+MANY = b"\xff\xf0"
+HUGE = {
+    "a grid of edition 1": (1, 2, {7: MANY, 9: MANY, 17: b"\0"}, "4292870400 points are too many"),
+    "a grid": (2, 3, {31: b"\0\0" + MANY, 35: b"\0\0" + MANY}, "4292870400 points are too many"),
+    "a smaller grid": (2, 3, {32: b"\1"}, "points are too many for .* bytes|96 values on 786528 p"),
+    "values": (2, 5, {6: MANY + MANY}, "has 4293984240 values on 96 points"),
+}
+
+
+def damage(path, edition, section, octets):
+    """Write octets into a section of a message; they are counted from 1."""
+    content = bytearray(path.read_bytes())
+    start = 16 if edition == 2 else 8 + int.from_bytes(content[8:11])
+    while edition == 2 and content[start + 4] != section:
+        start += int.from_bytes(content[start : start + 4])
+    for octet, those_there in octets.items():
+        first = start + octet - 1
+        content[first : first + len(those_there)] = those_there
+    path.write_bytes(content)
+
+
+def test_a_damaged_number_of_gaussian_rows_takes_no_memory(tmp_path):
+    path = write_message(tmp_path / "a.grib", "regular_gg_pl_grib2")
+    damage(path, 2, 3, {68: MANY})
+    with pytest.raises(UserError, match=r"its 64 rows do not fit N4293918752"):
+        open_source(config(path, tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(("bits", "bitmap"), [(24, 0), (24, 1), (0, 0)])
+@pytest.mark.parametrize("how", HUGE)
+def test_damaged_numbers_of_points_take_no_memory(how, bits, bitmap, tmp_path):
+    edition, section, octets, line = HUGE[how]
+    state = stores.dataset().isel(time=0)[["2m_temperature"]]
+    state = state if bits else (0 * state + 280).assign_coords(time=state["time"])
+    keys = {"bitsPerValue": bits, "bitmapPresent": bitmap}
+    path = write_grib(tmp_path / "a.grib", state, SURFACE_TABLE, edition, **keys)
+    damage(path, edition, section, octets)
+    with pytest.raises(UserError, match=line):
+        open_source(config(path, tmp_path / "cache")).read(*FIRST)
+
+
 def test_two_forecasts_for_one_time_are_refused(tmp_path):
     data = stores.dataset(steps=2)
     path = tmp_path / "twice.grib"

@@ -34,7 +34,8 @@ EVALUATE_HELP = """\
 
 A forecast store has the form of WeatherBench 2, in zarr or netCDF: dims time (initial time),
 prediction_timedelta, latitude, longitude, and, if it has them, level and number (ensemble members).
-A folder or pattern of netCDF files with a band of rows each is joined. The truth has any form that
+A folder or pattern of netCDF files with a band of rows each is joined. STORE may also be a GRIB
+file, or the folder of a run that has one forecast. The truth has any form that
 data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
 compared with the stores that it started from. If the truth is a region, a forecast on another grid
 that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
@@ -151,17 +152,47 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
 
 def open_forecast(where: str) -> "ForecastStore":
-    """Open the forecasts at a path or address; files with a band of rows each are joined."""
+    """Open the forecasts at a path or address, or in a run's folder.
+
+    Files with a band of rows each are joined.
+    """
     from credit_dp.data.sources.address import is_remote, local_path
     from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
     from credit_dp.forecast import open_sharded
+    from credit_dp.training.run_folder import RunFolder
 
     with translate_error_keys("forecast"):
         path = local_path(where)
+        if not is_remote(where) and RunFolder(path).config.is_file():
+            path = forecast_of_run(path)
+            where = str(path)
         if not is_remote(where) and (has_magic(where) or any(path.glob("*.nc"))):
             return ForecastStore(open_sharded(path), where)
         return ForecastStore.open(where)
+
+
+def forecast_of_run(run: Path) -> Path:
+    """Return the forecast that `credit-dp forecast` has written into a run's folder.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    from credit_dp.cli.forecast import FILE_NAMES
+
+    names = FILE_NAMES.values()
+    found = [name for name in names if (run / name).exists()]
+    if len(found) == 1:
+        return run / found[0]
+    if found:
+        raise UserError(
+            f"forecast: {run} has several forecasts, {', '.join(found)}. Set it to one of them, "
+            f"like forecast={run / found[0]}."
+        )
+    raise UserError(
+        f"forecast: {run} is the folder of a run without a forecast ({', '.join(names)}). Make one "
+        f"with `credit-dp forecast checkpoint={run}`, or set forecast to one elsewhere."
+    )
 
 
 def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequest":

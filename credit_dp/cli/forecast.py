@@ -85,6 +85,13 @@ REQUIRED_KEYS = {
     "init": "initial times, like init=2001-02-10, or init_file",
     "lead": "how far, like lead=240h",
 }
+# By format, of forecasts in the folder of their run.
+FILE_NAMES = {
+    "zarr": "forecast.zarr",
+    "netcdf": "forecast-netcdf",
+    "netcdf_file": "forecast.nc",
+    "grib": "forecast.grib",
+}
 CONFIG_PREFIXES = ("parallel.", "data.", "trainer.", "model.")  # groups of the config
 TOP_LEVEL_KEYS = ("device", "compile")  # keys of the config outside its groups
 
@@ -143,12 +150,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
     from credit_dp.training.data_description import calendar_of_fields
 
-    file_names = {
-        "netcdf": "forecast-netcdf",
-        "netcdf_file": "forecast.nc",
-        "grib": "forecast.grib",
-    }
-    out = keys["out"] or str(run / file_names.get(keys["format"], "forecast.zarr"))
+    out = keys["out"] or str(run / FILE_NAMES.get(keys["format"], FILE_NAMES["zarr"]))
     trained_on = read_metadata("checkpoint", path)["data"]
     calendar = calendar_of_fields(trained_on["fields"])
     request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out}, calendar=calendar)

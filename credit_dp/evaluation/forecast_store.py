@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from credit_dp.data.calendar import Calendar, calendar_of, decode_dates
 from credit_dp.data.grid import COORDINATE_TOLERANCE, Degrees, Grid, degrees_east
 from credit_dp.data.regrid import PointInterpolation
-from credit_dp.data.sources.address import reason_of, redact_secrets
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import (
     check_coordinates,
     chunk_length,
@@ -29,6 +29,8 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.grib_file import is_grib
+from credit_dp.data.sources.grib_forecasts import open_grib_forecasts
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import as_slice
 from credit_dp.errors import UserError
@@ -173,12 +175,18 @@ class ForecastStore:
 
     @classmethod
     def open(cls, where: str) -> "ForecastStore":
-        """Open the zarr store at a path or address, or the netCDF file at a path.
+        """Open the zarr store at a path or address, or the netCDF or GRIB file at a path.
 
         Raises:
             UserError: it can't be opened, or has not the dims of forecasts.
         """
-        dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+        path = local_path(where)
+        if is_netcdf(where):
+            dataset: xr.Dataset = open_netcdf(where)[0]
+        elif not is_remote(where) and path.is_file() and is_grib(path):
+            dataset = open_grib_forecasts(path)
+        else:
+            dataset = open_zarr_dataset(where)[0]
         return cls(dataset, where)
 
     def set_calendar(self, calendar: Calendar) -> None:

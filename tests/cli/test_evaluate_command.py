@@ -5,11 +5,14 @@ import csv
 import json
 import logging
 import re
+import shutil
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import pandas
 import pytest
 import xarray as xr
 
@@ -17,6 +20,7 @@ from credit_dp.evaluation.metrics import EARTH_RADIUS, LATITUDE_BANDS
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer
 from tests.evaluation import forecasts
+from tests.forecast.grib_files import write_grib
 from tests.plots import failing_plots
 
 FILES = ["rank_histograms.csv", "scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
@@ -30,6 +34,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forecasts.write(observed, path / "truth.zarr")
     forecasts.write(forecasts.climatology(observed), path / "climatology.zarr")
     forecasts.write(forecasts.forecast(observed, members=2), path / "forecast.zarr")
+    (path / "empty").mkdir()
     return path
 
 
@@ -196,6 +201,48 @@ def test_a_figure_that_fails_costs_only_itself(
     assert sorted(path.name for path in (sea_stores / "without").iterdir()) == FILES[1:]
 
 
+def grib(path: Path) -> Path:
+    """Write the ensemble of `forecasts` as GRIB."""
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    for member, time, lead in product(
+        (0, 1), made["time"].values, made["prediction_timedelta"].values
+    ):
+        state = made.sel(number=member, time=time, prediction_timedelta=lead)
+        hours = int(lead / np.timedelta64(1, "h"))
+        keys = {"productDefinitionTemplateNumber": 1, "number": member, "stepUnits": 1}
+        write_grib(path, state, **keys, forecastTime=hours)
+    return path
+
+
+def test_forecasts_may_be_grib(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
+    grib(stores / "f.grib")
+    assert ask(monkeypatch, stores, "out=of-zarr")[0] == 0
+    assert ask(monkeypatch, stores, "out=of-grib", "forecast=f.grib")[0] == 0
+    wanted, found = (
+        pandas.read_csv(stores / name / "scores.csv") for name in ("of-zarr", "of-grib")
+    )
+    pandas.testing.assert_frame_equal(found, wanted, rtol=1e-3)
+
+
+def test_the_forecast_of_a_run_is_found(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
+    run = stores / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    code, _, complaints = ask(monkeypatch, stores, "forecast=run", "out=of-run")
+    assert code == 2
+    assert "run is the folder of a run without a forecast (forecast.zarr, forec" in complaints
+    shutil.copytree(stores / "forecast.zarr", run / "forecast.zarr")
+    keys = ("hours=[24]", "levels=[850]", "forecast=run", "out=of-run")
+    assert ask(monkeypatch, stores, *keys)[0] == 0
+    (run / "forecast.grib").touch()
+    code, _, complaints = ask(monkeypatch, stores, "forecast=run", "out=of-two")
+    assert code == 2
+    assert "run has several forecasts, forecast.zarr, forecast.grib. Set it to one" in complaints
+    shutil.rmtree(run)
+
+
 @pytest.mark.slow
 def test_bands_in_files_of_their_own_are_joined(
     monkeypatch: pytest.MonkeyPatch, stores: Path
@@ -258,6 +305,7 @@ def _outside_cache(folder: Path) -> list[Path]:
     ("keys", "part"),
     [
         (["forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
+        (["forecast=empty"], "empty: not a zarr group that can be read (No group found). Set fore"),
         (["forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
         (["forecast=~nobody-has-this/x"], "forecast: there is no home folder as in ~nobody-has-"),
         (["truth=~nobody-has-this/x"], "truth: there is no home folder as in ~nobody-has-this/x"),

@@ -14,6 +14,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
+from credit_dp.evaluation.forecast_store import ForecastStore, ForecastVariable
 from credit_dp.forecast import grib_writer
 from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.format import ForecastFormat
@@ -195,6 +196,14 @@ def test_cfgrib_reads_sums_of_members_and_soil(tmp_path):
     )
     values = np.random.default_rng(3).random((3, 3, 4)).astype("f4")
     path = write(form, tmp_path / "f", values)
+    forecasts = ForecastStore.open(str(path))
+    assert (forecasts.members, forecasts.span) == (2, np.timedelta64(6, "h"))
+    assert forecasts.variables[names[0]] == ForecastVariable((), "m", summed=True)
+    assert forecasts.variables[names[2]] == ForecastVariable((), "K")
+    for name, field in zip(names, values, strict=True):
+        read_back = forecasts.read(name, (), np.array([0]), np.array([0, 1]))
+        assert read_back.shape == (1, 2, 2, 1, 3, 4)
+        assert_packed(read_back, field)
     keys = ("shortName", "typeOfLevel", "level", "number", "stepRange", "stepType", "dataType")
     found = headers(path, *keys)
     assert len(found) == len(set(found)) == 2 * 2 * 3
@@ -219,6 +228,23 @@ def test_cfgrib_reads_sums_of_members_and_soil(tmp_path):
             assert data["time"].values == form.times[0]
             for one in variable.transpose("number", "step", ...).values.reshape(-1, 3, 4):
                 assert_packed(one[None], field[None])
+
+
+def test_forecasts_that_lack_a_field_are_read_without_it(tmp_path):
+    path = write(a_format(), tmp_path / "f")
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(b"GRIB")])  # surface_pressure at 12 h
+    forecasts = ForecastStore.open(str(path))
+    both, last = np.array([0, 1]), np.array([1])
+    assert forecasts.read("temperature", (500,), np.array([0]), both).shape == (1, 2, 1, 1, 3, 4)
+    line = (
+        "surface_pressure from 2026-01-31T18:00 at 12 h can't be read .the file has no such field"
+    )
+    with pytest.raises(UserError, match=line):
+        forecasts.read("surface_pressure", (), np.array([0]), last)
+    path.write_bytes(content + content[: content.index(b"GRIB", 4)])
+    with pytest.raises(UserError, match="temperature from 2026-01-31T18:00 at 6 h more than once"):
+        ForecastStore.open(str(path))
 
 
 def test_units_become_those_of_the_code(tmp_path):
@@ -363,6 +389,11 @@ def test_other_programs_find_the_points_of_projections(tmp_path, kind):
     assert grid.difference(states.grid, 1e-4) is None
     field = states.find(["sp"], None, False, np.datetime64("2026-02-01")).read()
     assert_packed(field.reshape(Y, X), values[1])
+    forecasts = ForecastStore.open(str(path))
+    assert grid.difference(forecasts.grid, 1e-4) is None
+    first = np.array([0])
+    assert_packed(forecasts.read("surface_pressure", (), first, first).squeeze(), values[1])
+    assert_packed(forecasts.read("temperature", (500,), first, first).squeeze(), values[0])
     assert check_forecast(str(path)).complete
 
 

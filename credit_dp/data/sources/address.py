@@ -23,6 +23,7 @@ LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+STORE_OF_ZARR = re.compile(r" in store .+ at path '.*?'")  # with the names of classes
 QUERY = re.compile(r"(?<=\w)\?\S*")
 # With one of these set, the libraries find credentials by themselves; else access is anonymous.
 GOOGLE = ("GOOGLE_APPLICATION_CREDENTIALS",)
@@ -188,8 +189,8 @@ def expand_pattern(where: str) -> list[str]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, without secrets, as a part of a message."""
-    return redact_secrets(first_line(error))
+    """Return the first line of an error, without secrets and zarr's stores, for a message."""
+    return redact_secrets(STORE_OF_ZARR.sub("", first_line(error)))
 
 
 def zarr_open_error(where: str, error: BaseException) -> UserError:

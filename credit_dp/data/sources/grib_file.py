@@ -436,6 +436,10 @@ class GribFile(Mapping[Any, Any]):
         """Return some of the fields."""
         return GribFile(self.path, self.key, {offset: self.headers[offset] for offset in offsets})
 
+    def period(self, message: Message) -> int:
+        """Return how many seconds a field covers; 0 at an instant."""
+        return _period(self.headers[message.offset])
+
     def messages(self, *step_types: str) -> list[Message]:
         """Return the headers of fields of some types, on levels that a variable can be on."""
         fields = (x for x in self.headers.items() if x[1]["stepType"] in step_types)
@@ -601,6 +605,11 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
     bounds = np.stack([ends - np.array(seconds, "m8[s]"), ends], axis=1)
     dataset["valid_time"].attrs["bounds"] = GRIB_STEPS
     dataset = dataset.assign_coords({GRIB_STEPS: (("valid_time", "bounds"), bounds)})
+    return with_projection(dataset, fields)
+
+
+def with_projection(dataset: xr.Dataset, fields: GribFile) -> xr.Dataset:
+    """Return a dataset, if its dims y and x are those of a projection, with what describes it."""
     field = fields[next(iter(fields))]
     if field["gridType"] == ROTATED:
         axes = zip("yx", ("latitude", "longitude"), (_rows(field), _columns(field)), strict=True)

@@ -304,7 +304,8 @@ class Grid(tuple[int, int]):
     ) -> tuple[str, str] | None:
         """Return texts of what this grid has and what `other` has instead; None if they are one.
 
-        Longitudes 360 degrees apart are the same, but columns have to begin at the same one.
+        Longitudes 360 degrees apart are the same, but columns have to begin at the same one; see
+        `columns_east`.
         """
         if self != other or self.is_projected != other.is_projected:
             texts = [
@@ -322,6 +323,18 @@ class Grid(tuple[int, int]):
                 shown = index if self.is_projected else index[0]
                 return f"{name} {values[index]:.9g} at index {shown}", f"{others[index]:.9g}"
         return None
+
+    def columns_east(self, other: "Grid", tolerance: float) -> int:
+        """Return how many columns further east another grid begins, on the same meridians.
+
+        Rolled westward by so many, fields of this grid have the columns of `other`. 0 if they have
+        them already, or if the grids differ in more than the first column.
+        """
+        if self[1] != other[1] or not (self.is_periodic and other.is_periodic):
+            return 0
+        east = int(np.abs(degrees_east(self.longitude, other.longitude[0])).argmin())
+        apart = degrees_east(np.roll(self.longitude, -east), other.longitude)
+        return east if np.abs(apart).max() <= tolerance else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the grid as JSON; coordinates on a projection as text, as they are many."""

@@ -108,8 +108,11 @@ class StateFile(ABC):
         to_rows: Regrid = partial(np.reshape, shape=old.shape)
         if self.cells is not None:
             to_rows = partial(self.cells.fields, rows=slice(None))
-        if old.difference(new, SAME_GRID * abs(turns(new.longitude).flat[0])) is None:
-            return to_rows
+        tolerance = SAME_GRID * abs(turns(new.longitude).flat[0])
+        columns = old.columns_east(new, tolerance)
+        rolled = Grid(old.latitude, np.roll(old.longitude, -columns)) if columns else old
+        if rolled.difference(new, tolerance) is None:
+            return lambda values: np.roll(to_rows(values), -columns, axis=-1)
         if new.is_global:
             old.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
             layout = RowLayout.of(old) if self.cells is None else self.cells.layout

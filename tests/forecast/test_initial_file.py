@@ -185,6 +185,21 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     assert close(states(path, store)[0], wanted, 1e-5)
 
 
+@pytest.mark.parametrize("rows", [slice(None), slice(2, -2)], ids=["globe", "band"])
+def test_columns_from_another_meridian_keep_their_bits(config, data, tmp_path, rows):
+    data = data.isel(latitude=rows)
+    stores.write(data, tmp_path / "band.zarr")
+    store = Store.open(replace(config.data, store=str(tmp_path / "band.zarr")))
+    state = data.sel(time=[TIME])
+    west = (state["longitude"].values + 180) % 360 - 180
+    half = state.sizes["longitude"] // 2
+    state.assign_coords(longitude=west).roll(longitude=half, roll_coords=True).to_netcdf(
+        tmp_path / "a.nc"
+    )
+    wanted = store.read_states(np.array([TIME]), EVERY_ROW)
+    assert np.array_equal(states(tmp_path / "a.nc", store), wanted)
+
+
 def bilinear_at(
     rows: Sequence[tuple[float, np.ndarray]], west: float, lat: float, lon: float
 ) -> float:

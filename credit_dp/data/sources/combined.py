@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
-from credit_dp.data.grid import FieldArray
+from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.source import (
     AliasedVariables,
     Indexer,
     Source,
+    SourceWrapper,
     VariableInfo,
     all_names,
     as_slice,
@@ -77,7 +78,7 @@ class FilesSource(_CombinedSource):
             UserError: their times overlap, or their latitudes or longitudes differ.
         """
         self.where = where
-        self._sources = sorted(sources, key=lambda source: source.times[0])
+        self._sources = _from_one_meridian(sorted(sources, key=lambda source: source.times[0]))
         _check_times(self._sources)
         first = self._sources[0]
         for source in self._sources[1:]:
@@ -188,6 +189,47 @@ def _check_times(sources: Sequence[Source]) -> None:
             )
 
 
+@final
+class _RolledSource(SourceWrapper):
+    """A source whose columns begin some columns further east than they are stored."""
+
+    def __init__(self, source: Source, columns: int, grid: Grid) -> None:
+        super().__init__(source)
+        self._columns = columns
+        self.grid = grid
+
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
+        """See `Source`."""
+        return np.roll(self._source.read(channels, times, rows), -self._columns, axis=-1)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        return self._source.chunk_shape(channel)
+
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`."""
+        stored = (column + self._columns) % self.grid[1]
+        return self._source.location(channel, time, row, stored)
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`."""
+        return [*super().description(variables), ["rolled", self._columns]]
+
+
+def _from_one_meridian(sources: Sequence[Source]) -> list[Source]:
+    """Return sources whose columns begin where those of the first do, as at -180 instead of 0."""
+    first = sources[0].grid
+    aligned = []
+    for source in sources:
+        columns = source.grid.columns_east(first, GRID_TOLERANCE)
+        if columns:
+            grid = Grid(source.latitude, first.longitude)
+            aligned.append(_RolledSource(source, columns, grid))
+        else:
+            aligned.append(source)
+    return aligned
+
+
 def _check_grid(first: Source, other: Source, tolerance: float) -> None:
     differing = other.grid.difference(first.grid, tolerance)
     if differing:
@@ -266,7 +308,7 @@ class JoinedSource(_CombinedSource):
         Raises:
             UserError: the grids differ, or there is no time in common.
         """
-        all_sources = [*sources, *timeless]
+        all_sources = _from_one_meridian([*sources, *timeless])
         first = all_sources[0]
         # The variables of a GRIB file are sources of one address.
         self.where = " with ".join(dict.fromkeys(source.where for source in all_sources))

@@ -50,6 +50,43 @@ def test_fields_of_both_in_the_requested_order(pair, order):
         assert np.array_equal(fields, FIELDS[times][:, order, 3:9])
 
 
+def rolled(data):
+    """The same fields from longitude -180 on."""
+    half = data.sizes["longitude"] // 2
+    west = (data["longitude"].values + 180) % 360 - 180
+    return data.assign_coords(longitude=west).roll(longitude=half, roll_coords=True)
+
+
+def test_columns_may_begin_at_another_meridian(tmp_path):
+    surface = written(rolled(DATA[SURFACE]).sortby("latitude"), tmp_path / "surface.zarr")
+    assert surface.longitude[0] == -180
+    source = JoinedSource([written(DATA[UPPER], tmp_path / "upper.zarr"), surface])
+    fields = source.read(CHANNELS, slice(2, 5), slice(3, 9))
+    assert np.array_equal(fields, FIELDS[2:5, :, 3:9])
+    assert np.array_equal(source.longitude, DATA["longitude"].values)
+    channel = Channel("2m_temperature")
+    width = len(source.longitude)
+    assert surface.location(channel, 0, 0, width // 2) == source.location(channel, 0, 0, 0)
+    assert "rolled" in str(source.description(["2m_temperature"]))
+
+
+def test_columns_of_files_may_begin_at_another_meridian(tmp_path):
+    parts = [DATA.isel(time=slice(0, 4)), rolled(DATA.isel(time=slice(4, None)))]
+    files = [written(part, tmp_path / f"{number}.zarr") for number, part in enumerate(parts)]
+    fields = FilesSource(files, "both").read(CHANNELS, slice(0, 8), slice(None))
+    assert np.array_equal(fields, FIELDS[:8])
+    later = FilesSource(files[::-1], "both").longitude
+    assert np.array_equal(later, DATA["longitude"].values)
+
+
+def test_columns_of_a_region_stay_where_they_are(tmp_path):
+    upper = DATA[UPPER].isel(longitude=slice(0, 4))
+    surface = DATA[SURFACE].isel(longitude=slice(1, 5))
+    pair = [written(upper, tmp_path / "upper.zarr"), written(surface, tmp_path / "surface.zarr")]
+    with pytest.raises(UserError, match="is not on the grid of"):
+        JoinedSource(pair)
+
+
 def test_a_time_that_a_store_lacks_is_never_read_from_it(pair):
     source = JoinedSource(pair)
     surface, upper = [Channel("solar")], [Channel("temperature", 500)]

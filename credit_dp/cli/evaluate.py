@@ -191,7 +191,7 @@ def forecast_of_run(run: Path) -> Path:
         )
     raise UserError(
         f"forecast: {run} is the folder of a run without a forecast ({', '.join(names)}). Make one "
-        f"with `credit-dp forecast checkpoint={run}`, or set forecast to one elsewhere."
+        "with `credit-dp forecast`, or set forecast to one elsewhere."
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pandas
 import pytest
 import xarray as xr
+import zarr
 
 from credit_dp.evaluation.metrics import EARTH_RADIUS, LATITUDE_BANDS
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
@@ -35,6 +36,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forecasts.write(forecasts.climatology(observed), path / "climatology.zarr")
     forecasts.write(forecasts.forecast(observed, members=2), path / "forecast.zarr")
     (path / "empty").mkdir()
+    zarr.save_array(path / "array", np.zeros(3))
     return path
 
 
@@ -306,6 +308,10 @@ def _outside_cache(folder: Path) -> list[Path]:
     [
         (["forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
         (["forecast=empty"], "empty: not a zarr group that can be read (No group found). Set fore"),
+        (
+            ["forecast=array"],
+            "array: not a zarr group that can be read (An array already exists). Se",
+        ),
         (["forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
         (["forecast=~nobody-has-this/x"], "forecast: there is no home folder as in ~nobody-has-"),
         (["truth=~nobody-has-this/x"], "truth: there is no home folder as in ~nobody-has-this/x"),

@@ -23,7 +23,7 @@ LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-STORE_OF_ZARR = re.compile(r" in store .+ at path '.*?'")  # with the names of classes
+STORE_OF_ZARR = re.compile(r" in store .+ at path ('.*?'|[^\s)]+)")  # with names of classes
 QUERY = re.compile(r"(?<=\w)\?\S*")
 # With one of these set, the libraries find credentials by themselves; else access is anonymous.
 GOOGLE = ("GOOGLE_APPLICATION_CREDENTIALS",)

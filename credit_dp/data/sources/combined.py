@@ -219,7 +219,7 @@ class _RolledSource(SourceWrapper):
 def _from_one_meridian(sources: Sequence[Source]) -> list[Source]:
     """Return sources whose columns begin where those of the first do, as at -180 instead of 0."""
     first = sources[0].grid
-    aligned = []
+    aligned: list[Source] = []
     for source in sources:
         columns = source.grid.columns_east(first, GRID_TOLERANCE)
         if columns:

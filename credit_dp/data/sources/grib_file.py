@@ -58,7 +58,8 @@ SCANNING_KEYS = (
     *("iScansNegatively", "jScansPositively"),
     *("jPointsAreConsecutive", "alternativeRowScanning"),
 )
-STAGGERED = 0b1111  # bits of the scanning mode: every second line begins half a step further, or so
+# Bits of edition 2's scanning mode: every second line begins half a step further, or the like.
+STAGGERED = 0b1111
 LARGEST_GRID = 10**9  # points; the globe at steps of 0.01 degrees has 648 million
 UNCOMPRESSED = ("grid_simple", "grid_ieee")  # packings with equally many bits for each value
 # Keys that are read when a file is opened: cfgrib's, and
@@ -176,14 +177,13 @@ def _check_points(message: Any, where: str) -> None:
         UserError: says how they lie.
     """
     grid, problem = message["gridType"], ""
+    has_mode = message["edition"] == 2 and grid in {*GRIDS, *PROJECTIONS}
     if grid == REDUCED and any(message[key] for key in SCANNING_KEYS):
         problem = "a reduced Gaussian grid whose points are not eastward, row by row from the north"
     elif grid == ROTATED and message["angleOfRotationInDegrees"]:
         problem = "a rotated grid that is turned about its pole (angleOfRotation)"
-    elif grid in {*GRIDS, *PROJECTIONS} and message["edition"] == 2:
-        problem = (
-            "rows or columns that are staggered" if message["scanningMode"] & STAGGERED else ""
-        )
+    elif has_mode and message["scanningMode"] & STAGGERED:
+        problem = "rows or columns that are staggered"
     if problem:
         raise UserError(f"{where} has {problem}. {ADVICE}.")
 
@@ -292,7 +292,9 @@ def _check_step(message: Any, axis: str, distance: float) -> None:
         ValueError: they don't fit.
     """
     count, step = message[f"N{axis}"], message[f"{axis}DirectionIncrementInDegrees"]
-    if count > 1 and step > 0 and abs(distance / (count - 1) - step) > COORDINATE_TOLERANCE:
+    # So are the outermost points.
+    tolerance = COORDINATE_TOLERANCE * count / max(count - 1, 1)
+    if count > 1 and step > 0 and abs(distance / (count - 1) - step) > tolerance:
         lines = "rows" if axis == "j" else "columns"
         raise ValueError(
             f"{count} {lines} over {distance:g} degrees do not fit its steps of {step:g} degrees"

@@ -32,6 +32,11 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import quoted_forms, try_parse
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
+from credit_dp.distributed.forkserver import (
+    die_with_parent,
+    forget_import_variables,
+    import_from_same_folders,
+)
 from credit_dp.distributed.signals import raise_on_stop
 from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.plain_text import printable
@@ -391,7 +396,8 @@ def _run_preparation(job: "RechunkJob") -> None:
             written += new
             bar(written)
 
-        job.write_missing(on_written)
+        with import_from_same_folders():  # of the processes that write
+            job.write_missing(on_written)
     samples = job.verify()
     job.finish()
     screen.show(
@@ -439,8 +445,7 @@ def format_duration(hours: float) -> str:
 
 def initialise_worker(parent: int) -> None:
     """Set up a worker process: leave Ctrl-C and a lost terminal to the parent, and end with it."""
-    from credit_dp.distributed.forkserver import die_with_parent
-
+    forget_import_variables()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)

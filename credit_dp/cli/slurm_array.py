@@ -186,7 +186,11 @@ def submit_array(
         },
         "gpus_per_node": largest["gpus_per_node"] or None,
     }
-    executor = submitit.AutoExecutor(folder=folder / ".submitit", cluster="slurm")
+    executor = submitit.AutoExecutor(
+        folder=folder / ".submitit",
+        cluster="slurm",
+        slurm_python=f"{shlex.quote(sys.executable)} -P",  # imports nothing of the working folder
+    )
     try:
         executor.update_parameters(
             **{

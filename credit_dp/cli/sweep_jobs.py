@@ -64,7 +64,7 @@ class Job:
     @property
     def command(self) -> list[str]:
         """The command that runs the job in another process."""
-        return [sys.executable, "-m", "credit_dp", "train", *self.arguments]
+        return [sys.executable, "-P", "-m", "credit_dp", "train", *self.arguments]
 
 
 def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path) -> list[Job]:

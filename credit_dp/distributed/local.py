@@ -32,6 +32,7 @@ from credit_dp.distributed.failure_report import (
     report_crash,
     report_error,
 )
+from credit_dp.distributed.forkserver import import_from_same_folders
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.signals import (
     STOP_SIGNALS,
@@ -66,10 +67,11 @@ def start_fork_server(run: str) -> None:
     # while a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal
     # would show a traceback of their first imports, before our `forkserver` ignores it.
     blocked = (*STOP_SIGNALS, signal.SIGINT)
-    with block_signals(blocked), silence_resource_tracker():
-        resource_tracker.ensure_running()  # it unblocks some in this process at the end
-    with block_signals(blocked):  # so the signals are blocked again for the fork server
-        forkserver.ensure_running()
+    with import_from_same_folders():
+        with block_signals(blocked), silence_resource_tracker():
+            resource_tracker.ensure_running()  # it unblocks some in this process at the end
+        with block_signals(blocked):  # so the signals are blocked again for the fork server
+            forkserver.ensure_running()
 
 
 def use_locked_folder() -> None:

@@ -30,6 +30,9 @@ from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
 SECONDS_TO_LOCK = 60.0  # in which a process locks the temporary folder that it has created
+# Of the path of a socket Linux keeps 107 bytes, and macOS 103, of which a temporary folder and
+# multiprocessing's name of a socket take 46.
+LONGEST_ROOT = 57
 
 
 def temporary_path(path: Path, unique: bool = False) -> Path:
@@ -179,13 +182,16 @@ def remove_temporaries(folder: Path) -> None:
 def temporary_folder() -> Iterator[Path]:
     """Yield a new folder in that for temporary files, and remove it after the block.
 
-    It is locked meanwhile. If the process is killed, `remove_abandoned_folders` removes it later.
+    Its path is short enough for sockets. It is locked meanwhile. If the process is killed,
+    `remove_abandoned_folders` removes it later.
 
     Raises:
         OSError: it can't be created.
     """
     with (
-        tempfile.TemporaryDirectory(prefix=_prefix(), ignore_cleanup_errors=True) as name,
+        tempfile.TemporaryDirectory(
+            prefix=_prefix(), dir=_temporary_root(), ignore_cleanup_errors=True
+        ) as name,
         _opened_folder(Path(name)) as descriptor,
     ):
         # Where a folder can't be locked, as on NFS, that fails in any process: nobody removes it.
@@ -196,13 +202,20 @@ def temporary_folder() -> Iterator[Path]:
 
 def remove_abandoned_folders() -> None:
     """Remove the temporary folders of processes that were killed, of this user on this machine."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+    for folder in Path(_temporary_root()).glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError), _opened_folder(folder) as descriptor:
             found = os.fstat(descriptor)
             is_old = time.time() - found.st_mtime > SECONDS_TO_LOCK
             if is_old and found.st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
                 shutil.rmtree(folder)
+
+
+def _temporary_root() -> str:
+    """Return the folder for temporary files, or another if its path is too long for sockets."""
+    roots = (tempfile.gettempdir(), "/tmp", "/dev/shm")
+    short = (root for root in roots if len(os.fsencode(root)) <= LONGEST_ROOT)
+    return next((root for root in short if os.access(root, os.W_OK | os.X_OK)), roots[0])
 
 
 def _prefix() -> str:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp import files
 from credit_dp.files import (
     SECONDS_TO_LOCK,
     atomic_path,
@@ -200,6 +202,7 @@ def test_only_temporary_folders_of_killed_processes_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "LONGEST_ROOT", 1000)
     with temporary_folder() as used, temporary_folder() as linked:
         process = multiprocessing.get_context("fork").Process(target=keep_a_folder_and_die)
         process.start()
@@ -215,3 +218,14 @@ def test_only_temporary_folders_of_killed_processes_are_swept(
         remove_abandoned_folders()
         assert names(tmp_path) == {path.name for path in (used, linked, young, link)}
     assert names(tmp_path) == {young.name, link.name}
+
+
+def test_a_socket_fits_into_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with temporary_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "listener-12345678"))
+    assert not folder.exists()

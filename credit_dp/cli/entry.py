@@ -112,6 +112,9 @@ def dispatch(arguments: Sequence[str], program: str) -> int:
 
 def run_command(command: Command, arguments: Sequence[str], program: str) -> int:
     """Run a command and return the exit code; an expected error becomes at most one line."""
+    for name in ("CREDIT_DP_CACHE", "HOME"):
+        if os.environ.get(name) == "":  # as if it were not set: `data.cache` begins with it
+            del os.environ[name]
     try:
         check_torch()
         return command(arguments, program)

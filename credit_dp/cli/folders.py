@@ -33,7 +33,7 @@ def sweep_folder(name: str | None, folder: str) -> str:
 
 def unique_name() -> str:
     """Return a name that no other run has: the time in microseconds and the job or process."""
-    job = os.environ.get("SLURM_JOB_ID", os.getpid())
+    job = os.environ.get("SLURM_JOB_ID") or os.getpid()
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{job}"
 
 

@@ -233,7 +233,7 @@ def may_requeue(job: str, requeues: int) -> bool:
 
     If SLURM does not answer, which a line reports, it may not.
     """
-    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) >= requeues:
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) >= requeues:
         return False
     try:
         output = run_slurm_command(["scontrol", "show", "job", "--oneliner", job])

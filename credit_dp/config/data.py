@@ -211,6 +211,8 @@ class DataConfig:
                 "data.relaxation: is for rows and columns beside a rim that is given, but "
                 "data.boundary is 0. Set data.boundary or data.relaxation=0."
             )
+        if not self.cache:  # which would be the working folder
+            raise UserError("data.cache: needs a folder, got an empty text.")
         checks.not_empty("data.prognostic", self.prognostic)
         if self.levels is not None and not self.levels:
             raise UserError(

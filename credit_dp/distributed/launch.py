@@ -81,8 +81,9 @@ def run_as_launched_rank(
         UserError: the ranks can't meet.
     """
     # torch's `env://` reads the address of rank 0 from these variables.
-    os.environ.setdefault("MASTER_ADDR", rendezvous_host(launcher, os.environ))
-    os.environ.setdefault("MASTER_PORT", str(launcher.port))
+    # They keep what the user has set.
+    os.environ["MASTER_ADDR"] = rendezvous_host(launcher, os.environ)
+    os.environ["MASTER_PORT"] = str(launcher.port)
     ranks = launcher.ranks
     monitor = PeerMonitor(ranks, config.parallel, advice)
     with handle_stop_in_thread(monitor.stop):

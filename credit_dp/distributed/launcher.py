@@ -88,10 +88,14 @@ HOW_TO_START = (
 def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """Return the launcher that started this process; None if the process starts its own ranks.
 
+    An empty variable counts as not set, unless it should tell a rank or their number.
+
     Raises:
         UserError: a variable that the launcher sets is missing or not a number, or there are
             several ranks of an unknown launcher.
     """
+    telling = ("RANK", *RANKS, *SIZES)
+    environment = {name: text for name, text in environment.items() if text or name in telling}
     try:
         launcher = (
             _from_torchrun(environment)
@@ -134,7 +138,7 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
             "the same on all ranks."
         )
     # The user may have given a name that only leads to this host, as that of a service.
-    if problems == {errno.EADDRNOTAVAIL} and "MASTER_ADDR" not in environment:
+    if problems == {errno.EADDRNOTAVAIL} and not environment.get("MASTER_ADDR"):
         raise UserError(
             f"MASTER_ADDR: rank 0 runs on {socket.gethostname()}, not on {address}, the first "
             "host of the job. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "

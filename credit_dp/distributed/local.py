@@ -41,7 +41,7 @@ from credit_dp.distributed.signals import (
     handle_stop,
     signal_name,
 )
-from credit_dp.distributed.worker import rank_main
+from credit_dp.distributed.worker import FORWARDED_SIGNAL, rank_main
 from credit_dp.files import remove_abandoned_folders, temporary_folder
 
 # torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
@@ -125,7 +125,7 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
                 report_error(LOST_FORK_SERVER_LINE)
                 return 1
             received: list[int] = []
-            with handle_stop(partial(forward_signal, processes, received)):
+            with handle_stop(partial(forward_signal, processes, received, folder)):
                 # Before `kill`, which gives the surviving ranks an exit code as well.
                 failed, exit_codes = wait_for_all(processes, folder)
         finally:
@@ -139,12 +139,17 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
         return max(outcome.code for outcome in outcomes if outcome is not None)
 
 
-def forward_signal(processes: list[ForkServerProcess], received: list[int], number: int) -> None:
+def forward_signal(
+    processes: list[ForkServerProcess], received: list[int], folder: Path, number: int
+) -> None:
     """Record a signal and send SIGUSR1 to all ranks, which may get it several times.
 
-    Always SIGUSR1: a SIGTERM that is repeated after 2 seconds would end a rank that is saving.
+    Always SIGUSR1: a SIGTERM that is repeated after 2 seconds would end a rank that is saving. A
+    note in the folder tells them which signal it was.
     """
     received.append(number)
+    with contextlib.suppress(OSError):  # a full disk
+        (folder / FORWARDED_SIGNAL).write_text(str(received[0]))
     for process in processes:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):

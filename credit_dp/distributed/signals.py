@@ -26,6 +26,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import final
 
@@ -83,11 +84,13 @@ class SignalRouter:
     Attributes:
         handler: called with the number of the signal; None if a signal ends the process.
         first_sigterm: when the first SIGTERM came, on the monotonic clock.
+        note: where the parent of local ranks writes which signal it passes on as SIGUSR1.
     """
 
     def __init__(self) -> None:
         self.handler: Callable[[int], None] | None = None
         self.first_sigterm: float | None = None
+        self.note: Path | None = None
 
     def route(self, number: int) -> bool:
         """Call the handler and return True; return False if the signal has to end the process.
@@ -104,11 +107,23 @@ class SignalRouter:
         )
         if self.handler is None or repeated or number not in STOP_SIGNALS:
             return False
-        self.handler(number)
+        self.handler(self._original(number))
         return True
+
+    def _original(self, number: int) -> int:
+        noted = ""
+        if number == signal.SIGUSR1 and self.note is not None:
+            with contextlib.suppress(OSError):  # it came from elsewhere
+                noted = self.note.read_text()
+        return int(noted) if noted.isdecimal() else number
 
 
 _router = SignalRouter()  # a process has one set of signals
+
+
+def read_note_of_parent(note: Path) -> None:
+    """Let handlers of this rank get the signal that the parent noted, in place of SIGUSR1."""
+    _router.note = note
 
 
 @contextlib.contextmanager

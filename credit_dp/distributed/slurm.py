@@ -42,9 +42,9 @@ def slurm_job_id(environment: Mapping[str, str]) -> str | None:
     """Return `7`, or `7_2` for a job of an array; None outside SLURM."""
     # SLURM_JOB_ID of an array's last job is the id of the whole array: `scontrol requeue` would
     # queue all its jobs again, finished ones included.
-    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
+    if environment.get("SLURM_ARRAY_JOB_ID") and environment.get("SLURM_ARRAY_TASK_ID"):
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return environment.get("SLURM_JOB_ID")
+    return environment.get("SLURM_JOB_ID") or None
 
 
 MARGIN_SECONDS = 120.0  # before the time limit: for the rest of a step and a checkpoint

@@ -35,13 +35,14 @@ from credit_dp.distributed.process_groups import (
     trace_collectives,
     wait_until_connected,
 )
-from credit_dp.distributed.signals import STOP_SIGNALS, unignored
+from credit_dp.distributed.signals import STOP_SIGNALS, read_note_of_parent, unignored
 from credit_dp.errors import UserError
 from credit_dp.plain_text import printable
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+FORWARDED_SIGNAL = "signal"  # the file in which the parent notes the signal that it passes on
 RunFunction = Callable[[Config, RankInfo], int]
 
 # A host that drops what arrives at a closed port does not answer; a busy one answers late.
@@ -62,6 +63,7 @@ def rank_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_fork_server`
     os.environ.update(environment)
     record_abort(Path(folder), ranks.rank)
+    read_note_of_parent(Path(folder, FORWARDED_SIGNAL))
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:
@@ -134,7 +136,8 @@ def set_precision(trainer: TrainerConfig) -> None:
     torch.backends.cudnn.allow_tf32 = trainer.matmul != "highest"
     if trainer.deterministic:
         # cuBLAS reads it when it is first used. The user may have chosen another workspace.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or ":4096:8"
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
         torch.backends.cudnn.benchmark = False
     # Both ways: the runs of a sweep share a process.
     torch.use_deterministic_algorithms(trainer.deterministic)
@@ -315,7 +318,8 @@ def process_group(
     elif not ranks.on_several_nodes:
         # gloo connects to the address of the host's name, which a laptop may resolve to none or to
         # another machine's. On one machine the loopback interface always works.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or loopback_interface()
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     check_file_limit(config.parallel, ranks, "gloo" in backend, init_method == "env://")
     store = join_rendezvous(init_method, ranks, on_store)
     if cuda and on_store is not None:

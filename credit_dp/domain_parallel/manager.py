@@ -281,4 +281,4 @@ def _has_no_other_ranks() -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
     running = dist.get_world_size() if dist.is_initialized() else 1
-    return running == 1 and os.environ.get("WORLD_SIZE", "1") == "1"
+    return running == 1 and (os.environ.get("WORLD_SIZE") or "1") == "1"

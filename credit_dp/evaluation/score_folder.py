@@ -6,6 +6,7 @@ all files or none. The templates are in `templates/`; `comparison` uses them, to
 
 import base64
 import contextlib
+import errno
 import io
 import os
 import shutil
@@ -357,6 +358,11 @@ class ScoreFolder:
             # Fails if another process has created a folder that is not empty.
             os.rename(self._temporary, self.out)
         except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise UserError(
+                    f"{self.out}: another process has just created it, and scores are never "
+                    "overwritten. Change out, or remove it."
+                ) from error
             raise UserError(
                 f"{self.out}: can't be written ({error.strerror}). Free space there or change out."
             ) from error

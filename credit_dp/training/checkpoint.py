@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -491,8 +491,14 @@ def translate_write_errors(temporary: Path, step: int) -> Iterator[None]:
         yield
     except (OSError, MemoryError, RuntimeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        cure = "Free space there or change run.dir, then start again."
+        with suppress(OSError):  # the disk may be gone
+            if list_checkpoints(temporary.parent):
+                cure = (
+                    "The previous one is untouched; free space there or change run.dir, then "
+                    "continue with resume=auto."
+                )
         raise UserError(
             f"{temporary.parent}: the checkpoint of step {step} could not be written "
-            f"({reason or type(error).__name__}). The previous one is untouched; free space there "
-            "or change run.dir, then continue with resume=auto."
+            f"({reason or type(error).__name__}). {cure}"
         ) from error

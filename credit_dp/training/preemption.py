@@ -27,7 +27,7 @@ class Preemption:
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
-        # The signal that reached this rank; from the parent of local ranks always SIGUSR1.
+        # The signal that reached this rank, or the parent of local ranks.
         self.local_signal = 0
         self.time_limit = TimeLimit(None)
         self.handlers = contextlib.ExitStack()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from credit_dp.cli import compose, start_run
 from credit_dp.cli import train as train_command
 from credit_dp.cli.compose import CONFIG_GROUPS, SCHEMAS, Composer, conf_folder, without_hydra
+from credit_dp.cli.entry import run_command
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import (
     Config,
@@ -161,6 +163,28 @@ def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) 
     assert (code, err) == (0, "")
     shown = OmegaConf.create(out)
     assert (shown.parallel.domain, shown.seed, "hydra" in shown) == (3, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"), [("CREDIT_DP_CACHE", "/me/.cache/credit_dp"), ("HOME", "/cache")]
+)
+def test_an_empty_variable_counts_as_not_set(
+    monkeypatch: pytest.MonkeyPatch, variable: str, folder: str
+) -> None:
+    monkeypatch.setenv("CREDIT_DP_CACHE", "/cache")
+    monkeypatch.setenv("HOME", "/me")
+    monkeypatch.setenv(variable, "")
+    found = []
+
+    def command(arguments: Sequence[str], program: str) -> int:
+        found.append(Composer("train").compose_config(arguments).data.cache)
+        return 0
+
+    assert run_command(command, [], "train") == 0
+    assert found == [folder]
+    assert variable not in os.environ
+    line = "data.cache: needs a folder, got an empty text."
+    assert refusal(monkeypatch, "data.cache=") == line
 
 
 @pytest.mark.slow

@@ -78,6 +78,11 @@ def test_srun_on_one_node_meets_on_loopback() -> None:
     assert launcher_of({**SRUN, **one}).address == "127.0.0.1"
 
 
+def test_an_empty_variable_counts_as_not_set() -> None:
+    empty = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "FLUX_TASK_RANK", "SLURM_NODELIST"), "")
+    assert launcher_of({**empty, **SRUN}) == launcher_of(SRUN)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -307,7 +312,9 @@ def test_a_single_process_starts_its_own_ranks(environment: dict[str, str]) -> N
         ({**PALS, "PMIX_RANK": "7"}, "PALS_RANKID=7, PMIX_RANK=7", 7),
         ({"PMI_ID": "1", "PMI_PORT": "n1:80"}, "PMI_ID=1", 1),
         ({"RANK": "2"}, "RANK=2", 2),
-        ({**HYDRA, "MPI_LOCALNRANKS": ""}, "malformed .*''", 7),
+        ({**HYDRA, "MPI_LOCALNRANKS": ""}, "missing .*or MPI_LOCALNRANKS or", 7),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "malformed .*''", 0),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "malformed .*''", 0),
         ({"PMI_RANK": "7", "PMI_SIZE": "8"}, "PALS_LOCAL_RANKID or PMI_LOCAL_RANK or", 7),
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_NNODES", 1),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE", 5),

@@ -211,8 +211,7 @@ def test_ranks_that_train_stop_after_the_same_step(
     assert all(gone(pid) for pid in pids)
     lines = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
     assert len(lines) == 1, lines
-    name = "SIGUSR1" if ranks > 1 else sent.name  # that which the program hands on
-    assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", lines.pop())
+    assert re.match(rf"{sent.name}: stopped after step \d+, which is saved in here; ", lines.pop())
 
 
 @pytest.mark.slow

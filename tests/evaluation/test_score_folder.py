@@ -3,16 +3,18 @@
 import base64
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
+from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.maps import NO_LINES, MapGrid
 from credit_dp.evaluation.metric_table import METRICS
-from credit_dp.evaluation.score_folder import score_image, scorecard_page
+from credit_dp.evaluation.score_folder import ScoreFolder, score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
 
 
@@ -36,6 +38,20 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         bands=("globe",),
         maps=(),
     )
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_scores_of_another_process_are_not_overwritten(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "scores"
+    folder = ScoreFolder(out)
+    other = out if kind == "file" else out / "scores.csv"
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("theirs")
+    line = "scores: another process has just created it, .* Change out, or remove it"
+    with folder.cleanup_on_failure(), pytest.raises(UserError, match=line):
+        folder.write_files({"scores.csv": "ours"})
+    assert other.read_text() == "theirs"
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(

@@ -250,13 +250,15 @@ def test_full_disk_keeps_the_previous_checkpoint(tmp_path, limit):
         save_checkpoint(tmp_path, state, "")
     assert "\n" not in str(error.value)
     assert "File too large" in str(error.value)
+    assert "The previous one is untouched" in str(error.value)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert file_names(tmp_path) == ["step-00000000"]
 
 
 def test_a_folder_that_cannot_be_created_is_one_line(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(UserError, match=r"run/checkpoint: .* could not be written \(Not a dir"):
+    line = r"run/checkpoint: .* could not be written \(Not a dir\w+\)\. Free space there or"
+    with pytest.raises(UserError, match=line):
         save_checkpoint(tmp_path / "run" / "checkpoint", small_state(), "")
 
 

@@ -78,7 +78,7 @@ def open_icechunk(where: str) -> "icechunk.IcechunkStore":
 
     # Virtual chunks have the codecs of their files.
     warnings.filterwarnings("ignore", "Numcodecs codecs are not in", ZarrUserWarning)
-    icechunk.set_logs_filter(os.environ.get("ICECHUNK_LOG", "error"))
+    icechunk.set_logs_filter(os.environ.get("ICECHUNK_LOG") or "error")
     address, kind, name = _split_version(where)
     if not is_remote(address) and not local_path(address).is_dir():
         raise UserError(

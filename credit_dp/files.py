@@ -19,6 +19,7 @@ new name before the content. What cost hours to compute is flushed first (`durab
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -44,7 +45,7 @@ def temporary_path(path: Path, unique: bool = False) -> Path:
             default the name is always the same, so that killed processes leave one file at most,
             which the next one overwrites.
     """
-    middle = f".{uuid.uuid4().hex}" if unique else ""
+    middle = f".{_machine()}-{uuid.uuid4().hex}" if unique else ""
     return path.with_name(f".{path.name}{middle}{PARTIAL_SUFFIX}")
 
 
@@ -188,21 +189,34 @@ def temporary_folder() -> Iterator[Path]:
     Raises:
         OSError: it can't be created.
     """
+    root = _temporary_root()
     with (
-        tempfile.TemporaryDirectory(
-            prefix=_prefix(), dir=_temporary_root(), ignore_cleanup_errors=True
-        ) as name,
-        _opened_folder(Path(name)) as descriptor,
+        tempfile.TemporaryDirectory(prefix=_prefix(), dir=root, ignore_cleanup_errors=True) as name,
+        locked_folder(Path(name)),
     ):
-        # Where a folder can't be locked, as on NFS, that fails in any process: nobody removes it.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(name)
 
 
-def remove_abandoned_folders() -> None:
-    """Remove the temporary folders of processes that were killed, of this user on this machine."""
-    for folder in Path(_temporary_root()).glob(f"{_prefix()}*"):
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep `remove_abandoned_folders` from a folder of this process, created just now."""
+    with _opened_folder(folder) as descriptor:
+        # Where a folder can't be locked, as on NFS, that fails in any process: nobody removes it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def remove_abandoned_folders(path: Path | None = None) -> None:
+    """Remove the temporary folders of processes that were killed, of this user on this machine.
+
+    Args:
+        path: remove those of `temporary_path(path, unique=True)`; None: those of
+            `temporary_folder`.
+    """
+    root = Path(_temporary_root()) if path is None else path.parent
+    start = _prefix() if path is None else f".{path.name}.{_machine()}-"
+    for folder in root.glob(f"{glob.escape(start)}*"):
         with contextlib.suppress(OSError), _opened_folder(folder) as descriptor:
             found = os.fstat(descriptor)
             is_old = time.time() - found.st_mtime > SECONDS_TO_LOCK
@@ -219,8 +233,12 @@ def _temporary_root() -> str:
 
 
 def _prefix() -> str:
-    # Machines may share the folder for temporary files, but see only their own locks.
-    return f"credit_dp-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+    return f"credit_dp-{_machine()}-"
+
+
+def _machine() -> str:
+    # Machines may share a folder, but see only their own locks.
+    return f"{zlib.crc32(os.uname().nodename.encode()):08x}"
 
 
 @contextlib.contextmanager

@@ -1,14 +1,17 @@
-"""What concerns the process itself: its CPU cores, its garbage collector, its profiler's trace.
+"""What concerns the process itself: its screen, CPU cores, garbage collector, profiler's trace.
 
 No torch at module level: data commands do not import it.
 """
 
+import errno
 import gc
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar, final
 
 Result = TypeVar("Result")
 
@@ -18,6 +21,47 @@ DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMISER = "optimiser"
+
+
+@final
+class LastingFile(io.FileIO):
+    """A file for the screen: when nobody reads it any more, what is written goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            # The reader of a pipe has ended, as of `| head -1`, or the terminal is gone.
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def outlive_screen() -> None:
+    """Let stdout and stderr of this process be written to when nobody reads them any more.
+
+    A run goes on, with its logs in files, and a report ends as if it had been read.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - to the end
+        elif isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
+            file = LastingFile(number, "w", closefd=False)
+            # With `python -u` there is no buffer.
+            buffered = isinstance(stream.buffer, io.BufferedWriter)
+            lasting = io.TextIOWrapper(
+                io.BufferedWriter(file) if buffered else file,  # type: ignore[type-var]
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, lasting)
 
 
 def usable_cores() -> int:

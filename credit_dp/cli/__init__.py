@@ -65,5 +65,6 @@ def raise_once() -> Callable[[int, FrameType | None], None]:
 
 def exit_interrupted() -> NoReturn:
     """End the process at once, without Python's clean-up."""
-    os.write(2, b"\ninterrupted\n")
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, b"\ninterrupted\n")
     os._exit(130)

@@ -37,7 +37,6 @@ from credit_dp.distributed.forkserver import (
     forget_import_variables,
     import_from_same_folders,
 )
-from credit_dp.distributed.signals import raise_on_stop
 from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.plain_text import printable
 from credit_dp.process import usable_cores
@@ -373,7 +372,7 @@ def prepare(arguments: Sequence[str], program: str) -> int:
     from credit_dp.data.rechunk.copy_fields import RechunkJob
 
     job = RechunkJob(_request(parsed))
-    with job.locked(), raise_on_stop():
+    with job.locked():
         _run_preparation(job)
     return 0
 
@@ -381,6 +380,7 @@ def prepare(arguments: Sequence[str], program: str) -> int:
 def _run_preparation(job: "RechunkJob") -> None:
     from rich.console import Console
 
+    from credit_dp.distributed.local import start_resource_tracker
     from credit_dp.training.console import Screen
 
     screen = Screen(Console(file=sys.stdout))
@@ -396,6 +396,7 @@ def _run_preparation(job: "RechunkJob") -> None:
             written += new
             bar(written)
 
+        start_resource_tracker()
         with import_from_same_folders():  # of the processes that write
             job.write_missing(on_written)
     samples = job.verify()

@@ -10,9 +10,11 @@ request while it trained, can be resumed (`EXIT_PREEMPTED`); 129 the terminal wa
 """
 
 import importlib.metadata
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -30,8 +32,9 @@ from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
 from credit_dp.distributed.failure_report import report_error, wait_for_first_rank
 from credit_dp.distributed.launcher import find_launcher, likely_rank
-from credit_dp.distributed.signals import Terminated
+from credit_dp.distributed.signals import Terminated, raise_on_stop
 from credit_dp.errors import UserError
+from credit_dp.process import outlive_screen
 
 # Releases of torch: the first one that works, and the last one with which the tests were run.
 OLDEST_TORCH = (2, 11)
@@ -112,12 +115,14 @@ def dispatch(arguments: Sequence[str], program: str) -> int:
 
 def run_command(command: Command, arguments: Sequence[str], program: str) -> int:
     """Run a command and return the exit code; an expected error becomes at most one line."""
+    outlive_screen()
     for name in ("CREDIT_DP_CACHE", "HOME"):
         if os.environ.get(name) == "":  # as if it were not set: `data.cache` begins with it
             del os.environ[name]
     try:
         check_torch()
-        return command(arguments, program)
+        with raise_on_stop():  # so that what is half written is removed
+            return command(arguments, program)
     except UserError as error:
         # Every rank of a launcher meets the same mistake. The first one gets time to report it, so
         # that the line appears once.
@@ -125,11 +130,20 @@ def run_command(command: Command, arguments: Sequence[str], program: str) -> int
         report_error(str(error))
         return 2
     except KeyboardInterrupt as interrupt:
+        silence_tasks()
         if launcher_rank() == 0:
             sys.stderr.write("\n".join(["", "interrupted", *interrupt.args, ""]))
         return 130
     except Terminated as stop:
+        silence_tasks()
         return stop.code
+
+
+def silence_tasks() -> None:
+    """Keep Python from a line for each read of zarr that the end of this process cuts off."""
+    logging.getLogger("asyncio").disabled = True
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = lambda _: None
 
 
 def check_torch() -> None:

@@ -19,6 +19,7 @@ from credit_dp.distributed.placement import ranks_per_model, resolve_ranks
 from credit_dp.distributed.signals import handle_stop_in_thread, raise_on_stop
 from credit_dp.distributed.worker import exit_now, run_rank
 from credit_dp.errors import UserError
+from credit_dp.files import remove_abandoned_folders
 
 
 def launch(
@@ -51,12 +52,13 @@ def launch(
         if launcher is None and ranks_per_model(config.parallel) * (config.parallel.data or 1) > 1:
             start_fork_server(run)  # it imports torch while this process still works out the mesh
         config = resolve_ranks(config, launcher)
+        remove_abandoned_folders()
         world_size = ranks_per_model(config.parallel) * (config.parallel.data or 1)
         if world_size == 1:
             return run_single_process(config, run)
         if launcher is None:
             return run_processes(config, world_size, run)
-    # Outside of `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
+    # Not in `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
     return run_as_launched_rank(config, launcher, run, advice)
 
 

@@ -42,10 +42,15 @@ from credit_dp.distributed.signals import (
     signal_name,
 )
 from credit_dp.distributed.worker import FORWARDED_SIGNAL, rank_main
-from credit_dp.files import remove_abandoned_folders, temporary_folder
+from credit_dp.files import temporary_folder
 
 # torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
 EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
+# A job queue may signal all processes of a job at once. The two helper processes inherit the
+# blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes while
+# a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal would show a
+# traceback of their first imports, before our `forkserver` ignores it.
+BLOCKED = (*STOP_SIGNALS, signal.SIGINT)
 # After the first failure, ranks that fail for the same reason have so long to report it.
 FAILURE_GRACE_SECONDS = 0.5
 # What multiprocessing returns for a rank if the fork server has ended.
@@ -62,16 +67,15 @@ def start_fork_server(run: str) -> None:
     preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     use_locked_folder()
-    # A job queue may signal all processes of a job at once. The two helper processes inherit the
-    # blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes
-    # while a rank is being forked is delivered once the rank can act on it. Ctrl-C in a terminal
-    # would show a traceback of their first imports, before our `forkserver` ignores it.
-    blocked = (*STOP_SIGNALS, signal.SIGINT)
-    with import_from_same_folders():
-        with block_signals(blocked), silence_resource_tracker():
-            resource_tracker.ensure_running()  # it unblocks some in this process at the end
-        with block_signals(blocked):  # so the signals are blocked again for the fork server
-            forkserver.ensure_running()
+    start_resource_tracker()
+    with import_from_same_folders(), block_signals(BLOCKED):
+        forkserver.ensure_running()
+
+
+def start_resource_tracker() -> None:
+    """Start multiprocessing's process that removes what killed processes leave."""
+    with import_from_same_folders(), block_signals(BLOCKED), silence_resource_tracker():
+        resource_tracker.ensure_running()  # it unblocks some signals in this process at the end
 
 
 def use_locked_folder() -> None:
@@ -113,7 +117,6 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
             more than 2 seconds after the first.
     """
     start_fork_server(run)
-    remove_abandoned_folders()
     with temporary_folder() as folder:
         processes: list[ForkServerProcess] = []
         try:

@@ -18,11 +18,9 @@ parent, and listens in a separate thread.
 """
 
 import contextlib
-import errno
 import os
 import signal
 import socket
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -65,18 +63,6 @@ class Terminated(BaseException):
         self.code = EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
 
 
-def write_nowhere_without_terminal() -> None:
-    """Send stdout and stderr nowhere where their terminal is lost: writing there is an error."""
-    for descriptor in (1, 2):
-        try:
-            termios.tcgetattr(descriptor)
-        except termios.error as error:  # ENOTTY: it never was a terminal
-            if error.args[0] == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
-
-
 @final
 class SignalRouter:
     """Passes signals on to the current handler of this process.
@@ -97,7 +83,6 @@ class SignalRouter:
 
         Can be called in any thread.
         """
-        write_nowhere_without_terminal()
         now = time.monotonic()
         if number == signal.SIGTERM and self.handler is not None:
             self.first_sigterm = self.first_sigterm or now

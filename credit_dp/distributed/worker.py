@@ -38,6 +38,7 @@ from credit_dp.distributed.process_groups import (
 from credit_dp.distributed.signals import STOP_SIGNALS, read_note_of_parent, unignored
 from credit_dp.errors import UserError
 from credit_dp.plain_text import printable
+from credit_dp.process import outlive_screen
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -62,6 +63,7 @@ def rank_main(
         signal.signal(stop_signal, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_fork_server`
     os.environ.update(environment)
+    outlive_screen()
     record_abort(Path(folder), ranks.rank)
     read_note_of_parent(Path(folder, FORWARDED_SIGNAL))
     try:

@@ -41,7 +41,7 @@ from credit_dp.evaluation.scorecard import (
     headline_indices,
     three_digits,
 )
-from credit_dp.files import temporary_path
+from credit_dp.files import locked_folder, remove_abandoned_folders, temporary_path
 
 
 @figure_style()
@@ -309,6 +309,7 @@ class ScoreFolder:
                     f"{out}: exists already, and scores are never overwritten. Change out, or "
                     "remove it."
                 )
+            remove_abandoned_folders(out)
             # Next to `out`, because a rename is atomic only within one file system.
             self._temporary = temporary_path(out, unique=True)
             self._created_parents = [path for path in out.parents if not path.exists()]
@@ -321,7 +322,8 @@ class ScoreFolder:
     def cleanup_on_failure(self) -> Iterator[None]:
         """Remove temporary files and empty parent folders after the block; success leaves none."""
         try:
-            yield
+            with locked_folder(self._temporary):
+                yield
         finally:
             # After success the temporary folder has its final name, and its parents are not empty.
             shutil.rmtree(self._temporary, ignore_errors=True)

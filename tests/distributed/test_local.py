@@ -27,6 +27,7 @@ from tests.distributed.processes import (
     until,
     voices,
 )
+from tests.ranks import TIMEOUT
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +213,19 @@ def test_ranks_that_train_stop_after_the_same_step(
     lines = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
     assert len(lines) == 1, lines
     assert re.match(rf"{sent.name}: stopped after step \d+, which is saved in here; ", lines.pop())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_go_on_if_nobody_reads_what_they_say(tmp_path: Path, ranks: int) -> None:
+    process, _ = hanging(tmp_path, "train_and_show", ranks)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT) == EXIT_PREEMPTED
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A scorecard's page: bold numbers, units, and the order of figures."""
 
 import base64
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,17 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         bands=("globe",),
         maps=(),
     )
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "scores [1]"
+    ScoreFolder(out)  # never locked
+    used = ScoreFolder(out)
+    with used.cleanup_on_failure():
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        young = ScoreFolder(out)
+        assert set(tmp_path.iterdir()) == {used._temporary, young._temporary}
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

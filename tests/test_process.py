@@ -1,0 +1,24 @@
+"""The screen of a process whose reader has ended."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]])
+def test_a_report_that_nobody_reads_ends_quietly(options: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *options, "-m", "credit_dp", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_closed_screen_is_no_error() -> None:
+    code = "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", code, sys.executable, "-m", "credit_dp", "--help"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

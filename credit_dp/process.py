@@ -55,7 +55,7 @@ def outlive_screen() -> None:
             # With `python -u` there is no buffer.
             buffered = isinstance(stream.buffer, io.BufferedWriter)
             lasting = io.TextIOWrapper(
-                io.BufferedWriter(file) if buffered else file,  # type: ignore[type-var]
+                io.BufferedWriter(file) if buffered else file,
                 stream.encoding,
                 stream.errors,
                 line_buffering=stream.line_buffering,

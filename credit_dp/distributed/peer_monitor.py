@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -75,6 +75,7 @@ class PeerMonitor:
         self.finished = False
         self.left = threading.Event()  # this rank has finished, and waits for no other
         self.store_lost = False
+        self.asks_store = False  # to report a failure
         self.reported = False  # by another rank
         self.ending = threading.Lock()  # held by the thread that ends the process
 
@@ -131,8 +132,10 @@ class PeerMonitor:
 
     def fail(self, code: int, report: Callable[[], None]) -> NoReturn:
         """End the process after an exception, which may be the consequence of a killed rank."""
-        if not self.wait_for_ended_rank() and self.ranks.on_several_nodes:
-            time.sleep(REMOTE_REPORT_SECONDS)
+        self.asks_store = not self.finished
+        with self._limited(code):
+            if not self.wait_for_ended_rank() and self.ranks.on_several_nodes:
+                time.sleep(REMOTE_REPORT_SECONDS)
         self.end(code, report)
 
     def stop(self, number: int) -> NoReturn:
@@ -149,18 +152,34 @@ class PeerMonitor:
             code: exit code.
             report: writes the failure of this rank; None if it has none of its own.
         """
-        # The store may be on a machine that does not answer.
-        limit = threading.Timer(REPORTING_SECONDS, exit_now, (code,))
+        try:
+            with self._limited(code):
+                self.ending.acquire()
+                is_cause = not self.reported and self._report_first(report)
+                if self.serves_store or not is_cause:
+                    time.sleep(END_SECONDS)
+        finally:
+            exit_now(code)
+
+    @contextlib.contextmanager
+    def _limited(self, code: int) -> Iterator[None]:
+        """End the process if the block takes long: the store's machine may not answer."""
+        limit = threading.Timer(REPORTING_SECONDS, self._end_without_answer, (code,))
         limit.daemon = True
         limit.start()
-        self.ending.acquire()
         try:
-            is_cause = not self.reported and self._report_first(report)
-            if self.serves_store or not is_cause:
-                time.sleep(END_SECONDS)
+            yield
         finally:
             limit.cancel()
-            exit_now(code)
+
+    def _end_without_answer(self, code: int) -> NoReturn:
+        if self.asks_store and self._reports_lost_store():
+            report_error(self.lost_store_message())
+        exit_now(code)
+
+    def _reports_lost_store(self) -> bool:
+        """Whether this rank reports a lost store: one of each machine, on rank 0's the next one."""
+        return self.ranks.local_rank == int(self.ranks.rank == self.ranks.local_rank)
 
     def _report_first(self, report: Callable[[], None] | None) -> bool:
         """Report if no other rank has; return whether this rank ends first."""
@@ -177,8 +196,9 @@ class PeerMonitor:
                 self.store.set(END_KEY, "")
             except RuntimeError:
                 self.store_lost = True
-        if self.store_lost:  # one rank of each machine reports: on rank 0's, that is the next one
-            reports = self.ranks.local_rank == int(self.ranks.rank == self.ranks.local_rank)
+        self.asks_store = False
+        if self.store_lost:
+            reports = self._reports_lost_store()
             if self.finished:  # then rank 0 may have left, after the last rank has finished
                 return report is None
             report = partial(report_error, self.lost_store_message())

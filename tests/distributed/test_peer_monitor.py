@@ -299,6 +299,29 @@ def test_a_signal_ends_a_rank_though_the_store_does_not_answer(
     assert codes[0] == 143
 
 
+@pytest.mark.parametrize(("rank", "line"), [(2, f"{RANK_0}, {LOST}"), (3, "")])
+def test_one_rank_of_a_machine_says_that_the_store_does_not_answer(
+    codes: list[int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    line: str,
+) -> None:
+    """As where the link to rank 0's machine is down: its own collective has failed, after long."""
+    answered = threading.Event()
+
+    class SilentStore(LostStore):
+        def add(self, key: str, amount: int) -> int:
+            answered.wait()
+            raise Exited
+
+    monkeypatch.setattr(peer_monitor, "REPORTING_SECONDS", 0.2)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), answered.set()))
+    end(partial(monitor_of(rank, SilentStore(), per_node=2).fail, 1, OWN))
+    assert codes[0] == 1
+    assert capfd.readouterr().err == line
+
+
 def test_the_loss_of_the_store_under_torchrun(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from credit_dp.errors import UserError
+from credit_dp.files import is_special
 
 LONGEST_NAME = 200  # file systems allow 255, and files beside a folder have longer names than it
 
@@ -163,11 +164,17 @@ def existing_path(value: str) -> Path | None:
 
 
 def expand_home(key: str, value: str) -> Path:
-    """Return the path with `~` expanded; refuse `~NAME` of a user without a home folder."""
+    """Return the path with `~` expanded; refuse `~NAME` of nobody, and a pipe or a device."""
     try:
-        return Path(value).expanduser()
+        path = Path(value).expanduser()
     except RuntimeError:
         raise UserError(f"{key}: there is no home folder as in {value}. Change {key}.") from None
+    if is_special(path):
+        raise UserError(
+            f"{key}: needs a file or a folder, but {value} is a pipe, a socket or a device. "
+            f"Change {key}."
+        )
+    return path
 
 
 def grid(key: str, value: str | None) -> None:

@@ -22,6 +22,7 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -177,6 +178,18 @@ def remove_temporaries(folder: Path) -> None:
     for entry in os.scandir(folder):
         if entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX):
             Path(entry.path).unlink(missing_ok=True)
+
+
+def is_special(path: str | Path) -> bool:
+    """Whether something is at the path that is no file or folder: opening a pipe may never end.
+
+    /dev/null may be written to, and is none.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # nothing is there
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and str(path) != os.devnull
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from credit_dp.files import (
     atomic_path,
     fsync_folders,
     fsync_tree,
+    is_special,
     partial_path,
     remove_abandoned_folders,
     remove_if_possible,
@@ -229,3 +230,13 @@ def test_a_socket_fits_into_a_temporary_folder(
     with temporary_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "listener-12345678"))
     assert not folder.exists()
+
+
+def test_a_pipe_is_special_and_nothing_else_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "file").touch()
+    names = ("pipe", "link", "file", "", "nothing", "\0")
+    found = [is_special(tmp_path / name) for name in names]
+    assert found == [True, True, False, False, False, False]
+    assert not is_special(os.devnull)

@@ -19,6 +19,7 @@ This file does not import torch, which takes seconds: the command line uses it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -34,7 +35,13 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp import checks
 from credit_dp.errors import UserError
-from credit_dp.files import atomic_path, fsync_path, rename_durably, temporary_path
+from credit_dp.files import (
+    atomic_path,
+    fsync_path,
+    is_special,
+    rename_durably,
+    temporary_path,
+)
 
 FORMAT_VERSION = 6
 CHECKPOINTS_FOLDER = "checkpoint"  # inside the folder of a run
@@ -164,6 +171,8 @@ def read_shard_record(path: Path) -> dict[str, Any]:
     Raises:
         OSError: it can't be read.
     """
+    if is_special(path):
+        raise OSError(errno.EINVAL, "is a pipe, a socket or a device", str(path))
     with path.open("rb") as file:
         length = file.read(LENGTH_BYTES)
         header = file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))

@@ -1,6 +1,7 @@
 """Folders of runs: what is refused, and runs that start at the same time."""
 
 import errno
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.checks import expand_home
 from credit_dp.cli import start_run
 from credit_dp.cli.folders import lock_folder, unique_name
 from credit_dp.config import Config
@@ -303,3 +305,14 @@ def test_a_folder_is_free_once_its_run_was_killed(tmp_path: Path) -> None:
         process.join()
         with lock_folder(tmp_path):
             pass
+
+
+def test_a_pipe_is_no_path(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError) as refused:
+        expand_home("data.store", str(pipe))
+    assert str(refused.value) == (
+        f"data.store: needs a file or a folder, but {pipe} is a pipe, a socket or a device. "
+        "Change data.store."
+    )

@@ -15,6 +15,7 @@ chunks in shards, for readers that don't use zarr.
 import asyncio
 import atexit
 import bz2
+import errno
 import hashlib
 import json
 import logging
@@ -64,6 +65,7 @@ from credit_dp.data.sources.virtual import (
     snapshot_id,
 )
 from credit_dp.errors import UserError
+from credit_dp.files import is_special
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +99,13 @@ class FolderStore(LocalStore):
     ) -> Buffer | None:
         """Read a key; None if there is no such file."""
         length = _length(byte_range)
+        path = f"{self.root}/{key}"
+        if is_special(path):
+            raise OSError(errno.EINVAL, "is a pipe, a socket or a device", path)
         if length is None or length > SMALL_RANGE:
             return await super().get(key, prototype, byte_range)
         try:
-            with open(f"{self.root}/{key}", "rb") as file:
+            with open(path, "rb") as file:
                 if isinstance(byte_range, RangeByteRequest):
                     file.seek(byte_range.start)
                 else:

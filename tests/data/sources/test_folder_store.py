@@ -1,6 +1,7 @@
 """A local folder's store reads what zarr's own reads."""
 
 import asyncio
+import os
 
 import pytest
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
@@ -51,3 +52,12 @@ def test_a_small_range_is_read_without_another_thread(tmp_path, monkeypatch):
 
 async def _nothing():
     return None
+
+
+@pytest.mark.parametrize("byte_range", [None, RangeByteRequest(0, 1), SuffixByteRequest(4)])
+def test_a_pipe_in_a_store_is_an_error(tmp_path, byte_range):
+    """Opening it would never end."""
+    os.mkfifo(tmp_path / "c")
+    store = FolderStore(tmp_path, read_only=True)
+    with pytest.raises(OSError, match="is a pipe, a socket or a device"):
+        asyncio.run(store.get("c", default_buffer_prototype(), byte_range))

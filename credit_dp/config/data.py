@@ -229,7 +229,9 @@ class DataConfig:
         self.variables = self._by_listed_name("variables", self.variables)
         self.limits = self._by_listed_name("limits", self.limits)
         if not STEP_PATTERN.fullmatch(self.step):
-            raise UserError(f"data.step: needs hours or days, like 6h or 1d, got {self.step!r}")
+            raise UserError(
+                f"data.step: needs whole hours or days, like 6h or 1d, got {self.step!r}"
+            )
         checks.at_least("data.batch_size", self.batch_size, 1)
         checks.at_least("data.prefetch", self.prefetch, 0)
         checks.at_least("data.workers", self.workers, 1)

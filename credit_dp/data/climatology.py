@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 from credit_dp.data.cache import fingerprint
 from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.dates import time_spacing
 from credit_dp.data.forcings import year_fraction
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, Window, split_rows
 
-VERSION = 2  # change with the definitions below: old files are ignored
+VERSION = 3  # change with the definitions below: old files are ignored
 HARMONICS = 2
 MAX_VARIANCE = 20.0  # see `choose_harmonics`
 ROW_CHUNKS = 64  # at least so many chunks from pole to pole, if there are as many rows
+MINUTES_PER_DAY = 24 * 60
 MAX_HOURS = 8  # hours of the day with their own fit
 HOURS = "hours"  # attribute of the store with these hours
 SUM_BYTES = 4 * 2**30  # memory for sums while fitting
@@ -47,7 +49,7 @@ class Climatology:
     """
 
     def __init__(
-        self, arrays: list[zarr.Array[Any]], hours: list[int], calendar: Calendar = STANDARD
+        self, arrays: list[zarr.Array[Any]], hours: list[float], calendar: Calendar = STANDARD
     ) -> None:
         self._arrays = arrays
         self._calendar = calendar
@@ -64,7 +66,7 @@ class Climatology:
         try:
             group = zarr.open_group(path, mode="r")
             stored_hours: Any = group.attrs[HOURS]
-            hours = [int(hour) for hour in stored_hours]
+            hours = [float(hour) for hour in stored_hours]
             names = output_variables(channels)
             arrays = [zarr.open_array(path / name, mode="r") for name in names]
             return cls(arrays, hours, calendar)
@@ -142,19 +144,21 @@ def seasonal_basis(times: Times, harmonics: int, calendar: Calendar = STANDARD) 
 
 
 def hour_of_day(times: Times) -> NDArray[np.float64]:
-    """Return the hours since midnight UTC, `(T,)`, 0 to 24."""
-    elapsed = times - times.astype("datetime64[D]")
-    return np.asarray(elapsed / np.timedelta64(1, "h"))
+    """Return the hours since midnight UTC, `(T,)`, 0 to 24, to the minute."""
+    minutes = (times - times.astype("datetime64[D]")) / np.timedelta64(1, "m")
+    return np.asarray(np.rint(minutes) % MINUTES_PER_DAY / 60)
 
 
-def fitted_hours(times: Times) -> list[int]:
+def fitted_hours(times: Times) -> list[float]:
     """Return the hours of the day to fit: those of the dates, or of many, every third hour."""
-    present = np.unique(hour_of_day(times).astype(int)).tolist()
-    third = [hour for hour in present if hour % 3 == 0]
-    return third if len(present) > MAX_HOURS and third else present
+    present = np.unique(hour_of_day(times)).tolist()
+    if len(present) <= MAX_HOURS:
+        return present
+    first = 0 if any(hour % 3 == 0 for hour in present) else present[0]
+    return [hour for hour in present if (hour - first) % 3 == 0]
 
 
-def bracketing_hours(hours: list[int], hour: float) -> tuple[int, int, float]:
+def bracketing_hours(hours: list[float], hour: float) -> tuple[int, int, float]:
     """Return the indices of `hours` before and after an hour of the day, and the second's weight.
 
     Hours are cyclic: the first follows the last.
@@ -208,14 +212,20 @@ class ClimatologyFit:
     def __init__(self, store: Store, dates: TrainingDates, path: Path) -> None:
         self._store = store
         times = store.times[dates.indices]
+        calendar = store.calendar
         hours = fitted_hours(times)
-        hour_of_date = hour_of_day(times).astype(int)
+        hour_of_date = hour_of_day(times)
         # The index of each date's hour among the fitted hours; -1 if that hour is not fitted.
         self._slots = np.array([hours.index(h) if h in hours else -1 for h in hour_of_date])
-        calendar = store.calendar
         times_of_slot = [times[self._slots == slot] for slot in range(len(hours))]
         # The same number for all hours: that of the hour with the fewest seasons.
         harmonics = min(choose_harmonics(slot_times, calendar) for slot_times in times_of_slot)
+        together = choose_harmonics(times, calendar)
+        if harmonics < together and time_spacing(store.times) > np.timedelta64(1, "D"):
+            # Steps of 1461 hours, for one, reach an hour of the day in few seasons: one fit for all
+            # hours, as such fields have no daily cycle.
+            hours, times_of_slot, harmonics = hours[:1], [times], together
+            self._slots = np.zeros(len(times), int)
         self._basis = seasonal_basis(times, harmonics, calendar)
         # Explicit inverses of matrices of at most 5 x 5: each is applied to all grid points.
         self._inverse = [
@@ -272,7 +282,7 @@ class ClimatologyFit:
                 array[slot, level, :, self._rows] = fitted.astype(np.float32)
         self._sums = np.empty((0, 0, 0, 0))
 
-    def _create(self, path: Path, hours: list[int]) -> dict[str, zarr.Array[Any]]:
+    def _create(self, path: Path, hours: list[float]) -> dict[str, zarr.Array[Any]]:
         """Create one array per variable, `(hours, levels, K, H, W)`."""
         group = zarr.open_group(path, mode="w", attributes={HOURS: hours})
         height, width = self._store.grid

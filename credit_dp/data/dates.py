@@ -19,6 +19,8 @@ from credit_dp.errors import UserError, counted
 
 Interval = tuple[np.datetime64, np.datetime64]
 
+EPOCH = np.datetime64(0, "s")  # midnight 1970-01-01, from which steps are counted
+
 SPLIT_FRACTIONS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # of the times, in this order
 
 
@@ -291,15 +293,17 @@ def time_spacing(times: Times) -> np.timedelta64:
     return common
 
 
-def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
-    """Return the indices of times that are whole steps after midnight 1970-01-01.
+def indices_on_step(
+    times: Times, step: np.timedelta64, origin: np.datetime64 = EPOCH
+) -> NDArray[np.intp]:
+    """Return the indices of times that are whole steps before or after `origin`.
 
     If there are none, return those of times that are whole steps after the first time.
     """
     # Counting from a fixed date selects the same hours of the day in stores with different first
     # times.
-    epoch, none = np.datetime64(0, "s"), np.timedelta64(0, "D")
-    indices = np.flatnonzero((times - epoch) % step == none)
+    none = np.timedelta64(0, "D")
+    indices = np.flatnonzero((times - origin) % step == none)
     return indices if len(indices) else np.flatnonzero((times - times[0]) % step == none)
 
 

@@ -5,6 +5,7 @@ them on the config's step: it sums accumulated variables over the step and conve
 """
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -17,7 +18,7 @@ from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
-from credit_dp.data.dates import SumWindows, indices_on_step, sum_windows, time_spacing
+from credit_dp.data.dates import EPOCH, SumWindows, indices_on_step, sum_windows, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.source import (
@@ -225,13 +226,19 @@ class StepReader:
     """Reads the fields of a source on the config's step.
 
     Attributes:
-        times: `(T,)`, times of the source that are whole steps after midnight 1970-01-01 or, if
-            there are none, after its first time; without times whose sum is incomplete.
+        times: `(T,)`, times of the source that are whole steps from the origin or, if there are
+            none, after its first time; without times whose sum is incomplete.
         num_skipped: times left out because their sum is incomplete.
         summed: the variables that are summed over each step, and how many times a sum has at most.
     """
 
-    def __init__(self, source: Source, config: DataConfig, variables: Iterable[str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        config: DataConfig,
+        variables: Iterable[str],
+        origin: np.datetime64 = EPOCH,
+    ) -> None:
         """Find the times on the step, and the windows of variables that are summed.
 
         Accumulated variables are summed if their values are sums over less than the step. The
@@ -242,6 +249,7 @@ class StepReader:
             source: gives the fields.
             config: gives step, conversions and the variables that are accumulated.
             variables: names of the variables to read.
+            origin: a time from which steps are counted.
 
         Raises:
             UserError: the step does not fit the source's times, no sum is complete, or a conversion
@@ -254,7 +262,7 @@ class StepReader:
         # A sum that ends at a time does not need to be stored under it.
         instants = [name for name in timed if name not in accumulated] or accumulated
         present = np.flatnonzero(source.has_all_times(instants))
-        indices = present[data_step_indices(source.times[present], config, source.where)]
+        indices = present[data_step_indices(source.times[present], config, source.where, origin)]
         # The same times for all variables, so that a sample has either all of its fields or none.
         complete = np.ones(len(indices), dtype=bool)
         windows: dict[str, NDArray[np.intp]] = {}
@@ -426,13 +434,16 @@ def _sum_windows_of(
     )
 
 
-def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:
+def data_step_indices(
+    times: Times, config: DataConfig, where: str, origin: np.datetime64 = EPOCH
+) -> NDArray[np.intp]:
     """Return the indices of the times on `data.step`; see `indices_on_step`.
 
     Args:
         times: of a source.
         config: gives the step.
         where: name of the source in the error message.
+        origin: a time from which steps are counted.
 
     Raises:
         UserError: no two consecutive times are one step apart.
@@ -440,8 +451,12 @@ def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[n
     spacing = int(time_spacing(times) / np.timedelta64(1, "s"))
     step = 3600 * config.step_hours
     if spacing and spacing % step and step % spacing:
+        whole = math.lcm(spacing, 3600)
+        remedy = f"Set data.step to a multiple of {whole // 3600}h."
+        if times[-1] - times[0] < np.timedelta64(whole, "s"):
+            remedy = "Change data.store to one whose times are whole hours apart."
         raise UserError(
             f"{where}: its times are {counted(spacing / 3600, 'hour')} apart, so no two of them in "
-            f"a row are {config.step} apart. Set data.step to a multiple of {spacing / 3600:g}h."
+            f"a row are {config.step} apart. {remedy}"
         )
-    return indices_on_step(times, np.timedelta64(config.step_hours, "h"))
+    return indices_on_step(times, np.timedelta64(config.step_hours, "h"), origin)

@@ -239,16 +239,19 @@ def load_or_fit_climatology(
     With `with_statistics`, missing statistics are computed in the same pass.
 
     Raises:
-        UserError: a field can't be read, or no two of the dates are a step apart.
+        UserError: a field can't be read, or statistics are missing and no two of the dates are a
+            step apart.
         NotComputedError: it is missing, and `compute` is False.
     """
     path = climatology_path(store, folder, every)
 
     def create(new: Path) -> None:
         dates = TrainingDates.of(store, every)
-        fit = ClimatologyFit(store, dates, new)
         file = statistics_path(store, folder, every)
         lacks_statistics = with_statistics and StatisticsFile.load(file) is None
+        if lacks_statistics:
+            dates.check_pairs(store, every)
+        fit = ClimatologyFit(store, dates, new)
         table = _run_training_pass(store, dates, fit, lacks_statistics, progress)
         if table is not None:
             # Raises if a channel is constant, before such statistics get into the cache.

@@ -298,8 +298,8 @@ def merge_moments(
     empty = [name for name, pair in merged.items() if not pair[0].weight]
     if empty:
         raise UserError(
-            f"{store.config.store}: {empty[0]} has no value at any training date. Leave it out of "
-            "the data config, or change data.dates.train."
+            f"{', '.join(store.config.stores)}: {empty[0]} has no value at any training "
+            "date. Leave it out of the data config, or change data.dates.train."
         )
     return table
 
@@ -634,6 +634,7 @@ class StatisticsRun:
         self.path = path
         self.every = every
         self.dates = TrainingDates.of(store, every)
+        self.dates.check_pairs(store, every)
         self.pieces = all_pieces(store, self.dates)
         self._folder = path.with_name(f"{path.name}.parts")
         self._name = statistics_cache_key(store, every)

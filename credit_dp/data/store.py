@@ -20,7 +20,7 @@ from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
+from credit_dp.data.dates import EPOCH, TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import Degrees, FieldArray
 from credit_dp.data.limits import (
@@ -79,6 +79,7 @@ class Store:
         config: DataConfig,
         ranges: Mapping[str, ValueRange] | None = None,
         masks: Masks | None = None,
+        origin: np.datetime64 = EPOCH,
     ) -> None:
         """Select the channels and times of the config; nothing is read.
 
@@ -87,6 +88,7 @@ class Store:
             config: of the data.
             ranges: see `sampled_ranges`; with None, unknown channels have no limits.
             masks: see `with_masks`.
+            origin: a time from which steps are counted.
 
         Raises:
             UserError: a variable, level, unit or time axis does not fit the config.
@@ -109,7 +111,7 @@ class Store:
             # Each member would be the same.
             source = source.of_members(())
         self.source = source
-        self._step_reader = StepReader(source, config, variables)
+        self._step_reader = StepReader(source, config, variables, origin)
         check_limit_keys(config, [*timed, *self._static])
         self.limits = ValueLimits(source, config, ranges)
         self.times: Times = self._step_reader.times

@@ -49,29 +49,31 @@ class TrainingDates:
 
     @classmethod
     def of(cls, store: Store, every: int = 1) -> "TrainingDates":
-        """Return every N-th training date of a store.
-
-        Raises:
-            UserError: no two training dates are one step apart.
-        """
+        """Return every N-th training date of a store."""
         train = split_slice(store.config, "train", store.times, store.calendar)
         earlier, later = one_step_pairs(store.times[train], store.config.step_hours)
         next_indices = np.full(train.stop - train.start, -1)
         next_indices[earlier] = later + train.start
-        dates = cls(np.arange(train.start, train.stop)[::every], next_indices[::every])
-        if (dates.next_indices < 0).all():
-            nth = f"every={every}: " if every > 1 else ""
-            raise UserError(
-                f"{store.config.store}: {nth}no two dates of data.dates.train are "
-                f"{counted(store.config.step_hours, 'hour')} apart. Change data.step or "
-                "data.dates.train."
-            )
-        return dates
+        return cls(np.arange(train.start, train.stop)[::every], next_indices[::every])
 
     @classmethod
     def at(cls, indices: Indices) -> "TrainingDates":
         """Return any dates of a store, for passes that do not need pairs of dates."""
         return cls(indices, np.full(len(indices), -1))
+
+    def check_pairs(self, store: Store, every: int = 1) -> None:
+        """Check that there are pairs of dates, from which statistics of tendencies are computed.
+
+        Raises:
+            UserError: none of these dates of the store has another training date a step later.
+        """
+        if (self.next_indices < 0).all():
+            nth = f"every={every}: " if every > 1 else ""
+            raise UserError(
+                f"{', '.join(store.config.stores)}: {nth}no two dates of data.dates.train are "
+                f"{counted(store.config.step_hours, 'hour')} apart. Change data.step or "
+                "data.dates.train."
+            )
 
 
 @final

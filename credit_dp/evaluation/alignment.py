@@ -20,7 +20,7 @@ from credit_dp.config.data import VariableConfig
 from credit_dp.data.cache import ProgressCallback, cache_folder
 from credit_dp.data.calendar import GREGORIAN
 from credit_dp.data.channels import suggest_names
-from credit_dp.data.dates import date_interval
+from credit_dp.data.dates import date_interval, time_spacing
 from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.selection import hint_at_hpa
 from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
@@ -167,23 +167,21 @@ def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray
 def common_step_hours(
     forecast: ForecastStore, times: NDArray[np.datetime64], leads: NDArray[np.generic]
 ) -> int:
-    """Return the largest step, at most 24 hours, that divides all initial and lead times.
-
-    Accumulated variables of the truth, such as precipitation, are summed over this step.
+    """Return the largest step that divides all lead times and the time between initial times.
 
     Raises:
-        UserError: a time is not a whole hour.
+        UserError: one of these is not in whole hours.
     """
-    spans = [*(times - np.datetime64(0, "s")), *leads]
-    # Initial times count from midnight 1970-01-01, as the times of a run do.
-    uneven = next((span for span in spans if span % HOUR), None)
-    if uneven is not None:
-        raise UserError(
-            f"{forecast.where}: initial and lead times must be whole hours, but one is "
-            f"{(uneven % HOUR).astype('m8[s]')} past the hour. Select the whole hours of the "
-            "store, or give another one as forecast."
-        )
-    return math.gcd(HOURS_PER_DAY, *(int(span / HOUR) for span in spans))
+    spans = {"lead times need": leads, "initial times need steps of": times - times[0]}
+    for needed, durations in spans.items():
+        uneven = durations[durations % HOUR != 0 * HOUR]
+        if len(uneven):
+            raise UserError(
+                f"{forecast.where}: {needed} whole hours, but one is "
+                f"{uneven[0] / HOUR:g} hours. Select others in the store, or give another one as "
+                "forecast."
+            )
+    return int(np.gcd.reduce((np.concatenate([*spans.values()]) // HOUR).astype(np.int64)))
 
 
 def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str]:
@@ -250,6 +248,7 @@ def align(
     leads = lead_time_indices(request, forecast)
     times = forecast.initial_times[initials]
     names = scored_variables(request, forecast)
+    common_step_hours(forecast, times, forecast.lead_times[leads])  # before the truth is opened
     with translate_error_keys("truth"):
         config = DataConfig(
             name="zarr",
@@ -258,7 +257,6 @@ def align(
             grid=request.grid,
             regrid=request.regrid,
             prognostic=names,
-            step=f"{truth_step_hours(forecast, names, times, leads)}h",
             # A fill declares the variable as masked: its missing points are not refused.
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
             limits=dict(request.limits),
@@ -274,10 +272,14 @@ def align(
                 f"truth {source.where} of the {source.calendar.name} calendar. Change forecast or "
                 "truth."
             )
-        config = dataclasses.replace(config, levels=_validated_levels(request, forecast, source))
+        config = dataclasses.replace(
+            config,
+            levels=_validated_levels(request, forecast, source),
+            step=f"{truth_step_hours(forecast, names, times, leads, source.times)}h",
+        )
         # `Store.times` leaves out times whose accumulated variables can't be summed, which the
         # source's own times still contain.
-        truth = Store(source, config)
+        truth = Store(source, config, origin=times[0])
         if truth.num_members > 1:
             raise UserError(
                 f"{source.where}: has {describe_members(source.members)}, but the truth needs to "
@@ -292,7 +294,7 @@ def align(
         config = dataclasses.replace(
             config, dates=DatesConfig(period.span, period.span, period.span)
         )
-        truth = Store(source, config)
+        truth = Store(source, config, origin=times[0])
         folder = cache_folder(request.cache)
         truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
     if not truth.grid.is_global and forecast.grid.difference(truth.grid):
@@ -333,11 +335,13 @@ def truth_step_hours(
     names: list[str],
     times: NDArray[np.datetime64],
     leads: NDArray[np.intp],
+    truth_times: NDArray[np.datetime64],
 ) -> int:
     """Return the step of the truth in hours, over which its accumulated variables are summed.
 
     The forecast's sums and the truth's have to cover the same span. If the forecast states no span,
-    the step is the one between all of its lead times, not only the scored ones.
+    the step is the one between all of its lead times, not only the scored ones. It is at most 24
+    hours, so that a climatology is fitted to all of these days, unless the truth has longer steps.
 
     Raises:
         UserError: initial and lead times are no multiples of the span.
@@ -348,7 +352,12 @@ def truth_step_hours(
     )
     stated = [name for name in summed if forecast.variables[name].summed]
     if forecast.span is None or not stated:
-        return step
+        shorter = math.gcd(HOURS_PER_DAY, step)
+        spacing = time_spacing(truth_times)
+        fits = not spacing or not shorter * HOUR % spacing
+        # Times that are several steps apart are on the step, too, but sums over it are not there.
+        fits |= not summed and not spacing % (shorter * HOUR)
+        return shorter if fits or not step else step
     span = int(forecast.span / HOUR)
     if len(stated) < len(summed) or forecast.span % HOUR or step % span:
         unstated = next((name for name in summed if name not in stated), "")

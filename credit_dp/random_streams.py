@@ -16,8 +16,8 @@ or by whom. Only torch's generator is keyed by rank: dropout draws other numbers
 | noise on a row of it | seed, step, sample, 4, row, 1 | `training/diffusion.py` |
 | noise on a row in its forecast | those of that forecast, row, draw | `training/diffusion.py` |
 | noise of a member in training | seed, step, sample, forecast step, member | `training/` |
-| noise of a member in a forecast | seed, hour of the initial time, member, step | `training/` |
-| perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |
+| noise of a member in a forecast | seed, minute of the initial time, member, step | `training/` |
+| perturbation of an ensemble member | seed, minute of the initial time, member | `forecast/` |
 | initial state of a quickstart run | seed, number of the run | `data/quickstart/` |
 | rows that `data prepare` compares | fingerprint of its settings | `data/rechunk/` |
 
@@ -53,9 +53,14 @@ def seed_python(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def hour_key(time: np.datetime64) -> int:
-    """Return a key for a time: its hours since long before 1970, as keys can't be negative."""
-    return int(time.astype("M8[h]").astype(np.int64)) + 2**40
+def time_key(time: np.datetime64) -> int:
+    """Return a key for a time: its hours since long before 1970, as keys can't be negative.
+
+    Minutes past the hour count in multiples of 2**41.
+    """
+    hour = time.astype("M8[h]")
+    minute = (time - hour) // np.timedelta64(1, "m")
+    return int(hour.astype(np.int64)) + 2**40 + int(minute) * 2**41
 
 
 def _sequence(keys: tuple[int, ...]) -> np.random.SeedSequence:

@@ -250,7 +250,9 @@ def _dates(report: "StoreReport") -> list[str]:
         f"{every}, {gaps}{calendar}"
     ]
     if months:
-        lines.append("        a model needs steps of equal length, in hours or days: data.step")
+        lines.append(
+            "        a model needs steps of equal length, in whole hours or days: data.step"
+        )
     lines += [
         f"        {gap.missing} missing between {gap.after} and {gap.before}"
         for gap in dates.gaps[:GAPS_SHOWN]
@@ -424,7 +426,7 @@ def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
     headings = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
     lines = [
         f"{selected.metadata.origin}: {counted(times, 'time')} "
-        f"({' to '.join(selected.calendar.text(x, 'h') for x in selected.times[[0, -1]])}), "
+        f"({' to '.join(selected.calendar.short_text(x) for x in selected.times[[0, -1]])}), "
         f"{counted(channels, 'channel')}, {height} x {columns}",
         f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
         *format_table(headings, rows, left=1),

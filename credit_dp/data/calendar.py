@@ -25,6 +25,7 @@ Times = NDArray[np.datetime64]
 # Of a year in days; years of the calendars that are not here are those of the sun.
 YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365.25}
 EPOCH_UNITS = "seconds since 1970-01-01"
+TIME_UNITS = {"h": "hours since 1900-01-01", "m": "minutes since 1900-01-01"}  # of written times
 TEXT_LENGTHS = {"D": 10, "h": 13, "m": 16, "s": 19}  # of 2001-02-28T06:00:00, up to each unit
 DATE = re.compile(r"(\d{4,})-(\d\d)-(\d\d)(?:[T ](\d\d)(?::(\d\d)(?::(\d\d))?)?)?")
 
@@ -66,6 +67,11 @@ class Calendar:
         text = f"{day}T{date.hour:02}:{date.minute:02}:{date.second:02}"
         return text[: TEXT_LENGTHS[unit]]
 
+    def short_text(self, time: np.datetime64) -> str:
+        """Return a time as ISO text without the minutes or seconds that are zero."""
+        units = ("h", "m", "s")
+        return self.text(time, next((x for x in units if time == time.astype(f"M8[{x}]")), "s"))
+
     def parse(self, key: str, text: str) -> np.datetime64:
         """Return the time of an ISO text.
 
@@ -98,19 +104,17 @@ class Calendar:
         """Return the attribute `calendar` of times that are written."""
         return "proleptic_gregorian" if self.is_standard else self.name
 
-    def hours_since_1900(self, times: Times) -> NDArray[np.int64]:
-        """Return times as whole hours since 1900-01-01."""
-        hours: NDArray[np.int64] = (times.astype("M8[h]") - self._year_1900()).astype(np.int64)
-        return hours
+    def encode(self, times: Times) -> tuple[NDArray[np.int64], str]:
+        """Return times as whole hours or, if they are none, whole minutes, with their units."""
+        unit = "h" if (times == times.astype("M8[h]")).all() else "m"
+        numbers = times.astype(f"M8[{unit}]") - self.parse("time", "1900-01-01").astype("M8[h]")
+        return numbers.astype(np.int64), TIME_UNITS[unit]
 
-    def from_hours_since_1900(self, hours: NDArray[np.integer[Any]]) -> Times:
-        """Return the times that are whole hours since 1900-01-01."""
-        times: Times = self._year_1900() + hours.astype("m8[h]")
-        return times.astype(self.dtype)
-
-    def _year_1900(self) -> np.datetime64:
-        year: np.datetime64 = self.parse("time", "1900-01-01").astype("M8[h]")
-        return year
+    def decode(self, numbers: NDArray[np.integer[Any]], units: str) -> Times:
+        """Return the times that `encode` returned as numbers with units."""
+        unit = "m" if units == TIME_UNITS["m"] else "h"
+        times = self.parse("time", "1900-01-01").astype("M8[h]") + numbers.astype(f"m8[{unit}]")
+        return np.asarray(times.astype(self.dtype))
 
     def years(self, times: Times) -> Times:
         """Return the calendar years of times, as datetime64[Y]."""

@@ -168,7 +168,7 @@ def resolve_dates(
         if requested.limit is not None:
             stop = min(stop, times_slice.start + requested.limit)
         counts[split] = stop - times_slice.start
-        dates[split] = [_iso(time, calendar) for time in times[[times_slice.start, stop - 1]]]
+        dates[split] = [calendar.short_text(time) for time in times[[times_slice.start, stop - 1]]]
         # Dates of the config keep their text, unless the limit cuts the split.
         if split not in auto_splits and stop == times_slice.stop:
             dates[split] = getattr(requested, split)
@@ -364,8 +364,3 @@ def times_with_steps(times: Times, step_hours: int, before: int, after: int) -> 
     for step in range(-before, after + 1):
         complete &= np.isin(times + step * np.timedelta64(step_hours, "h"), times)
     return times[complete]
-
-
-def _iso(time: np.datetime64, calendar: Calendar) -> str:
-    """Return one instant as ISO text, without minutes and seconds if both are zero."""
-    return calendar.text(time, "h" if time == time.astype("M8[h]") else "s")

@@ -33,7 +33,7 @@ from credit_dp.models.blocks import draw_noise, has_noise, keep_draws
 from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
 from credit_dp.plugins import find_plugins, first_line, registration_hint
-from credit_dp.random_streams import hour_key
+from credit_dp.random_streams import time_key
 from credit_dp.training.checkpoint import check_model_shapes, check_model_size
 from credit_dp.training.diffusion import Sampler
 from credit_dp.training.forecast_step import ForecastStep, Model
@@ -300,7 +300,7 @@ class Forecaster(nn.Module):
         member = member or 0
         for name, value, least in (("seed", seed, 0), ("member", member, 0), ("number", number, 1)):
             checks.at_least(name, value, least)
-        keys = [(seed, hour_key(time), member, number) for time in initial_times]
+        keys = [(seed, time_key(time), member, number) for time in initial_times]
         if self.diffusion is not None:
             points = None if self.valid is None else ValidPoints(self.valid)
             rows, outputs = slice(0, self.metadata.grid[0]), len(self.variables)

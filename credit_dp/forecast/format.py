@@ -22,7 +22,6 @@ from credit_dp.errors import UserError
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest
 
 CONVENTIONS = "CF-1.11"
-TIME_UNITS = "hours since 1900-01-01"
 LEAD_DIM = "prediction_timedelta"
 LEAD_BOUNDS = f"{LEAD_DIM}_bounds"
 # xarray decodes hours as timedelta64 only if the attribute `dtype` says so.
@@ -174,17 +173,18 @@ class ForecastFormat:
     @property
     def coordinates(self) -> dict[str, Coordinate]:
         """Return the coordinates of all dims that the forecast has, by name."""
+        times, time_units = self.calendar.encode(self.times)
         coordinates = {
             "number": Coordinate(
                 np.arange(self.members),
                 _coordinate_attributes("realization", "member of the ensemble", {"units": "1"}),
             ),
             "time": Coordinate(
-                self.calendar.hours_since_1900(self.times),
+                times,
                 _coordinate_attributes(
                     "forecast_reference_time",
                     "initial time",
-                    {"units": TIME_UNITS, "calendar": self.calendar.cf_name},
+                    {"units": time_units, "calendar": self.calendar.cf_name},
                 ),
             ),
             LEAD_DIM: Coordinate(
@@ -251,7 +251,7 @@ class ForecastFormat:
     def describe_field(self, job: ForecastJob, lead: int) -> str:
         """Return initial time, lead time and member as text for messages."""
         member = f", member {job.member}" if self.members else ""
-        return f"{self.calendar.text(self.times[job.time], 'h')} +{self.hours[lead]}h{member}"
+        return f"{self.calendar.short_text(self.times[job.time])} +{self.hours[lead]}h{member}"
 
     def _variable_attributes(self, name: str) -> Attributes:
         unit = canonical_unit(self.units.get(name, ""))
@@ -358,7 +358,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
     return {
         "channels": [[channel.variable, channel.level] for channel in form.channels],
         "units": dict(form.units),
-        "times": [form.calendar.text(time, "h") for time in form.times],
+        "times": [form.calendar.short_text(time) for time in form.times],
         "hours": list(form.hours),
         **form.grid.to_json(),
         "members": form.members,

@@ -277,7 +277,7 @@ class GribWriter(FileWriter):
         code = self._code(variable, level)
         _, level = long_name(variable, level)
         kind = code.level_type or (MODEL if self.form.model_levels else PRESSURE)
-        time = self.form.times[job.time].astype("M8[h]").astype(object)
+        time = self.form.times[job.time].astype("M8[m]").astype(object)
         hours = self.form.hours[lead]
         is_sum, is_member = variable in self.form.summed, self.form.members > 0
         # Templates 4.0, 4.1, 4.8 and 4.11: a forecast, a member, and a sum over time of either.
@@ -297,7 +297,7 @@ class GribWriter(FileWriter):
             "parameterCategory": code.category,
             "parameterNumber": code.number,
             "dataDate": time.year * 10000 + time.month * 100 + time.day,
-            "dataTime": time.hour * 100,
+            "dataTime": time.hour * 100 + time.minute,
             "stepUnits": "h",
             **(span if is_sum else {"step": hours}),
             "typeOfLevel": kind,

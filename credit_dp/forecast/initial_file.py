@@ -279,7 +279,7 @@ class InitialFiles:
                 f"{', ...' if len(times) > 4 else ''}. Say which one to start from with "
                 f"init=TIME, or change {KEY}."
             )
-        return calendar.text(times[-1], "h")
+        return calendar.short_text(times[-1])
 
     def reader(self, store: Store, times: Times, regrid: str = CONSERVATIVE) -> "StateReader":
         """Return what reads the prognostic fields of a run at some times; nothing is read yet.

@@ -66,7 +66,7 @@ from credit_dp.forecast.writer import ForecastWriter, disk_errors
 from credit_dp.forecast.writers import WRITERS
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
-from credit_dp.random_streams import hour_key, random_stream
+from credit_dp.random_streams import random_stream, time_key
 from credit_dp.training.checkpoint import check_model_size, model_shapes
 from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata
 from credit_dp.training.checkpoint_shards import Checkpoint
@@ -490,7 +490,7 @@ class Perturbations:
     def draw(self, time: np.datetime64, job: ForecastJob) -> Matrix:
         """Return fields of mean 0 and variance 1: `(C, h, W)`, independent of the partition."""
         # Every rank draws the same waves and evaluates them on its own rows.
-        random = random_stream(self._seed, hour_key(time), job.member)
+        random = random_stream(self._seed, time_key(time), job.member)
         waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
         amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
         rows = []

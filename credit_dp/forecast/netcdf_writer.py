@@ -161,7 +161,7 @@ class NetcdfWriter(ForecastWriter):
 
     def _file_name(self, job: ForecastJob, rows: slice) -> str:
         member = f"_member-{job.member:03d}" if self.form.members else ""
-        time = self.form.calendar.text(self.form.times[job.time], "h")
+        time = self.form.calendar.short_text(self.form.times[job.time]).replace(":", "")
         return f"{time}{member}_rows-{rows.start:04d}-{rows.stop - 1:04d}.nc"
 
     def _file_slices(self, job: ForecastJob, rows: slice) -> dict[str, slice]:

@@ -217,7 +217,9 @@ def parse_hours(key: str, text: str) -> int:
     """
     match = STEP_PATTERN.fullmatch(text)
     if match is None:
-        raise UserError(f"{key}: needs hours or days, like 240h or 10d, got {text or 'nothing'!r}")
+        raise UserError(
+            f"{key}: needs whole hours or days, like 240h or 10d, got {text or 'nothing'!r}"
+        )
     return int(match[1]) * HOURS_PER_UNIT[match[2]]
 
 
@@ -244,8 +246,8 @@ def _parse_time(text: str, calendar: Calendar) -> np.datetime64:
     if not re.fullmatch(r"[-\d:T. ]+", text):
         raise UserError(f"init: needs a time like 2001-02-10T06, got {text!r}")
     time = calendar.parse("init", text)
-    if time != time.astype("M8[h]"):
-        raise UserError(f"init: needs whole hours, like 2001-02-10T06, got {text!r}")
+    if time != time.astype("M8[m]"):
+        raise UserError(f"init: needs whole minutes, like 2001-02-10T06:30, got {text!r}")
     return time
 
 

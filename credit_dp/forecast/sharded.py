@@ -244,7 +244,7 @@ def _first_date(joined: dict[tuple[Any, ...], xr.Dataset], times: tuple[Any, ...
     """Return the first of some times as text."""
     data = next(data for (of_data, _), data in joined.items() if of_data == times)
     dates = np.atleast_1d(data["time"].values)
-    return calendar_of(dates).text(decode_dates(dates)[0], "h")
+    return calendar_of(dates).short_text(decode_dates(dates)[0])
 
 
 def _concatenate(parts: list[xr.Dataset], dim: str) -> xr.Dataset:

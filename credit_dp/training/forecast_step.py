@@ -22,7 +22,7 @@ from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.transport import SingleRankTransport, Transport
 from credit_dp.physics.fixers import Fixers, fixers_of_run
-from credit_dp.random_streams import hour_key
+from credit_dp.random_streams import time_key
 
 Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
 NoiseKeys = Sequence[tuple[int, ...]]  # of the random stream of each sample
@@ -211,12 +211,12 @@ class EnsembleForecast:
         Shapes:
             each of the results is `(B, M, C + D, h, W)`, with the members of all ranks.
         """
-        hours = [hour_key(time) for time in times]
+        keys = [time_key(time) for time in times]
 
         def begin(step: int) -> None:
             if self.draw is not None:
                 members = self.members
-                self.draw([(self.seed, hour, member, step) for hour in hours for member in members])
+                self.draw([(self.seed, key, member, step) for key in keys for member in members])
 
         count = len(self.members)
         repeated = (repeat_members(forcing, count) for forcing in forcings)

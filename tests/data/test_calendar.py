@@ -117,12 +117,15 @@ def test_dates_that_a_calendar_lacks_are_refused(name, text):
         Calendar(name).parse("data.dates.train", text)
 
 
-def test_hours_since_1900_are_those_of_cftime():
+@pytest.mark.parametrize(("minutes", "unit"), [(0, "hours"), (30, "minutes")])
+def test_written_times_are_those_of_cftime(minutes, unit):
     calendar = Calendar("noleap")
-    dates = dates_in("noleap", "1896-02-27", periods=500)
-    hours = cftime.date2num(dates, "hours since 1900-01-01", "noleap")
-    assert (calendar.hours_since_1900(decode_dates(dates)) == hours).all()
-    assert (calendar.from_hours_since_1900(hours) == decode_dates(dates)).all()
+    dates = dates_in("noleap", "1896-02-27", periods=500) + timedelta(minutes=minutes)
+    expected = cftime.date2num(dates, f"{unit} since 1900-01-01", "noleap")
+    numbers, units = calendar.encode(decode_dates(dates))
+    assert units == f"{unit} since 1900-01-01"
+    assert (numbers == expected).all()
+    assert (calendar.decode(numbers, units) == decode_dates(dates)).all()
     assert (calendar.dates(decode_dates(dates)) == dates).all()
 
 

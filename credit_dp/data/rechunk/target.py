@@ -33,7 +33,7 @@ from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.grid import Axis, FieldArray
 from credit_dp.data.rechunk.field_selection import SelectedFields
-from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
 from credit_dp.random_streams import random_stream
@@ -176,16 +176,17 @@ def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec:
 
 def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
     grid = selected.grid
+    times, time_units = encode_times(selected.times, selected.calendar, selected.metadata.origin)
     attributes: dict[str, dict[str, Any]] = {
         "time": {
-            **{"units": TIME_UNITS, "calendar": selected.calendar.cf_name},
+            **{"units": time_units, "calendar": selected.calendar.cf_name},
             "standard_name": "time",
         },
         "latitude": {"units": "degrees_north", "standard_name": "latitude"},
         "longitude": {"units": "degrees_east", "standard_name": "longitude"},
     }
     values: dict[str, NDArray[Any]] = {
-        "time": hours_since_1900(selected.times, selected.calendar, selected.metadata.origin),
+        "time": times,
         "latitude": grid.latitude,
         "longitude": grid.longitude,
     }
@@ -208,20 +209,19 @@ def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
         )
 
 
-def hours_since_1900(times: Times, calendar: Calendar, where: str) -> NDArray[np.int64]:
-    """Return times in `TIME_UNITS`.
+def encode_times(times: Times, calendar: Calendar, where: str) -> tuple[NDArray[np.int64], str]:
+    """Return times as numbers, and their units.
 
     Raises:
-        UserError: a time is not a full hour.
+        UserError: a time is not a full minute.
     """
-    hours = times.astype("M8[h]")
-    not_whole = times[hours != times]
+    not_whole = times[times.astype("M8[m]") != times]
     if len(not_whole):
         raise UserError(
-            f"{where}: a prepared store needs full hours, but has "
-            f"{calendar.text(not_whole[0], 's')}. Choose other dates, or another data.step."
+            f"{where}: a prepared store needs full minutes, but has {not_whole[0]}. "
+            "Round the times of the store, or change data.store."
         )
-    return calendar.hours_since_1900(times)
+    return calendar.encode(times)
 
 
 @final

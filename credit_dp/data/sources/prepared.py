@@ -34,7 +34,6 @@ from credit_dp.errors import UserError
 
 METADATA_ATTRIBUTE = "credit_dp"
 FORMAT_VERSION = 1
-TIME_UNITS = "hours since 1900-01-01"
 
 
 @final
@@ -118,8 +117,8 @@ class PreparedSource(Source):
             a, b = (np.array(metadata.hybrid[name], np.float64) for name in ("a", "b"))
             self.hybrid = a, b
         self.calendar = Calendar(metadata.calendar)
-        hours = read_array(group, "time", where)
-        self.times: Times = self.calendar.from_hours_since_1900(hours)
+        units = str(get_array(group, "time", where).attrs.get("units"))
+        self.times: Times = self.calendar.decode(read_array(group, "time", where), units)
         latitude, longitude = (
             read_array(group, name, where).astype(float) for name in ("latitude", "longitude")
         )

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from credit_dp.random_streams import random_seed, random_stream
+from credit_dp.random_streams import random_seed, random_stream, time_key
 
 KEYS = [(0,), (5, 1), (5, 1, 0, 3), (2**63 - 1, 7), (3, 2**40 + 12, 1)]
 
@@ -49,3 +49,10 @@ def test_seeds_of_neighbouring_steps_differ_in_half_of_their_bits() -> None:
 def test_negative_keys_are_refused() -> None:
     with pytest.raises(ValueError, match="non-negative"):
         random_stream(-1)
+
+
+def test_each_minute_has_a_key() -> None:
+    times = np.datetime64("2000-01-01T00:00") + np.arange(300)
+    keys = [time_key(time) for time in times]
+    assert len(set(keys)) == len(times)
+    assert keys[60] == keys[0] + 1 == 262969 + 2**40  # as in earlier versions

@@ -6,9 +6,10 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.config import VariableConfig
+from credit_dp.config import DataConfig, VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import indices_on_step, sum_windows, time_spacing
+from credit_dp.data.selection import data_step_indices
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -204,3 +205,24 @@ def test_windows_are_the_times_of_the_step_before(present, step):
         assert complete == (step % distance == 0 and set(wanted) <= set(present))
         if complete:
             assert [present[i] for i in window] == wanted
+
+
+@pytest.mark.parametrize(
+    ("minutes", "count", "remedy"),
+    [
+        (43830, 5, "Set data.step to a multiple of 1461h."),  # a twelfth of a year
+        (90, 5, "Set data.step to a multiple of 3h."),
+        (43830, 2, "Change data.store to one whose times are whole hours apart."),
+    ],
+)
+def test_the_remedy_is_a_step_in_whole_hours(minutes, count, remedy):
+    times = np.datetime64("2000-01-01", "ns") + minutes * np.timedelta64(1, "m") * np.arange(count)
+    with pytest.raises(UserError, match=r"s.zarr: its times are [\d.]+ hours apart") as caught:
+        data_step_indices(times, DataConfig(name="zarr", store="s.zarr", step="4h"), "s.zarr")
+    assert str(caught.value).endswith(remedy)
+
+
+@pytest.mark.parametrize("step", ["730.5h", "90min", "0h"])
+def test_steps_are_whole_hours(step):
+    with pytest.raises(UserError, match=r"^data.step: needs whole hours or days, like 6h or 1d"):
+        DataConfig(name="zarr", store="s.zarr", step=step)

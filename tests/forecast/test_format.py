@@ -14,7 +14,9 @@ from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
+from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.format import format_from_json
+from credit_dp.forecast.initial_file import InitialFiles
 from credit_dp.forecast.writer import read_settings_attribute
 from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.data import stores
@@ -211,3 +213,27 @@ def test_a_forecast_says_it_too(tmp_path):
         level = found["level"]
         assert level.values.tolist() == [60, 90, 137]
         assert (level.attrs["standard_name"], level.attrs["units"]) == ("model_level_number", "1")
+
+
+def test_dates_keep_their_minutes(tmp_path):
+    data = stores.dataset(17, 16, 20)
+    data = data.assign_coords(time=data["time"] + np.timedelta64(30, "m"))
+    config = make_config(stores.write(data, tmp_path / "s.zarr"), tmp_path / "run", steps=2)
+    leave_checkpoint(config)
+    inits = np.array(["2000-01-04T00:30", "2000-01-04T06:30"], "M8[ns]")
+    keys = {"init": "[2000-01-04T00:30,2000-01-04T06:30]", "lead": "6h"}
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "f.zarr", **keys))) as found:
+        assert np.array_equal(found["time"].values, inits)
+        first = found["temperature"].values[:1]
+    folder = forecast(forecast_config(config, tmp_path / "f", format="netcdf", **keys))
+    names = ["2000-01-04T0030_rows-0000-0016.nc", "2000-01-04T0630_rows-0000-0016.nc"]
+    assert sorted(path.name for path in folder.glob("*.nc")) == names
+    with open_sharded(folder) as found:
+        assert np.array_equal(found["time"].values, inits)
+    assert check_forecast(str(folder)).complete
+    state = tmp_path / "state.nc"
+    data.sel(time=inits[:1]).to_netcdf(state)
+    assert InitialFiles.open(str(state)).initial_time(1, 6) == "2000-01-04T00:30"
+    keys |= {"init_file": str(state), "init": "2000-01-04T00:30"}
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "g.zarr", **keys))) as found:
+        assert np.array_equal(found["temperature"].values, first)

@@ -183,6 +183,9 @@ def test_headers(tmp_path):
     ]
     path = write(a_format(model_levels=True, hours=(6,)), tmp_path / "h")
     assert headers(path, "typeOfLevel", "level")[0] == ("hybrid", 500)
+    later = np.array(["2026-01-31T18:30"], "M8[ns]")
+    path = write(a_format(times=later, hours=(6,)), tmp_path / "i")
+    assert headers(path, "dataTime", "validityDate", "validityTime")[0] == (1830, 20260201, 30)
 
 
 def test_cfgrib_reads_sums_of_members_and_soil(tmp_path):

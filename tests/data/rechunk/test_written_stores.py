@@ -217,6 +217,15 @@ def test_dates_step_and_units_are_those_of_the_request(tmp_path: Path) -> None:
     )
 
 
+def test_times_keep_their_minutes(tmp_path: Path) -> None:
+    data = stores.dataset(rows=9, columns=4, steps=4)
+    data = data.assign_coords(time=data["time"] + np.timedelta64(30, "m"))
+    out = prepared(stores.write(data, tmp_path / "in.zarr"), tmp_path / "out.zarr")
+    assert np.array_equal(PreparedSource.open(str(out)).times, data["time"].values)
+    with xr.open_zarr(out, consolidated=False) as found:
+        assert np.array_equal(found["time"].values, data["time"].values)
+
+
 def test_sums_over_the_step_are_stored(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, columns=4, steps=24)
     data = data.assign_coords(time=stores.START + np.arange(24) * np.timedelta64(1, "h"))

@@ -58,10 +58,11 @@ MESSAGE_REPLACEMENTS = {
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
 # Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/store.py`
-# (FILL), by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT), and by `StepReader` in
-# `credit_dp/data/selection.py` (SUMS).
+# (FILL), by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT), and in
+# `credit_dp/data/selection.py` (STEP, SUMS).
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
+STEP_HINT = re.compile(r"Set data\.step to a multiple of \d+h")
 SUMS_HINT = re.compile(r"set data\.variables\.\S+\.accumulated to false(?:, to take.* before)?")
 FILL_CLAUSE = re.compile(r", so that data\.variables\.\w+\.fill does not fill them")
 
@@ -118,6 +119,7 @@ def translate_error_keys(store: str) -> Iterator[None]:
         yield
     except UserError as error:
         text = FILL_CLAUSE.sub("", FILL_HINT.sub(r"give masked=[\1]", str(error)))
+        text = STEP_HINT.sub("Change truth, or dates or hours", text)
         text = SUMS_HINT.sub("leave it out of variables", text)
         text = CONVERT_HINT.sub("convert it, or leave it out of variables", text)
         for old, new in {"data.store": store, **MESSAGE_REPLACEMENTS}.items():
@@ -431,9 +433,11 @@ def _check_times(truth: Store, valid: NDArray[np.datetime64]) -> None:
     if missing.any():
         text = truth.calendar.text
         lacking = np.count_nonzero(missing.any(axis=1))
+        remedy = "Choose initial times with dates=[first,last] or lead times with hours=[...]."
+        if missing[:, 0].all():
+            remedy = "Change truth or forecast: it has none of the initial times."
         raise UserError(
             f"{truth.source.where}: the truth has no {text(valid[missing].min())}, a time that is "
             f"needed by {lacking} of {counted(len(valid), 'initial time')} "
-            f"(the truth has {text(truth.times[0])} to {text(truth.times[-1])}). Choose initial "
-            "times with dates=[first,last] or lead times with hours=[...]."
+            f"(the truth has {text(truth.times[0])} to {text(truth.times[-1])}). {remedy}"
         )

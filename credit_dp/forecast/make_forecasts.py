@@ -594,7 +594,7 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
     hours = store.config.step_hours
     times, steps = request.initial_times()[:, None], request.steps(hours)
     if not request.init_file:
-        _refuse_missing(store, times + frame_offsets(frames, hours), "a state")
+        _refuse_missing(store, times + frame_offsets(frames, hours), "a state", "init")
     if request.boundary == TRUTH:
         _refuse_missing(store, times + steps, "the rim")
     # The last step's forcing is that at its beginning, so that the last valid time is not needed.
@@ -602,12 +602,12 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
         _refuse_missing(store, times + steps - steps[0], "the forcing")
 
 
-def _refuse_missing(store: Store, times: Times, what: str) -> None:
+def _refuse_missing(store: Store, times: Times, what: str, keys: str = "init, lead") -> None:
     missing = times[~np.isin(times, store.times)]
     if missing.size:
         text = store.calendar.text
         raise UserError(
             f"init: needs {what} at {text(missing.flat[0])}, but {store.source.where} has "
             f"{text(store.times[0])} to {text(store.times[-1])} in steps of "
-            f"{store.config.step} and lacks this time. Change init, lead or data.store."
+            f"{store.config.step} and lacks this time. Change {keys} or data.store."
         )

@@ -141,6 +141,47 @@ def test_lead_times_that_do_not_rise_are_refused(
     assert "as forecast" in said
 
 
+@pytest.mark.parametrize(
+    ("leads", "found"),
+    [
+        ([0, np.nan, 24], "f.nc: prediction_timedelta has missing values. Select the others"),
+        ([0, np.inf, 24], "f.nc: prediction_timedelta can't be read (Value inf can't"),
+        ([0, 6, 1e18], "f.nc: prediction_timedelta can't be read (1000000000000000000 hours)"),
+        ([0, 1.5, 24], "f.nc: lead times need whole hours, but one is 1.5 hours. Select others"),
+    ],
+)
+def test_lead_times_that_are_no_whole_hours_are_refused(
+    folder: Path, tmp_path: Path, leads: list[float], found: str
+) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    hours = ("prediction_timedelta", leads, {"units": "hours"})
+    made = made.assign_coords(prediction_timedelta=hours)
+    assert found in refusal(folder, forecasts.write(made, tmp_path / "f.nc"))
+
+
+def test_times_that_no_truth_has_are_refused_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    day = np.timedelta64(24 * 60, "m")
+    for name, later, remedy in (
+        ("partly", 1.5 * day, "Choose initial times with dates=[first,last] or lead times with"),
+        ("never", 400 * day, "Change truth or forecast: it has none of the initial times."),
+    ):
+        moved = made.assign_coords(time=made["time"] + later)
+        assert remedy in refusal(folder, forecasts.write(moved, tmp_path / f"{name}.zarr"))
+    half = np.array([0, 30], "m8[m]")
+    path = forecasts.write(made.assign_coords(time=made["time"] + half), tmp_path / "half.zarr")
+    assert "initial times need steps of whole hours, but one is 12.5 hours" in refusal(folder, path)
+    odd = made.isel(prediction_timedelta=[2]).assign_coords(
+        prediction_timedelta=[np.timedelta64(8, "h")]
+    )
+    path = forecasts.write(odd.isel(time=[0]), tmp_path / "odd.zarr")
+    said = refusal(folder, path)
+    assert (
+        "its times are 6 hours apart, so no two of them in a row are 8h apart. Change truth, or"
+        in said
+    )
+
+
 def test_coordinates_with_nan_are_another_grid() -> None:
     wanted = np.array([0.0, 90.0, 180.0, 270.0])
     found = np.array([0.0, 90.0, np.nan, 270.0])

@@ -525,15 +525,21 @@ def decode_durations(
     if variable.dtype.kind != "m":
         try:
             decoded = xr.conventions.decode_cf_variable(name, variable, decode_timedelta=True)
+            decoded.load()
         except (ValueError, TypeError, OverflowError) as error:
             reason = reason_of(error)
             raise UserError(f"{where}: {name} can't be read ({reason}). Change {key}.") from error
     durations: NDArray[np.timedelta64] = decoded.values
-    if durations.dtype.kind != "m" or np.isnat(durations).any():
+    if durations.dtype.kind != "m":
         raise UserError(
             f"{where}: {name} must be timedeltas or numbers with units like hours, but is "
-            f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. Set its "
-            f"attribute units, or change {key}."
+            f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. Write numbers "
+            f"with the attribute units='hours', or change {key}."
+        )
+    if np.isnat(durations).any():
+        raise UserError(
+            f"{where}: {name} has missing values. Select the others, as with xarray's isel, and "
+            f"write the store again, or change {key}."
         )
     return durations
 

@@ -7,7 +7,7 @@ values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -99,6 +99,7 @@ ZERO = re.compile(
 )
 
 
+YEAR_OF_UNITS = re.compile(r" since \D*(\d+)")
 NAMES_OF_DIMS = "_ARRAY_DIMENSIONS"  # attribute of arrays of format 2
 
 
@@ -226,7 +227,10 @@ def all_dates() -> Iterator[None]:
 
 
 def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.Dataset]) -> None:
-    """Refuse a missing first date, which cftime takes for the date that its units count from.
+    """Refuse numbers that xarray takes for other dates without an error.
+
+    One that is missing or infinite becomes the date that the units count from. Of the years in
+    units only four digits are read right.
 
     Args:
         where: the store's address.
@@ -237,15 +241,24 @@ def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.
         UserError: there is one.
     """
     for name, array in dataset.variables.items():
-        calendar = array.encoding.get("calendar")
-        if array.dtype.kind != "O" or array.ndim != 1 or not array.size or calendar is None:
+        year = YEAR_OF_UNITS.search(str(array.encoding.get("units", "")))
+        if array.dtype.kind not in "OM" or array.ndim != 1 or not array.size or year is None:
             continue
-        if array.values[0] != cftime.num2date(0, array.encoding["units"], calendar):
+        units, dates = array.encoding["units"], array.values
+        if len(year[1]) > 4:
+            raise _undecodable(where, name, f"the units '{units}'")
+        if array.dtype.kind == "M" and np.dtype(array.encoding.get("dtype", int)).kind != "f":
+            continue  # a missing number is no date here, and no integer is infinite
+        attributes = {"units": units, "calendar": array.encoding.get("calendar", "standard")}
+        with all_dates():
+            zero = xr.conventions.decode_cf_variable(name, xr.Variable("x", [0], attributes)).values
+        if zero.dtype != dates.dtype or zero[0] not in dates:
             continue
         numbers = open_dataset(decode_times=False)  # not closed: others may have the same handle
-        if np.isnan(numbers[name].values[0]):
+        if not np.isfinite(numbers[name].values).all():
             raise UserError(
-                f"{redact_secrets(where)}: {name} has missing values. Change data.store."
+                f"{redact_secrets(where)}: {name} has missing or infinite values. Change "
+                "data.store."
             )
 
 
@@ -265,16 +278,34 @@ def dates_error(where: str, open_dataset: Callable[..., xr.Dataset]) -> UserErro
             units = str(variable.attrs.get("units", ""))
             if " since " not in units:
                 continue
+            calendar = str(variable.attrs.get("calendar", "standard"))
             try:
                 xr.decode_cf(xr.Dataset({name: variable}), decode_timedelta=False)
             except (ValueError, OverflowError):
-                return UserError(
-                    f"{redact_secrets(where)}: {name} has the units '{units}', which xarray can't "
-                    f"decode to dates. Give it dates, as with xarray's "
-                    f"dataset.assign_coords({name}=pandas.date_range('2000-01-01', periods=1460, "
-                    "freq='6h')), and write the store again."
-                )
+                problem = f"the units '{units}'"
+                if not _are_decodable("days since 2000-01-01", calendar):
+                    problem = f"the calendar '{calendar}'"
+                elif _are_decodable(units, calendar):
+                    largest = np.nanmax(np.abs(variable.values.astype(float)))
+                    problem = f"values up to {largest:g} with the units '{units}'"
+                return _undecodable(where, name, problem)
     return None
+
+
+def _are_decodable(units: str, calendar: str) -> bool:
+    try:
+        cftime.num2date(0, units, calendar)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _undecodable(where: str, name: Hashable, problem: str) -> UserError:
+    return UserError(
+        f"{redact_secrets(where)}: {name} has {problem}, which xarray can't decode to dates. Give "
+        f"it dates, as with xarray's dataset.assign_coords({name}=pandas.date_range('2000-01-01', "
+        "periods=1460, freq='6h')), and write the store again."
+    )
 
 
 def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:

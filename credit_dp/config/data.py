@@ -180,7 +180,7 @@ class DataConfig:
     # options of single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
     variables: dict[str, VariableConfig] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)  # allowed values, [low, high]; null: any
-    step: str = "6h"  # model time step in hours or days; finer stores are subsampled
+    step: str = "6h"  # model time step in whole hours or days; finer stores are subsampled
     dates: DatesConfig = field(default_factory=DatesConfig)
     # a file or a list of them; null: computed from the training dates and cached
     statistics: Any = None

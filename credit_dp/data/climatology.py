@@ -151,7 +151,7 @@ def hour_of_day(times: Times) -> NDArray[np.float64]:
 
 def fitted_hours(times: Times) -> list[float]:
     """Return the hours of the day to fit: those of the dates, or of many, every third hour."""
-    present = np.unique(hour_of_day(times)).tolist()
+    present: list[float] = np.unique(hour_of_day(times)).tolist()
     if len(present) <= MAX_HOURS:
         return present
     first = 0 if any(hour % 3 == 0 for hour in present) else present[0]

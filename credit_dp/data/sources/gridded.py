@@ -99,7 +99,7 @@ ZERO = re.compile(
 )
 
 
-YEAR_OF_UNITS = re.compile(r" since \D*(\d+)")
+YEAR_OF_UNITS = re.compile(r" since \D*(\d+)-")
 NAMES_OF_DIMS = "_ARRAY_DIMENSIONS"  # attribute of arrays of format 2
 
 
@@ -245,7 +245,7 @@ def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.
         if array.dtype.kind not in "OM" or array.ndim != 1 or not array.size or year is None:
             continue
         units, dates = array.encoding["units"], array.values
-        if len(year[1]) > 4:
+        if int(year[1]) > 9999:
             raise _undecodable(where, name, f"the units '{units}'")
         if array.dtype.kind == "M" and np.dtype(array.encoding.get("dtype", int)).kind != "f":
             continue  # a missing number is no date here, and no integer is infinite

@@ -9,7 +9,7 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, TIME_UNITS, PreparedMetadata
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedMetadata
 
 STATIC = ("geopotential_at_surface", "land_sea_mask")
 
@@ -45,7 +45,7 @@ def write(data: xr.Dataset, path: Path, chunk_rows: int = 4, static: bool = True
         _create(group, "static", np.stack([data[name].values for name in names]), chunk_rows)
     hours = (data["time"].values - np.datetime64("1900-01-01")) // np.timedelta64(1, "h")
     time = group.create_array("time", data=hours.astype("i8"))
-    time.attrs["units"] = TIME_UNITS
+    time.attrs["units"] = "hours since 1900-01-01"
     for name in ("latitude", "longitude"):
         group.create_array(name, data=data[name].values.astype("f8"))
     return path

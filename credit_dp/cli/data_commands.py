@@ -229,6 +229,7 @@ def _grid(report: "StoreReport") -> list[str]:
         f"{report.where}: {report.form}",
         f"grid    {rows} x {columns} {kind}, latitude {north:g} to {south:g}, longitude "
         f"{west:g} to {east:g}, as ranks read them",
+        *(f"winds   {kind}: {', '.join(names)}" for kind, names in report.winds.items()),
     ]
 
 

@@ -16,6 +16,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.data.grid import POLE, Grid, turns, unit_vectors
 from credit_dp.data.sources.source import Source, VariableInfo, all_names
+from credit_dp.data.winds import describe_winds, lies_along_grid, other_component
 from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a float32 value
@@ -105,6 +106,7 @@ class StoreReport:
         is_global: whether the grid covers the globe.
         projection: the CF name of the projection of a region; empty without one.
         spacing: of the region's rows and columns, and whether these go round the globe.
+        winds: on a projection, the components of winds by how they lie; empty on other grids.
         dates: the time axis.
         members: numbers of the members of an ensemble; empty if there are none.
         variables: in the store's order.
@@ -122,6 +124,7 @@ class StoreReport:
     is_global: bool
     projection: str
     spacing: str
+    winds: dict[str, list[str]]
     dates: TimeAxisReport
     members: tuple[int, ...]
     variables: tuple[VariableReport, ...]
@@ -157,6 +160,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         is_global=source.grid.is_global,
         projection=_projection(source.grid),
         spacing=_spacing(source.grid),
+        winds=_winds(source),
         dates=report_time_axis(common_times, source.calendar),
         members=source.members,
         variables=variables,
@@ -201,6 +205,17 @@ def _spacing(grid: Grid) -> str:
         np.linalg.norm(points[:, 1, 1] - other) for other in (points[:, 0, 1], points[:, 1, 0])
     ]
     return " x ".join(f"{EARTH_RADIUS_KM * step:.4g}" for step in apart) + " km in the middle"
+
+
+def _winds(source: Source) -> dict[str, list[str]]:
+    """Return the components of winds on a projection by how they lie, in words."""
+    winds: dict[str, list[str]] = {}
+    for name, variable in source.variables.items() if source.grid.is_projected else ():
+        along_grid = lies_along_grid(variable.standard_name, source.grid)
+        if not variable.problem and (along_grid or other_component(name)):
+            assumed = ", as no standard name says otherwise" if along_grid is None else ""
+            winds.setdefault(describe_winds(along_grid) + assumed, []).append(name)
+    return winds
 
 
 def report_time_axis(times: Times, calendar: Calendar = STANDARD) -> TimeAxisReport:

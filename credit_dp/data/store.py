@@ -35,6 +35,7 @@ from credit_dp.data.selection import StepReader, select_channels, without_absent
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import BlockConsumer, BlockReader, Source
 from credit_dp.data.units import check_units, converted_unit, usual_unit
+from credit_dp.data.winds import lies_along_grid
 from credit_dp.errors import UserError, counted
 
 logger = logging.getLogger(__name__)
@@ -431,6 +432,10 @@ class Store:
         if variable in COMPUTED_FORCINGS or variable in COMPUTED_STATICS:
             return "1"
         return converted_unit(self.source, variable, self.config)
+
+    def lies_along_grid(self, variable: str) -> bool | None:
+        """Whether a variable is a wind along the axes of a projection; see `winds`."""
+        return lies_along_grid(self.source.variables[variable].standard_name, self.grid)
 
     def shown_unit(self, variable: str) -> str:
         """Return the unit for tables and files: a variable without one has its usual unit."""

@@ -30,6 +30,7 @@ from credit_dp.data.sources.source import Source, describe_members
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.units import canonical_unit, is_accumulated
+from credit_dp.data.winds import lies_along_grid
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.forecast_store import ForecastStore, column_order
 from credit_dp.evaluation.stored_climatology import (
@@ -301,6 +302,9 @@ def align(
         truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
     if not truth.grid.is_global and forecast.grid.difference(truth.grid):
         forecast.interpolate_to(truth.grid)
+    for name in names:
+        standard_name = source.variables[name].standard_name
+        forecast.turn_wind(name, to_grid=lies_along_grid(standard_name, truth.grid))
     # Rows have one order, north first, but columns may begin at any longitude.
     columns = column_order(truth.grid, forecast.grid, forecast.where, "forecast")
     # Lead time 0 stands for the initial time itself, which persistence needs.
@@ -325,6 +329,7 @@ def align(
                 truth.grid,
                 truth.calendar,
             )
+            climatology.check_winds(source)
     else:
         description = period.description
         with translate_error_keys("truth"):

@@ -33,6 +33,15 @@ from credit_dp.data.sources.grib_file import is_grib
 from credit_dp.data.sources.grib_forecasts import open_grib_forecasts
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import as_slice
+from credit_dp.data.winds import (
+    Turn,
+    describe_winds,
+    find_other_component,
+    lie_otherwise,
+    lies_along_grid,
+    stated_name,
+    turn_of,
+)
 from credit_dp.errors import UserError
 
 LEAD_DIM = "prediction_timedelta"
@@ -103,11 +112,13 @@ class ForecastVariable:
         levels: its levels; empty for a variable without levels.
         units: as in the store; may be empty.
         summed: values are sums over the store's `span` before the valid time.
+        standard_name: may be empty; see `stated_name`.
     """
 
     levels: tuple[int, ...]
     units: str
     summed: bool = False
+    standard_name: str = ""
 
 
 @final
@@ -159,12 +170,14 @@ class ForecastStore:
         self._flipped = grid.rises
         self.grid = self.stored_grid = grid.flipped() if self._flipped else grid
         self._interpolation: PointInterpolation | None = None
+        self._turns: dict[str, tuple[str, Turn]] = {}  # with the other component's name
         levels = whole_number_levels(dataset, self.where, "forecast")
         self.variables = {
             str(name): ForecastVariable(
                 levels if "level" in array.dims else (),
                 str(array.attrs.get("units", "")).strip(),
                 self.span is not None and is_sum(array),
+                stated_name(str(name), array.attrs, self.stored_grid),
             )
             # Sorted, because a zarr store may list its variables in the order of a folder.
             for name, array in sorted(dataset.data_vars.items(), key=lambda item: str(item[0]))
@@ -217,6 +230,38 @@ class ForecastStore:
             ) from error
         self.grid = grid
 
+    def turn_wind(self, name: str, to_grid: bool | None) -> None:
+        """Read a component of wind on a projection along its axes, or eastward or northward.
+
+        A variable that is stored so, or is no wind, stays as it is. Call it after `interpolate_to`.
+
+        Args:
+            name: of the variable.
+            to_grid: whether along the axes; see `lies_along_grid`.
+
+        Raises:
+            UserError: the other component is missing, or see `turn_of`.
+        """
+        variable = self.variables[name]
+        along_grid = lies_along_grid(variable.standard_name, self.stored_grid)
+        if not lie_otherwise(along_grid, to_grid):
+            return
+        alike = [
+            x
+            for x, other in self.variables.items()
+            if lies_along_grid(other.standard_name, self.stored_grid) == along_grid
+            and {*variable.levels} <= {*other.levels}
+        ]
+        other = find_other_component(name, alike)
+        if other is None:
+            kinds = describe_winds(along_grid), describe_winds(to_grid)
+            raise UserError(
+                f"{self.where}: {name} is {kinds[0]}, and can't be turned to be {kinds[1]} without "
+                "the other component of this wind. Add that to the forecast, or leave it out with "
+                "variables=[...]."
+            )
+        self._turns[name] = other, turn_of(name, self.grid, self.where, bool(to_grid))
+
     def read(
         self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
     ) -> NDArray[np.float32]:
@@ -228,6 +273,16 @@ class ForecastStore:
         Raises:
             UserError: a field can't be read; names store, variable, initial and lead time.
         """
+        fields = self._read(name, levels, inits, leads)
+        if name not in self._turns:
+            return fields
+        other, turn = self._turns[name]
+        return np.asarray(turn(fields, self._read(other, levels, inits, leads)), np.float32)
+
+    def _read(
+        self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
+    ) -> NDArray[np.float32]:
+        """Read a variable as it is stored, at the points of `grid`."""
         array = self._dataset[name].variable
         # Slices where possible: zarr reads them faster than lists of indices.
         selection = {"time": as_slice(inits), LEAD_DIM: as_slice(leads)}
@@ -242,7 +297,7 @@ class ForecastStore:
             # Read the fields one by one: finds the damaged one, or succeeds if the error passed.
             if len(inits) * len(leads) > 1:
                 rows = [
-                    [self.read(name, levels, i, x) for x in single_indices(leads)]
+                    [self._read(name, levels, i, x) for x in single_indices(leads)]
                     for i in single_indices(inits)
                 ]
                 return np.concatenate([np.concatenate(row, axis=1) for row in rows])

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.valid_points import ValidPoints
+from credit_dp.data.winds import WIND_COMPONENTS
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
     Accumulator,
@@ -171,18 +171,6 @@ def energy_score(shape: Shape, extent: Extent) -> Accumulator:
 def every_channel(channel: Channel) -> bool:
     """Return true: most metrics are scores of every channel."""
     return True
-
-
-# Eastward -> northward component, with the names of WeatherBench 2.
-WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "u_component_of_wind": "v_component_of_wind",
-        "10m_u_component_of_wind": "10m_v_component_of_wind",
-        "100m_u_component_of_wind": "100m_v_component_of_wind",
-        "u_component_of_geostrophic_wind": "v_component_of_geostrophic_wind",
-        "u_component_of_ageostrophic_wind": "v_component_of_ageostrophic_wind",
-    }
-)
 
 
 def is_eastward_wind(channel: Channel) -> bool:

@@ -27,7 +27,8 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
-from credit_dp.data.sources.source import as_slice
+from credit_dp.data.sources.source import Source, as_slice
+from credit_dp.data.winds import describe_winds, lie_otherwise, lies_along_grid, stated_name
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import column_order, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name
@@ -119,6 +120,20 @@ class StoredClimatology:
         values = np.concatenate(parts, axis=1)
         values = values[:, :, ::-1] if self._flipped else values
         return reorder_columns(values[:, :, rows], self._columns)
+
+    def check_winds(self, truth: Source) -> None:
+        """Refuse winds along the axes of a projection where the truth's are not, or the reverse."""
+        for channel, stored in self._stored.items():
+            attributes = self._dataset[stored.variable].attrs
+            own = stated_name(channel.variable, attributes, truth.grid)
+            names = own, truth.variables[channel.variable].standard_name
+            along = [lies_along_grid(name, truth.grid) for name in names]
+            if lie_otherwise(*along):
+                kinds = [describe_winds(x) for x in along]
+                raise UserError(
+                    f"{self.where}: {stored.variable} is {kinds[0]}, but {kinds[1]} in the truth "
+                    f"{truth.where}. Change climatology, or leave it out."
+                )
 
     def times_of_days(self) -> list[Times]:
         """Return the times that the store has, in the leap year 2000, for each of its days."""

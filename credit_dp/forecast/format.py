@@ -5,7 +5,7 @@ what a forecast's values depend on; only a forecast with the same settings is re
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -86,6 +86,7 @@ class ForecastFormat:
         model_levels: whether levels are model levels, not pressure levels.
         calendar: of the initial times.
         cells: of the source, on which fields are written instead; None for those of `grid`.
+        along_grid: winds along the axes of a projection, with their standard names.
     """
 
     channels: tuple[Channel, ...]
@@ -99,6 +100,7 @@ class ForecastFormat:
     model_levels: bool = False
     calendar: Calendar = STANDARD
     cells: Points | None = None
+    along_grid: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -135,6 +137,11 @@ class ForecastFormat:
             and any(bool(store.source.variables[name].model_levels) for name in names),
             calendar=store.calendar,
             cells=Points(cells.latitudes, cells.longitudes) if request.grid and cells else None,
+            along_grid={
+                name: store.source.variables[name].standard_name
+                for name in names
+                if store.lies_along_grid(name)
+            },
         )
 
     @property
@@ -257,8 +264,9 @@ class ForecastFormat:
         unit = canonical_unit(self.units.get(name, ""))
         known = KNOWN_VARIABLES.get(name)
         names = known.standard_names if known is not None else ()
+        standard_name = self.along_grid.get(name, names[0] if names else "")
         return {
-            **({"standard_name": names[0]} if names else {}),
+            **({"standard_name": standard_name} if standard_name else {}),
             "long_name": name.replace("_", " "),
             **({"units": unit} if unit else {}),
             # CF 1.11: tells a temperature from a difference of temperatures, also in kelvin.
@@ -292,6 +300,7 @@ DEGREES: Mapping[str, Attributes] = {
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
+    "along_grid": "data.store",
     "boundary": "data.boundary",
     "boundary_from": "boundary",
     "bounds": "model.bounds",
@@ -367,6 +376,7 @@ def format_to_json(form: ForecastFormat) -> Settings:
         "model_levels": form.model_levels,
         **({} if form.calendar.is_standard else {"calendar": form.calendar.name}),
         **({} if form.cells is None else {"cells": [x.tolist() for x in form.cells]}),
+        **({"along_grid": dict(form.along_grid)} if form.along_grid else {}),
     }
 
 
@@ -392,6 +402,7 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
             model_levels=bool(settings.get("model_levels", False)),
             calendar=calendar,
             cells=Points(*np.array(settings["cells"], float)) if "cells" in settings else None,
+            along_grid=dict(settings.get("along_grid", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its settings can't be read ({error!r}).") from error

@@ -31,6 +31,7 @@ from credit_dp.data.sources.grib_file import (
 )
 from credit_dp.data.sources.grib_names import MODEL, PRESSURE, SINGLE, GribCode, code_of
 from credit_dp.data.units import find_conversion
+from credit_dp.data.winds import GRIB_FLAG, other_component
 from credit_dp.errors import UserError
 from credit_dp.forecast.format import OutputVariable, Points
 from credit_dp.forecast.netcdf_writer import open_arrays, read_field
@@ -89,6 +90,13 @@ class GribWriter(FileWriter):
         grid = self.form.grid
         if grid.is_projected:
             self._check_points(eccodes)
+        winds = {x.name for x in self.form.variables if other_component(x.name)}
+        if self.form.along_grid and winds != {*self.form.along_grid}:
+            raise UserError(
+                "format: GRIB has all winds along the grid, or none, but only "
+                f"{', '.join(self.form.along_grid)} of {', '.join(sorted(winds))} are. Use "
+                "format=zarr or netcdf."
+            )
         for axis in () if grid.is_projected or cells is not None else ("latitude", "longitude"):
             steps = turns(getattr(grid, axis))
             if np.abs(steps - steps.mean()).max(initial=0) > 1e-3 * abs(steps.mean()):
@@ -303,6 +311,8 @@ class GribWriter(FileWriter):
             "typeOfLevel": kind,
             "level": code.level if code.level_type else level,
             **self._grid[0],
+            # Of all messages, as readers take those with another flag for ones on another grid.
+            GRIB_FLAG: int(bool(self.form.along_grid)),
             "bitsPerValue": BITS_PER_VALUE,
         }
 

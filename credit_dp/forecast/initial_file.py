@@ -41,11 +41,23 @@ from credit_dp.data.sources.source import describe_members
 from credit_dp.data.sources.storage import content_stamp
 from credit_dp.data.store import Store, find_missing
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
+from credit_dp.data.winds import (
+    ALONG_X,
+    ALONG_Y,
+    GRIB_FLAG,
+    Turn,
+    describe_winds,
+    lie_otherwise,
+    lies_along_grid,
+    other_component,
+    turn_of,
+)
 from credit_dp.errors import UserError, counted
 from credit_dp.forecast.request import ForecastRequest, parse_list
 from credit_dp.variable_names import all_names_of, long_name
 
 KEY = "init_file"
+WRF_WINDS = {"U10": "10m_u_component_of_wind", "V10": "10m_v_component_of_wind"}
 LEAD_DIMS = ("prediction_timedelta", "step", "lead_time")
 SAME_GRID = 0.01  # of a step: coordinates in GRIB are rounded
 
@@ -54,9 +66,16 @@ Regrid = Callable[[NDArray[np.floating]], NDArray[np.floating]]
 
 
 class FoundField(NamedTuple):
-    """A field in a file: its unit as the file gives it, and how to read its values, `(N,)`."""
+    """A field in a file.
+
+    Attributes:
+        unit: as the file gives it.
+        along_grid: of a wind; see `lies_along_grid`.
+        read: reads its values, `(N,)`.
+    """
 
     unit: str
+    along_grid: bool | None
     read: Callable[[], FieldArray]
 
 
@@ -167,7 +186,9 @@ class GribStates(StateFile):
                     "Select one, for example with `grib_copy -w`."
                 )
             for message in messages:
-                return FoundField(message.unit, partial(self._read, message))
+                flag = self._file.headers[message.offset][GRIB_FLAG] == 1
+                along_grid = self.grid.is_projected and flag
+                return FoundField(message.unit, along_grid, partial(self._read, message))
         return None
 
     def _read(self, message: Message) -> FieldArray:
@@ -214,7 +235,9 @@ class GriddedStates(StateFile):
                 continue
             if variable.problem:
                 raise UserError(f"{KEY}: {self.where}: {name} {variable.problem}. Change {KEY}.")
-            return FoundField(variable.units, partial(self._read, Channel(name, level), index))
+            along_grid = lies_along_grid(variable.standard_name, self.grid)
+            read = partial(self._read, Channel(name, level), index)
+            return FoundField(variable.units, along_grid, read)
         return None
 
     def _read(self, channel: Channel, index: int) -> FieldArray:
@@ -304,16 +327,16 @@ class InitialFiles:
                     f"{KEY}: {file.where} has dates of the {file.calendar.name} calendar, but the "
                     f"model's are of the {store.calendar.name} calendar. Change {KEY}."
                 )
-        fields: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
+        found: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
         missing: dict[tuple[Channel, ...], list[str]] = {}
         for time in np.unique(times):
             lacking = []
             for channel in store.channels.prognostic:
-                found = self._find(store, channel, time)
-                if found is None:
+                pair = self._find(store, channel, time)
+                if pair is None:
                     lacking.append(channel)
                 else:
-                    fields[channel, time] = found
+                    found[channel, time] = pair
             if lacking:
                 missing.setdefault(tuple(lacking), []).append(store.calendar.text(time))
         if missing:
@@ -325,23 +348,71 @@ class InitialFiles:
             raise UserError(
                 f"{KEY}: {where} lacks {'; '.join(lacks)}. Add a file that has it to {KEY}."
             )
-        conversions = {
-            (channel, time): _conversion(store, channel, file, field.unit)
-            for (channel, time), (file, field) in fields.items()
+        fields = {
+            (channel, time): _Field(*pair, _conversion(store, channel, pair[0], pair[1].unit))
+            for (channel, time), pair in found.items()
         }
-        return StateReader(store, fields, conversions, regrid)
+        turned = {
+            (channel, time): (self._other_component(store, channel, time, field), turn)
+            for (channel, time), field in fields.items()
+            if (turn := _turn(store, channel, field)) is not None
+        }
+        return StateReader(store, fields, turned, regrid)
+
+    def _other_component(
+        self, store: Store, channel: Channel, time: np.datetime64, field: "_Field"
+    ) -> "_Field":
+        """Return the field that turns one of the same wind.
+
+        Raises:
+            UserError: the files lack it.
+        """
+        name = other_component(channel.variable)
+        found = self._find(store, channel, time, name) if name else None
+        if found is None or found[1].along_grid != field.found.along_grid:
+            lies = field.found.along_grid
+            raise UserError(
+                f"{KEY}: {field.file.where}: {channel.name} is {describe_winds(lies)}, but "
+                f"{describe_winds(not lies)} in {store.source.where}, and can't be turned without "
+                f"the other component of this wind. Add a file that has it to {KEY}."
+            )
+        return _Field(*found, _conversion(store, channel, found[0], found[1].unit))
 
     def _find(
-        self, store: Store, channel: Channel, time: np.datetime64
+        self, store: Store, channel: Channel, time: np.datetime64, name: str | None = None
     ) -> tuple[StateFile, FoundField] | None:
-        long, level = long_name(channel.variable, channel.level)
-        names = dict.fromkeys([channel.variable, *all_names_of(long), *OTHER_NAMES.get(long, ())])
+        """Return the field of a channel, or of another variable on its level."""
+        name = name or channel.variable
+        long, level = long_name(name, channel.level)
+        if level is None:
+            level = long_name(channel.variable, channel.level)[1]
+        if store.source.variables[channel.variable].standard_name in (ALONG_X, ALONG_Y):
+            long = WRF_WINDS.get(long, long)
+        names = dict.fromkeys([name, *all_names_of(long), *OTHER_NAMES.get(long, ())])
         model_levels = bool(store.source.variables[channel.variable].model_levels)
         for file in self._files:
             found = file.find(list(names), level, model_levels, time)
             if found is not None:
                 return file, found
         return None
+
+
+class _Field(NamedTuple):
+    """A field with its file, and scale and offset from the file's unit to the run's."""
+
+    file: StateFile
+    found: FoundField
+    conversion: tuple[float, float]
+
+
+def _turn(store: Store, channel: Channel, field: _Field) -> Turn | None:
+    """Return what turns a wind of a file to that of the run; None of all other fields."""
+    to_grid = store.lies_along_grid(channel.variable)
+    is_wind = to_grid or other_component(channel.variable)
+    if not is_wind or not lie_otherwise(field.found.along_grid, to_grid):
+        return None
+    # A file on a projection is on that of the run: no other is regridded.
+    return turn_of(channel.variable, store.grid, f"{KEY}: {field.file.where}", bool(to_grid))
 
 
 @final
@@ -351,14 +422,15 @@ class StateReader:
     def __init__(
         self,
         store: Store,
-        fields: Mapping[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]],
-        conversions: Mapping[tuple[Channel, np.datetime64], tuple[float, float]],
+        fields: Mapping[tuple[Channel, np.datetime64], _Field],
+        turned: Mapping[tuple[Channel, np.datetime64], tuple[_Field, Turn]],
         regrid: str,
     ) -> None:
         self._store = store
         self._fields = fields
-        self._conversions = conversions
-        files = {file.where: file for file, _ in fields.values()}
+        self._turned = turned
+        used = [*fields.values(), *(field for field, _ in turned.values())]
+        files = {field.file.where: field.file for field in used}
         self._regridders = {where: file.regridder(store, regrid) for where, file in files.items()}
 
     def read_states(self, times: Times, rows: slice) -> FieldArray:
@@ -381,10 +453,17 @@ class StateReader:
 
     def _read_field(self, channel: Channel, time: np.datetime64) -> FieldArray:
         """Read one field on the run's grid, `(H, W)`."""
-        file, found = self._fields[channel, time]
-        scale, offset = self._conversions[channel, time]
-        field = found.read().astype(np.float64) * scale + offset
-        return np.asarray(self._regridders[file.where](field), dtype=np.float32)
+        values = self._read_converted(self._fields[channel, time])
+        if (channel, time) in self._turned:
+            other, turn = self._turned[channel, time]
+            values = turn(values, self._read_converted(other))
+        return np.asarray(values, dtype=np.float32)
+
+    def _read_converted(self, field: _Field) -> NDArray[np.floating]:
+        """Read a field in the unit of the run and on its grid, `(H, W)`."""
+        scale, offset = field.conversion
+        values = field.found.read().astype(np.float64) * scale + offset
+        return self._regridders[field.file.where](values)
 
     def _check(
         self,
@@ -399,7 +478,7 @@ class StateReader:
         Raises:
             UserError: a value is missing or out of range.
         """
-        where = f"{KEY}: {self._fields[channel, time][0].where}: {channel.name}"
+        where = f"{KEY}: {self._fields[channel, time].file.where}: {channel.name}"
         date = self._store.calendar.text(time)
         if find_missing(field[None], mask) is not None:
             missing = ~np.isfinite(field) if mask is None else ~np.isfinite(field) & mask
@@ -414,7 +493,7 @@ class StateReader:
         if outlier is not None:
             position = f"{date}, row {north + outlier[0]}, column {outlier[1]}"
             text = limits.out_of_range_message(channel, field, outlier, position)
-            raise UserError(f"{KEY}: {self._fields[channel, time][0].where}: {text}")
+            raise UserError(f"{KEY}: {self._fields[channel, time].file.where}: {text}")
 
 
 def open_initial_files(request: ForecastRequest) -> InitialFiles | None:

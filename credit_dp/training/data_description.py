@@ -21,6 +21,7 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
 from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
+from credit_dp.data.winds import describe_winds, lie_otherwise
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import hybrid_of
 from credit_dp.physics.fixers import has_budgets
@@ -93,6 +94,11 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
         **store.grid.to_json(),
         "diagnostic": len(store.channels.diagnostic),
         "variables": describe_variables(store),
+        **(
+            {"along_grid": [store.lies_along_grid(channel.variable) for channel in channels]}
+            if store.grid.is_projected
+            else {}
+        ),
         # Of model levels, for fixers, which an exported model has, too.
         "hybrid": hybrid_of(store) if has_budgets(model) else {},
         **({"boundary": store.config.boundary} if store.config.boundary else {}),
@@ -213,7 +219,7 @@ def check_model(use: Use, saved: DataDescription, current: DataDescription) -> N
 
 
 def check_store(use: Use, saved: DataDescription, current: DataDescription, where: str) -> None:
-    """Check that a store has the calendar, grid, units and model levels of a checkpoint.
+    """Check that a store has the calendar, grid, units, winds and levels of a checkpoint.
 
     Args:
         saved, current: what `describe_fields` returns, of the same channels.
@@ -241,6 +247,15 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
             raise UserError(
                 f"{use.subject} was trained with {Channel(variable, level).name} in {units[0]}, "
                 f"but {where} has it in {units[1]}. {use.store_advice}"
+            )
+    # Missing in checkpoints of earlier versions.
+    lies = zip(*(of.get("along_grid", ()) for of in (saved, current)), strict=False)
+    for (variable, _), pair in zip(current["channels"], lies, strict=False):
+        if lie_otherwise(*pair):
+            kinds = [describe_winds(x) for x in pair]
+            raise UserError(
+                f"{use.subject} was trained with {variable} {kinds[0]}, but {where} has it "
+                f"{kinds[1]}. {use.store_advice}"
             )
     if saved.get("hybrid") and current["hybrid"]:
         for name in ("a", "b"):

@@ -27,7 +27,7 @@ from zarr.abc.store import Store
 
 from credit_dp.data.calendar import Times, calendar_of, decode_dates
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import FieldArray
+from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.address import (
     is_remote,
     local_path,
@@ -84,6 +84,7 @@ from credit_dp.data.sources.virtual import (
 )
 from credit_dp.data.sources.wrf import STAGGERED, with_cf_coordinates
 from credit_dp.data.units import CONVERSIONS, UNSPECIFIED_UNITS, canonical_unit
+from credit_dp.data.winds import stated_name
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 from credit_dp.variable_names import all_names_of, canonical_name
@@ -551,7 +552,7 @@ class GriddedSource(Source):
         self._flipped = grid.rises
         self.grid = grid.flipped() if self._flipped else grid
         bounds_by = "" if self.time_bounds is None else sums_by
-        stored_variables = _variables(dataset, self.where, model_levels, bounds_by)
+        stored_variables = _variables(dataset, self.where, model_levels, bounds_by, grid)
         for name in _bounds_of_cells(stored) & stored_variables.keys():
             if stored_variables[name].problem:
                 del stored_variables[name]
@@ -802,7 +803,7 @@ def _bounds_of_cells(dataset: xr.Dataset) -> set[str]:
 
 
 def _variables(
-    dataset: xr.Dataset, where: str, model_levels: bool | None, bounds_by: str
+    dataset: xr.Dataset, where: str, model_levels: bool | None, bounds_by: str, grid: Grid
 ) -> dict[str, VariableInfo]:
     """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = whole_number_levels(dataset, where, "data.store")
@@ -815,7 +816,7 @@ def _variables(
             has_time="time" in dims,
             levels=levels if "level" in dims else (),
             units=str(array.attrs.get("units", "")).strip(),
-            standard_name=str(array.attrs.get("standard_name", "")),
+            standard_name=stated_name(str(name), array.attrs, grid),
             problem=_problem(array, dims, horizontal),
             model_levels=model_levels if "level" in dims else False,
             sums_stated_by=sums.by,

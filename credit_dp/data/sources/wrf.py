@@ -15,11 +15,14 @@ import xarray as xr
 from credit_dp.data.calendar import STANDARD, Times
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import with_grid_mapping
+from credit_dp.data.winds import ALONG_X, ALONG_Y
 from credit_dp.errors import UserError
 
 POINTS = {"latitude": ("XLAT", "degrees_north"), "longitude": ("XLONG", "degrees_east")}
 # Fields that are constant, though WRF writes them at each time.
 CONSTANT = ("HGT", "LANDMASK", "XLAND", "F", "E", "SINALPHA", "COSALPHA", "MAPFAC_M", "VAR")
+# Components along the axes of the grid, which WRF says in no attribute.
+WINDS = {"U10": ALONG_X, "V10": ALONG_Y, "U": ALONG_X, "V": ALONG_Y}
 STAGGERED = "_stag"  # the end of the names of dims of cells' edges
 EARTH_RADIUS = 6.37e6  # m
 LAMBERT, POLAR = 1, 2  # values of MAP_PROJ
@@ -68,6 +71,8 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
     for name in CONSTANT:
         if name in dataset.variables and "time" in dataset[name].dims:
             dataset[name] = dataset[name].isel(time=0, drop=True)
+    for name in WINDS.keys() & dataset.variables.keys():
+        dataset[name].attrs["standard_name"] = WINDS[name]
     replaced = re.compile("XLAT(_.)?|XLONG(_.)?|Times|XTIME")
     dataset = dataset.drop_vars([x for x in dataset.variables if replaced.fullmatch(str(x))])
     dataset = dataset.assign_coords(coordinates)

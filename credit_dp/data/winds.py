@@ -1,0 +1,156 @@
+"""How the components of winds lie on a projection: along its axes, or eastward and northward.
+
+A variable's standard name says it, in stores, in prepared ones and in forecasts: `x_wind` and
+`y_wind` lie along the axes, all others are eastward and northward. On rows of latitudes the two are
+the same. Components stay as they are stored until two sources meet that have them otherwise: then
+`turn_of` turns one component with the help of the other.
+
+    eastward = x cos(a) - y sin(a),   northward = y cos(a) + x sin(a)
+
+where a is the angle from the east to the x axis, counterclockwise (WRF's COSALPHA and SINALPHA).
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.grid import Array, Grid, unit_vectors
+from credit_dp.errors import UserError
+from credit_dp.variable_names import canonical_name, long_name
+
+# Eastward -> northward component, with the names of WeatherBench 2, and WRF's.
+WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "u_component_of_wind": "v_component_of_wind",
+        "10m_u_component_of_wind": "10m_v_component_of_wind",
+        "100m_u_component_of_wind": "100m_v_component_of_wind",
+        "u_component_of_geostrophic_wind": "v_component_of_geostrophic_wind",
+        "u_component_of_ageostrophic_wind": "v_component_of_ageostrophic_wind",
+        "U10": "V10",
+    }
+)
+NORTHWARD_COMPONENTS = {northward: eastward for eastward, northward in WIND_COMPONENTS.items()}
+ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
+# Names by which files call components along the grid; the first are CF's older ones.
+ALONG_GRID: Mapping[str, str] = MappingProxyType(
+    {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
+)
+GRIB_FLAG = "uvRelativeToGrid"  # in attributes with the prefix of cfgrib
+LARGEST_SKEW = np.radians(1.0)  # of axes that should be at right angles
+
+
+def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
+    """Return the standard name of a variable; of a wind along the axes of a projection CF's.
+
+    GRIB's flag comes first: cfgrib names all winds eastward and northward.
+    """
+    stated = str(attributes.get("standard_name", ""))
+    stated = ALONG_GRID.get(stated, stated)
+    if not grid.is_projected or attributes.get(f"GRIB_{GRIB_FLAG}") != 1:
+        return stated
+    if stated == "eastward_wind" or canonical_name(name) in WIND_COMPONENTS:
+        return ALONG_X
+    if stated == "northward_wind" or canonical_name(name) in NORTHWARD_COMPONENTS:
+        return ALONG_Y
+    return stated
+
+
+def lies_along_grid(standard_name: str, grid: Grid) -> bool | None:
+    """Whether a variable is a component of wind along the axes of a projection.
+
+    None without a standard name: it is trusted to lie as in the source that it meets.
+    """
+    if grid.is_projected and not standard_name:
+        return None
+    return grid.is_projected and standard_name in (ALONG_X, ALONG_Y)
+
+
+def lie_otherwise(first: bool | None, second: bool | None) -> bool:
+    """Whether two answers of `lies_along_grid` are known to differ."""
+    return first is not None and second is not None and first != second
+
+
+def describe_winds(along_grid: bool | None) -> str:
+    """Return an answer of `lies_along_grid` in words."""
+    return "along the grid" if along_grid else "eastward or northward"
+
+
+def other_component(name: str) -> str | None:
+    """Return the long name of the other component of a wind; None if it is not known as one."""
+    long = canonical_name(name)
+    for of_x, of_y in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
+        if of_x in long:  # as in AROME's x_wind_10m
+            return long.replace(of_x, of_y)
+    return WIND_COMPONENTS.get(long, NORTHWARD_COMPONENTS.get(long))
+
+
+def find_other_component(name: str, names: Iterable[str]) -> str | None:
+    """Return the first of some names that is the other component of a wind, on the same level."""
+    wanted = other_component(name), long_name(name)[1]
+    return next((x for x in names if (canonical_name(x), long_name(x)[1]) == wanted), None)
+
+
+@final
+class Turn(NamedTuple):
+    """Turns one component of a wind on a grid: its own share and the other component's, `(H, W)`.
+
+    Shapes:
+        both components `(..., H, W)`, or on a part of the grid -> the same.
+    """
+
+    own: Array
+    other: Array
+
+    def __call__(
+        self, component: NDArray[np.floating], other: NDArray[np.floating]
+    ) -> NDArray[np.floating]:
+        """Return the turned component, computed in float64, of its own type."""
+        return np.asarray(self.own * component + self.other * other, dtype=component.dtype)
+
+
+def turn_of(name: str, grid: Grid, where: str, to_grid: bool) -> Turn:
+    """Return what turns a component of wind on a projection.
+
+    Args:
+        name: of the component, any of its names.
+        grid: of the projection.
+        where: what has the winds, with its key, for a message.
+        to_grid: whether to turn from eastward and northward to the axes, not back.
+
+    Raises:
+        UserError: the axes of the grid are not at right angles.
+    """
+    angle = angle_of_axes(grid)
+    skew = np.abs(np.sin(_angle_from_east(grid, axis=1) - angle - np.pi / 2))
+    if skew.max() > np.sin(LARGEST_SKEW):
+        raise UserError(
+            f"{where}: winds along its rows and columns can't be turned to eastward and northward "
+            f"ones, as these are up to {np.degrees(skew.max()):.2g} degrees from right angles. "
+            f"Turn them first, or leave {name} out."
+        )
+    long = canonical_name(name)
+    is_first = long in WIND_COMPONENTS or ALONG_X in long
+    return Turn(np.cos(angle), np.sin(angle) * (-1 if is_first != to_grid else 1))
+
+
+def angle_of_axes(grid: Grid) -> Array:
+    """Return the angle from the east to the x axis of a projection, counterclockwise: `(H, W)`.
+
+    In radians, by the coordinates of neighbouring points: exact to the second order of a step's
+    share of the radius. The y axis is 90 degrees further, wherever rows begin.
+    """
+    angle = _angle_from_east(grid, axis=2)
+    columns = grid.projection.columns.values
+    return angle + np.pi if len(columns) and columns[-1] < columns[0] else angle
+
+
+def _angle_from_east(grid: Grid, axis: int) -> Array:
+    """Return the direction to the next row (axis 1) or column (2), counterclockwise from east."""
+    x, y, z = np.gradient(unit_vectors(grid.latitude, grid.longitude), axis=axis, edge_order=2)
+    phi, lam = np.deg2rad(grid.latitude), np.deg2rad(grid.longitude)
+    east = y * np.cos(lam) - x * np.sin(lam)
+    north = z * np.cos(phi) - (x * np.cos(lam) + y * np.sin(lam)) * np.sin(phi)
+    return np.asarray(np.arctan2(north, east), dtype=np.float64)

@@ -1,0 +1,50 @@
+"""Scores of winds that forecast and truth have along the grid of a projection, or not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.data import wind_stores
+from tests.data.wind_stores import NAMES
+from tests.evaluation import forecasts
+from tests.evaluation.forecasts import LEADS, refusal, scored
+
+
+def perfect(data: xr.Dataset) -> xr.Dataset:
+    """The forecast that becomes true."""
+    starts = data["time"].values[4:8:2]
+    valid = xr.DataArray(starts, dims="time") + xr.DataArray(LEADS, dims="prediction_timedelta")
+    made = data.sel(time=valid).drop_vars("time")
+    return made.assign_coords(time=starts, prediction_timedelta=LEADS)
+
+
+@pytest.mark.parametrize("along", [True, False])
+@pytest.mark.parametrize("kind", ["along", "eastward", "box"])
+def test_a_perfect_forecast_has_no_error(tmp_path: Path, kind: str, along: bool) -> None:
+    truth: Any = wind_stores.lambert(along)
+    forecasts.write(truth, tmp_path / "truth.zarr")
+    data = wind_stores.box() if kind == "box" else wind_stores.lambert(kind == "along")
+    path = forecasts.write(perfect(data), tmp_path / "forecast.zarr")
+    card = scored(tmp_path, path, climatology="", variables=NAMES)
+    assert np.abs(card.scores["rmse"][0]).max() < 1e-3
+    alone = scored(tmp_path, path, climatology="", variables=NAMES[1:])
+    assert np.abs(alone.scores["rmse"][0]).max() < 1e-3
+
+
+def test_winds_that_can_not_be_compared_are_refused(tmp_path: Path) -> None:
+    truth = wind_stores.lambert(True)
+    forecasts.write(truth, tmp_path / "truth.zarr")
+    made = perfect(wind_stores.box())
+    path = forecasts.write(made.drop_vars(NAMES[0]), tmp_path / "forecast.zarr")
+    said = refusal(tmp_path, path, climatology="", variables=NAMES[1:])
+    assert "10m_v_component_of_wind is eastward or northward, and can't be turned to be" in said
+    days = {"hour": np.arange(0, 24, 6), "dayofyear": np.arange(1, 11)}
+    mean = wind_stores.lambert(False).isel(time=0, drop=True).expand_dims(days)
+    forecasts.write(mean[[*NAMES]], tmp_path / "climatology.zarr")
+    path = forecasts.write(perfect(truth), tmp_path / "same.zarr")
+    said = refusal(tmp_path, path, variables=NAMES)
+    assert "is eastward or northward, but along the grid in the truth" in said
+    assert said.endswith("Change climatology, or leave it out.")

@@ -38,7 +38,7 @@ ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
 ALONG_GRID: Mapping[str, str] = MappingProxyType(
     {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
 )
-GRIB_FLAG = "uvRelativeToGrid"  # in attributes with the prefix of cfgrib
+GRIB_FLAG = "GRIB_uvRelativeToGrid"  # cfgrib's attribute
 LARGEST_SKEW = np.radians(1.0)  # of axes that should be at right angles
 
 
@@ -49,7 +49,7 @@ def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
     """
     stated = str(attributes.get("standard_name", ""))
     stated = ALONG_GRID.get(stated, stated)
-    if not grid.is_projected or attributes.get(f"GRIB_{GRIB_FLAG}") != 1:
+    if not grid.is_projected or attributes.get(GRIB_FLAG) != 1:
         return stated
     if stated == "eastward_wind" or canonical_name(name) in WIND_COMPONENTS:
         return ALONG_X

@@ -22,6 +22,8 @@ from credit_dp.data.grid import (
 )
 from credit_dp.data.projections import EARTH_RADIUS, Cone
 from credit_dp.data.sources.grib_file import (
+    ALONG_GRID,
+    COMPONENT_FLAGS,
     LIBRARY_LOCK,
     GribFile,
     Message,
@@ -31,7 +33,7 @@ from credit_dp.data.sources.grib_file import (
 )
 from credit_dp.data.sources.grib_names import MODEL, PRESSURE, SINGLE, GribCode, code_of
 from credit_dp.data.units import find_conversion
-from credit_dp.data.winds import GRIB_FLAG, other_component
+from credit_dp.data.winds import other_component
 from credit_dp.errors import UserError
 from credit_dp.forecast.format import OutputVariable, Points
 from credit_dp.forecast.netcdf_writer import open_arrays, read_field
@@ -268,6 +270,10 @@ class GribWriter(FileWriter):
         values = field.astype(np.float64) * scale + offset
         values = values.reshape(self.form.height, -1)[self._grid[1]].ravel()
         with _new_message(eccodes, self._header(variable, level, job, lead)) as handle:
+            if self.form.along_grid:
+                # In all messages: readers take those with other flags for ones on another grid.
+                flags = eccodes.codes_get(handle, COMPONENT_FLAGS)
+                eccodes.codes_set(handle, COMPONENT_FLAGS, flags | ALONG_GRID)
             # Infinite ones, too: GRIB can't hold what single precision can't.
             missing = ~(np.abs(values) <= np.finfo(np.float32).max)
             if missing.any():
@@ -311,8 +317,6 @@ class GribWriter(FileWriter):
             "typeOfLevel": kind,
             "level": code.level if code.level_type else level,
             **self._grid[0],
-            # Of all messages, as readers take those with another flag for ones on another grid.
-            GRIB_FLAG: int(bool(self.form.along_grid)),
             "bitsPerValue": BITS_PER_VALUE,
         }
 

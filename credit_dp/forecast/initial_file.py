@@ -44,7 +44,6 @@ from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversio
 from credit_dp.data.winds import (
     ALONG_X,
     ALONG_Y,
-    GRIB_FLAG,
     Turn,
     describe_winds,
     lie_otherwise,
@@ -186,8 +185,7 @@ class GribStates(StateFile):
                     "Select one, for example with `grib_copy -w`."
                 )
             for message in messages:
-                flag = self._file.headers[message.offset][GRIB_FLAG] == 1
-                along_grid = self.grid.is_projected and flag
+                along_grid = self.grid.is_projected and self._file.has_winds_along_grid
                 return FoundField(message.unit, along_grid, partial(self._read, message))
         return None
 

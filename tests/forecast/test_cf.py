@@ -97,6 +97,14 @@ def test_coordinates_without_a_projection_come_back(tmp_path):
     assert set(found.variables) == {"temperature", "2m_temperature", "total_precipitation"}
 
 
+def test_winds_have_the_standard_names_of_those_of_the_store():
+    """Also under names that have none of their own."""
+    names = {"U10": "x_wind", "v": "y_wind"}
+    winds = replace(form(), channels=tuple(map(Channel, (*names, "u10"))), along_grid=names)
+    found = {x.name: x.attributes.get("standard_name") for x in winds.variables}
+    assert found == {**names, "u10": None}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("members", [0, 2])
 @pytest.mark.parametrize("kind", ["file", "bands", "zarr"])

@@ -1,6 +1,7 @@
 """Forecasts as GRIB, read back by cfgrib and by ecCodes."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -421,6 +422,30 @@ def test_keys_of_projections(tmp_path, kind):
     source = open_source(stores.config(path, **names))
     again = write(a_format(grid=source.grid, hours=(6,)), tmp_path / "g")
     assert headers(again, *keys) == headers(path, *keys)
+
+
+WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
+
+
+@pytest.mark.parametrize("kind", ["one parallel", "true at 71 degrees", "rotated"])
+def test_grib_is_flagged(tmp_path, kind):
+    """Messages of all variables, or readers would take them for those of two grids."""
+    grid = on_projection(*PROJECTIONS[kind])
+    channels = (*map(Channel, WINDS), Channel("surface_pressure"))
+    form = a_format(channels=channels, grid=grid, hours=(6,))
+    stated = dict(zip(WINDS, ("x_wind", "y_wind"), strict=True))
+    for along_grid in ({}, stated):
+        path = write(replace(form, along_grid=along_grid), tmp_path / f"{len(along_grid)}.grib")
+        [(flags,)] = set(headers(path, "resolutionAndComponentFlags"))
+        assert flags & 8 == (8 if along_grid else 0)
+        found = GribStates(path).find(["10u"], None, False, np.datetime64("2026-02-01"))
+        assert found.along_grid == bool(along_grid)
+        source = open_source(stores.config(path))
+        names = {source.variables[name].standard_name for name in WINDS}
+        assert names == ({*along_grid.values()} or {"eastward_wind", "northward_wind"})
+    mixed = replace(form, along_grid={WINDS[0]: "x_wind"})
+    with pytest.raises(UserError, match=r"^format: GRIB has all winds along the grid, or none, "):
+        write(mixed, tmp_path / "mixed.grib")
 
 
 OTHER_MAPPINGS = [

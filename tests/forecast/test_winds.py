@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.channels import Channel
 from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.forecast.initial_file import GribStates, InitialFiles
+from credit_dp.forecast.initial_file import InitialFiles
 from tests.data import stores, wind_stores
 from tests.data.wind_stores import NAMES
 from tests.forecast.grib_files import projected, write_grib
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
-from tests.forecast.test_grib_writer import a_format, headers, write
 from tests.training.runs import make_config
 
 # Ranks are threads here.
@@ -140,34 +138,3 @@ def test_a_checkpoint_is_not_used_with_other_winds(run, tmp_path):
     said = "was trained with 10m_u_component_of_wind along the grid, but .*other.zarr has it eastw"
     with pytest.raises(UserError, match=said):
         forecast(forecast_config(moved, tmp_path / "a.zarr", boundary="truth"))
-
-
-def test_grib_is_flagged(tmp_path):
-    """Messages of all variables, or readers would take them for those of two grids."""
-    grid = Store.open(
-        stores.config(
-            stores.write(wind_stores.lambert(True), tmp_path / "a.zarr"),
-            prognostic=list(NAMES), **SELECTED,
-        )
-    ).grid  # fmt: skip
-    channels = (*map(Channel, NAMES), Channel("surface_pressure"))
-    form = a_format(channels=channels, grid=grid, hours=(6,))
-    stated = dict(zip(NAMES, ("x_wind", "y_wind"), strict=True))
-    for along_grid in ({}, stated):
-        path = write(replace(form, along_grid=along_grid), tmp_path / f"{len(along_grid)}.grib")
-        assert headers(path, "uvRelativeToGrid") == [(int(bool(along_grid)),)] * 3
-        found = GribStates(path).find(["10u"], None, False, np.datetime64("2026-02-01"))
-        assert found.along_grid == bool(along_grid)
-    mixed = replace(form, along_grid={NAMES[0]: "x_wind"})
-    with pytest.raises(UserError, match=r"^format: GRIB has all winds along the grid, or none, "):
-        write(mixed, tmp_path / "mixed.grib")
-
-
-def test_files_of_a_forecast_have_the_names_of_its_winds(tmp_path):
-    names = ("U10", "v_500")
-    form = a_format(
-        channels=tuple(map(Channel, names)),
-        along_grid=dict(zip(names, ("x_wind", "y_wind"), strict=True)),
-    )
-    found = {x.name: x.attributes["standard_name"] for x in form.variables}
-    assert found == {"U10": "x_wind", "v_500": "y_wind"}

@@ -36,6 +36,7 @@ from credit_dp.data.sources.grib_names import (
     message_name,
 )
 from credit_dp.data.sources.sums import GRIB_HOURS, GRIB_STEPS
+from credit_dp.data.winds import GRIB_FLAG
 from credit_dp.errors import UserError, counted, install_extra
 
 # ecCodes from PyPI may be built without its own locks, and threads read and write here.
@@ -74,6 +75,8 @@ COMMON_KEYS = (
 # they tell the fields of such a dataset apart;
 FIELD_KEYS = ("valid_time", "level:float", "number", "directionNumber", "frequencyNumber")
 NAME_KEYS = ["shortName", "units"]
+# Of winds, flag table 3.3. ecCodes' uvRelativeToGrid is not in all grids of edition 2.
+COMPONENT_FLAGS, ALONG_GRID = "resolutionAndComponentFlags", 8
 UNKNOWN = "undef"  # what cfgrib's index has for a key that a message lacks
 
 Header = Mapping[str, Any]
@@ -501,6 +504,12 @@ class GribFile(Mapping[Any, Any]):
         west = field["longitudeOfFirstGridPointInDegrees"]
         return latitude, west + FULL_CIRCLE / longest * np.arange(longest), lengths
 
+    @cached_property
+    def has_winds_along_grid(self) -> bool:
+        """Whether winds are along the axes of the grid, of all fields: it is in their grid."""
+        with LIBRARY_LOCK:
+            return _has_winds_along_grid(self[next(iter(self))])
+
     def read(self, message: Message) -> NDArray[np.float32]:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
 
@@ -518,6 +527,10 @@ class GribFile(Mapping[Any, Any]):
                 f"{self.key}: {self.path}: {message.name} at {message.valid.astype('M8[m]')} can't "
                 f"be decoded ({reason_of(error)}). Fetch the file again."
             ) from error
+
+
+def _has_winds_along_grid(field: GribField) -> bool:
+    return bool(field.get(COMPONENT_FLAGS, 0) & ALONG_GRID)
 
 
 def _decode(field: GribField) -> NDArray[np.float32]:
@@ -613,6 +626,8 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
 def with_projection(dataset: xr.Dataset, fields: GribFile) -> xr.Dataset:
     """Return a dataset, if its dims y and x are those of a projection, with what describes it."""
     field = fields[next(iter(fields))]
+    for array in dataset.data_vars.values():
+        array.attrs[GRIB_FLAG] = int(_has_winds_along_grid(field))
     if field["gridType"] == ROTATED:
         axes = zip("yx", ("latitude", "longitude"), (_rows(field), _columns(field)), strict=True)
         dataset = dataset.assign_coords(

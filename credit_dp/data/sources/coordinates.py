@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.calendar import are_dates, calendar_of, decode_dates, is_time
 from credit_dp.data.grid import Axis, Grid, Projection
+from credit_dp.data.projections import Cone, unrotated
 from credit_dp.data.sources.address import reason_of
 from credit_dp.data.units import canonical_unit
 from credit_dp.errors import UserError
@@ -46,6 +47,8 @@ PRESSURES = {"hPa": 1.0, "Pa": 0.01, "kPa": 10.0}  # factors to hPa
 LARGEST_HPA = 2000  # levels beyond it are in Pa if the store gives no unit
 LARGEST_MODEL_LEVEL = 200  # numbers beyond it are pressures: no weather model has so many levels
 LENGTHS = ("m", "km", "cm")  # units of heights and depths
+METRES = {"m": 1.0, "km": 1e3}  # in the units of the axes of projections
+WGS_84 = 6378137.0, 6356752.314  # m, axes of the earth; those of GRS 80 differ by 0.1 mm
 HORIZONTAL = ("latitude", "longitude")
 GRID_MAPPING = "crs"  # the variable for one that a file has in another form
 MEMBER = "member"  # the dim of an ensemble's members, which stores have under these names
@@ -90,7 +93,8 @@ def find_coordinates(dataset: xr.Dataset, ndim: int = 1) -> dict[str, str]:
             candidates += [name for name, array in arrays.items() if is_time(array)]
         candidates = [name for name in candidates if _fits(arrays[name], standard)]
         if not candidates and standard in HORIZONTAL:
-            candidates = coordinates.cf.guess_coord_axis().cf.coordinates.get(standard, [])
+            guessed = coordinates.cf.guess_coord_axis().cf.coordinates.get(standard, [])
+            candidates = [name for name in guessed if _fits(arrays[name], standard)]
         if candidates:
             found[standard] = str(max(candidates, key=lambda name: _importance(dataset, name)))
     return found
@@ -131,6 +135,129 @@ def projected_grid(dataset: xr.Dataset) -> Grid | None:
     return Grid(latitude, longitude, _with_free_names(projection))
 
 
+def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
+    """Return a dataset on a projection with latitudes and longitudes of its points.
+
+    Those that repeat at each time, as xarray's `open_mfdataset` joins them, become constant. If
+    there are none, they are computed from the grid mapping and the coordinates of its axes. Any
+    other dataset is returned unchanged.
+
+    Args:
+        dataset: as xarray opened it.
+        where: its address.
+
+    Raises:
+        UserError: the points move, or can't be computed.
+    """
+    repeated = _repeated_points(dataset)
+    for name in repeated:
+        points = dataset.variables[name]
+        first, last = (points.isel({points.dims[0]: at}) for at in (0, -1))
+        if not np.array_equal(first.values, last.values):
+            raise _store_error(where, f"needs the same grid at all times, but {name} changes")
+        dataset = dataset.drop_vars(name).assign_coords({name: first})
+    if repeated or not _is_on_projection(dataset) or _plane_coordinates(dataset):
+        return dataset
+    axes = [_axis_of(dataset, letter) for letter in "YX"]
+    if "" in axes or any(_is_degree_of_earth(x) for x in dataset.variables.values()):
+        return dataset
+    mapping = dataset.variables[_grid_mapping(dataset)].attrs
+    try:
+        degrees = _points(_plain(mapping), *(dataset.variables[axis] for axis in axes))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _store_error(
+            where,
+            f"has no latitudes and longitudes of its points along {axes[0]} and {axes[1]}, and "
+            f"they can't be computed for its grid mapping {mapping['grid_mapping_name']} ({error}):"
+            " add them, for example with pyproj",
+        ) from error
+    units = "degrees_north", "degrees_east"
+    return dataset.assign_coords(
+        {x: (axes, y, {"units": z}) for x, y, z in zip(HORIZONTAL, degrees, units, strict=True)}
+    )
+
+
+def _repeated_points(dataset: xr.Dataset) -> list[str]:
+    """Return the names of latitudes and longitudes that have a time; none with constant ones."""
+    points = [find_coordinates(dataset, ndim=ndim) for ndim in (3, 2)]
+    names = [points[0].get(x, "") for x in HORIZONTAL]
+    if "" in names or {*HORIZONTAL} & points[1].keys():
+        return []
+    has_time = (dataset.variables[x].dims[0] in NAMES["time"] for x in names)
+    return names if all(has_time) else []
+
+
+def _is_degree_of_earth(array: xr.Variable) -> bool:
+    """Whether a variable says that it is a latitude or longitude, not one of a rotated grid."""
+    name, units = (str(array.attrs.get(x, "")) for x in ("standard_name", "units"))
+    in_degrees = re.fullmatch("degrees?_?([NE]|north|east)", units) is not None
+    return name in HORIZONTAL or (in_degrees and not OTHER_AXES.search(name))
+
+
+def _axis_of(dataset: xr.Dataset, letter: str) -> str:
+    """Return the name of the one-dimensional coordinate of an axis, X or Y; "" without one."""
+    lines = {x: y for x, y in dataset.variables.items() if y.dims == (x,) and y.dtype.kind in "iuf"}
+    coordinates = xr.Dataset(coords=xr.Coordinates(lines, indexes={}))
+    names = coordinates.cf.axes.get(letter) or coordinates.cf.guess_coord_axis().cf.axes.get(letter)
+    return str(names[0]) if names else ""
+
+
+def _points(
+    mapping: Mapping[str, Any], rows: xr.Variable, columns: xr.Variable
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return latitudes and longitudes `(H, W)` of points on a projection.
+
+    Raises:
+        KeyError, TypeError, ValueError: an attribute is missing or wrong, or it is another one.
+
+    Source: CF conventions 1.11, appendix F.
+    """
+    kind = mapping["grid_mapping_name"]
+    y, x = (axis.values.astype(np.float64) for axis in (rows, columns))
+    if kind == "rotated_latitude_longitude":
+        pole = -mapping["grid_north_pole_latitude"], mapping["grid_north_pole_longitude"] + 180
+        return unrotated(y[:, None], x - mapping.get("north_pole_grid_longitude", 0), pole)
+    if kind not in ("lambert_conformal_conic", "polar_stereographic"):
+        raise ValueError("not Lambert, polar stereographic or rotated")
+    cone = Cone.of({**mapping, **_earth(mapping)})
+    origin = 0.0
+    if kind == "lambert_conformal_conic":
+        origin = float(cone.forward(mapping["latitude_of_projection_origin"], cone.meridian)[1])
+    elif "standard_parallel" not in mapping:
+        scale = mapping.get("scale_factor_at_projection_origin", 1)
+        cone = cone._replace(scale=cone.scale * scale)
+    east, north = (
+        (values - mapping.get(f"false_{name}", 0)) * METRES[_unit_of(axis)]
+        for name, values, axis in (("easting", x, columns), ("northing", y, rows))
+    )
+    return cone.inverse(east, origin + north[:, None])
+
+
+def _unit_of(axis: xr.Variable) -> str:
+    return canonical_unit(str(axis.attrs.get("units", ""))) or "m"
+
+
+def _earth(mapping: Mapping[str, Any]) -> dict[str, float]:
+    """Return the radius or the axes of the earth, also if only its name or PROJ's text has them.
+
+    Raises:
+        KeyError: they are not stated.
+    """
+    text = " ".join(str(mapping.get(x, "")) for x in ("proj4", "proj4text", "ellipsoid"))
+    proj = {key: float(value) for key, value in re.findall(r"\+([Rab])=([\d.e+]+)", text)}
+    major = mapping.get(
+        "earth_radius", mapping.get("semi_major_axis", proj.get("R", proj.get("a")))
+    )
+    if major is None and re.search(r"WGS *_?84|GRS *_?80", text):
+        return {"semi_major_axis": WGS_84[0], "semi_minor_axis": WGS_84[1]}
+    if major is None:
+        raise KeyError("earth_radius")
+    minor = mapping.get("semi_minor_axis", proj.get("b", major))
+    if mapping.get("inverse_flattening"):
+        minor = major * (1 - 1 / mapping["inverse_flattening"])
+    return {"semi_major_axis": float(major), "semi_minor_axis": float(minor)}
+
+
 def _are_equal(values: NDArray[Any], others: NDArray[Any]) -> bool:
     """Whether degrees differ by less than 1e-6 or, with fewer digits, by rounding alone."""
     rounding = 180 * np.finfo(np.result_type(values, np.float32)).eps
@@ -146,11 +273,21 @@ def grid_of_lines(dataset: xr.Dataset) -> Grid:
 def _plane_coordinates(dataset: xr.Dataset) -> dict[str, str]:
     """Return the names of two-dimensional latitudes and longitudes that fields lie along."""
     lines = find_coordinates(dataset)
-    if any("degree" in str(dataset[lines[x]].attrs.get("units")) for x in HORIZONTAL if x in lines):
+    are_degrees = any(
+        "degree" in str(dataset[lines[x]].attrs.get("units")) for x in HORIZONTAL if x in lines
+    )
+    if are_degrees and not _is_on_projection(dataset):  # or they may be those of a rotated pole
         return {}
     plane = {x: name for x, name in find_coordinates(dataset, ndim=2).items() if x in HORIZONTAL}
     dims = [set(dataset[name].dims) for name in plane.values()]
     return plane if len(dims) == 2 and dims[0] == dims[1] else {}
+
+
+def _is_on_projection(dataset: xr.Dataset) -> bool:
+    """Whether the grid mapping is a projection."""
+    mapping = _grid_mapping(dataset)
+    name = dataset.variables[mapping].attrs.get("grid_mapping_name", "") if mapping else ""
+    return name not in ("", "latitude_longitude")
 
 
 def _plane_dims(dataset: xr.Dataset, plane: Mapping[str, str]) -> tuple[str, str]:

@@ -51,6 +51,7 @@ from credit_dp.data.sources.coordinates import (
     squeeze_other_dims,
     standardise_dims,
     whole_number_levels,
+    with_points,
 )
 from credit_dp.data.sources.grib_file import is_grib, open_grib
 from credit_dp.data.sources.names import StoredNames
@@ -140,7 +141,7 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         raise
     except Exception as error:
         raise dates_error(where, undated) or zarr_open_error(where, error) from error
-    return dataset, counting_store
+    return with_points(dataset, where), counting_store
 
 
 PACKING = ("scale_factor", "add_offset")
@@ -416,7 +417,7 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error
-    return with_cf_coordinates(dataset, where), RequestedBytesCounter()
+    return with_points(with_cf_coordinates(dataset, where), where), RequestedBytesCounter()
 
 
 def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:

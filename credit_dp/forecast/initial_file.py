@@ -350,11 +350,18 @@ class InitialFiles:
             (channel, time): _Field(*pair, _conversion(store, channel, pair[0], pair[1].unit))
             for (channel, time), pair in found.items()
         }
-        turned = {
-            (channel, time): (self._other_component(store, channel, time, field), turn)
-            for (channel, time), field in fields.items()
-            if (turn := _turn(store, channel, field)) is not None
-        }
+        turned: dict[tuple[Channel, np.datetime64], tuple[_Field, Turn]] = {}
+        turns: dict[str, Turn] = {}  # fields of a variable share theirs
+        for (channel, time), field in fields.items():
+            name, to_grid = channel.variable, store.lies_along_grid(channel.variable)
+            is_wind = to_grid or other_component(name)
+            if is_wind and lie_otherwise(field.found.along_grid, to_grid):
+                other = self._other_component(store, channel, time, field)
+                if name not in turns:
+                    # A file on a projection is on that of the run: no other is regridded.
+                    where = f"{KEY}: {field.file.where}"
+                    turns[name] = turn_of(name, store.grid, where, bool(to_grid))
+                turned[channel, time] = other, turns[name]
         return StateReader(store, fields, turned, regrid)
 
     def _other_component(
@@ -401,16 +408,6 @@ class _Field(NamedTuple):
     file: StateFile
     found: FoundField
     conversion: tuple[float, float]
-
-
-def _turn(store: Store, channel: Channel, field: _Field) -> Turn | None:
-    """Return what turns a wind of a file to that of the run; None of all other fields."""
-    to_grid = store.lies_along_grid(channel.variable)
-    is_wind = to_grid or other_component(channel.variable)
-    if not is_wind or not lie_otherwise(field.found.along_grid, to_grid):
-        return None
-    # A file on a projection is on that of the run: no other is regridded.
-    return turn_of(channel.variable, store.grid, f"{KEY}: {field.file.where}", bool(to_grid))
 
 
 @final

@@ -165,11 +165,12 @@ def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
     try:
         degrees = _points(_plain(mapping), *(dataset.variables[axis] for axis in axes))
     except (KeyError, TypeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise _store_error(
             where,
             f"has no latitudes and longitudes of its points along {axes[0]} and {axes[1]}, and "
-            f"they can't be computed for its grid mapping {mapping['grid_mapping_name']} ({error}):"
-            " add them, for example with pyproj",
+            f"they can't be computed from its grid mapping {mapping['grid_mapping_name']} "
+            f"({reason}): add them, for example with pyproj",
         ) from error
     units = "degrees_north", "degrees_east"
     return dataset.assign_coords(
@@ -226,15 +227,12 @@ def _points(
     elif "standard_parallel" not in mapping:
         scale = mapping.get("scale_factor_at_projection_origin", 1)
         cone = cone._replace(scale=cone.scale * scale)
-    east, north = (
-        (values - mapping.get(f"false_{name}", 0)) * METRES[_unit_of(axis)]
-        for name, values, axis in (("easting", x, columns), ("northing", y, rows))
-    )
-    return cone.inverse(east, origin + north[:, None])
-
-
-def _unit_of(axis: xr.Variable) -> str:
-    return canonical_unit(str(axis.attrs.get("units", ""))) or "m"
+    units = [canonical_unit(str(axis.attrs.get("units", ""))) or "m" for axis in (rows, columns)]
+    if not {*units} <= METRES.keys():
+        raise ValueError(f"its axes are in {units[0]} and {units[1]}, not in m or km")
+    north = origin + (y - mapping.get("false_northing", 0)) * METRES[units[0]]
+    east = (x - mapping.get("false_easting", 0)) * METRES[units[1]]
+    return cone.inverse(east, north[:, None])
 
 
 def _earth(mapping: Mapping[str, Any]) -> dict[str, float]:

@@ -72,7 +72,7 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
         if name in dataset.variables and "time" in dataset[name].dims:
             dataset[name] = dataset[name].isel(time=0, drop=True)
     for name in WINDS.keys() & dataset.variables.keys():
-        dataset[name].attrs["standard_name"] = WINDS[name]
+        dataset[name].attrs.setdefault("standard_name", WINDS[name])
     replaced = re.compile("XLAT(_.)?|XLONG(_.)?|Times|XTIME")
     dataset = dataset.drop_vars([x for x in dataset.variables if replaced.fullmatch(str(x))])
     dataset = dataset.assign_coords(coordinates)

@@ -146,11 +146,11 @@ UNKNOWN: list[tuple[Any, str]] = [
     (moving, "needs the same grid at all times, but lat changes"),
     (
         lambda: without_points({"grid_mapping_name": "geostationary"}),
-        "can't be computed for its grid mapping geostationary (not Lambert, polar stereographic or",
+        "can't be computed from its grid mapping geostationary (not Lambert, polar stereographic",
     ),
     (
         lambda: without_points({x: y for x, y in NORKYST_MAPPING.items() if x != "ellipsoid"}),
-        "can't be computed for its grid mapping polar_stereographic ('earth_radius')",
+        "can't be computed from its grid mapping polar_stereographic (it lacks 'earth_radius')",
     ),
 ]
 

@@ -43,7 +43,9 @@ from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, V
 FORMAT = "credit_dp model 2"
 OF_PLANE = ("latitude", "longitude", "shape", "projection", "axes")  # see `Grid.to_json`
 # Entries that most models lack, and their usual values.
-LATER_ENTRIES = {"calendar": STANDARD.name, "projection": {}, "boundary": 0, "relaxation": 0}
+LATER_ENTRIES = {
+    "calendar": STANDARD.name, "projection": {}, "boundary": 0, "relaxation": 0, "along_grid": []
+}  # fmt: skip
 MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
 # The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
@@ -90,6 +92,7 @@ class ModelMetadata:
         calendar: of the times; see `Calendar`.
         projection: the grid as `Grid.to_json` has one on a projection; empty without one.
         boundary, relaxation: of a region whose rim is given; see `credit_dp.data.boundary`.
+        along_grid: on a projection, which channels are winds along its axes; see `lies_along_grid`.
     """
 
     kind: str
@@ -115,6 +118,7 @@ class ModelMetadata:
     projection: dict[str, Any] = field(default_factory=dict)
     boundary: int = 0
     relaxation: int = 0
+    along_grid: list[bool | None] = field(default_factory=list)
 
     @property
     def states(self) -> int:
@@ -185,6 +189,8 @@ class ModelMetadata:
         of_channels = (statistics.mean, statistics.std, statistics.tendency_std)
         if len({len(self.channels), len(self.units), *map(len, of_channels)}) > 1:
             raise ValueError("the numbers of channels, units and statistics differ")
+        if self.along_grid and len(self.along_grid) != len(self.channels):
+            raise ValueError("the numbers of channels and of along_grid differ")
         if len(self.forcing) != len(statistics.forcing_mean):
             raise ValueError("the numbers of forcings and of their statistics differ")
         if len(self.static) != len(statistics.static_mean):
@@ -591,6 +597,9 @@ def usage_text(metadata: ModelMetadata, path: Path) -> str:
     )
     if metadata.projection:
         place = "`model.latitude` and `model.longitude` have the degrees of each point."
+    winds = [x for x, along in zip(metadata.outputs, metadata.along_grid, strict=False) if along]
+    if winds:
+        place += f" Winds are along its rows and columns: {', '.join(winds)}."
     return f"{block}\n{place} Times are UTC.{order_note}{forcing_note}"
 
 

@@ -31,7 +31,12 @@ from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
-from credit_dp.export.file import read_safetensors, write_safetensors
+from credit_dp.export.file import (
+    ModelMetadata,
+    read_safetensors,
+    usage_text,
+    write_safetensors,
+)
 from credit_dp.export.forecaster import build_forecaster, build_model_config
 from credit_dp.export.hub import fetch_model
 from credit_dp.models.blocks import NoiseModulation
@@ -188,6 +193,14 @@ def test_the_card_of_a_region_says_so_and_its_block_runs(region, tmp_path, monke
     assert runpy.run_path("block.py")["later"].shape == (1, 2, 13, 16)
 
 
+def test_the_card_says_which_winds_are_along_the_grid(region, tmp_path):
+    file = exported(region[0], "--output", str(tmp_path / "model.safetensors"))
+    metadata = replace(read_safetensors(file).metadata, along_grid=[False, True])
+    said = f"Winds are along its rows and columns: {metadata.outputs[1]}."
+    assert said in usage_text(metadata, file)
+    assert ModelMetadata.from_texts("a", metadata.to_texts()).along_grid == [False, True]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -197,6 +210,7 @@ def test_the_card_of_a_region_says_so_and_its_block_runs(region, tmp_path, monke
         {"axes": 1},
         {"boundary": 7},
         {"boundary": -1},
+        {"along_grid": [True]},
     ],
 )
 def test_doctored_regions_are_one_line(region, tmp_path, changes):
@@ -205,8 +219,8 @@ def test_doctored_regions_are_one_line(region, tmp_path, changes):
         texts = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     del texts["checksums"]
-    if "boundary" in changes:
-        texts["boundary"] = json.dumps(changes["boundary"])
+    if {"boundary", "along_grid"} & changes.keys():
+        texts |= {name: json.dumps(value) for name, value in changes.items()}
     else:
         texts["projection"] = json.dumps(json.loads(texts["projection"]) | changes)
     save_file(tensors, file, texts)

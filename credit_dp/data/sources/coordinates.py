@@ -180,12 +180,13 @@ def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
 
 def _repeated_points(dataset: xr.Dataset) -> list[str]:
     """Return the names of latitudes and longitudes that have a time; none with constant ones."""
-    points = [find_coordinates(dataset, ndim=ndim) for ndim in (3, 2)]
-    names = [points[0].get(x, "") for x in HORIZONTAL]
-    if "" in names or {*HORIZONTAL} & points[1].keys():
-        return []
-    has_time = (dataset.variables[x].dims[0] in NAMES["time"] for x in names)
-    return names if all(has_time) else []
+    names = [
+        str(name)
+        for name, array in dataset.variables.items()
+        if array.ndim == 3 and array.dims[0] in NAMES["time"] and _is_degree_of_earth(array)
+    ]
+    # To look for constant ones takes time.
+    return [] if not names or {*HORIZONTAL} & find_coordinates(dataset, 2).keys() else names
 
 
 def _is_degree_of_earth(array: xr.Variable) -> bool:

@@ -34,6 +34,7 @@ WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
 )
 NORTHWARD_COMPONENTS = {northward: eastward for eastward, northward in WIND_COMPONENTS.items()}
 ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
+EASTWARD, NORTHWARD = "eastward_wind", "northward_wind"
 # Names by which files call components along the grid; the first are CF's older ones.
 ALONG_GRID: Mapping[str, str] = MappingProxyType(
     {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
@@ -45,16 +46,17 @@ LARGEST_SKEW = np.radians(1.0)  # of axes that should be at right angles
 def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
     """Return the standard name of a variable; of a wind along the axes of a projection CF's.
 
-    GRIB's flag comes first: cfgrib names all winds eastward and northward.
+    GRIB's flag comes first: cfgrib names all winds eastward and northward, if it names them.
     """
     stated = str(attributes.get("standard_name", ""))
     stated = ALONG_GRID.get(stated, stated)
-    if not grid.is_projected or attributes.get(GRIB_FLAG) != 1:
+    if not grid.is_projected or GRIB_FLAG not in attributes:
         return stated
-    if stated == "eastward_wind" or canonical_name(name) in WIND_COMPONENTS:
-        return ALONG_X
-    if stated == "northward_wind" or canonical_name(name) in NORTHWARD_COMPONENTS:
-        return ALONG_Y
+    along_grid = attributes[GRIB_FLAG] == 1
+    if stated == EASTWARD or canonical_name(name) in WIND_COMPONENTS:
+        return ALONG_X if along_grid else EASTWARD
+    if stated == NORTHWARD or canonical_name(name) in NORTHWARD_COMPONENTS:
+        return ALONG_Y if along_grid else NORTHWARD
     return stated
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from credit_dp.data.grid import Axis, Grid, Projection
 from credit_dp.data.sources.opening import open_single_source, open_source
-from credit_dp.data.winds import angle_of_axes, other_component, turn_of
+from credit_dp.data.winds import angle_of_axes, other_component, stated_name, turn_of
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import region_grids, stores, wind_stores, wrf_files
@@ -173,6 +173,13 @@ def test_a_store_says_how_its_winds_lie(form, tmp_path, monkeypatch):
     assert complaints == ""
     lines = [line for line in shown.splitlines() if line.startswith("winds")]
     assert lines == ([f"winds   {said}: {', '.join(names)}"] if said else [])
+
+
+@pytest.mark.parametrize(("flag", "name"), [(1, "y_wind"), (0, "northward_wind")])
+def test_the_flag_of_grib_suffices(flag, name):
+    grid = Grid(wind_stores.LATITUDE, wind_stores.LONGITUDE)
+    assert stated_name("10v", {"GRIB_uvRelativeToGrid": flag}, grid) == name
+    assert stated_name("2t", {"GRIB_uvRelativeToGrid": flag}, grid) == ""
 
 
 def test_files_in_time_whose_winds_lie_otherwise_are_refused(tmp_path):

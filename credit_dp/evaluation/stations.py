@@ -4,7 +4,6 @@ Forecasts are interpolated bilinearly to the stations, and compared with the obs
 same time. Each observation counts the same.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from credit_dp.data.limits import (
 from credit_dp.data.regrid import PointInterpolation, outside_points
 from credit_dp.data.sources.source import VariableInfo
 from credit_dp.data.units import canonical_unit, find_conversion, usual_unit
+from credit_dp.data.winds import lies_along_grid, other_component
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import (
     HOUR,
@@ -48,7 +48,6 @@ STATION_COLUMNS = (
     *("observations", "rmse", "bias", "crps"),
 )
 SOURCES = (FORECAST, PERSISTENCE)
-WIND = re.compile(r"(\w+_)?[uv]_component_of_wind")
 DAY = np.timedelta64(24, "h")
 
 
@@ -216,7 +215,7 @@ def score_stations(
                 f"limits.{name}: there is no scored variable {name}. "
                 f"{suggest_names(name, list(pairs))}. Change limits or variables."
             )
-    _check_winds(forecast, pairs)
+    _turn_winds(forecast, pairs)
     columns = [_Column.read(request, forecast, stored, *pair) for pair in pairs.items()]
     in_region = _covered(stored, forecast)
     observations = replace(
@@ -479,14 +478,21 @@ def _cure(
     return ""
 
 
-def _check_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
-    """Refuse winds on a projection, whose components may lie along its rows and columns."""
-    winds = [name for name in names if WIND.fullmatch(canonical_name(name))]
-    if forecast.grid.is_projected and winds:
-        raise UserError(
-            f"{forecast.where}: {', '.join(winds)} may lie along the rows and columns of its "
-            "projection, not east and north as at stations. Name others in variables."
-        )
+def _turn_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
+    """Read winds eastward and northward, as they are at stations.
+
+    Raises:
+        UserError: the forecast does not say how a wind on a projection lies, or it can't be turned.
+    """
+    for name in names:
+        stated = forecast.variables[name].standard_name
+        if other_component(name) and lies_along_grid(stated, forecast.grid) is None:
+            raise UserError(
+                f"{forecast.where}: {name} is on a projection, and nothing says whether it lies "
+                "along rows and columns. Set its attribute standard_name to x_wind or y_wind, or "
+                "to eastward_wind or northward_wind, or leave it out of variables."
+            )
+        forecast.turn_wind(name, to_grid=False)
 
 
 def _variables(

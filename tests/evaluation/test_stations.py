@@ -608,8 +608,41 @@ def test_stations_on_a_projection(tmp_path: Path) -> None:
     assert biases[1] == pytest.approx(south * (1 - down) + north * down - 280, abs=0.02)
 
 
-def test_winds_on_a_projection_are_refused(tmp_path: Path) -> None:
+def test_winds_that_may_lie_along_a_projection_are_refused(tmp_path: Path) -> None:
     on_projection(tmp_path, wind=True)
     where = csv_of(tmp_path / "wind.csv", ["3"], HEADER.replace("2m_temperature", "u10"))
-    with pytest.raises(UserError, match="10m_u_component_of_wind may lie along the rows"):
+    with pytest.raises(UserError, match="10m_u_component_of_wind is on a projection, and nothing"):
         scored(tmp_path, "lambert.nc", where)
+
+
+def test_winds_along_a_projection_are_turned(tmp_path: Path) -> None:
+    """A wind of 10 m/s to the east and 3 to the north, by PROJ's directions on the map."""
+    on_projection(tmp_path)
+    data = xr.load_dataset(tmp_path / "lambert.nc", decode_timedelta=True)
+    latitude, longitude = data["latitude"].values.ravel(), data["longitude"].values.ravel()
+    crs = "+proj=lcc +lat_1=38.5 +lat_2=38.5 +lat_0=38.5 +lon_0=-97.5 +R=6371229"
+    small = 1e-5
+    x, y = project(
+        crs,
+        np.concatenate([longitude, longitude + small]),
+        np.concatenate([latitude, latitude]),
+    ).reshape(2, 2, 13, 16)
+    angle = np.arctan2(y[1] - y[0], x[1] - x[0])  # of the east on the map
+    along_x = 10 * np.cos(angle) - 3 * np.sin(angle)
+    along_y = 10 * np.sin(angle) + 3 * np.cos(angle)
+    like = data["2m_temperature"]
+    winds = {}
+    for name, values, standard in (
+        ("10m_u_component_of_wind", along_x, "x_wind"),
+        ("10m_v_component_of_wind", along_y, "y_wind"),
+    ):
+        attributes = {"units": "m s-1", "standard_name": standard}
+        winds[name] = (like.dims, np.broadcast_to(values, like.shape), attributes)
+    data.drop_vars("2m_temperature").assign(winds).to_netcdf(tmp_path / "winds.nc")
+    header = HEADER.replace("2m_temperature", "u10,v10")
+    lines = [f"S{i},{NOON},{38 + i},{-100 + 3 * i},10,3\n" for i in range(3)]
+    (tmp_path / "wind.csv").write_text(header + "".join(lines))
+    found = scored(tmp_path, "winds.nc", "wind.csv")
+    for name in winds:
+        errors = found.sums[name].of_stations()["bias"][0, 1]
+        assert errors == pytest.approx(np.zeros(3), abs=0.01)

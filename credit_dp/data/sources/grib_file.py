@@ -624,7 +624,7 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
 
 
 def with_projection(dataset: xr.Dataset, fields: GribFile) -> xr.Dataset:
-    """Return a dataset, if its dims y and x are those of a projection, with what describes it."""
+    """Return a dataset with how its winds lie, and the projection of its dims y and x."""
     field = fields[next(iter(fields))]
     for array in dataset.data_vars.values():
         array.attrs[GRIB_FLAG] = int(_has_winds_along_grid(field))

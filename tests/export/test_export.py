@@ -727,7 +727,7 @@ def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
     (tmp_path / "card.md").mkdir()
     for place, part in {
         str(checkpoint_folder / "m.safetensors"): "would be part of a checkpoint",
-        str(pipe): "is a folder or a device",
+        str(pipe): "is a pipe, a socket or a device",
         str(tmp_path): "is a folder or a device",
         str(tmp_path / "card.safetensors"): "card.md is a folder or a device",
         "~nosuchuser/m.safetensors": "there is no home folder",

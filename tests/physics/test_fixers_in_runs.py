@@ -26,6 +26,7 @@ from credit_dp.forecast.format import describe_difference, settings_of
 from credit_dp.physics.columns import NamedChannels, hybrid_of, pressures_of
 from credit_dp.physics.fixers import check_signs
 from credit_dp.training.loss import channel_weights
+from credit_dp.training.start_checks import check_start
 from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
@@ -242,13 +243,13 @@ def test_a_dim_called_level_needs_its_coefficients(folder):
     ):
         config = air.atmosphere_config(folder, "model", ["dry_air"], store=store, levels=levels)
         with pytest.raises(UserError, match=said):
-            inspect_data(config)
+            check_start(config, inspect_data(config).times, 1)
     # Without fixers, too.
     config = air.atmosphere_config(
         folder, "model", [], store=store, hybrid={"a": [0.0, 0.0], "b": [0.0, 1.0]}
     )
     with pytest.raises(UserError, match="at the 5 interfaces of 4 levels, got 2"):
-        inspect_data(config)
+        check_start(config, inspect_data(config).times, 1)
 
 
 def test_levels_of_a_variable_do_not_include_its_fields_on_pressure_levels():
@@ -348,6 +349,6 @@ def test_data_that_do_not_fit_are_refused(folder):
     for changes, said in cases:
         config = air.atmosphere_config(folder, "model", ["dry_air", "water"], **changes)
         with pytest.raises(UserError) as error:
-            inspect_data(config)  # as `--check` does
+            check_start(config, inspect_data(config).times, 1)  # as `--check` does
         assert said in str(error.value)
         assert "\n" not in str(error.value)

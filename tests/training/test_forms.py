@@ -457,7 +457,7 @@ def test_other_calendars_are_one_line(trained, tmp_path):
     kept = CommandRuns(trained.folder, store, other.keys)
     line = kept.refusal(*kept.training, "run.dir=other", "resume=run1")
     assert line.startswith("error: resume: the checkpoint was trained with dates of the ")
-    assert f"{here}, but data.store has those of the {there}" in line
+    assert f"{here}, but {store} has those of the {there}" in line
     forecast = ("credit-dp", "forecast", "checkpoint=run1", form.init, "lead=6h")
     line = trained.refusal(*forecast, f"data.store={store}", "out=bad.zarr")
     assert f"was trained with dates of the {here}, but {store} has those of the {there}" in line

@@ -63,7 +63,9 @@ def quadrature_weights(sine: Vector, where: str, remedy: str) -> Vector:
     """
     count = len(sine)
     # Row l holds the Legendre polynomial of degree l, whose mean is 1 for l = 0 and 0 otherwise.
-    polynomials = np.polynomial.legendre.legvander(sine, count - 1).T
+    # With a mean square of 1 the weights of 721 rows keep one more digit beside the poles.
+    degrees = np.arange(count)[:, None]
+    polynomials = np.sqrt(2 * degrees + 1) * np.polynomial.legendre.legvander(sine, count - 1).T
     means = np.zeros(count)
     means[0] = 1
     weights = np.linalg.solve(polynomials, means)

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from credit_dp.errors import UserError
 from credit_dp.files import is_special
 
+MOST_LEVELS = 50  # of tables and lists in each other, in YAML
 LONGEST_NAME = 200  # file systems allow 255, and files beside a folder have longer names than it
 
 
@@ -203,9 +205,6 @@ def one_line(key: str, value: str) -> None:
         )
 
 
-MOST_LEVELS = 50  # of tables and lists in each other
-
-
 def plain_yaml(text: str) -> str:
     """Return a text in YAML as it is, unless reading it could take all memory.
 
@@ -224,6 +223,18 @@ def plain_yaml(text: str) -> str:
         if level > MOST_LEVELS:
             raise yaml.YAMLError(f"has more than {MOST_LEVELS} tables or lists in each other")
     return text
+
+
+def load_yaml(path: Path) -> Any:
+    """Return the content of a config in YAML; interpolations stay texts.
+
+    Raises:
+        OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException: it can't be read; see
+            `plain_yaml`.
+    """
+    from omegaconf import OmegaConf  # not for --help
+
+    return OmegaConf.to_container(OmegaConf.create(plain_yaml(path.read_text(encoding="utf-8"))))
 
 
 def no_interpolation(where: str, values: object, key: str = "") -> None:

@@ -7,7 +7,6 @@ model on its mesh. The same functions as in a run do the checks, so errors have 
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -17,13 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from credit_dp.checks import expand_home
 from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
-from credit_dp.cli.output import format_bytes
+from credit_dp.cli.output import format_bytes, print_lines
 from credit_dp.config import Config, DataConfig, TrainerConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
 from credit_dp.errors import UnreachableError, UserError, counted
-from credit_dp.plain_text import printable
 from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import locate_checkpoint
 
@@ -174,11 +172,6 @@ def preparation_command(config: Config, overrides: Sequence[str]) -> str:
     if not any(text.startswith(groups) for text in given):
         given.insert(0, f"data={config.data.name}")
     return shlex.join(["credit-dp", "data", "stats", "climatology=true", *given])
-
-
-def print_lines(*lines: str) -> None:
-    """Print lines."""
-    sys.stdout.write(printable("".join(f"{line}\n" for line in lines)))
 
 
 def with_resolved_data(config: Config, summary: DataSummary) -> Config:

@@ -28,7 +28,7 @@ from credit_dp.cli.arguments import (
     to_whole_numbers,
 )
 from credit_dp.cli.compose import Composer
-from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.cli.output import format_bytes, format_table, print_lines
 from credit_dp.cli.overrides import quoted_forms, try_parse
 from credit_dp.config import Config, DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
@@ -38,7 +38,6 @@ from credit_dp.distributed.forkserver import (
     import_from_same_folders,
 )
 from credit_dp.errors import UserError, counted, shell_argument
-from credit_dp.plain_text import printable
 from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
@@ -160,7 +159,10 @@ def inspect(arguments: Sequence[str], program: str) -> int:
         source, DEFAULT_DOMAINS if domain is None else _parse_domain(domain, source.grid[0])
     )
     stores = parsed.config.stores
-    sys.stdout.write(as_json(report, stores) if parsed.json else printable(as_text(report, stores)))
+    if parsed.json:
+        sys.stdout.write(as_json(report, stores))
+    else:
+        print_lines(*as_text(report, stores))
     return 0 if report.sample_bytes else 2
 
 
@@ -170,11 +172,11 @@ def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def as_text(report: "StoreReport", stores: Sequence[str]) -> str:
-    """Return grid, dates, a table of variables, the read amplification, and the advice."""
+def as_text(report: "StoreReport", stores: Sequence[str]) -> list[str]:
+    """Return lines: grid, dates, a table of variables, the read amplification, the advice."""
     lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
     lines += _reading(report) if report.sample_bytes else []
-    return "\n".join([*lines, *advice(report, stores), ""])
+    return [*lines, *advice(report, stores)]
 
 
 def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:

@@ -16,9 +16,8 @@ from credit_dp.cli.arguments import (
     to_texts,
     to_whole_numbers,
 )
-from credit_dp.cli.output import format_table
+from credit_dp.cli.output import format_table, print_lines
 from credit_dp.errors import UserError, counted
-from credit_dp.plain_text import printable
 
 if TYPE_CHECKING:
     from credit_dp.evaluation.alignment import ScoreRequest
@@ -147,7 +146,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
             folder.write(card)
             lines = [f"note: {note}" for note in notes]
             lines += [*summary_lines(card), f"{folder.out / 'scorecard.html'}"]
-    sys.stdout.write(printable("\n".join([*lines, ""])))
+    print_lines(*lines)
     return 0
 
 
@@ -377,7 +376,7 @@ def compare_runs(arguments: Sequence[str], program: str) -> int:
     lines = comparison_lines(comparison)
     if keys["out"]:
         lines += ["", str(write_comparison(comparison, keys["out"]))]
-    sys.stdout.write(printable("\n".join([*lines, ""])))
+    print_lines(*lines)
     return 0
 
 

@@ -10,10 +10,10 @@ from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, split_keys
 from credit_dp.cli.compose import Composer, check_rows
+from credit_dp.cli.output import print_lines
 from credit_dp.cli.saved_config import config_of_checkpoint
 from credit_dp.config import Config
 from credit_dp.errors import UserError
-from credit_dp.plain_text import printable
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def report_completeness(paths: Sequence[str], program: str) -> int:
     from credit_dp.forecast.check import check_forecast
 
     finding = check_forecast(paths[0])
-    sys.stdout.write(printable("\n".join([*finding.lines(), ""])))
+    print_lines(*finding.lines())
     return 0 if finding.complete else 1
 
 

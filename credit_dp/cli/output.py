@@ -32,7 +32,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.{0 if unit == 0 or size >= 99.95 else 1}f} {BYTE_UNITS[unit]}"
 
 
-def print_line(line: str) -> None:
-    """Print a line and flush, so that it shows in logs at once."""
-    sys.stdout.write(f"{printable(line)}\n")
+def print_lines(*lines: str) -> None:
+    """Print lines without commands to a terminal, and flush: they show in logs at once."""
+    sys.stdout.write(printable("".join(f"{line}\n" for line in lines)))
     sys.stdout.flush()

@@ -57,8 +57,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
         UserError: there is no config, or it can't be read.
     """
     try:
-        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
-        saved = OmegaConf.to_container(OmegaConf.create(text))
+        saved = checks.load_yaml(path)
     except FileNotFoundError:
         raise UserError(f"--again: needs the folder of a run, but there is no {path}") from None
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import Command, read_folders_and_keys, run_subcommand
-from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.cli.output import format_bytes, format_table, print_lines
 from credit_dp.distributed.failure_report import report_error
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
@@ -137,7 +137,7 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
         return 0
     folder, keys = parsed
     table = sweep_table(read_sweep(folder), keys["metric"], keys["sort"])
-    sys.stdout.write("\n".join([*table_lines(table), ""]))
+    print_lines(*table_lines(table))
     if keys["out"]:
         content = {
             "sweep": str(table.folder),
@@ -223,7 +223,7 @@ def scaling(arguments: Sequence[str], program: str) -> int:
         return 0
     folder, keys = parsed
     series = find_series(read_sweep(folder))
-    sys.stdout.write("\n".join([*scaling_lines(series), ""]))
+    print_lines(*scaling_lines(series))
     if keys["out"]:
         write_scaling(keys["out"], series)
     return 0
@@ -233,7 +233,7 @@ def report_scaling(folder: Path) -> None:
     """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
     try:
         series = find_series(read_sweep(folder))
-        sys.stdout.write("\n".join(["", *scaling_lines(series), ""]))
+        print_lines("", *scaling_lines(series))
         write_scaling(folder, series)
     except UserError as error:
         report_error(str(error))

@@ -17,7 +17,7 @@ from typing import Any
 
 from credit_dp import checks
 from credit_dp.cli.check_run import check_prepared
-from credit_dp.cli.output import print_line
+from credit_dp.cli.output import print_lines
 from credit_dp.cli.sweep_jobs import Job, JobProcess, write_submission
 from credit_dp.config import by_dotted_key
 from credit_dp.config.launchers import SlurmLauncherConfig
@@ -52,7 +52,7 @@ def drop_queued(jobs: Sequence[Job], settings: SlurmLauncherConfig, folder: Path
     queued = queued_job_ids()
     remaining = [job for job in jobs if submitted_job_id(job) not in queued]
     if len(remaining) < len(jobs):
-        print_line(f"in the queue already: {counted(len(jobs) - len(remaining), 'job')}")
+        print_lines(f"in the queue already: {counted(len(jobs) - len(remaining), 'job')}")
     return remaining
 
 
@@ -101,7 +101,7 @@ def submit(
     for job, job_id in zip(jobs, job_ids, strict=True):
         write_submission(job, job_id)  # so that it is not submitted twice
     array_id = job_ids[0].partition("_")[0]
-    print_line(
+    print_lines(
         f"submitted {counted(len(jobs), 'job')} as {array_id} "
         f"(squeue --jobs {array_id}; scancel {array_id}); "
         f"each writes to its folder in {folder}. The same command again submits unfinished jobs."

@@ -27,7 +27,7 @@ from credit_dp.cli.folders import (
     explain_folder_errors,
     folder_key,
 )
-from credit_dp.cli.output import print_line
+from credit_dp.cli.output import print_lines
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.show_sweep import report_scaling
 from credit_dp.cli.slurm_array import drop_queued, submit
@@ -98,7 +98,7 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
     check_sweep_folder(run)
     remaining = [job for job in jobs if not job.is_finished]
     if len(remaining) < len(jobs):
-        print_line(f"done already: {len(jobs) - len(remaining)} of {counted(len(jobs), 'job')}")
+        print_lines(f"done already: {len(jobs) - len(remaining)} of {counted(len(jobs), 'job')}")
     if isinstance(launcher, LocalLauncherConfig | SlurmLauncherConfig):
         for job in remaining:
             check_resume(job.config)
@@ -329,7 +329,7 @@ class LocalSweep:
             self.waiting.remove((job, placement))
         self.cores, self.gpus = self.cores - cores, self.gpus[count:]
         name, ranks = job.folder.name, counted(placement.ranks, "rank")
-        print_line(f"#{name} started with {ranks}: {' '.join(job.overrides)}")
+        print_lines(f"#{name} started with {ranks}: {' '.join(job.overrides)}")
 
     def collect(self) -> None:
         """Take back the cores and GPUs of jobs that have ended."""
@@ -341,7 +341,7 @@ class LocalSweep:
             self.cores, self.gpus = self.cores + entry.cores, [*self.gpus, *entry.gpus]
             self.codes[entry.job.folder] = code
             cause = f" ({entry.process.cause()})" if code not in (0, EXIT_PREEMPTED) else ""
-            print_line(f"#{entry.job.folder.name} ended with exit code {code}{cause}")
+            print_lines(f"#{entry.job.folder.name} ended with exit code {code}{cause}")
 
     def stop(self, signal_number: int) -> None:
         """Send a signal to all jobs, and start no more."""

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, final
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -116,8 +115,7 @@ def first_difference(path: Path, config: Config) -> str | None:
     Keys that the run resolved itself, such as `device=auto`, are not compared.
     """
     try:
-        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
-        saved = OmegaConf.to_container(OmegaConf.create(text))
+        saved = checks.load_yaml(path)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return f"{path.name} can't be read"
     saved_values = values_by_key(saved if isinstance(saved, dict) else {})

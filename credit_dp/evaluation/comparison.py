@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -190,8 +189,7 @@ def _read_json(path: Path) -> Any:
 
 def _read_config(path: Path) -> dict[Any, Any]:
     try:
-        text = checks.plain_yaml(path.read_text(encoding="utf-8"))
-        config = OmegaConf.to_container(OmegaConf.create(text))
+        config = checks.load_yaml(path)
         if not isinstance(config, dict):
             raise TypeError("it is no table of keys")
         return config

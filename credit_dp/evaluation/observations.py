@@ -54,6 +54,9 @@ class Observations:
         station: the index of the station of each report, `(R,)`; once at each time.
         values: `(R,)` by the name of the variable; NaN where there is none.
         units: by the name of the variable; may be empty.
+
+    Raises:
+        UserError: a value is infinite, or a station is not on the globe.
     """
 
     where: str
@@ -96,12 +99,7 @@ class Observations:
                     ) from error
         return _from_dataset(data, redact_secrets(where), missing)
 
-    def check(self) -> None:
-        """Refuse values and places that can't be.
-
-        Raises:
-            UserError: a value is infinite, or a station is not on the globe.
-        """
+    def __post_init__(self) -> None:
         infinite = [name for name, each in self.values.items() if np.isinf(each).any()]
         if infinite:
             raise _error(self.where, f"{infinite[0]} has infinite values")
@@ -183,7 +181,7 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
     if not is_there.any():
         raise _error(where, "no variable has a value")
     at, station = np.nonzero(is_there)
-    observations = Observations(
+    return Observations(
         where,
         calendar,
         texts,
@@ -194,8 +192,6 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
         {name: x.values[order][is_there].astype(np.float64) for name, x in series.items()},
         units,
     )
-    observations.check()
-    return observations
 
 
 def _from_rows(
@@ -221,7 +217,7 @@ def _from_rows(
         row = int(by_time[1:][again][0])
         name, time = table["station"].iloc[row], calendar.text(times[row])
         raise _error(where, f"station {name} has {time} twice")
-    observations = Observations(
+    return Observations(
         where,
         calendar,
         places["station"].tolist(),
@@ -232,8 +228,6 @@ def _from_rows(
         {name: table[name].to_numpy(np.float64) for name in units},
         units,
     )
-    observations.check()
-    return observations
 
 
 def _read_csv(where: str, missing: Sequence[str]) -> Observations:

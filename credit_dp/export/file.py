@@ -44,8 +44,12 @@ FORMAT = "credit_dp model 2"
 OF_PLANE = ("latitude", "longitude", "shape", "projection", "axes")  # see `Grid.to_json`
 # Entries that most models lack, and their usual values.
 LATER_ENTRIES = {
-    "calendar": STANDARD.name, "projection": {}, "boundary": 0, "relaxation": 0, "along_grid": []
-}  # fmt: skip
+    "calendar": STANDARD.name,
+    "projection": {},
+    "boundary": 0,
+    "relaxation": 0,
+    "along_grid": [],
+}
 MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
 # The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)

@@ -95,7 +95,7 @@ def check_start(
     model = planned_model(config, channels.fields(config.model.frames, config.model.denoises), grid)
     learning_rate_factors((model,), config.optimizer)
     if resume is not None:
-        _check_resumed(resume, config, model, data)
+        _check_resumed(resume, config, model, data, counts.samples)
     elif config.init_from is not None:
         check_initial_weights(config.init_from, model, config.model, store)
     return counts
@@ -141,7 +141,9 @@ def count_samples(config: Config, times: HasTimes, data_ranks: int) -> SampleCou
     return SampleCounts(count, sequence.batches_per_epoch, times.num_members * len(tests))
 
 
-def _check_resumed(path: Path, config: Config, model: nn.Module, data: HasTimes) -> None:
+def _check_resumed(
+    path: Path, config: Config, model: nn.Module, data: HasTimes, samples: int
+) -> None:
     """Refuse a checkpoint that a run can't resume from, as far as that needs no statistics."""
     checkpoint = Checkpoint.open("resume", path)
     metadata = checkpoint.metadata
@@ -150,7 +152,5 @@ def _check_resumed(path: Path, config: Config, model: nn.Module, data: HasTimes)
     check_optimizer(metadata, config.optimizer.name)
     shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
     check_model_shapes(f"resume: {path}", model_shapes(checkpoint.shapes), model_shapes(shapes))
-    starts = sample_times(data, "train", config.model.frames, config.trainer.longest_rollout)
-    count = data.num_members * len(starts)
-    sequence = SampleSequence(count, config.data.batch_size, seed=config.seed)
+    sequence = SampleSequence(samples, config.data.batch_size, seed=config.seed)
     sequence.load_state_dict(metadata["sampler"])

@@ -111,7 +111,7 @@ def test_a_signal_between_two_starts_prevents_the_second(
         if "started" in text:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(sweep_module, "print_line", interrupt)
+    monkeypatch.setattr(sweep_module, "print_lines", interrupt)
     assert run("seed=1,2")[0] == 75
     assert len(list(sweep.glob("*/job.json"))) == 1
 

@@ -99,10 +99,12 @@ ZERO = re.compile(
     r"runoff|evaporation|mask|cover|fraction|vegetation|lake|depth|reservoir|tp|cp|lsp|sf|sd|"
     r"siconc|lsm|tcc|lcc|mcc|hcc|clwc|ciwc|crwc|cswc|cc|ssrd|ssr|tsr|tisr|fdir|cape)(_|$)"
 )
-
-
 YEAR_OF_UNITS = re.compile(r" since \D*(\d+)-")
+PACKING = ("scale_factor", "add_offset")
+COMPARED_FILES = 256  # whose chunks an array has: opening them takes seconds
 NAMES_OF_DIMS = "_ARRAY_DIMENSIONS"  # attribute of arrays of format 2
+
+_compared: set[tuple[str, str]] = set()  # stores, which workers open again and again
 
 
 def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
@@ -144,13 +146,6 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     return with_points(dataset, where), counting_store
 
 
-PACKING = ("scale_factor", "add_offset")
-COMPARED_FILES = 256  # takes seconds
-
-
-_compared: set[tuple[str, str]] = set()  # stores, which workers open again and again
-
-
 def _check_chunk_files(where: str, store: Store, arrays: Mapping[str, zarr.Array[Any]]) -> None:
     """Refuse chunks of files that store a variable in different ways, as an array has only one.
 
@@ -190,7 +185,8 @@ def _check_chunk_files(where: str, store: Store, arrays: Mapping[str, zarr.Array
                         f"{value} in {address}. Set data.store to the files themselves."
                     )
     is_packed = any({*PACKING} & {*arrays[name].attrs} for name in names)
-    if is_packed and (not are_all or checked < len(addresses) > 1):
+    are_all = are_all and (len(addresses) <= 1 or checked == len(addresses))
+    if is_packed and not are_all:
         logger.warning(
             "%s: compared the packing (%s) of %d of the files that its chunks are in, not of all; "
             "values of others are wrong if theirs differs",

@@ -125,7 +125,7 @@ def netcdf_file(folder, **attributes):
 def prepared_file(folder):
     """A prepared copy of the file that cfgrib converted."""
     store, out = cfgrib_file(folder, "lambert", 1), folder / "prepared.zarr"
-    keys = ("data=zarr", "data.prognostic=[u10,v10]", "data.static=[]", "data.levels=null")
+    keys = ("workers=1", "data.prognostic=[u10,v10]", "data.static=[]", "data.levels=null")
     with pytest.MonkeyPatch.context() as patch:
         answered = answer(
             patch, "data", "prepare", f"store={store}", f"out={out}", *keys, program=""

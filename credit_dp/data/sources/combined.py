@@ -203,10 +203,6 @@ class _RolledSource(SourceWrapper):
         """See `Source`."""
         return np.roll(self._source.read(channels, times, rows), -self._columns, axis=-1)
 
-    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
-        return self._source.chunk_shape(channel)
-
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
         stored = (column + self._columns) % self.grid[1]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
+from credit_dp.data.sources.coordinates import HORIZONTAL
 from credit_dp.data.sources.grib_file import GribFile, Message, with_projection
 from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.units import find_conversion, usual_unit
@@ -45,17 +46,15 @@ def open_grib_forecasts(path: Path) -> xr.Dataset:
     if len(places[MEMBER]) == 1:
         del places[MEMBER]
     levels = {level_dim: np.unique([x.level for x in messages if x.kind])} if kinds else {}
+    rows, along = HORIZONTAL, (HORIZONTAL[:1], HORIZONTAL[1:])
     if latitude.ndim == 2:
-        rows: tuple[str, str] = ("y", "x")
-        dims: tuple[tuple[str, ...], ...] = (rows, rows)
-    else:
-        rows = ("latitude", "longitude")
-        dims = (rows[:1], rows[1:])
-    dataset = xr.Dataset(coords={**places, **levels})
-    for name, along, values in zip(
-        ("latitude", "longitude"), dims, (latitude, longitude), strict=True
-    ):
-        dataset = dataset.assign_coords({name: (along, values, {"standard_name": name})})
+        rows = ("y", "x")
+        along = (rows, rows)
+    points = {
+        name: (dims, values, {"standard_name": name})
+        for name, dims, values in zip(HORIZONTAL, along, (latitude, longitude), strict=True)
+    }
+    dataset = xr.Dataset(coords={**places, **levels, **points})
     by_name: dict[str, list[Message]] = {}
     for message in messages:
         by_name.setdefault(_name(message), []).append(message)
@@ -66,8 +65,7 @@ def open_grib_forecasts(path: Path) -> xr.Dataset:
         attributes = {"units": array.unit}
         if any(map(file.period, fields)):
             attributes["cell_methods"] = f"{LEAD}: sum"
-        variable = xr.Variable((*axes, *rows), indexing.LazilyIndexedArray(array), attributes)
-        dataset[name] = variable
+        dataset[name] = ((*axes, *rows), indexing.LazilyIndexedArray(array), attributes)
     spans = {file.period(message) for message in messages} - {0}
     if len(spans) == 1:
         # Sums over several spans, such as since the start, are not those of a step.

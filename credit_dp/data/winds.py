@@ -35,10 +35,8 @@ WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
 NORTHWARD_COMPONENTS = {northward: eastward for eastward, northward in WIND_COMPONENTS.items()}
 ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
 EASTWARD, NORTHWARD = "eastward_wind", "northward_wind"
-# Names by which files call components along the grid; the first are CF's older ones.
-ALONG_GRID: Mapping[str, str] = MappingProxyType(
-    {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
-)
+# CF's older names of components along the axes.
+OLDER_NAMES = {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
 GRIB_FLAG = "GRIB_uvRelativeToGrid"  # cfgrib's attribute
 LARGEST_SKEW = np.radians(1.0)  # of axes that should be at right angles
 
@@ -49,7 +47,7 @@ def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
     GRIB's flag comes first: cfgrib names all winds eastward and northward, if it names them.
     """
     stated = str(attributes.get("standard_name", ""))
-    stated = ALONG_GRID.get(stated, stated)
+    stated = OLDER_NAMES.get(stated, stated)
     if not grid.is_projected or GRIB_FLAG not in attributes:
         return stated
     along_grid = attributes[GRIB_FLAG] == 1
@@ -70,14 +68,16 @@ def lies_along_grid(standard_name: str, grid: Grid) -> bool | None:
     return grid.is_projected and standard_name in (ALONG_X, ALONG_Y)
 
 
-def lie_otherwise(first: bool | None, second: bool | None) -> bool:
-    """Whether two answers of `lies_along_grid` are known to differ."""
-    return first is not None and second is not None and first != second
-
-
 def describe_winds(along_grid: bool | None) -> str:
     """Return an answer of `lies_along_grid` in words."""
     return "along the grid" if along_grid else "eastward or northward"
+
+
+def wind_difference(first: bool | None, second: bool | None) -> tuple[str, str] | None:
+    """Return two answers of `lies_along_grid` in words; None if they are not known to differ."""
+    if first is None or second is None or first == second:
+        return None
+    return describe_winds(first), describe_winds(second)
 
 
 def other_component(name: str) -> str | None:

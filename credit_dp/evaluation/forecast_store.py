@@ -35,12 +35,11 @@ from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dat
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.winds import (
     Turn,
-    describe_winds,
     find_other_component,
-    lie_otherwise,
     lies_along_grid,
     stated_name,
     turn_of,
+    wind_difference,
 )
 from credit_dp.errors import UserError
 
@@ -244,7 +243,8 @@ class ForecastStore:
         """
         variable = self.variables[name]
         along_grid = lies_along_grid(variable.standard_name, self.stored_grid)
-        if not lie_otherwise(along_grid, to_grid):
+        kinds = wind_difference(along_grid, to_grid)
+        if kinds is None:
             return
         alike = [
             x
@@ -254,7 +254,6 @@ class ForecastStore:
         ]
         other = find_other_component(name, alike)
         if other is None:
-            kinds = describe_winds(along_grid), describe_winds(to_grid)
             raise UserError(
                 f"{self.where}: {name} is {kinds[0]}, and can't be turned to be {kinds[1]} without "
                 "the other component of this wind. Add that to the forecast, or leave it out with "

@@ -28,7 +28,7 @@ from credit_dp.data.sources.coordinates import (
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Source, as_slice
-from credit_dp.data.winds import describe_winds, lie_otherwise, lies_along_grid, stated_name
+from credit_dp.data.winds import lies_along_grid, stated_name, wind_difference
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import column_order, reorder_columns
 from credit_dp.variable_names import all_names_of, long_name
@@ -127,9 +127,8 @@ class StoredClimatology:
             attributes = self._dataset[stored.variable].attrs
             own = stated_name(channel.variable, attributes, truth.grid)
             names = own, truth.variables[channel.variable].standard_name
-            along = [lies_along_grid(name, truth.grid) for name in names]
-            if lie_otherwise(*along):
-                kinds = [describe_winds(x) for x in along]
+            kinds = wind_difference(*[lies_along_grid(name, truth.grid) for name in names])
+            if kinds:
                 raise UserError(
                     f"{self.where}: {stored.variable} is {kinds[0]}, but {kinds[1]} in the truth "
                     f"{truth.where}. Change climatology, or leave it out."

@@ -46,10 +46,10 @@ from credit_dp.data.winds import (
     ALONG_Y,
     Turn,
     describe_winds,
-    lie_otherwise,
     lies_along_grid,
     other_component,
     turn_of,
+    wind_difference,
 )
 from credit_dp.errors import UserError, counted
 from credit_dp.forecast.request import ForecastRequest, parse_list
@@ -355,7 +355,7 @@ class InitialFiles:
         for (channel, time), field in fields.items():
             name, to_grid = channel.variable, store.lies_along_grid(channel.variable)
             is_wind = to_grid or other_component(name)
-            if is_wind and lie_otherwise(field.found.along_grid, to_grid):
+            if is_wind and wind_difference(field.found.along_grid, to_grid):
                 other = self._other_component(store, channel, time, field)
                 if name not in turns:
                     # A file on a projection is on that of the run: no other is regridded.

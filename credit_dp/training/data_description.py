@@ -21,7 +21,7 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store, mask_digest
 from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
-from credit_dp.data.winds import describe_winds, lie_otherwise
+from credit_dp.data.winds import wind_difference
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import hybrid_of
 from credit_dp.physics.fixers import has_budgets
@@ -251,8 +251,8 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
     # Missing in checkpoints of earlier versions.
     lies = zip(*(of.get("along_grid", ()) for of in (saved, current)), strict=False)
     for (variable, _), pair in zip(current["channels"], lies, strict=False):
-        if lie_otherwise(*pair):
-            kinds = [describe_winds(x) for x in pair]
+        kinds = wind_difference(*pair)
+        if kinds:
             raise UserError(
                 f"{use.subject} was trained with {variable} {kinds[0]}, but {where} has it "
                 f"{kinds[1]}. {use.store_advice}"

@@ -29,7 +29,7 @@ from credit_dp.data.sources.source import (
     describe_members,
     is_listed,
 )
-from credit_dp.data.winds import describe_winds, lie_otherwise, lies_along_grid
+from credit_dp.data.winds import lies_along_grid, wind_difference
 from credit_dp.errors import UserError
 
 GRID_TOLERANCE = 5e-5  # degrees: more than the rounding of coordinates in float32
@@ -276,10 +276,8 @@ def _difference(
                 f"({value})"
             )
     lies = [lies_along_grid(x.standard_name, first.grid) for x in (variable, other_variable)]
-    if lie_otherwise(*lies):
-        kinds = [describe_winds(x) for x in lies]
-        return f"is {kinds[0]} in {first.where}, but {kinds[1]} in {other.where}"
-    return ""
+    kinds = wind_difference(*lies)
+    return f"is {kinds[0]} in {first.where}, but {kinds[1]} in {other.where}" if kinds else ""
 
 
 @final

@@ -118,9 +118,7 @@ def write_message(path, sample, values=None, **keys):
     return path
 
 
-ORDERS = [
-    dict(zip(SCANNING_KEYS, flags, strict=True)) for flags in product((0, 1), repeat=4)
-]  # fmt: skip
+ORDERS = [dict(zip(SCANNING_KEYS, flags, strict=True)) for flags in product((0, 1), repeat=4)]
 
 
 def write_projected(path, field, kind, flags, edition=2):
@@ -140,9 +138,8 @@ def write_projected(path, field, kind, flags, edition=2):
     if kind != "rotated_ll":
         keys["latitudeOfFirstGridPointInDegrees"] = latitude[points[0]]
         keys["longitudeOfFirstGridPointInDegrees"] = longitude[points[0]] % 360
-    if (
-        edition == 1
-    ):  # whose earth is smaller, and whose polar plane is as long as the earth at 60 N
+    if edition == 1:
+        # Its earth is smaller, and its polar plane is as long as the earth at 60 N.
         size = 120_000 * EARTH_OF_GRIB1 / region_grids.RADIUS
         size *= (1 + np.sin(np.pi / 3)) / 2 if kind == "polar_stereographic" else 1
         keys |= dict.fromkeys(("DxInMetres", "DyInMetres"), round(size))
@@ -150,9 +147,8 @@ def write_projected(path, field, kind, flags, edition=2):
             keys.pop(key, None)
         if kind == "rotated_ll":
             del keys["DxInMetres"], keys["DyInMetres"]
+        flags = {x: y for x, y in flags.items() if x != "alternativeRowScanning"}
     about = {"typeOfLevel": "heightAboveGround", "level": 2, "shortName": "2t", "bitsPerValue": 24}
-    alternative = "alternativeRowScanning"
-    flags = flags if edition == 2 else {x: y for x, y in flags.items() if x != alternative}
     values = np.array([field[point] for point in points])
     write_message(path, SAMPLES[edition], values, **keys | about | flags)
     return latitude, longitude

@@ -56,7 +56,6 @@ def netcdf(data, folder):
     return folder / "file.nc"
 
 
-CFGRIB = {"standard_name": "eastward_wind", "GRIB_uvRelativeToGrid": 1}
 FILES = {
     "box": lambda folder: netcdf(wind_stores.box(), folder),
     "box in GRIB": grib_of_box,

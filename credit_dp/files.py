@@ -32,8 +32,8 @@ from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
 SECONDS_TO_LOCK = 60.0  # in which a process locks the temporary folder that it has created
-# Of the path of a socket Linux keeps 107 bytes, and macOS 103, of which a temporary folder and
-# multiprocessing's name of a socket take 46.
+# The path of a socket has at most 107 bytes on Linux, and 103 on macOS. A temporary folder and
+# multiprocessing's name of the socket take 46 of these.
 LONGEST_ROOT = 57
 
 

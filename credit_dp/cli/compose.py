@@ -485,7 +485,7 @@ def check_run_config(config: Config) -> None:
         if config.data.stores:
             raise UserError(
                 "data.store: data=quickstart simulates its own store, got "
-                f"{', '.join(config.data.stores)}. Add data=zarr, or another preset of a store, or "
+                f"{config.data.where}. Add data=zarr, or another preset of a store, or "
                 "leave data.store out."
             )
     check_rows(config)

@@ -348,6 +348,11 @@ class DataConfig:
         return [entry for entry in entries if entry]
 
     @property
+    def where(self) -> str:
+        """The stores, for messages."""
+        return ", ".join(self.stores)
+
+    @property
     def step_hours(self) -> int:
         """The time step in hours."""
         number, unit = STEP_PATTERN.fullmatch(self.step).groups()  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ def split_slice(
             lies between them.
     """
     key = f"data.dates.{split}"
-    where = ", ".join(config.stores)
+    where = config.where
     dates: list[str] = getattr(config.dates, split)
     first, last = (date_interval(key, date, calendar) for date in dates)
     # `times` has only those on the step, so the store may hold up to one step more at each end.
@@ -221,7 +221,7 @@ def _too_few_times(
 ) -> str:
     key = f"data.dates.{next(iter(needed))}"
     line = (
-        f"{', '.join(config.stores)}: {key} is chosen among the times that no other split has, "
+        f"{config.where}: {key} is chosen among the times that no other split has, "
         f"which are at most {free} in a row of {counted(total, 'time')}"
     )
     if all(need == ONE_TIME for need in needed.values()):

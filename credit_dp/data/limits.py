@@ -49,6 +49,10 @@ class ValueRange(NamedTuple):
     low: float
     high: float
 
+    def outside(self, values: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values are smaller or larger; NaN is not."""
+        return (values < self.low) | (values > self.high)
+
 
 # Physical limits in the units of `KNOWN_VARIABLES`, with a wide margin around all values ever
 # measured or analysed, so that overshoots of interpolation and packing pass.
@@ -194,7 +198,7 @@ def is_implausible(field: NDArray[np.floating], limits: ValueRange) -> bool:
     """
     width = limits.high - limits.low
     values = field[~np.isnan(field)]
-    outside = (values < limits.low) | (values > limits.high)
+    outside = limits.outside(values)
     far_outside = (values < limits.low - width) | (values > limits.high + width)
     return bool(far_outside.any() or np.count_nonzero(outside) > outside.size / 2)
 
@@ -209,7 +213,7 @@ def likely_unit(values: NDArray[np.floating], limits: ValueRange, unit: str) -> 
 
     All of them or, if most are out of range as they are, 99 %.
     """
-    mostly_outside = np.mean((values < limits.low) | (values > limits.high)) > 0.5
+    mostly_outside = np.mean(limits.outside(values)) > 0.5
     for (old, new), (scale, offset) in CONVERSIONS.items():
         converted = values * scale + offset
         inside = (converted >= limits.low) & (converted <= limits.high)
@@ -412,7 +416,7 @@ class ValueLimits:
             else ""
         )
         cause = self._likely_cause(channel, field, limits, value) + other_cause
-        count = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
+        count = int(np.count_nonzero(limits.outside(field)))
         return (
             f"{name}{level} is {value:.6g} at {position}, but its limits are {limits.low:.6g} to "
             f"{limits.high:.6g}{f' {unit}' if unit else ''}{origin}. {count} of {field.size} "
@@ -429,7 +433,7 @@ class ValueLimits:
             points = "" if equal_count == 1 else f", which {equal_count} points have"
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
-        mostly_outside = np.mean((values < limits.low) | (values > limits.high)) > 0.5
+        mostly_outside = np.mean(limits.outside(values)) > 0.5
         unit = canonical_unit(self._unit(channel)) or self._known_unit(channel)
         damaged = "a damaged chunk"
         likely = likely_unit(values, limits, unit)

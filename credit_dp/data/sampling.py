@@ -59,17 +59,16 @@ def sample_times(store: HasTimes, split: str, frames: int = 1, steps: int = 1) -
     samples = times_with_steps(times, config.step_hours, frames - 1, steps)
     if not len(samples) and frames == steps == 1:
         raise UserError(
-            f"{', '.join(config.stores)}: no two dates of data.dates.{split} are "
+            f"{config.where}: no two dates of data.dates.{split} are "
             f"{counted(config.step_hours, 'hour')} apart. Change data.step or data.dates.{split}."
         )
     if not len(samples):
         lengths = {"model.frames": frames, "the longest of trainer.rollout": steps}
         remedy = " or ".join(key for key, count in lengths.items() if count > 1)
         raise UserError(
-            f"{', '.join(config.stores)}: a sample needs {frames + steps} dates of "
-            f"data.dates.{split}, each {counted(config.step_hours, 'hour')} after the one "
-            f"before, and there are none. Lower {remedy}, or change data.step or "
-            f"data.dates.{split}."
+            f"{config.where}: a sample needs {frames + steps} dates of data.dates.{split}, each "
+            f"{counted(config.step_hours, 'hour')} after the one before, and there are none. "
+            f"Lower {remedy}, or change data.step or data.dates.{split}."
         )
     return samples
 
@@ -105,9 +104,8 @@ def initial_times(
         from_frames = f" from {frames} states" if frames > 1 else ""
         lower_frames = " or model.frames" if frames > 1 else ""
         raise UserError(
-            f"{', '.join(config.stores)}: no forecast of "
-            f"{counted(max(lead_hours), 'hour')}{from_frames} fits into "
-            f"data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
+            f"{config.where}: no forecast of {counted(max(lead_hours), 'hour')}{from_frames} fits "
+            f"into data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
             f"{lower_frames}."
         )
     return np.array(selected)

@@ -298,8 +298,8 @@ def merge_moments(
     empty = [name for name, pair in merged.items() if not pair[0].weight]
     if empty:
         raise UserError(
-            f"{', '.join(store.config.stores)}: {empty[0]} has no value at any training "
-            "date. Leave it out of the data config, or change data.dates.train."
+            f"{store.config.where}: {empty[0]} has no value at any training date. Leave it out of "
+            "the data config, or change data.dates.train."
         )
     return table
 

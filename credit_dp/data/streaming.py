@@ -70,7 +70,7 @@ class TrainingDates:
         if (self.next_indices < 0).all():
             nth = f"every={every}: " if every > 1 else ""
             raise UserError(
-                f"{', '.join(store.config.stores)}: {nth}no two dates of data.dates.train are "
+                f"{store.config.where}: {nth}no two dates of data.dates.train are "
                 f"{counted(store.config.step_hours, 'hour')} apart. Change data.step or "
                 "data.dates.train."
             )

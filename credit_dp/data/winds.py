@@ -83,9 +83,9 @@ def wind_difference(first: bool | None, second: bool | None) -> tuple[str, str] 
 def other_component(name: str) -> str | None:
     """Return the long name of the other component of a wind; None if it is not known as one."""
     long = canonical_name(name)
-    for of_x, of_y in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
-        if of_x in long:  # as in AROME's x_wind_10m
-            return long.replace(of_x, of_y)
+    for own, other in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
+        if own in long:  # as in AROME's x_wind_10m
+            return long.replace(own, other)
     return WIND_COMPONENTS.get(long, NORTHWARD_COMPONENTS.get(long))
 
 

@@ -182,15 +182,15 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
         raise _error(where, "no variable has a value")
     at, station = np.nonzero(is_there)
     return Observations(
-        where,
-        calendar,
-        texts,
-        north,
-        east,
-        in_order[at],
-        station,
-        {name: x.values[order][is_there].astype(np.float64) for name, x in series.items()},
-        units,
+        where=where,
+        calendar=calendar,
+        names=texts,
+        latitude=north,
+        longitude=east,
+        times=in_order[at],
+        station=station,
+        values={name: x.values[order][is_there].astype(np.float64) for name, x in series.items()},
+        units=units,
     )
 
 
@@ -218,15 +218,15 @@ def _from_rows(
         name, time = table["station"].iloc[row], calendar.text(times[row])
         raise _error(where, f"station {name} has {time} twice")
     return Observations(
-        where,
-        calendar,
-        places["station"].tolist(),
-        places["latitude"].to_numpy(np.float64),
-        places["longitude"].to_numpy(np.float64),
-        times,
-        station,
-        {name: table[name].to_numpy(np.float64) for name in units},
-        units,
+        where=where,
+        calendar=calendar,
+        names=places["station"].tolist(),
+        latitude=places["latitude"].to_numpy(np.float64),
+        longitude=places["longitude"].to_numpy(np.float64),
+        times=times,
+        station=station,
+        values={name: table[name].to_numpy(np.float64) for name in units},
+        units=units,
     )
 
 

@@ -382,10 +382,7 @@ class _Column:
             with np.errstate(over="ignore"):
                 field = values[None, None].astype(np.float32)
             limits = sampled_ranges([field], [Channel(name)]).get(name)
-        outside = np.zeros(len(values), bool)
-        if limits is not None:
-            outside = (values < limits.low) | (values > limits.high)
-        if limits is not None and outside.any():
+        if limits is not None and (outside := limits.outside(values)).any():
             row = int(outside.argmax())
             given = counted(int(np.isfinite(stored).sum()), "observation")
             span = f"{limits.low:g} to {limits.high:g} {unit}".rstrip()

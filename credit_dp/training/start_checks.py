@@ -59,7 +59,7 @@ def check_start(
 ) -> SampleCounts:
     """Check whether loss, model, samples and checkpoint fit the data, and loggers can be opened.
 
-    In a run rank 0 does, which alone logs; all others would read the same checkpoint.
+    In a run only rank 0 calls it: it alone logs, and all others would read the same checkpoint.
 
     Args:
         config: of the run; `--check` knows the dates and the grid that the data give it.

@@ -216,15 +216,11 @@ class _RolledSource(SourceWrapper):
 def _from_one_meridian(sources: Sequence[Source]) -> list[Source]:
     """Return sources whose columns begin where those of the first do, as at -180 instead of 0."""
     first = sources[0].grid
-    aligned: list[Source] = []
-    for source in sources:
-        columns = source.grid.columns_east(first, GRID_TOLERANCE)
-        if columns:
-            grid = Grid(source.latitude, first.longitude)
-            aligned.append(_RolledSource(source, columns, grid))
-        else:
-            aligned.append(source)
-    return aligned
+    columns = [source.grid.columns_east(first, GRID_TOLERANCE) for source in sources]
+    return [
+        _RolledSource(source, east, Grid(source.latitude, first.longitude)) if east else source
+        for source, east in zip(sources, columns, strict=True)
+    ]
 
 
 def _check_grid(first: Source, other: Source, tolerance: float) -> None:

@@ -158,7 +158,7 @@ def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
         dataset = dataset.drop_vars(name).assign_coords({name: first})
     if repeated or not _is_on_projection(dataset) or _plane_coordinates(dataset):
         return dataset
-    axes = [_axis_of(dataset, letter) for letter in "YX"]
+    axes = [_axis_name(dataset, letter) for letter in "YX"]
     if "" in axes or any(_is_degree_of_earth(x) for x in dataset.variables.values()):
         return dataset
     mapping = dataset.variables[_grid_mapping(dataset)].attrs
@@ -196,7 +196,7 @@ def _is_degree_of_earth(array: xr.Variable) -> bool:
     return name in HORIZONTAL or (in_degrees and not OTHER_AXES.search(name))
 
 
-def _axis_of(dataset: xr.Dataset, letter: str) -> str:
+def _axis_name(dataset: xr.Dataset, letter: str) -> str:
     """Return the name of the one-dimensional coordinate of an axis, X or Y; "" without one."""
     lines = {x: y for x, y in dataset.variables.items() if y.dims == (x,) and y.dtype.kind in "iuf"}
     coordinates = xr.Dataset(coords=xr.Coordinates(lines, indexes={}))

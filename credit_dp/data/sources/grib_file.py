@@ -75,7 +75,7 @@ COMMON_KEYS = (
 # they tell the fields of such a dataset apart;
 FIELD_KEYS = ("valid_time", "level:float", "number", "directionNumber", "frequencyNumber")
 NAME_KEYS = ["shortName", "units"]
-# Of winds, flag table 3.3. ecCodes' uvRelativeToGrid is not in all grids of edition 2.
+# Flag table 3.3 says how winds lie; not all grids of edition 2 have ecCodes' uvRelativeToGrid.
 COMPONENT_FLAGS, ALONG_GRID = "resolutionAndComponentFlags", 8
 UNKNOWN = "undef"  # what cfgrib's index has for a key that a message lacks
 
@@ -289,13 +289,13 @@ def _ends(message: Any, axis: str) -> list[str]:
 def _check_step(message: Any, axis: str, distance: float) -> None:
     """Compare the distance of the outermost points with the step that a message gives, if any.
 
-    Steps are whole thousandths of degrees in GRIB 1, and in messages that were converted from it.
+    Steps and outermost points are whole thousandths of degrees in GRIB 1, and in messages that were
+    converted from it.
 
     Raises:
         ValueError: they don't fit.
     """
     count, step = message[f"N{axis}"], message[f"{axis}DirectionIncrementInDegrees"]
-    # So are the outermost points.
     tolerance = COORDINATE_TOLERANCE * count / max(count - 1, 1)
     if count > 1 and step > 0 and abs(distance / (count - 1) - step) > tolerance:
         lines = "rows" if axis == "j" else "columns"

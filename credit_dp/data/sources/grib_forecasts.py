@@ -46,10 +46,8 @@ def open_grib_forecasts(path: Path) -> xr.Dataset:
     if len(places[MEMBER]) == 1:
         del places[MEMBER]
     levels = {level_dim: np.unique([x.level for x in messages if x.kind])} if kinds else {}
-    rows, along = HORIZONTAL, (HORIZONTAL[:1], HORIZONTAL[1:])
-    if latitude.ndim == 2:
-        rows = ("y", "x")
-        along = (rows, rows)
+    rows: Sequence[str] = HORIZONTAL if latitude.ndim == 1 else ("y", "x")
+    along = [[dim] for dim in rows] if latitude.ndim == 1 else [rows, rows]
     points = {
         name: (dims, values, {"standard_name": name})
         for name, dims, values in zip(HORIZONTAL, along, (latitude, longitude), strict=True)

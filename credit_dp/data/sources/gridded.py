@@ -227,8 +227,8 @@ def all_dates() -> Iterator[None]:
 def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.Dataset]) -> None:
     """Refuse numbers that xarray takes for other dates without an error.
 
-    One that is missing or infinite becomes the date that the units count from. Of the years in
-    units only four digits are read right.
+    One that is missing or infinite becomes the date that the units count from. Years in units are
+    read right only if they have four digits.
 
     Args:
         where: the store's address.

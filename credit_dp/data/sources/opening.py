@@ -62,7 +62,7 @@ def open_source(config: DataConfig) -> Source:
     timed, timeless = _split_timeless(sources)
     if not timed:
         raise UserError(
-            f"{redact_secrets(', '.join(config.stores))}: needs one-dimensional coordinates time, "
+            f"{redact_secrets(config.where)}: needs one-dimensional coordinates time, "
             "latitude and longitude, but time is missing. Change data.store, or add a store with "
             "times to it: static fields may be in a store of their own."
         )
@@ -184,7 +184,7 @@ def _open_address(where: str, config: DataConfig) -> Sequence[Source]:
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
     """Combine all entries of `config.store` into one source."""
     if _follow_in_time(timed):
-        sources = [_concat_in_time(timed, redact_secrets(", ".join(config.stores)))]
+        sources = [_concat_in_time(timed, redact_secrets(config.where))]
     else:
         sources = []
         for group in _group_by_variables(timed):

@@ -162,7 +162,7 @@ def inspect(arguments: Sequence[str], program: str) -> int:
     if parsed.json:
         sys.stdout.write(as_json(report, stores))
     else:
-        print_lines(*as_text(report, stores))
+        print_lines(as_text(report, stores))
     return 0 if report.sample_bytes else 2
 
 
@@ -172,11 +172,11 @@ def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def as_text(report: "StoreReport", stores: Sequence[str]) -> list[str]:
-    """Return lines: grid, dates, a table of variables, the read amplification, the advice."""
+def as_text(report: "StoreReport", stores: Sequence[str]) -> str:
+    """Return grid, dates, a table of variables, the read amplification, and the advice."""
     lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
     lines += _reading(report) if report.sample_bytes else []
-    return [*lines, *advice(report, stores)]
+    return "\n".join([*lines, *advice(report, stores)])
 
 
 def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:

@@ -35,8 +35,10 @@ WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
 NORTHWARD_COMPONENTS = {northward: eastward for eastward, northward in WIND_COMPONENTS.items()}
 ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
 EASTWARD, NORTHWARD = "eastward_wind", "northward_wind"
-# CF's older names of components along the axes.
-OLDER_NAMES = {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
+# Names by which files call components along the grid; the first are CF's older ones.
+ALONG_GRID: Mapping[str, str] = MappingProxyType(
+    {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
+)
 GRIB_FLAG = "GRIB_uvRelativeToGrid"  # cfgrib's attribute
 LARGEST_SKEW = np.radians(1.0)  # of axes that should be at right angles
 
@@ -47,7 +49,7 @@ def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
     GRIB's flag comes first: cfgrib names all winds eastward and northward, if it names them.
     """
     stated = str(attributes.get("standard_name", ""))
-    stated = OLDER_NAMES.get(stated, stated)
+    stated = ALONG_GRID.get(stated, stated)
     if not grid.is_projected or GRIB_FLAG not in attributes:
         return stated
     along_grid = attributes[GRIB_FLAG] == 1
@@ -83,9 +85,9 @@ def wind_difference(first: bool | None, second: bool | None) -> tuple[str, str] 
 def other_component(name: str) -> str | None:
     """Return the long name of the other component of a wind; None if it is not known as one."""
     long = canonical_name(name)
-    for own, other in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
-        if own in long:  # as in AROME's x_wind_10m
-            return long.replace(own, other)
+    for of_x, of_y in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
+        if of_x in long:  # as in AROME's x_wind_10m
+            return long.replace(of_x, of_y)
     return WIND_COMPONENTS.get(long, NORTHWARD_COMPONENTS.get(long))
 
 

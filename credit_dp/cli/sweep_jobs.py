@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -29,7 +30,7 @@ from credit_dp.distributed.forkserver import die_with_parent
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
 from credit_dp.errors import UserError, quote, traceback_message
 from credit_dp.sweeps.read import LAUNCH_KEYS, RECORD_FILE, SUBMISSION_FILE, read_overrides
-from credit_dp.training.run_folder import RunFolder, write_run_file
+from credit_dp.training.run_folder import RunFolder, with_absolute_paths, write_run_file
 
 LOG_FILE = "job.log"
 SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # of lines that SLURM adds after a failure
@@ -119,12 +120,14 @@ def first_difference(path: Path, config: Config) -> str | None:
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return f"{path.name} can't be read"
     saved_values = values_by_key(saved if isinstance(saved, dict) else {})
+    node: Any = OmegaConf.to_container(with_absolute_paths(config))
+    absolute = by_dotted_key(node)
     for key, value in values_by_key(as_dict(config)).items():
         if key.startswith(LAUNCH_KEYS) or (key, value) in UNRESOLVED_VALUES:
             continue
         if config.data.dates.undetermined and key.startswith("data.dates."):
             continue
-        if saved_values.get(key, ...) != value:
+        if saved_values.get(key, ...) not in (value, absolute.get(key)):
             return f"{key}: {saved_values.get(key, 'nothing')}, now {value}"
     return None
 

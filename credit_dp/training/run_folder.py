@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO, final
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import credit_dp
 from credit_dp.config import Config, RunConfig
@@ -139,14 +139,19 @@ PATH_KEYS = ("data.store", "data.statistics", "data.cache", "logger.mlflow", "in
 
 def resolved_yaml(config: Config) -> str:
     """Return the config as YAML, resolved, with paths that are valid in every working folder."""
-    node = OmegaConf.structured(config)
+    return OmegaConf.to_yaml(with_absolute_paths(config), resolve=True)
+
+
+def with_absolute_paths(config: Config) -> DictConfig:
+    """Return the config with paths that are valid in every working folder."""
+    node: DictConfig = OmegaConf.structured(config)
     for key in PATH_KEYS:
         value = OmegaConf.select(node, key)
         if OmegaConf.is_list(value):
             OmegaConf.update(node, key, [entry and absolute_address(entry) for entry in value])
         elif value and (key, value) != ("resume", "auto"):
             OmegaConf.update(node, key, absolute_address(value))
-    return OmegaConf.to_yaml(node, resolve=True)
+    return node
 
 
 def write_run_file(path: Path, text: str) -> None:

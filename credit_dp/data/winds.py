@@ -70,16 +70,16 @@ def lies_along_grid(standard_name: str, grid: Grid) -> bool | None:
     return grid.is_projected and standard_name in (ALONG_X, ALONG_Y)
 
 
-def describe_winds(along_grid: bool | None) -> str:
-    """Return an answer of `lies_along_grid` in words."""
-    return "along the grid" if along_grid else "eastward or northward"
-
-
 def wind_difference(first: bool | None, second: bool | None) -> tuple[str, str] | None:
     """Return two answers of `lies_along_grid` in words; None if they are not known to differ."""
     if first is None or second is None or first == second:
         return None
     return describe_winds(first), describe_winds(second)
+
+
+def describe_winds(along_grid: bool | None) -> str:
+    """Return an answer of `lies_along_grid` in words."""
+    return "along the grid" if along_grid else "eastward or northward"
 
 
 def other_component(name: str) -> str | None:

@@ -1,8 +1,9 @@
 """How the components of winds lie on a projection: along its axes, or eastward and northward.
 
 A variable's standard name says it, in stores, in prepared ones and in forecasts: `x_wind` and
-`y_wind` lie along the axes, all others are eastward and northward. On rows of latitudes the two are
-the same. Components stay as they are stored until two sources meet that have them otherwise: then
+`y_wind` lie along the axes, all others are eastward and northward. So do stresses, currents and
+other vectors, such as `surface_downward_x_stress`. On rows of latitudes the two are the same.
+Components stay as they are stored until two sources meet that have them otherwise: then
 `turn_of` turns one component with the help of the other.
 
     eastward = x cos(a) - y sin(a),   northward = y cos(a) + x sin(a)
@@ -10,6 +11,7 @@ the same. Components stay as they are stored until two sources meet that have th
 where a is the angle from the east to the x axis, counterclockwise (WRF's COSALPHA and SINALPHA).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
@@ -32,9 +34,16 @@ WIND_COMPONENTS: Mapping[str, str] = MappingProxyType(
         "U10": "V10",
     }
 )
-NORTHWARD_COMPONENTS = {northward: eastward for eastward, northward in WIND_COMPONENTS.items()}
+# What tells a first component, along x or eastward, from the second, in names and standard names.
+COMPONENTS = (
+    *(("u_component", "v_component"), ("eastward", "northward"), ("_x_", "_y_")),
+    *(("x_wind", "y_wind"), ("U10", "V10"), ("tauu", "tauv")),
+)
 ALONG_X, ALONG_Y = "x_wind", "y_wind"  # standard names
-EASTWARD, NORTHWARD = "eastward_wind", "northward_wind"
+# In standard names of vectors: along an axis, or the direction in any form.
+ALONG_AXIS = re.compile(r"(?<![a-z])[xy]_")
+DIRECTION = re.compile(r"(?<![a-z])(?:[xy]|eastward|northward|[uv]_component(?:_of)?)(?=_)")
+HEIGHT = re.compile(r"^\d+m_")
 # Names by which files call components along the grid; the first are CF's older ones.
 ALONG_GRID: Mapping[str, str] = MappingProxyType(
     {"grid_eastward_wind": ALONG_X, "grid_northward_wind": ALONG_Y}
@@ -50,14 +59,13 @@ def stated_name(name: str, attributes: Mapping[Any, Any], grid: Grid) -> str:
     """
     stated = str(attributes.get("standard_name", ""))
     stated = ALONG_GRID.get(stated, stated)
-    if not grid.is_projected or GRIB_FLAG not in attributes:
+    component = _component(name) or _component(stated)
+    if not grid.is_projected or GRIB_FLAG not in attributes or component is None:
         return stated
-    along_grid = attributes[GRIB_FLAG] == 1
-    if stated == EASTWARD or canonical_name(name) in WIND_COMPONENTS:
-        return ALONG_X if along_grid else EASTWARD
-    if stated == NORTHWARD or canonical_name(name) in NORTHWARD_COMPONENTS:
-        return ALONG_Y if along_grid else NORTHWARD
-    return stated
+    if not DIRECTION.search(stated):
+        stated = HEIGHT.sub("", canonical_name(name))
+    directions = ("x", "y") if attributes[GRIB_FLAG] == 1 else ("eastward", "northward")
+    return DIRECTION.sub(directions[not component.is_first], stated, count=1)
 
 
 def lies_along_grid(standard_name: str, grid: Grid) -> bool | None:
@@ -67,7 +75,7 @@ def lies_along_grid(standard_name: str, grid: Grid) -> bool | None:
     """
     if grid.is_projected and not standard_name:
         return None
-    return grid.is_projected and standard_name in (ALONG_X, ALONG_Y)
+    return grid.is_projected and ALONG_AXIS.search(standard_name) is not None
 
 
 def wind_difference(first: bool | None, second: bool | None) -> tuple[str, str] | None:
@@ -82,13 +90,28 @@ def describe_winds(along_grid: bool | None) -> str:
     return "along the grid" if along_grid else "eastward or northward"
 
 
+@final
+class _Component(NamedTuple):
+    """Whether a name is that of a first component, and the long name of the other one."""
+
+    is_first: bool
+    other: str
+
+
+def _component(name: str) -> _Component | None:
+    """Return what the name of a variable, or a standard name, says; None if it is no vector's."""
+    long = canonical_name(name)
+    for first, second in COMPONENTS:
+        for word, other in ((first, second), (second, first)):
+            if word in long:  # as in AROME's x_wind_10m
+                return _Component(word == first, long.replace(word, other))
+    return None
+
+
 def other_component(name: str) -> str | None:
     """Return the long name of the other component of a wind; None if it is not known as one."""
-    long = canonical_name(name)
-    for of_x, of_y in ((ALONG_X, ALONG_Y), (ALONG_Y, ALONG_X)):
-        if of_x in long:  # as in AROME's x_wind_10m
-            return long.replace(of_x, of_y)
-    return WIND_COMPONENTS.get(long, NORTHWARD_COMPONENTS.get(long))
+    component = _component(name)
+    return None if component is None else component.other
 
 
 def find_other_component(name: str, names: Iterable[str]) -> str | None:
@@ -119,7 +142,7 @@ def turn_of(name: str, grid: Grid, where: str, to_grid: bool) -> Turn:
     """Return what turns a component of wind on a projection.
 
     Args:
-        name: of the component, any of its names.
+        name: of the component, any of its names, or its standard name.
         grid: of the projection.
         where: what has the winds, with its key, for a message.
         to_grid: whether to turn from eastward and northward to the axes, not back.
@@ -135,8 +158,8 @@ def turn_of(name: str, grid: Grid, where: str, to_grid: bool) -> Turn:
             f"ones, as these are up to {np.degrees(skew.max()):.2g} degrees from right angles. "
             f"Turn them first, or leave {name} out."
         )
-    long = canonical_name(name)
-    is_first = long in WIND_COMPONENTS or ALONG_X in long
+    component = _component(name)
+    is_first = component is not None and component.is_first
     return Turn(np.cos(angle), np.sin(angle) * (-1 if is_first != to_grid else 1))
 
 
@@ -147,8 +170,9 @@ def angle_of_axes(grid: Grid) -> Array:
     share of the radius. The y axis is 90 degrees further, wherever rows begin.
     """
     angle = _angle_from_east(grid, axis=2)
-    columns = grid.projection.columns.values
-    return angle + np.pi if len(columns) and columns[-1] < columns[0] else angle
+    steps = np.diff(grid.projection.columns.values)
+    # The median: degrees of a rotated pole may go on from 359 to 0.
+    return angle + np.pi if len(steps) and np.median(steps) < 0 else angle
 
 
 def _angle_from_east(grid: Grid, axis: int) -> Array:

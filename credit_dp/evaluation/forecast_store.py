@@ -37,6 +37,7 @@ from credit_dp.data.winds import (
     Turn,
     find_other_component,
     lies_along_grid,
+    other_component,
     stated_name,
     turn_of,
     wind_difference,
@@ -253,13 +254,18 @@ class ForecastStore:
             and {*variable.levels} <= {*other.levels}
         ]
         other = find_other_component(name, alike)
+        if other is None:  # names as ROMS has, Uwind and Vwind
+            stated = other_component(variable.standard_name)
+            named = [x for x in alike if stated and self.variables[x].standard_name == stated]
+            other = named[0] if len(named) == 1 else None
         if other is None:
             raise UserError(
                 f"{self.where}: {name} is {kinds[0]}, and can't be turned to be {kinds[1]} without "
                 "the other component of this wind. Add that to the forecast, or leave it out with "
                 "variables=[...]."
             )
-        self._turns[name] = other, turn_of(name, self.grid, self.where, bool(to_grid))
+        known = name if other_component(name) else variable.standard_name
+        self._turns[name] = other, turn_of(known, self.grid, self.where, bool(to_grid))
 
     def read(
         self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices

@@ -7,7 +7,13 @@ import pytest
 
 from credit_dp.data.grid import Axis, Grid, Projection
 from credit_dp.data.sources.opening import open_single_source, open_source
-from credit_dp.data.winds import angle_of_axes, other_component, stated_name, turn_of
+from credit_dp.data.winds import (
+    angle_of_axes,
+    lies_along_grid,
+    other_component,
+    stated_name,
+    turn_of,
+)
 from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import region_grids, stores, wind_stores, wrf_files
@@ -177,11 +183,40 @@ def test_a_store_says_how_its_winds_lie(form, tmp_path, monkeypatch):
     assert lines == ([f"winds   {said}: {', '.join(names)}"] if said else [])
 
 
-@pytest.mark.parametrize(("flag", "name"), [(1, "y_wind"), (0, "northward_wind")])
-def test_the_flag_of_grib_suffices(flag, name):
+# Name and standard name in GRIB, and the standard names without and with the flag.
+VECTORS = {
+    ("10v", ""): ("northward_wind", "y_wind"),
+    ("u", "unknown"): ("eastward_wind", "x_wind"),
+    ("u10n", "unknown"): ("eastward_neutral_wind", "x_neutral_wind"),
+    ("nsss", "surface_downward_northward_stress"): (
+        "surface_downward_northward_stress", "surface_downward_y_stress",
+    ),
+    ("iews", "unknown"): (
+        "instantaneous_eastward_turbulent_surface_stress",
+        "instantaneous_x_turbulent_surface_stress",
+    ),
+    ("2t", ""): ("", ""),
+    ("10si", "wind_speed"): ("wind_speed", "wind_speed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stated"), VECTORS)
+def test_the_flag_of_grib_suffices(name, stated):
     grid = Grid(wind_stores.LATITUDE, wind_stores.LONGITUDE)
-    assert stated_name("10v", {"GRIB_uvRelativeToGrid": flag}, grid) == name
-    assert stated_name("2t", {"GRIB_uvRelativeToGrid": flag}, grid) == ""
+    expected = VECTORS[name, stated]
+    for flag in (0, 1):
+        attributes = {"standard_name": stated, "GRIB_uvRelativeToGrid": flag}
+        found = stated_name(name, attributes, grid)
+        assert found == expected[flag]
+        assert bool(lies_along_grid(found, grid)) == (expected[0] != expected[flag])
+
+
+def test_degrees_of_a_rotated_pole_may_go_on_from_359_to_0():
+    rlat, rlon = 6 - 1.0 * np.arange(13), 1.0 * np.arange(16) - 9
+    points = region_grids.rotated(rlat, rlon, (39.25, -162.0))
+    axes = [Axis(name, values, {}) for name, values in (("rlat", rlat), ("rlon", rlon % 360))]
+    angle = angle_of_axes(Grid(*points, Projection("rotated_pole", {}, *axes)))
+    assert np.array_equal(angle, angle_of_axes(Grid(*points)))
 
 
 def test_files_in_time_whose_winds_lie_otherwise_are_refused(tmp_path):

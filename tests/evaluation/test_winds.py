@@ -34,6 +34,29 @@ def test_a_perfect_forecast_has_no_error(tmp_path: Path, kind: str, along: bool)
     assert np.abs(alone.scores["rmse"][0]).max() < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("names", "stated"),
+    [(("ewss", "nsss"), "surface_downward_{}_stress"), (("Uwind", "Vwind"), "{}_wind")],
+)
+def test_other_vectors_are_turned(tmp_path: Path, names: tuple[str, str], stated: str) -> None:
+    stores = {}
+    for along in (True, False):
+        data = wind_stores.lambert(along, names)
+        for name, axes in zip(names, (("eastward", "x"), ("northward", "y")), strict=True):
+            data[name].attrs["standard_name"] = stated.format(axes[along])
+        stores[along] = data
+    forecasts.write(stores[True], tmp_path / "truth.zarr")
+    path = forecasts.write(perfect(stores[False]), tmp_path / "forecast.zarr")
+    card = scored(
+        tmp_path,
+        path,
+        climatology="",
+        variables=names,
+        limits=dict.fromkeys(names),
+    )
+    assert np.abs(card.scores["rmse"][0]).max() < 1e-3
+
+
 def test_winds_that_can_not_be_compared_are_refused(tmp_path: Path) -> None:
     truth = wind_stores.lambert(True)
     forecasts.write(truth, tmp_path / "truth.zarr")

@@ -185,7 +185,7 @@ class GribStates(StateFile):
                     "Select one, for example with `grib_copy -w`."
                 )
             for message in messages:
-                along_grid = self.grid.is_projected and self._file.has_winds_along_grid
+                along_grid = self.grid.is_projected and self._file.has_winds_along_grid(message)
                 return FoundField(message.unit, along_grid, partial(self._read, message))
         return None
 

@@ -11,6 +11,7 @@ from tests.data import wind_stores
 from tests.data.wind_stores import NAMES
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import LEADS, refusal, scored
+from tests.forecast.grib_files import write_lambert
 
 
 def perfect(data: xr.Dataset) -> xr.Dataset:
@@ -21,13 +22,26 @@ def perfect(data: xr.Dataset) -> xr.Dataset:
     return made.assign_coords(time=starts, prediction_timedelta=LEADS)
 
 
+def grib(data: xr.Dataset, path: Path, along: bool) -> Path:
+    """Write forecasts in GRIB, where the flag of winds says how they lie."""
+    for index in np.ndindex(len(data["time"]), len(LEADS)):
+        state = data.isel(time=index[0], prediction_timedelta=index[1])
+        hours = int(LEADS[index[1]] / np.timedelta64(1, "h"))
+        write_lambert(path, state, along, stepUnits="h", step=hours)
+    return path
+
+
 @pytest.mark.parametrize("along", [True, False])
-@pytest.mark.parametrize("kind", ["along", "eastward", "box"])
+@pytest.mark.parametrize("kind", ["along", "eastward", "box", "along in GRIB", "eastward in GRIB"])
 def test_a_perfect_forecast_has_no_error(tmp_path: Path, kind: str, along: bool) -> None:
     truth: Any = wind_stores.lambert(along)
     forecasts.write(truth, tmp_path / "truth.zarr")
-    data = wind_stores.box() if kind == "box" else wind_stores.lambert(kind == "along")
-    path = forecasts.write(perfect(data), tmp_path / "forecast.zarr")
+    is_along = kind.startswith("along")
+    data = wind_stores.box() if kind == "box" else wind_stores.lambert(is_along)
+    if kind.endswith("GRIB"):
+        path = grib(perfect(data), tmp_path / "forecast.grib", is_along)
+    else:
+        path = forecasts.write(perfect(data), tmp_path / "forecast.zarr")
     card = scored(tmp_path, path, climatology="", variables=NAMES)
     assert np.abs(card.scores["rmse"][0]).max() < 1e-3
     alone = scored(tmp_path, path, climatology="", variables=NAMES[1:])

@@ -105,6 +105,19 @@ def write_scanned(path, scanned, flags):
     return scanned
 
 
+WINDS = {f"10m_{x}_component_of_wind": (f"10{x}", "heightAboveGround", 10, 1.0) for x in ("u", "v")}
+
+
+def write_lambert(path, state, along, **keys):
+    """Append winds on `wind_stores`' Lambert grid, and before them a field with another flag."""
+    keys |= projected("lambert")[0]
+    # Of lines, as the helper needs them; the keys replace them.
+    state = state.assign_coords(latitude=90 - 15.0 * np.arange(13), longitude=22.5 * np.arange(16))
+    other = {"10m_u_component_of_wind": ("2t", "heightAboveGround", 2, 1.0)}
+    write_grib(path, state, other, **keys, uvRelativeToGrid=int(not along))
+    return write_grib(path, state, WINDS, **keys, uvRelativeToGrid=int(along))
+
+
 def write_message(path, sample, values=None, **keys):
     """Append one of ecCodes' messages, of 2000 and with keys set, to a GRIB file."""
     handle = eccodes.codes_grib_new_from_samples(sample)

@@ -12,7 +12,7 @@ from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
 from tests.data import stores, wind_stores
 from tests.data.wind_stores import NAMES
-from tests.forecast.grib_files import projected, write_grib
+from tests.forecast.grib_files import WINDS, write_grib, write_lambert
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.runs import make_config
 
@@ -21,10 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 eccodes = load_eccodes("init_file")
 TIME = np.datetime64("2000-01-04", "ns")
-TABLE = {
-    NAMES[0]: ("10u", "heightAboveGround", 10, 1.0),
-    NAMES[1]: ("10v", "heightAboveGround", 10, 1.0),
-}
 SELECTED = {"forcing": [], "static": [], "levels": None}
 
 
@@ -36,18 +32,15 @@ def store_of(data, folder, names=NAMES):
 
 def grib(along, folder):
     """A GRIB file on the Lambert grid, with the flag of its winds."""
-    keys = projected("lambert")[0] | {"uvRelativeToGrid": int(along)}
     state = wind_stores.lambert(along).sel(time=TIME)
-    # Of lines, as the helper needs them; the keys replace them.
-    state = state.assign_coords(latitude=90 - 15.0 * np.arange(13), longitude=22.5 * np.arange(16))
-    return write_grib(folder / "file.grib", state, TABLE, **keys)
+    return write_lambert(folder / "file.grib", state, along)
 
 
 def grib_of_box(folder):
     """A GRIB file on rows of latitudes, where the flag says nothing."""
     data = wind_stores.box().sel(time=TIME)
     keys = {f"{axis}DirectionIncrementInDegrees": 1 for axis in "ij"}
-    return write_grib(folder / "file.grib", data, TABLE, uvRelativeToGrid=1, **keys)
+    return write_grib(folder / "file.grib", data, WINDS, uvRelativeToGrid=1, **keys)
 
 
 def netcdf(data, folder):

@@ -80,6 +80,7 @@ COMPONENT_FLAGS, ALONG_GRID = "resolutionAndComponentFlags", 8
 UNKNOWN = "undef"  # what cfgrib's index has for a key that a message lacks
 
 Header = Mapping[str, Any]
+GridOfFields = tuple[Degrees, Degrees, Sequence[int]]
 
 
 @cache
@@ -350,6 +351,7 @@ class GribFile(Mapping[Any, Any]):
         self.key = key
         self.headers = headers
         self.complete = complete
+        self._along_grid: dict[str, bool] = {}  # by grid, whose section has the flag
 
     @classmethod
     def open(cls, path: Path, key: str, named: bool = True, cut_off: bool = False) -> "GribFile":
@@ -450,9 +452,7 @@ class GribFile(Mapping[Any, Any]):
         fields = (x for x in self.headers.items() if x[1]["stepType"] in step_types)
         return [message for x in fields if (message := _message(*x)) is not None]
 
-    def read_grid(
-        self, reduced: bool = False, projected: bool = False
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], Sequence[int]]:
+    def read_grid(self, reduced: bool = False, projected: bool = False) -> GridOfFields:
         """Return the grid of the fields: its latitudes, longitudes and row lengths.
 
         Latitudes, `(H,)`, fall; longitudes, `(W,)`, rise from the first; in degrees. Only a reduced
@@ -467,14 +467,16 @@ class GribFile(Mapping[Any, Any]):
             UserError: fields are on different grids, or on one that can't be read.
         """
         where = f"{self.key}: {self.path}"
-        if len({header["md5GridSection"] for header in self.headers.values()}) > 1:
-            raise UserError(
-                f"{where} has messages on more than one grid, or is damaged. Split it, for example "
-                f"with `grib_copy`, fetch it again, or change {self.key}."
-            )
+        # Sections of one grid differ in the order of points, or in the flag of winds.
+        sections = {header["md5GridSection"]: x for x, header in reversed(self.headers.items())}
         try:
             with LIBRARY_LOCK:
-                return self._read_grid(where, reduced, projected)
+                grids = (
+                    self._read_grid(self[offset], where, reduced, projected)
+                    for offset in reversed(sections.values())
+                )
+                grid = next(grids)
+                is_one = all(_are_one_grid(grid, other) for other in grids)
         except UserError:
             raise
         except Exception as error:  # of damaged bytes, of any kind
@@ -482,11 +484,15 @@ class GribFile(Mapping[Any, Any]):
                 f"{where}: its grid can't be read ({reason_of(error)}). Fetch the file again, or "
                 f"change {self.key}."
             ) from error
+        if not is_one:
+            raise UserError(
+                f"{where} has messages on more than one grid, or is damaged. Split it, for example "
+                f"with `grib_copy`, fetch it again, or change {self.key}."
+            )
+        return grid
 
-    def _read_grid(
-        self, where: str, reduced: bool, projected: bool
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], Sequence[int]]:
-        field = self[next(iter(self))]
+    @staticmethod
+    def _read_grid(field: GribField, where: str, reduced: bool, projected: bool) -> GridOfFields:
         grid = field["gridType"]
         if grid in GRIDS:
             return field["distinctLatitudes"], field["distinctLongitudes"], ()
@@ -504,11 +510,13 @@ class GribFile(Mapping[Any, Any]):
         west = field["longitudeOfFirstGridPointInDegrees"]
         return latitude, west + FULL_CIRCLE / longest * np.arange(longest), lengths
 
-    @cached_property
-    def has_winds_along_grid(self) -> bool:
-        """Whether winds are along the axes of the grid, of all fields: it is in their grid."""
-        with LIBRARY_LOCK:
-            return _has_winds_along_grid(self[next(iter(self))])
+    def has_winds_along_grid(self, message: Message) -> bool:
+        """Whether winds on the grid of a message are along its axes."""
+        section = self.headers[message.offset]["md5GridSection"]
+        if section not in self._along_grid:
+            with LIBRARY_LOCK:
+                self._along_grid[section] = _has_winds_along_grid(self[message.offset])
+        return self._along_grid[section]
 
     def read(self, message: Message) -> NDArray[np.float32]:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
@@ -527,6 +535,13 @@ class GribFile(Mapping[Any, Any]):
                 f"{self.key}: {self.path}: {message.name} at {message.valid.astype('M8[m]')} can't "
                 f"be decoded ({reason_of(error)}). Fetch the file again."
             ) from error
+
+
+def _are_one_grid(first: GridOfFields, second: GridOfFields) -> bool:
+    return all(
+        np.shape(x) == np.shape(y) and np.allclose(x, y, rtol=0, atol=COORDINATE_TOLERANCE)
+        for x, y in zip(first, second, strict=True)
+    )
 
 
 def _has_winds_along_grid(field: GribField) -> bool:
@@ -620,14 +635,14 @@ def _open_fields(fields: GribFile) -> xr.Dataset:
     bounds = np.stack([ends - np.array(seconds, "m8[s]"), ends], axis=1)
     dataset["valid_time"].attrs["bounds"] = GRIB_STEPS
     dataset = dataset.assign_coords({GRIB_STEPS: (("valid_time", "bounds"), bounds)})
+    for array in dataset.data_vars.values():
+        array.attrs[GRIB_FLAG] = int(_has_winds_along_grid(fields[next(iter(fields))]))
     return with_projection(dataset, fields)
 
 
 def with_projection(dataset: xr.Dataset, fields: GribFile) -> xr.Dataset:
-    """Return a dataset with how its winds lie, and the projection of its dims y and x."""
+    """Return a dataset with the projection of its dims y and x."""
     field = fields[next(iter(fields))]
-    for array in dataset.data_vars.values():
-        array.attrs[GRIB_FLAG] = int(_has_winds_along_grid(field))
     if field["gridType"] == ROTATED:
         axes = zip("yx", ("latitude", "longitude"), (_rows(field), _columns(field)), strict=True)
         dataset = dataset.assign_coords(

@@ -17,6 +17,7 @@ from credit_dp.data.sources.coordinates import HORIZONTAL
 from credit_dp.data.sources.grib_file import GribFile, Message, with_projection
 from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
 from credit_dp.data.units import find_conversion, usual_unit
+from credit_dp.data.winds import GRIB_FLAG
 from credit_dp.errors import UserError
 from credit_dp.variable_names import UPPER_AIR_NAMES, long_name
 
@@ -60,7 +61,13 @@ def open_grib_forecasts(path: Path) -> xr.Dataset:
     for name, fields in by_name.items():
         axes = {**places, **(levels if fields[0].kind else {})}
         array = _ForecastArray(file, name, fields, axes, grid)
-        attributes = {"units": array.unit}
+        along_grid = {file.has_winds_along_grid(field) for field in fields}
+        if len(along_grid) > 1:
+            raise UserError(
+                f"{KEY}: {path}: some fields of {name} have winds along the grid, others not, by "
+                f"uvRelativeToGrid. Select some with `grib_copy -w`, or change {KEY}."
+            )
+        attributes: dict[str, Any] = {"units": array.unit, GRIB_FLAG: int(along_grid.pop())}
         if any(map(file.period, fields)):
             attributes["cell_methods"] = f"{LEAD}: sum"
         dataset[name] = ((*axes, *rows), indexing.LazilyIndexedArray(array), attributes)

@@ -166,9 +166,25 @@ def open_forecast(where: str) -> "ForecastStore":
         if not is_remote(where) and RunFolder(path).config.is_file():
             path = forecast_of_run(path)
             where = str(path)
-        if not is_remote(where) and (has_magic(where) or any(path.glob("*.nc"))):
-            return ForecastStore(open_sharded(path), where)
+        if not is_remote(where) and (has_magic(where) or path.is_dir()):
+            refuse_grib_files(path, where)
+            if has_magic(where) or any(path.glob("*.nc")):
+                return ForecastStore(open_sharded(path), where)
         return ForecastStore.open(where)
+
+
+def refuse_grib_files(path: Path, where: str) -> None:
+    """Refuse a folder or pattern of GRIB files."""
+    from credit_dp.data.sources.grib_file import is_grib
+
+    files = path.glob("*") if path.is_dir() else path.parent.glob(path.name)
+    grib = next((x for x in files if x.is_file() and is_grib(x)), None)
+    if grib is not None:
+        several = path / f"*{grib.suffix}" if path.is_dir() else path
+        raise UserError(
+            f"forecast: forecasts in GRIB are read from one file, but {where} has several. Join "
+            f"them, as with `cat {several} > all.grib`, and give forecast=all.grib."
+        )
 
 
 def forecast_of_run(run: Path) -> Path:

@@ -225,6 +225,13 @@ def test_forecasts_may_be_grib(monkeypatch: pytest.MonkeyPatch, stores: Path) ->
         pandas.read_csv(stores / name / "scores.csv") for name in ("of-zarr", "of-grib")
     )
     pandas.testing.assert_frame_equal(found, wanted, rtol=1e-3)
+    folder = stores / "several"
+    folder.mkdir()
+    shutil.copy(stores / "f.grib", folder)
+    for forecast in ("several", "several/*.grib"):
+        code, _, complaints = ask(monkeypatch, stores, "out=of-files", f'forecast="{forecast}"')
+        assert code == 2
+        assert "Join them, as with `cat several/*.grib > all.grib`, and give" in complaints
 
 
 def test_the_forecast_of_a_run_is_found(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:

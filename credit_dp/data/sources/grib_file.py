@@ -188,6 +188,8 @@ def _check_points(message: Any, where: str) -> None:
         problem = "a rotated grid that is turned about its pole (angleOfRotation)"
     elif has_mode and message["scanningMode"] & STAGGERED:
         problem = "rows or columns that are staggered"
+    elif grid != ROTATED and ("rotated" in grid or "stretched" in grid):
+        problem = f"a rotated or stretched grid ({grid}), whose points ecCodes does not compute"
     if problem:
         raise UserError(f"{where} has {problem}. {ADVICE}.")
 
@@ -468,12 +470,14 @@ class GribFile(Mapping[Any, Any]):
         """
         where = f"{self.key}: {self.path}"
         # Sections of one grid differ in the order of points, or in the flag of winds.
-        sections = {header["md5GridSection"]: x for x, header in reversed(self.headers.items())}
+        sections: dict[str, Any] = {}
+        for offset, header in self.headers.items():
+            sections.setdefault(header["md5GridSection"], offset)
         try:
             with LIBRARY_LOCK:
                 grids = (
                     self._read_grid(self[offset], where, reduced, projected)
-                    for offset in reversed(sections.values())
+                    for offset in sections.values()
                 )
                 grid = next(grids)
                 is_one = all(_are_one_grid(grid, other) for other in grids)
@@ -538,9 +542,10 @@ class GribFile(Mapping[Any, Any]):
 
 
 def _are_one_grid(first: GridOfFields, second: GridOfFields) -> bool:
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(first, second, strict=True)]
     return all(
-        np.shape(x) == np.shape(y) and np.allclose(x, y, rtol=0, atol=COORDINATE_TOLERANCE)
-        for x, y in zip(first, second, strict=True)
+        x.shape == y.shape and np.allclose(x, y, rtol=0, atol=COORDINATE_TOLERANCE)
+        for x, y in pairs
     )
 
 

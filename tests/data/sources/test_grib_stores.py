@@ -220,6 +220,11 @@ def test_steps_that_do_not_fit_the_points_are_refused(tmp_path):
 REFUSED_GRIDS = {
     "staggered": ("lambert", {"scanningMode": 0b01001000}, "has rows or columns that are stagg"),
     "turned": ("rotated_ll", {"angleOfRotationInDegrees": 10}, "rotated grid that is turned about"),
+    "rotated": (
+        "rotated_gg",
+        {"latitudeOfSouthernPoleInDegrees": -40},
+        r"grid \(rotated_gg\), whose",
+    ),
     "westward cells": ("reduced", {"iScansNegatively": 1}, "whose points are not eastward, row"),
     "cells by column": ("reduced", {"jPointsAreConsecutive": 1}, "whose points are not eastw.*cdo"),
     "zigzag cells": (
@@ -233,8 +238,9 @@ REFUSED_GRIDS = {
 @pytest.mark.parametrize("how", REFUSED_GRIDS)
 def test_points_that_lie_otherwise_are_refused(how, tmp_path):
     kind, changes, line = REFUSED_GRIDS[how]
-    if kind == "reduced":
-        write_message(tmp_path / "a.grib", "reduced_gg_pl_32_grib2", **changes)
+    samples = {"reduced": "reduced_gg_pl_32_grib2", "rotated_gg": "rotated_gg_pl_grib2"}
+    if kind in samples:
+        write_message(tmp_path / "a.grib", samples[kind], **changes)
     else:
         state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
         write_grib(tmp_path / "a.grib", state, SURFACE_TABLE, **projected(kind)[0], **changes)

@@ -96,10 +96,14 @@ def plan_runs(config: QuickstartConfig) -> list[Run]:
     """
     try:
         start = np.datetime64(config.start, "h")
+        # The store's times count from midnight of this date, and minutes would be dropped.
+        is_date = np.datetime64(config.start) == start.astype("M8[D]")
     except ValueError:
+        is_date = False
+    if not is_date:
         raise UserError(
             f"data.quickstart.start: needs a date like 2001-01-01, but it is {config.start!r}."
-        ) from None
+        )
     period = np.timedelta64(config.run_days + GAP_DAYS, "D")
     steps = config.run_days * STEPS_PER_DAY
     return [Run(i, start + i * period, i * steps, steps) for i in range(config.runs)]

@@ -65,14 +65,29 @@ def as_parquet(made: dict, path: Path) -> Path:
     return path
 
 
-def joined_json(files: Sequence[Path], path: Path) -> Path:
-    """Write references to netCDF files that follow each other in time, as kerchunk joins them."""
+def joined_json(files: Sequence[Path], path: Path, times: bool = False) -> Path:
+    """Write references to netCDF files that follow each other in time, as kerchunk joins them.
+
+    Args:
+        files: of equal lengths in time, if `times`.
+        path: of the references.
+        times: leave the times in the files, too.
+    """
     from kerchunk.combine import MultiZarrToZarr
     from kerchunk.hdf import SingleHdf5ToZarr
 
     parts = [SingleHdf5ToZarr(str(file), inline_threshold=100).translate() for file in files]
-    joined = MultiZarrToZarr(parts, concat_dims=["time"], coo_map={"time": "cf:time"})
-    path.write_text(json.dumps(joined.translate()))
+    joined = MultiZarrToZarr(parts, concat_dims=["time"], coo_map={"time": "cf:time"}).translate()
+    if times:
+        parts = [SingleHdf5ToZarr(str(x), inline_threshold=0).translate()["refs"] for x in files]
+        array = json.loads(parts[0]["time/.zarray"])
+        array["shape"] = [len(files) * array["chunks"][0]]
+        joined["refs"] |= {
+            "time/.zattrs": parts[0]["time/.zattrs"],
+            "time/.zarray": json.dumps(array),
+        }
+        joined["refs"] |= {f"time/{n}": part["time/0"] for n, part in enumerate(parts)}
+    path.write_text(json.dumps(joined))
     return path
 
 
@@ -81,8 +96,14 @@ def write_icechunk(data: xr.Dataset, folder: Path) -> Path:
     return joined_icechunk([write_netcdf(data, folder / "era5.nc")], folder / "era5.icechunk")
 
 
-def joined_icechunk(files: Sequence[Path], path: Path) -> Path:
-    """Write a repository with chunks in netCDF files that follow each other in time."""
+def joined_icechunk(files: Sequence[Path], path: Path, times: bool = False) -> Path:
+    """Write a repository with chunks in netCDF files that follow each other in time.
+
+    Args:
+        files: of equal lengths in time, if `times`.
+        path: of the repository.
+        times: leave the times in the files, too.
+    """
     import icechunk
     from obspec_utils.registry import ObjectStoreRegistry
     from obstore.store import LocalStore
@@ -92,7 +113,7 @@ def joined_icechunk(files: Sequence[Path], path: Path) -> Path:
     registry = ObjectStoreRegistry({"file://": LocalStore()})
     options = {
         "parser": HDFParser(),
-        "loadable_variables": ["time", "latitude", "longitude", "level"],
+        "loadable_variables": [*([] if times else ["time"]), "latitude", "longitude", "level"],
     }
     with warnings.catch_warnings():  # of the codecs of HDF5
         warnings.simplefilter("ignore")

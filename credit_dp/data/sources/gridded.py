@@ -80,6 +80,7 @@ from credit_dp.data.sources.sums import GRIB_STEPS, read_time_bounds, stated_sum
 from credit_dp.data.sources.virtual import (
     ReferenceStore,
     chunk_files,
+    has_chunks_in_files,
     is_icechunk,
     is_reference,
 )
@@ -158,8 +159,11 @@ def _check_chunk_files(where: str, store: Store, arrays: Mapping[str, zarr.Array
     version = where, version_stamp(where)
     if version in _compared:
         return
-    names = [name for name, array in arrays.items() if array.ndim > 1]
     addresses, are_all = chunk_files(store, COMPARED_FILES)
+    names = [name for name, array in arrays.items() if array.ndim > 1]
+    # Times of several files, unless they were joined in the store itself.
+    lines = [x for x, array in arrays.items() if array.ndim == 1 and array.nchunks > 1]
+    names += [x for x in lines if addresses and has_chunks_in_files(store, x)]
     first: dict[str, tuple[str, dict[str, str]]] = {}
     checked = 0
     for address in addresses if len(addresses) > 1 else []:
@@ -206,7 +210,8 @@ def _storage_form(variable: xr.Variable) -> dict[str, str]:
         return " and ".join(map(str, values)) or "none"
 
     unit = canonical_unit(str(variable.attrs.get("units", "")))
-    others = {"dtype": str(variable.dtype), "units": unit or "none"}
+    calendar = str(variable.attrs.get("calendar", "none"))
+    others = {"dtype": str(variable.dtype), "units": unit or "none", "calendar": calendar}
     if variable.dtype.kind not in "iuf":
         return others
     return others | {

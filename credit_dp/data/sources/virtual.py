@@ -139,6 +139,15 @@ def chunk_files(store: object, most: int) -> tuple[list[str], bool]:
     return addresses[:: max(1, -(-len(addresses) // most))], len(addresses) <= most
 
 
+def has_chunks_in_files(store: object, array: str) -> bool:
+    """Whether the first chunk of an array with one dim is in another file."""
+    if isinstance(store, ReferenceStore):
+        return isinstance(store.fs.references.get(f"{array}/0"), (list, tuple))
+    # Early releases of Icechunk can't say.
+    chunk_type = getattr(getattr(store, "session", None), "chunk_type", None)
+    return chunk_type is not None and str(chunk_type(f"/{array}", (0,))) == "ChunkType.VIRTUAL"
+
+
 def _split_version(where: str) -> tuple[str, str, str]:
     """Return the address of a repository, and the kind and the name of its version."""
     match = VERSION.fullmatch(where)

@@ -243,6 +243,23 @@ def test_files_that_store_a_variable_in_different_ways_are_refused(tmp_path, for
     assert re.search("a.nc and .*b.nc. Set data.store to the files", said)
 
 
+@pytest.mark.parametrize("form", ["json", "icechunk"])
+def test_times_of_files_that_count_from_other_dates_are_refused(tmp_path, form):
+    """If the times of the second file, 2001, were counted as the first's, they would be 2010's."""
+    files = [tmp_path / "a.nc", tmp_path / "b.nc"]
+    for file, year, units in zip(files, (2000, 2001), ("1999-01-01", "1990-01-01"), strict=True):
+        times = np.datetime64(f"{year}-01-01") + np.arange(10) * np.timedelta64(6, "h")
+        half = DATA[["2m_temperature"]].isel(time=slice(10)).assign_coords(time=times)
+        half.to_netcdf(file, encoding={"time": {"units": f"hours since {units}"}})
+    if form == "icechunk":
+        path = virtual_stores.joined_icechunk(files, tmp_path / "era5.icechunk", times=True)
+    else:
+        path = virtual_stores.joined_json(files, tmp_path / "era5.json", times=True)
+    said = refusal(path)
+    assert "time needs the same units in all files" in said
+    assert "hours since 1999-01-01" in said
+
+
 def test_files_of_one_packing_are_read_and_others_than_netcdf_named(tmp_path, caplog):
     files = two_files(tmp_path, units="Kelvin")
     path = virtual_stores.joined_json(files, tmp_path / "era5.json")

@@ -29,7 +29,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source, describe_members
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
-from credit_dp.data.units import canonical_unit, is_accumulated
+from credit_dp.data.units import CONVERSIONS, canonical_unit, is_accumulated
 from credit_dp.data.winds import lies_along_grid
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.forecast_store import ForecastStore, column_order
@@ -266,6 +266,7 @@ def align(
             boundary=request.boundary or 0,
         )
         source = open_source(config)
+        config = dataclasses.replace(config, variables=_variable_configs(config, forecast, source))
         if forecast.calendar.is_standard and source.calendar.name in GREGORIAN:
             forecast.set_calendar(source.calendar)
             times = forecast.initial_times[initials]
@@ -329,7 +330,7 @@ def align(
                 truth.grid,
                 truth.calendar,
             )
-            climatology.check_winds(source)
+            climatology.check_fields(source, config)
     else:
         description = period.description
         with translate_error_keys("truth"):
@@ -378,6 +379,20 @@ def truth_step_hours(
     return span
 
 
+def _variable_configs(
+    config: DataConfig, forecast: ForecastStore, truth: Source
+) -> dict[str, VariableConfig]:
+    """Return the config's variables, with those converted that the forecast has in another unit."""
+    configs = dict(config.variables)
+    for name in config.prognostic:
+        if name in truth.variables:
+            units = tuple(canonical_unit(x.variables[name].units) for x in (truth, forecast))
+            if units in CONVERSIONS:
+                convert = "->".join(units)
+                configs[name] = dataclasses.replace(config.variable_config(name), convert=convert)
+    return configs
+
+
 def _validated_levels(
     request: ScoreRequest, forecast: ForecastStore, source: Source
 ) -> list[int] | None:
@@ -424,7 +439,8 @@ def _validated_levels(
         forecast_unit = canonical_unit(predicted.units)
         truth_unit = canonical_unit(truth.units)
         # A store without units can't be checked: its values are used as they are.
-        if forecast_unit and truth_unit and forecast_unit != truth_unit:
+        known = forecast_unit == truth_unit or (truth_unit, forecast_unit) in CONVERSIONS
+        if forecast_unit and truth_unit and not known:
             raise UserError(
                 f"{forecast.where}: {name} is in {predicted.units}, but in {truth.units} in the "
                 f"truth {source.where}. Convert one of them, or leave it out of variables."

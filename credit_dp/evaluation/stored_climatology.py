@@ -7,12 +7,13 @@ that one is fitted to, as for a run (`load_or_fit_climatology` in `credit_dp.dat
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.config import DataConfig
 from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar, Times
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval
@@ -28,6 +29,7 @@ from credit_dp.data.sources.coordinates import (
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Source, as_slice
+from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit, converted_unit
 from credit_dp.data.winds import lies_along_grid, stated_name, wind_difference
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import column_order, reorder_columns
@@ -102,7 +104,7 @@ class StoredClimatology:
                 "climatology to one of this calendar, or leave it out."
             )
         # Empty for daily means.
-        self._hours = [int(hour) for hour in dataset["hour"].values] if "hour" in dataset else []
+        self._hours = [float(hour) for hour in dataset["hour"].values] if "hour" in dataset else []
 
     def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
         """Return channels at several times: `(T, C, rows, W)`.
@@ -121,10 +123,22 @@ class StoredClimatology:
         values = values[:, :, ::-1] if self._flipped else values
         return reorder_columns(values[:, :, rows], self._columns)
 
-    def check_winds(self, truth: Source) -> None:
-        """Refuse winds along the axes of a projection where the truth's are not, or the reverse."""
+    def check_fields(self, truth: Source, config: DataConfig) -> None:
+        """Refuse units, and winds along the axes of a projection or not, that the truth has not.
+
+        Args:
+            truth: before the conversions of the config.
+            config: of the truth.
+        """
         for channel, stored in self._stored.items():
             attributes = self._dataset[stored.variable].attrs
+            needed = converted_unit(truth, channel.variable, config)
+            units = {canonical_unit(x) for x in (needed, str(attributes.get("units", "")))}
+            if len(units - {*UNSPECIFIED_UNITS}) > 1:
+                raise UserError(
+                    f"{self.where}: {stored.variable} is in {attributes['units']}, but in {needed} "
+                    "in the forecast. Convert it, or change climatology, or leave it out."
+                )
             own = stated_name(channel.variable, attributes, truth.grid)
             names = own, truth.variables[channel.variable].standard_name
             kinds = wind_difference(*[lies_along_grid(name, truth.grid) for name in names])
@@ -136,8 +150,8 @@ class StoredClimatology:
 
     def times_of_days(self) -> list[Times]:
         """Return the times that the store has, in the leap year 2000, for each of its days."""
-        hours = np.array(self._hours or [0], dtype="m8[h]")
-        first = self._calendar.parse("climatology", "2000-01-01").astype("M8[h]")
+        hours = (np.array(self._hours or [0.0]) * 3600).astype("m8[s]")
+        first = self._calendar.parse("climatology", "2000-01-01").astype("M8[s]")
         return [(first + np.timedelta64(24 * (day - 1), "h")) + hours for day in self._days]
 
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
@@ -181,7 +195,7 @@ class StoredClimatology:
         """
         # Day of the year from 1, as xarray's `dayofyear`: 366 in leap years only.
         days = self._calendar.days_of_year(times)
-        hours = (times - times.astype("M8[D]")) // np.timedelta64(1, "h")
+        hours = (times - times.astype("M8[D]")) / np.timedelta64(1, "h")  # 0.5 is no hour 0
         missing = ~np.isin(days, self._days)
         if self._hours:
             missing |= ~np.isin(hours, self._hours)
@@ -189,9 +203,13 @@ class StoredClimatology:
             first = int(missing.argmax())
             raise UserError(
                 f"{self.where}: has no value for {self._calendar.text(times[first])}, day "
-                f"{days[first]} at {hours[first]} h: its days are {self._days[0]} to "
+                f"{days[first]} at {hours[first]:g} h: its days are {self._days[0]} to "
                 f"{self._days[-1]}"
-                + (f", its hours {', '.join(map(str, self._hours))}" if self._hours else "")
+                + (
+                    f", its hours {', '.join(f'{hour:g}' for hour in self._hours)}"
+                    if self._hours
+                    else ""
+                )
                 + ". Change climatology, or leave it out."
             )
         # Without the dim `hour` the store has daily means: one index for all hours.
@@ -245,7 +263,7 @@ class StoredClimatology:
         return int(levels.index(channel.level))
 
 
-def _find_indices(available: Sequence[int], values: NDArray[np.int64]) -> Indices:
+def _find_indices(available: Sequence[float], values: NDArray[Any]) -> Indices:
     """Return the index of each value in `available`, which need not be sorted."""
     # `searchsorted` needs sorted values: search in the sorted ones, return indices as stored.
     order = np.argsort(available)

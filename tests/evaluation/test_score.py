@@ -235,6 +235,26 @@ def test_points_that_lack_one_scored_value_are_left_out(tmp_path: Path) -> None:
         assert card.scores["rmse"][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
 
 
+def test_a_truth_in_another_unit_is_converted(tmp_path: Path) -> None:
+    """The data of climate models have the sea surface in degrees Celsius."""
+    observed = forecasts.truth()
+    names = ["2m_temperature"]
+    made = forecasts.forecast(observed, members=1)[names]
+    normals = forecasts.climatology(observed)[names]
+    observed = observed[names]
+    wanted = by_definition(*(x["2m_temperature"] for x in (made, observed, normals)))
+    celsius = observed - 273.15
+    for data, unit in ((made, "K"), (celsius, "degC"), (normals, "kelvin")):
+        data["2m_temperature"].attrs["units"] = unit
+    path = forecasts.write(without_members(made), tmp_path / "f.zarr")
+    forecasts.write(celsius, tmp_path / "truth.zarr")
+    forecasts.write(normals, tmp_path / "climatology.zarr")
+    card = scored(tmp_path, path)
+    for source, of in enumerate(METRICS["rmse"].sources):
+        found = card.scores["rmse"][source, :, 0]
+        assert found == pytest.approx(wanted["rmse"][of].values, abs=1e-4)
+
+
 @pytest.mark.parametrize("step", [1, evaluation_score.STEP_BYTES])
 def test_each_level_has_a_mask_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

@@ -23,7 +23,7 @@ def changed(made: xr.Dataset, name: str) -> xr.Dataset:
     if name == "variables":
         return made.drop_vars("2m_temperature")
     if name == "units":
-        return made.assign(temperature=made["temperature"].assign_attrs(units="degC"))
+        return made.assign(temperature=made["temperature"].assign_attrs(units="m"))
     if name == "hole":
         values = made["temperature"].values.copy()
         values[2, ..., 3, 2] = np.nan
@@ -38,7 +38,7 @@ def changed(made: xr.Dataset, name: str) -> xr.Dataset:
         ("columns", ["is on another grid", "longitude from 0 to 315", "from 3 to 318"]),
         ("levels", ["truth.zarr: geopotential has no level 850", "500, 1000", "Change levels"]),
         ("variables", ["the truth has no 2m_temperature", "variables=[geopotential,temperature]"]),
-        ("units", ["temperature is in K", "but in degC in the truth", "Convert"]),
+        ("units", ["temperature is in K", "but in m in the truth", "Convert"]),
         ("hole", ["temperature has NaN at 2000-01-01T12:00", "masked=[temperature]"]),
         ("times", ["the truth has no 2000-01-03T00:00", "2 of 2 initial times", "dates=[first"]),
     ],
@@ -85,13 +85,21 @@ def test_a_request_that_can_not_be_met_is_refused(
 @pytest.mark.slow
 def test_a_climatology_that_lacks_something_is_refused(folder: Path, tmp_path: Path) -> None:
     observed = forecasts.truth()
+    observed["temperature"].attrs["units"] = "K"
     normals = forecasts.climatology(observed)
+    in_celsius = normals.assign(temperature=normals["temperature"].assign_attrs(units="degC"))
     path = forecasts.write(
         without_members(forecasts.forecast(observed, members=1)), tmp_path / "f.zarr"
     )
     for name, made, part in (
         ("hours", normals.isel(hour=[0, 2]), "has no value for 2000-01-02T06:00, day 2 at 6 h"),
         ("days", normals.isel(dayofyear=slice(0, 2)), "has no value for 2000-01-03T00:00"),
+        (
+            "half_hours",
+            normals.assign_coords(hour=normals["hour"] + 0.5),
+            "its hours 0.5, 6.5",
+        ),
+        ("unit", in_celsius, "temperature is in degC, but in K in the forecast"),
         ("levels", normals.sel(level=[500]), "geopotential has no level 850"),
         ("names", normals.drop_vars("temperature"), "no climatology of temperature"),
         ("grid", normals.isel(longitude=slice(0, 8, 2)), "another grid"),

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from credit_dp import checks
 from credit_dp.checks import existing_path
 from credit_dp.config import VariableConfig
 from credit_dp.config.model import MODELS
@@ -496,7 +497,7 @@ def build_card(trained: TrainedModel, path: Path, run: Path) -> str:
     """
     try:
         return render_card(trained, path, run / "metrics.json")
-    except (AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (*METADATA_ERRORS, IndexError, OSError, yaml.YAMLError) as error:
         message = " ".join(str(error).split())
         raise UserError(
             f"{run}: the config in its checkpoint, or metrics.json, can't be read "
@@ -528,7 +529,7 @@ def render_card(trained: TrainedModel, path: Path, scores_file: Path) -> str:
 
 def run_config(metadata: ModelMetadata) -> dict[str, Any]:
     """Return the run's config; {} if it has none."""
-    config = yaml.safe_load(metadata.config)
+    config = yaml.safe_load(checks.plain_yaml(metadata.config))
     return config if isinstance(config, dict) else {}
 
 

@@ -45,6 +45,10 @@ def test_missing_store(tmp_path):
     assert "data.store" in message
 
 
+def test_a_file_that_the_system_does_not_read():
+    assert "/proc/self/mem: can't be read (Input/output error)" in refusal("/proc/self/mem")
+
+
 @pytest.mark.parametrize("content", ["", "not json", "{}"])
 def test_folder_that_is_no_store(tmp_path, content):
     (tmp_path / "zarr.json").write_text(content)

@@ -711,7 +711,7 @@ def test_the_card_shows_no_scores_of_other_weights(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "scores", ["", "[]", '{"step": 2}', '{"step": 2, "rmse": {"a": {"b": 1}}}']
+    "scores", ["", "[]", "[" * 30_000, '{"step": 2}', '{"step": 2, "rmse": {"a": {"b": 1}}}']
 )
 def test_damaged_scores_are_one_line(run, tmp_path, scores):
     with pytest.raises(UserError, match=r"metrics\.json, can't be read \(\w+: .*") as error:

@@ -272,3 +272,19 @@ def _protocols(where: str) -> list[str]:
 
 def _any_set(names: tuple[str, ...]) -> bool:
     return any(os.environ.get(name) for name in names)
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file, by which its format is known.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise UserError(
+            f"{path.absolute()}: can't be read ({error.strerror}). Give another path, or change "
+            "the file's permissions."
+        ) from error

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from credit_dp.data.grid import COORDINATE_TOLERANCE, FULL_CIRCLE, Degrees
 from credit_dp.data.projections import Cone, unrotated
-from credit_dp.data.sources.address import reason_of
+from credit_dp.data.sources.address import first_bytes, reason_of
 from credit_dp.data.sources.coordinates import GRID_TYPES, with_grid_mapping
 from credit_dp.data.sources.grib_names import (
     MODEL,
@@ -113,8 +113,7 @@ def load_eccodes(key: str) -> Any:
 
 def is_grib(path: Path) -> bool:
     """Whether a file begins as GRIB; a bulletin's header may come first."""
-    with path.open("rb") as file:
-        return b"GRIB" in file.read(128)
+    return b"GRIB" in first_bytes(path, 128)
 
 
 def with_checksum(message: bytes) -> bytes:

@@ -29,6 +29,7 @@ from credit_dp.data.calendar import Times, calendar_of, decode_dates
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.address import (
+    first_bytes,
     is_remote,
     local_path,
     reason_of,
@@ -386,8 +387,7 @@ def is_netcdf(where: str) -> bool:
 
 def begins_as_netcdf(path: Path) -> bool:
     """Whether a file begins as netCDF or HDF5."""
-    with path.open("rb") as file:
-        return file.read(4).startswith(NETCDF_SIGNATURES)
+    return first_bytes(path, 4).startswith(NETCDF_SIGNATURES)
 
 
 def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:

@@ -330,7 +330,8 @@ def align(
                 truth.grid,
                 truth.calendar,
             )
-            climatology.check_fields(source, config)
+            units = {name: forecast.variables[name].units for name in names}
+            climatology.check_fields(source, units)
     else:
         description = period.description
         with translate_error_keys("truth"):
@@ -439,8 +440,8 @@ def _validated_levels(
         forecast_unit = canonical_unit(predicted.units)
         truth_unit = canonical_unit(truth.units)
         # A store without units can't be checked: its values are used as they are.
-        known = forecast_unit == truth_unit or (truth_unit, forecast_unit) in CONVERSIONS
-        if forecast_unit and truth_unit and not known:
+        fits = forecast_unit == truth_unit or (truth_unit, forecast_unit) in CONVERSIONS
+        if forecast_unit and truth_unit and not fits:
             raise UserError(
                 f"{forecast.where}: {name} is in {predicted.units}, but in {truth.units} in the "
                 f"truth {source.where}. Convert one of them, or leave it out of variables."

@@ -5,7 +5,7 @@ that one is fitted to, as for a run (`load_or_fit_climatology` in `credit_dp.dat
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol, final
 
@@ -13,7 +13,6 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.config import DataConfig
 from credit_dp.data.calendar import STANDARD, YEAR_LENGTHS, Calendar, Times
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.dates import date_interval
@@ -29,7 +28,7 @@ from credit_dp.data.sources.coordinates import (
 )
 from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Source, as_slice
-from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit, converted_unit
+from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.data.winds import lies_along_grid, stated_name, wind_difference
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import column_order, reorder_columns
@@ -123,16 +122,11 @@ class StoredClimatology:
         values = values[:, :, ::-1] if self._flipped else values
         return reorder_columns(values[:, :, rows], self._columns)
 
-    def check_fields(self, truth: Source, config: DataConfig) -> None:
-        """Refuse units, and winds along the axes of a projection or not, that the truth has not.
-
-        Args:
-            truth: before the conversions of the config.
-            config: of the truth.
-        """
+    def check_fields(self, truth: Source, forecast_units: Mapping[str, str]) -> None:
+        """Refuse other units than the forecast's, and winds that lie otherwise than the truth's."""
         for channel, stored in self._stored.items():
             attributes = self._dataset[stored.variable].attrs
-            needed = converted_unit(truth, channel.variable, config)
+            needed = forecast_units[channel.variable]
             units = {canonical_unit(x) for x in (needed, str(attributes.get("units", "")))}
             if len(units - {*UNSPECIFIED_UNITS}) > 1:
                 raise UserError(

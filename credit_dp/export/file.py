@@ -70,6 +70,9 @@ with torch.no_grad():
 ```
 """
 
+# Those of a damaged config or damaged scores.
+SCORE_ERRORS = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+
 
 @final
 @dataclass(frozen=True)
@@ -497,7 +500,7 @@ def build_card(trained: TrainedModel, path: Path, run: Path) -> str:
     """
     try:
         return render_card(trained, path, run / "metrics.json")
-    except (*METADATA_ERRORS, IndexError, OSError, yaml.YAMLError) as error:
+    except (*SCORE_ERRORS, yaml.YAMLError) as error:
         message = " ".join(str(error).split())
         raise UserError(
             f"{run}: the config in its checkpoint, or metrics.json, can't be read "

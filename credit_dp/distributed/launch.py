@@ -21,6 +21,9 @@ from credit_dp.distributed.worker import exit_now, run_rank
 from credit_dp.errors import UserError
 from credit_dp.files import remove_abandoned_folders
 
+# Found in the traceback of a collective that failed: gloo's source, and torch's errors of nccl.
+COLLECTIVE_ERRORS = ("gloo/transport/", "torch.distributed.Dist")
+
 
 def launch(
     config: Config,
@@ -95,8 +98,10 @@ def run_as_launched_rank(
         except UserError as error:
             monitor.fail(2, partial(report_error, str(error)))
         except Exception:  # noqa: BLE001 - as above
+            text = traceback.format_exc()
             name = mesh_rank_name(ranks.rank, config.parallel)
-            monitor.fail(1, partial(report_crash, f"{name} failed:\n{traceback.format_exc()}"))
+            report = partial(report_crash, f"{name} failed:\n{text}")
+            monitor.fail(1, report, any(word in text for word in COLLECTIVE_ERRORS))
         if code:
             exit_now(code)
     return code

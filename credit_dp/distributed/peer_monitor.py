@@ -10,8 +10,11 @@ that trains can't tell the launcher's SIGTERM from one that asks for a checkpoin
    reports: the killed rank if there is one on its machine, otherwise its own failure,
 3. it sets the key, and all others end without a message, whatever their main thread waits for.
 
+If a collective has failed, ranks of other machines may be unreachable: the rank that reports waits
+a moment for the answers of all to the key, and names one that gave none.
+
 The store ends with rank 0, or with torchrun's agent. So rank 0 stays for a moment after it has
-failed. If it was killed, one rank of each machine says that it is gone.
+failed. If it was killed, or its machine is unreachable, one rank of each machine says so.
 """
 
 import contextlib
@@ -42,12 +45,15 @@ POLL_SECONDS = 0.5
 DETECTION_SECONDS = 0.2
 # The ranks on the machine of a killed rank report it; other machines leave them this time.
 REMOTE_REPORT_SECONDS = 1.0
+# Ranks of other machines answer within POLL_SECONDS, unless they are very busy.
+ANSWER_SECONDS = 4.0
 # The rank that serves the store stays so long, for others to read the key. A rank that ends as a
 # consequence does, too, so that the launcher takes the right one for the first.
 END_SECONDS = 2.0
 REPORTING_SECONDS = 8.0  # in which a rank ends, whether it can report or not
 LAST_RANK_SECONDS = 600.0  # for which a finished rank waits for the last one
 END_KEY = "credit_dp/end"
+LOOK_THERE = "all ranks were stopped. Look there; resume=auto continues a training"
 PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
 
 
@@ -76,6 +82,7 @@ class PeerMonitor:
         self.left = threading.Event()  # this rank has finished, and waits for no other
         self.store_lost = False
         self.asks_store = False  # to report a failure
+        self.in_collective = False  # it has failed
         self.reported = False  # by another rank
         self.ending = threading.Lock()  # held by the thread that ends the process
 
@@ -105,6 +112,8 @@ class PeerMonitor:
             if self.reported or self.store_lost:
                 break
             self.left.wait(POLL_SECONDS)
+        if self.reported:
+            self._answer()
         if not (self.finished and (self.reported or self.store_lost or self.left.is_set())):
             self.end(1)
 
@@ -130,9 +139,15 @@ class PeerMonitor:
             if self.serves_store:  # torch writes a page to stderr if it ends while others read
                 self.rendezvous_store.wait(left, timedelta(seconds=END_SECONDS))
 
-    def fail(self, code: int, report: Callable[[], None]) -> NoReturn:
-        """End the process after an exception, which may be the consequence of a killed rank."""
+    def fail(self, code: int, report: Callable[[], None], in_collective: bool = False) -> NoReturn:
+        """End the process after an exception, which may be the consequence of a lost rank.
+
+        Args:
+            code, report: as of `end`.
+            in_collective: whether a collective has failed: then machines may be unreachable.
+        """
         self.asks_store = not self.finished
+        self.in_collective = in_collective
         with self._limited(code):
             if not self.wait_for_ended_rank() and self.ranks.on_several_nodes:
                 time.sleep(REMOTE_REPORT_SECONDS)
@@ -190,10 +205,14 @@ class PeerMonitor:
             return True
         ended = self.ended_ranks()
         reports = False
+        silent: list[int] = []
         if not self.store_lost:  # torch writes a page to stderr whenever it is called then
             try:
                 reports = self.store.add("credit_dp/ended", 1) == 1
                 self.store.set(END_KEY, "")
+                self._answer()
+                if reports and self.in_collective and not ended:
+                    silent = self.silent_ranks(self.store)
             except RuntimeError:
                 self.store_lost = True
         self.asks_store = False
@@ -204,6 +223,8 @@ class PeerMonitor:
             report = partial(report_error, self.lost_store_message())
         if reports and ended:
             report_error(self.death_message(ended))
+        elif silent:
+            report_error(self.silence_message(silent))
         elif reports and report is not None:
             report()
         return not ended and (reports or report is None)
@@ -218,6 +239,21 @@ class PeerMonitor:
         except RuntimeError:
             self.store_lost = True
             return ended
+
+    def _answer(self) -> None:
+        """Let the rank that reports know that this one ends, and can be reached."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.add(left_key(self.ranks.rank), 1)
+
+    def silent_ranks(self, store: "Store") -> list[int]:
+        """Return the ranks of other machines that do not answer to the key of the end."""
+        others = [r for r in range(self.ranks.world_size) if r not in self.processes]
+        end = time.monotonic() + ANSWER_SECONDS
+        while others and time.monotonic() < end:
+            others = [rank for rank in others if not store.check([left_key(rank)])]
+            time.sleep(POLL_SECONDS / 5)
+        return others
 
     def wait_for_ended_rank(self) -> bool:
         """Wait for a rank that has closed its connections to show as ended; return if one does."""
@@ -235,17 +271,26 @@ class PeerMonitor:
             "were stopped"
         )
 
+    def silence_message(self, silent: Sequence[int]) -> str:
+        """Return the error line for ranks of other machines that do not answer."""
+        first = mesh_rank_name(silent[0], self.parallel)
+        others = f", nor did {counted(len(silent) - 1, 'other')}" if len(silent) > 1 else ""
+        return (
+            f"{first} gave no answer{others}: its process, its machine or the network to it was "
+            f"lost; {LOOK_THERE}"
+        )
+
     def lost_store_message(self) -> str:
         """Return the error line for a store that was lost for a reason that no rank has seen."""
         name = mesh_rank_name(0, self.parallel)
         if agent_serves_store(os.environ):
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             name = f"torchrun's agent at {address}"
-        return f"{name} ended, or its machine or the network to it was lost; all ranks were stopped"
+        return f"{name} ended, or its machine or the network to it was lost; {LOOK_THERE}"
 
 
 def left_key(rank: int) -> str:
-    """Return the key of the store that a rank sets when it has finished and ends."""
+    """Return the key of the store that a rank sets when it ends, finished or with the others."""
     return f"credit_dp/left/{rank}"
 
 

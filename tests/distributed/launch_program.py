@@ -1,14 +1,17 @@
 """Launches ranks: `python -m tests.distributed.launch_program`.
 
-Its arguments are FUNCTION DOMAIN DATA PIPELINE FOLDER.
+Its arguments are FUNCTION DOMAIN DATA PIPELINE FOLDER. A rank waits in a collective for
+GROUP_SECONDS if they are set.
 """
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 from credit_dp import config as credit_dp_config
 from credit_dp.cli.entry import run_command
+from credit_dp.distributed import process_groups, worker
 from credit_dp.distributed.launch import launch
 
 
@@ -31,6 +34,8 @@ def small_config(
 
 def start(arguments: list[str], program: str) -> int:
     function, domain, data, pipeline, folder = arguments
+    if seconds := os.environ.get("GROUP_SECONDS"):
+        worker.GROUP_TIMEOUT = process_groups.GROUP_TIMEOUT = timedelta(seconds=float(seconds))
     if "RANK" in os.environ:  # ranks of a launcher may disagree on the folder
         folder = str(Path(folder) / f"of-rank-{os.environ['RANK']}")
     config = small_config(folder, int(domain), int(data) or None, pipeline=int(pipeline))

@@ -21,7 +21,10 @@ from credit_dp.distributed.peer_monitor import END_KEY, PeerMonitor, process_has
 
 RANK_0 = "error: rank 0 (pipeline 0, data 0, domain 0) ended"
 KILLED = f"{RANK_0} without a message (killed, or out of memory?); the other ranks were stopped\n"
-LOST = "or its machine or the network to it was lost; all ranks were stopped\n"
+LOST = (
+    "or its machine or the network to it was lost; all ranks were stopped. Look there; "
+    "resume=auto continues a training\n"
+)
 OWN = partial(report_error, "connection closed by peer")
 OWN_LINE = "error: connection closed by peer\n"
 
@@ -82,8 +85,9 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         raise Exited
 
     monkeypatch.setattr(os, "_exit", leave)
-    for name in ("END_SECONDS", "REMOTE_REPORT_SECONDS", "POLL_SECONDS", "DETECTION_SECONDS"):
-        monkeypatch.setattr(peer_monitor, name, 0.0)
+    names = ("END", "REMOTE_REPORT", "POLL", "DETECTION", "ANSWER")
+    for name in names:
+        monkeypatch.setattr(peer_monitor, f"{name}_SECONDS", 0.0)
     return codes
 
 
@@ -320,6 +324,34 @@ def test_one_rank_of_a_machine_says_that_the_store_does_not_answer(
     end(partial(monitor_of(rank, SilentStore(), per_node=2).fail, 1, OWN))
     assert codes[0] == 1
     assert capfd.readouterr().err == line
+
+
+@pytest.mark.parametrize("answering", [(2, 3), (3,), ()])
+def test_a_rank_whose_collective_failed_names_those_that_cannot_be_reached(
+    answering: tuple[int, ...],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that can be reached answer, as where one of them hangs: then the traceback helps."""
+    monkeypatch.setattr(peer_monitor, "ANSWER_SECONDS", 0.2)
+
+    class AnsweredStore(HashStore):
+        """A store in which other ranks answer as soon as they are told of the end."""
+
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value)
+            for rank in answering if key == END_KEY else ():
+                end(monitor_of(rank, self, per_node=2).watch)
+
+    end(partial(monitor_of(0, AnsweredStore(), per_node=2).fail, 1, OWN, in_collective=True))
+    lines = {
+        (2, 3): OWN_LINE,
+        (3,): "error: rank 2 (pipeline 0, data 0, domain 2) gave no answer: its process, "
+        + LOST[3:],
+        (): "error: rank 2 (pipeline 0, data 0, domain 2) gave no answer, nor did 1 other: "
+        "its process, " + LOST[3:],
+    }
+    assert capfd.readouterr().err == lines[answering]
 
 
 def test_the_loss_of_the_store_under_torchrun(

@@ -112,7 +112,7 @@ class PeerMonitor:
             if self.reported or self.store_lost:
                 break
             self.left.wait(POLL_SECONDS)
-        if self.reported:
+        if self.reported and not self.finished:  # then `wait_for_all_ranks` does
             self._answer()
         if not (self.finished and (self.reported or self.store_lost or self.left.is_set())):
             self.end(1)

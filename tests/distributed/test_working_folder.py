@@ -10,7 +10,18 @@ import pytest
 from tests.data import stores
 from tests.distributed.processes import ROOT
 
-PACKAGES = ("torch", "yaml", "numpy", "zarr", "pickle", "signal", "socket", "selectors", "struct")
+PACKAGES = (
+    "torch",
+    "yaml",
+    "numpy",
+    "zarr",
+    "pathlib",
+    "pickle",
+    "signal",
+    "socket",
+    "selectors",
+    "struct",
+)
 # Starts what multiprocessing starts: its resource tracker, a fork server, and a spawned process.
 PROGRAM = """
 import os, sys

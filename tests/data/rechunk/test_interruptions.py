@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zarr
 
@@ -33,6 +35,7 @@ from tests.data.rechunk.requests import (
     run,
     tree,
 )
+from tests.distributed.processes import until
 from tests.ranks import TIMEOUT
 from tests.tier_cases import every
 
@@ -243,3 +246,41 @@ def test_killed_at_random_moments_equals_undisturbed(tmp_path: Path) -> None:
     assert all(line.endswith("equal") for line in lines), done.stdout
     partial = [line for line in lines if re.search(r"\d+ \d+ files", line)]
     assert len(partial) > kills // 2, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_workers", [False, True], ids=["parent", "group"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_ends_the_command_and_its_workers_with_one_line_at_most(
+    tmp_path: Path, number: signal.Signals, code: int, to_workers: bool
+) -> None:
+    """As a lost terminal, Ctrl-C and the end of a job send it: to all processes at once."""
+    data = stores.dataset(rows=9, columns=4, steps=600)
+    store = stores.write(data, tmp_path / "in.zarr", chunks={"time": 50})
+    out = tmp_path / "out.zarr"
+    keys = [f"store={store}", f"out={out}", "workers=2"]
+    keys += ["data.prognostic=[geopotential]", "data.forcing=[]", "data.static=[]"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "credit_dp", "data", "prepare", *keys],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    fields = tmp_path / "out.zarr.partial" / "fields"
+    while process.poll() is None and not any(fields.glob("c.*")):
+        time.sleep(0.005)
+    (os.killpg if to_workers else os.kill)(process.pid, number)
+    _, said = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == code, said
+    assert said.strip() in ("", "interrupted")
+    with pytest.raises(ProcessLookupError):  # no worker is left, nor a helper of multiprocessing
+        until(lambda: os.killpg(process.pid, 0) is not None)
+    assert not out.exists()
+    # What has its final name is complete: the same command ends it.
+    assert subprocess.run(process.args, cwd=ROOT, capture_output=True).returncode == 0
+    written = zarr.open_array(out, path="fields", mode="r")
+    assert np.array_equal(written[:], data["geopotential"].values)

@@ -237,6 +237,7 @@ CASES = {
     "folder in a file": (["run.dir=/proc/nope"], "run.dir: cannot write to /proc/nope"),
     "file for a folder": (["run.dir=/dev/null"], "run.dir: cannot write to /dev/null"),
     "sweep in a file": (["-m", "run.dir=/proc/nope", "seed=0,1"], "run.dir: cannot write to /proc"),
+    "sweep in a device": (["-m", "run.dir=/dev/null", "seed=0,1"], "run.dir: cannot write to /dev"),
     "sweep of a bad value": (["-m", "model.channels=[8,16],[8,9]"], "model.groups"),
 }
 

@@ -489,6 +489,19 @@ def test_a_damaged_shard_is_refused(tmp_path, content):
     assert f"{SHARD} has {len(content)} bytes, not the " in damaged(tmp_path, SHARD, content)
 
 
+@pytest.mark.parametrize(
+    ("file", "refusal"),
+    [(SHARD, f"{SHARD}: is a pipe, a socket or a device"), ("state.json", "holds no checkpoint")],
+)
+def test_a_pipe_for_a_file_is_refused(tmp_path, file, refusal):
+    """Opening it would never end."""
+    path = save_checkpoint(tmp_path, small_state(), "")
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    with pytest.raises(UserError, match=rf"^resume: .*{refusal}"):
+        load_checkpoint(path, small_state())
+
+
 def test_a_missing_a_foreign_and_a_longer_shard_are_refused(tmp_path):
     assert "(shard-00001-model" in damaged(tmp_path / "a", SHARD, None)
     assert "(other.safetensors" in damaged(tmp_path / "b", "other.safetensors", b"")

@@ -21,6 +21,7 @@ from credit_dp.cli.output import print_lines
 from credit_dp.cli.sweep_jobs import Job, JobProcess, write_submission
 from credit_dp.config import by_dotted_key
 from credit_dp.config.launchers import SlurmLauncherConfig
+from credit_dp.distributed.forkserver import interpreter
 from credit_dp.distributed.placement import Placement, PlacementRequest, place_ranks, slurm_nodes
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
@@ -189,7 +190,7 @@ def submit_array(
     executor = submitit.AutoExecutor(
         folder=folder / ".submitit",
         cluster="slurm",
-        slurm_python=f"{shlex.quote(sys.executable)} -P",  # imports nothing of the working folder
+        slurm_python=shlex.join(interpreter()),
     )
     try:
         executor.update_parameters(

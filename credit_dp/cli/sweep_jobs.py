@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,7 +25,7 @@ from credit_dp import checks
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.saved_config import tuples_to_lists
 from credit_dp.config import Config, as_dict, by_dotted_key
-from credit_dp.distributed.forkserver import die_with_parent
+from credit_dp.distributed.forkserver import die_with_parent, interpreter
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
 from credit_dp.errors import UserError, quote, traceback_message
 from credit_dp.sweeps.read import LAUNCH_KEYS, RECORD_FILE, SUBMISSION_FILE, read_overrides
@@ -64,7 +63,7 @@ class Job:
     @property
     def command(self) -> list[str]:
         """The command that runs the job in another process."""
-        return [sys.executable, "-P", "-m", "credit_dp", "train", *self.arguments]
+        return [*interpreter(), "-m", "credit_dp", "train", *self.arguments]
 
 
 def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path) -> list[Job]:

@@ -57,6 +57,15 @@ def forget_import_variables() -> None:
         os.environ.pop(name, None)
 
 
+def interpreter() -> list[str]:
+    """Return the command of a Python that imports nothing from the working folder.
+
+    Unless that is the clone of this package, which need not be installed.
+    """
+    clone = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
+    return [sys.executable, *([] if clone == os.path.realpath(os.curdir) else ["-P"])]
+
+
 if "multiprocessing.forkserver" in " ".join(sys.orig_argv):  # this process is the fork server
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.distributed.forkserver import interpreter
 from tests.data import stores
 from tests.distributed.processes import ROOT
 
@@ -86,6 +87,15 @@ def test_processes_of_multiprocessing_import_nothing_from_there(folder: Path) ->
 
 def test_the_module_imports_nothing_from_there(folder: Path) -> None:
     run(["-m", "credit_dp", "--version"], folder, PYTHONPATH=str(ROOT))
+
+
+def test_jobs_import_the_package_from_a_clone_that_is_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert interpreter() == [sys.executable]
+    monkeypatch.chdir(tmp_path)
+    assert interpreter() == [sys.executable, "-P"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from credit_dp.pipeline_parallel import (
     unparallelize_module,
     unparallelize_pipeline,
 )
+from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.pipeline_parallel.encoder_decoder import (
     Coder,
     Model,
@@ -373,8 +374,10 @@ def test_the_config_counts_the_gpus_of_a_rank():
 
 
 def placed_and_sharded(manager, x):
-    torch.manual_seed(0)
-    model = convert_to_domain_parallel(Model().double(), manager, input_shape=tuple(x.shape))
+    with RANDOM_LOCK:  # the ranks are threads
+        torch.manual_seed(0)
+        model = Model().double()
+    convert_to_domain_parallel(model, manager, input_shape=tuple(x.shape))
     band = shard_tensor(x, -2, manager)
     expected = gradients(model, band)
     names = list(model.state_dict())

@@ -262,6 +262,7 @@ def test_a_signal_ends_the_command_and_its_workers_with_one_line_at_most(
     out = tmp_path / "out.zarr"
     keys = [f"store={store}", f"out={out}", "workers=2"]
     keys += ["data.prognostic=[geopotential]", "data.forcing=[]", "data.static=[]"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and inherited
     process = subprocess.Popen(
         [sys.executable, "-m", "credit_dp", "data", "prepare", *keys],
         cwd=ROOT,
@@ -270,6 +271,7 @@ def test_a_signal_ends_the_command_and_its_workers_with_one_line_at_most(
         text=True,
         start_new_session=True,
     )
+    signal.signal(signal.SIGHUP, before)
     fields = tmp_path / "out.zarr.partial" / "fields"
     while process.poll() is None and not any(fields.glob("c.*")):
         time.sleep(0.005)

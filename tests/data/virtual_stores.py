@@ -76,7 +76,9 @@ def joined_json(files: Sequence[Path], path: Path, times: bool = False) -> Path:
     from kerchunk.combine import MultiZarrToZarr
     from kerchunk.hdf import SingleHdf5ToZarr
 
-    parts = [SingleHdf5ToZarr(str(file), inline_threshold=100).translate() for file in files]
+    with warnings.catch_warnings():  # of numpy, for early releases of kerchunk
+        warnings.simplefilter("ignore")
+        parts = [SingleHdf5ToZarr(str(file), inline_threshold=100).translate() for file in files]
     joined = MultiZarrToZarr(parts, concat_dims=["time"], coo_map={"time": "cf:time"}).translate()
     if times:
         parts = [SingleHdf5ToZarr(str(x), inline_threshold=0).translate()["refs"] for x in files]

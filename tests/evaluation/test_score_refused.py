@@ -149,6 +149,7 @@ def test_lead_times_that_do_not_rise_are_refused(
     assert "as forecast" in said
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in remainder")  # early xarray
 @pytest.mark.parametrize(
     ("leads", "found"),
     [

@@ -1,5 +1,6 @@
 """Stores and requests that can't be scored are refused in one line each."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,10 +154,11 @@ def test_lead_times_that_do_not_rise_are_refused(
 @pytest.mark.parametrize(
     ("leads", "found"),
     [
-        ([0, np.nan, 24], "f.nc: prediction_timedelta has missing values. Select the others"),
-        ([0, np.inf, 24], "f.nc: prediction_timedelta can't be read (Value inf can't"),
-        ([0, 6, 1e18], "f.nc: prediction_timedelta can't be read (1000000000000000000 hours)"),
-        ([0, 1.5, 24], "f.nc: lead times need whole hours, but one is 1.5 hours. Select others"),
+        ([0, np.nan, 24], r"f.nc: prediction_timedelta has missing values\. Select the others"),
+        # For early xarray it is missing.
+        ([0, np.inf, 24], r"f.nc: prediction_timedelta (can't be read \(Value inf|has missing)"),
+        ([0, 6, 1e18], r"f.nc: prediction_timedelta can't be read \(1000000000000000000 hours\)"),
+        ([0, 1.5, 24], r"f.nc: lead times need whole hours, but one is 1\.5 hours\. Select others"),
     ],
 )
 def test_lead_times_that_are_no_whole_hours_are_refused(
@@ -165,7 +167,7 @@ def test_lead_times_that_are_no_whole_hours_are_refused(
     made = without_members(forecasts.forecast(forecasts.truth(), members=1))
     hours = ("prediction_timedelta", leads, {"units": "hours"})
     made = made.assign_coords(prediction_timedelta=hours)
-    assert found in refusal(folder, forecasts.write(made, tmp_path / "f.nc"))
+    assert re.search(found, refusal(folder, forecasts.write(made, tmp_path / "f.nc")))
 
 
 def test_times_that_no_truth_has_are_refused_with_the_remedy(folder: Path, tmp_path: Path) -> None:

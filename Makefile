@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2 # test files or classes that run at once
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+FAST := not slow and not exhaustive
 SETTINGS := pyproject.toml constraints.txt
 # The first that runs: pyenv puts commands on PATH for versions that are not selected, too.
 first_python = $(shell for python in $(foreach version,$(1), \
@@ -26,7 +27,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
 	@echo "make test      install, then the fast tests"
-	@echo "make test-all  install, then all tests"
+	@echo "make test-slow install, then the long tests"
+	@echo "make test-all  install, then all tests, with those that CI leaves out"
 	@echo "make test-newest  install the newest of all packages, then the fast tests that depend on packages most"
 	@echo "make test-oldest  the same with the oldest packages that pyproject.toml allows"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
@@ -38,10 +40,10 @@ run: $(VENV)/installed
 	$(BIN)/python train.py model=unet parallel.domain=2
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "$(FAST)"
 
 test-slow: $(VENV)/installed-test
-	HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or hypothesis"
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "(slow or hypothesis) and not exhaustive"
 
 test-all: $(VENV)/installed-test
 	HYPOTHESIS_PROFILE=long $(PYTEST)
@@ -49,7 +51,7 @@ test-all: $(VENV)/installed-test
 test-newest test-oldest: test-%: $(VENV)-%/installed-test
 	$(VENV)-$*/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
 	  sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, numpy, zarr, xarray)))'
-	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow" \
+	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "$(FAST)" \
 	  tests/data/sources tests/data/rechunk tests/domain_parallel tests/evaluation tests/models \
 	  tests/training tests/test_torch_private.py
 

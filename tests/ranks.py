@@ -40,7 +40,7 @@ DEVICE = os.environ.get("CREDIT_DP_TEST_DEVICE", "cpu")
 TIMEOUT = 480.0  # two files at once, with up to eight ranks each that may compile, share the cores
 # Live ranks with more process groups end: each group has a thread that polls all the time.
 GROUPS = 8
-# What is exact on any number of threads is tried on three processes at once, on others at length.
+# Three ranks have a first, a middle and a last band; the fast tier has no other number of ranks.
 PROCESSES = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)), 3]
 
 

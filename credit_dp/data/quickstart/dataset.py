@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 import queue
 import subprocess
@@ -252,7 +253,10 @@ STATIC_VARIABLES = {
     "geopotential_at_surface": ("surface_geopotential", "m**2 s**-2"),
     "land_sea_mask": ("land_area_fraction", "1"),
 }
-BANDS = 4  # chunks along latitude
+# Chunks along latitude, for ranks that read their bands: at most so many, and none of fewer bytes,
+# as a small chunk takes as long to find as a larger one takes to read.
+BANDS = 4
+CHUNK_BYTES = 16 * 2**10
 
 
 def create(path: Path, synthesis: Synthesis, runs: list[Run], title: str) -> None:
@@ -262,7 +266,6 @@ def create(path: Path, synthesis: Synthesis, runs: list[Run], title: str) -> Non
     )
     _write_coordinates(group, synthesis, np.concatenate([run.times for run in runs]))
     grid = (len(synthesis.latitude), len(synthesis.longitude))
-    band = -(-grid[0] // BANDS)
     for name, values in synthesis.statics().items():
         standard_name, units = STATIC_VARIABLES[name]
         _write_array(group, name, values, ("latitude", "longitude"), standard_name, units)
@@ -270,6 +273,8 @@ def create(path: Path, synthesis: Synthesis, runs: list[Run], title: str) -> Non
     shard_length = shard_steps(runs[0].steps, grid)
     for name, (standard_name, units) in (LEVEL_VARIABLES | SURFACE_VARIABLES).items():
         levels = (len(LEVELS),) if name in LEVEL_VARIABLES else ()
+        field_bytes = 4 * math.prod((*levels, *grid))
+        band = -(-grid[0] // max(1, min(BANDS, field_bytes // CHUNK_BYTES)))
         group.create_array(
             name,
             shape=(times, *levels, *grid),

@@ -1,58 +1,42 @@
 """Settings of all tests: one thread per rank, no tracker, two sizes of property tests.
 
 At the end it says what the tests of each folder took, so that growth is seen.
-
-With `CREDIT_DP_TEST_UNTIL`, in seconds since 1970, tests that have not begun by then are skipped.
-Files then run in an order that is another for each time, so that those at the end are others, too.
 """
 
 import os
-import random
-import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
 from collections import Counter
 
-import hypothesis
 import pytest
-import torch
-
-import tests.plots  # noqa: F401
-from tests.ranks import DEVICE
-
-if DEVICE != "cpu":
-    torch.set_default_device(DEVICE)
-torch.set_num_threads(1)
-
-hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=30, derandomize=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 # A file's tests run one after the other: the longest files first, or one worker ends alone.
 FIRST = ("tests/zoo/", "tests/docs/", "tests/slurm/", "tests/training/test_forms.py")
-UNTIL = float(os.environ.get("CREDIT_DP_TEST_UNTIL", "inf"))
 
 
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests: not the one that only divides them among workers."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import torch
+
+    import tests.plots  # noqa: F401
+    from tests.ranks import DEVICE
+
+    if DEVICE != "cpu":
+        torch.set_default_device(DEVICE)
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)
+    hypothesis.settings.register_profile("long", deadline=None, max_examples=30, derandomize=True)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first; or, if time may run out, all in an order of chance."""
-    if float("inf") == UNTIL:
-        items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
-    else:
-        places = {file: random.Random(f"{UNTIL} {file}").random() for file in map(_file, items)}
-        items.sort(key=lambda item: places[_file(item)])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Skip a test for which no time is left."""
-    if time.time() > UNTIL:
-        pytest.skip("no time is left for it")
+    """Put the files that take longest first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,6 +21,7 @@ from credit_dp.channel_parallel import (
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.errors import UserError
 from tests.ranks import on_processes, on_threads, seeded
+from tests.tier_cases import tiers
 
 
 def _transpose_both_ways(manager, rows, channels, before, columns, dtype=torch.float64):
@@ -63,7 +64,7 @@ def test_both_ways_and_their_gradients(cuts, before, columns):
 CASES = [((3, 2), (2, 1)), ((3, 2, 2), (1, 1, 0)), ((1, 4, 2, 2), (3, 0, 2, 1))]
 
 
-@pytest.mark.parametrize(("rows", "channels"), CASES)
+@pytest.mark.parametrize(("rows", "channels"), tiers(CASES[1:2], CASES[::2]))
 def test_on_gloo_ranks(rows, channels):
     on_processes(len(rows), _transpose_both_ways, rows, channels, (2,), 3, torch.bfloat16)
 
@@ -115,20 +116,19 @@ def _refused(manager, function, shape, *args, match):
         function(torch.zeros(shape), rows, manager.transport, *channels)
 
 
-@pytest.mark.parametrize(
-    ("function", "shape", "args", "match"),
-    [
+def test_wrong_numbers_are_refused():
+    wrong = [
         (rows_to_channels, (4, 3, 2), ((2, 2),), r"needs 2 rows, got 3 of \(4, 3, 2\)"),
         (rows_to_channels, (4, 2, 2), ((2, 2), (2, 3)), "needs 5 channels, got 4"),
         (channels_to_rows, (2, 3, 2), ((2, 2), (2, 3)), "needs 4 rows, got 3"),
         (channels_to_rows, (5, 4, 2), ((2, 2), (2, 2)), "needs 2 channels, got 5"),
         (rows_to_channels, (4, 2, 2), ((2, 2, 2),), "rows: needs a number for each of 2 ranks"),
         (channels_to_rows, (2, 4, 2), ((2, 2), (4,)), "channels: needs a number for each of 2"),
-    ],
-)
-def test_wrong_numbers_are_refused(function, shape, args, match):
+    ]
+
     def refused(manager):
-        _refused(manager, function, shape, *args, match=match)
+        for function, shape, args, match in wrong:
+            _refused(manager, function, shape, *args, match=match)
 
     on_threads(2, refused)
 
@@ -204,10 +204,10 @@ def test_other_channels_are_a_runtime_error():
         layer(torch.zeros(1, 3, 5, 6))
 
 
-@pytest.mark.parametrize("groups", [4, 0, -1, 12])
-def test_groups_that_do_not_divide_the_channels_are_refused(groups):
-    with pytest.raises(UserError, match=f"{groups} groups can't share 6 channels .*num_groups"):
-        DistributedDepthwiseConv2d(6, 3, num_groups=groups)
+def test_groups_that_do_not_divide_the_channels_are_refused():
+    for groups in (4, 0, -1, 12):
+        with pytest.raises(UserError, match=f"{groups} groups can't share 6 channels .*num_groups"):
+            DistributedDepthwiseConv2d(6, 3, num_groups=groups)
 
 
 def _shared(manager, channels, groups):
@@ -238,17 +238,18 @@ def _shared(manager, channels, groups):
         layer(x, cp_group=group)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "channels", "groups"), [(2, 8, 4), (2, 4, 1), (3, 6, None)])
+@pytest.mark.parametrize(
+    ("ranks", "channels", "groups"), tiers([(3, 6, None)], [(2, 8, 4), (2, 4, 1)])
+)
 def test_ranks_that_share_channels(ranks, channels, groups):
     on_processes(ranks, _shared, channels, groups)
 
 
 def _uneven(manager):
     layer = DistributedDepthwiseConv2d(7, 3, device="cpu")
-    with pytest.raises(UserError, match=r"2 ranks can't share 7 channels .*hidden_dim"):
+    with pytest.raises(UserError, match=r"3 ranks can't share 7 channels .*hidden_dim"):
         layer(torch.zeros(1, 3, 5, 6), cp_group=manager.domain_group)
 
 
 def test_channels_that_do_not_divide_are_refused_and_not_dropped():
-    on_processes(2, _uneven)
+    on_processes(3, _uneven)

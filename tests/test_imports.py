@@ -14,6 +14,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 import credit_dp
 from tests.ranks import TIMEOUT
 
@@ -70,6 +72,7 @@ def _is_module(name: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_modules_import_what_they_use():
     users: dict[str, str] = {}
     for path in Path(credit_dp.__file__).parent.rglob("*.py"):

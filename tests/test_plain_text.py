@@ -9,27 +9,26 @@ from credit_dp.cli.output import format_table
 from credit_dp.distributed.failure_report import report_error
 from credit_dp.plain_text import csv_text, printable
 
+CELLS: dict[object, str] = {
+    "=HYPERLINK(1)": "'=HYPERLINK(1)",
+    " +A1": "' +A1",
+    "-A1+2": "'-A1+2",
+    "@SUM(A1)": "'@SUM(A1)",
+    "\t=A1": "' =A1",
+    "-1.5e-3": "-1.5e-3",
+    "+10870": "+10870",
+    'Ålesund, "B"': 'Ålesund, "B"',
+    "2m_temperature": "2m_temperature",
+    "\x1b[2J\r\nx\x9b": r"\x1b[2J x\x9b",
+    -2.5: "-2.5",
+    None: "",
+}
 
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ("=HYPERLINK(1)", "'=HYPERLINK(1)"),
-        (" +A1", "' +A1"),
-        ("-A1+2", "'-A1+2"),
-        ("@SUM(A1)", "'@SUM(A1)"),
-        ("\t=A1", "' =A1"),
-        ("-1.5e-3", "-1.5e-3"),
-        ("+10870", "+10870"),
-        ('Ålesund, "B"', 'Ålesund, "B"'),
-        ("2m_temperature", "2m_temperature"),
-        ("\x1b[2J\r\nx\x9b", r"\x1b[2J x\x9b"),
-        (-2.5, "-2.5"),
-        (None, ""),
-    ],
-)
-def test_cells_of_csv(cell: object, expected: str) -> None:
-    text = csv_text(("name", "="), [(cell, 1)])
-    assert [*csv.reader(io.StringIO(text))] == [["name", "'="], [expected, "1"]]
+
+def test_cells_of_csv() -> None:
+    text = csv_text(("name", "="), [(cell, 1) for cell in CELLS])
+    rows = [[expected, "1"] for expected in CELLS.values()]
+    assert [*csv.reader(io.StringIO(text))] == [["name", "'="], *rows]
 
 
 def test_texts_on_terminals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from tests.ranks import TIMEOUT
 
@@ -33,6 +32,8 @@ def test_the_comparison_of_models(tmp_path):
 
 
 def test_spectra_of_scorecards_beside_each_other(tmp_path):
+    from matplotlib.image import imread
+
     names = "variable,level,band,lead_hours,wavenumber,forecast,truth"
     rows = [
         f"{variable},30N to 60N,{hours},{wave},{10.0**-wave},{10.0**-wave}"

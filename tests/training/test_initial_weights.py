@@ -23,6 +23,7 @@ from credit_dp.training.transfer import (
 )
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.meshes import MODELS, Mesh, full_arrays, on_mesh, with_ema
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, tiny_unet
 
@@ -72,7 +73,6 @@ def load(training: Training, config: Config, folder: Path) -> str:
     )
 
 
-@pytest.mark.slow
 def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
     source = save(config, tmp_path)
     other = replace(config, seed=4, trainer=replace(config.trainer, dtype="float32"))
@@ -94,8 +94,7 @@ def common(source: Training, target: Training, kind: str) -> tuple[list[int], li
     return [before.index(name) for name in shared], [after.index(name) for name in shared]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers([("unet",)], [], [(k,) for k in KINDS if k != "unet"]))
 def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
     """New channels have zero weights here, and removed channels get zeros as input."""
     first = with_data(config, BEFORE, model=KINDS[kind])
@@ -189,16 +188,13 @@ def loaded(manager: DomainParallelManager, config: Config, folder: Path):
     return summary, full_arrays(state.parameters)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [
-        Mesh(1, 2, 1, "fsdp2"),
-        Mesh(1, 1, 2),
-        Mesh(2, 1, 1),
-        Mesh(2, 1, 2, "fsdp2", "interleaved"),
-    ],
-    ids=str,
+    tiers(
+        fast=(),
+        slow=[(Mesh(2, 1, 2, "fsdp2", "interleaved"),)],
+        exhaustive=[(Mesh(1, 2, 1, "fsdp2"),), (Mesh(1, 1, 2),), (Mesh(2, 1, 1),)],
+    ),
 )
 def test_every_mesh_starts_with_the_same_weights(config, mesh, tmp_path):
     save(with_data(config, BEFORE), tmp_path)

@@ -26,8 +26,8 @@ from credit_dp.training.run_folder import RunFolder
 from tests.ranks import warm_context
 from tests.training.runs import alone, built, make_config, make_store
 
-ROWS, STEPS = 12, 48
-KILLS = 12
+ROWS, STEPS = 12, 24
+KILLS = 6
 MOST = 3  # steps that a life may take, so that nothing is finished before the last kill
 RUN = f"{run.__name__}:run"  # imported here, so that no life has to
 LONGEST = 600.0  # seconds until something that does not come is given up
@@ -213,7 +213,7 @@ def test_kills_change_no_bit(undisturbed, tmp_path):
     assert scores[0] == scores[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_on_changing_meshes_change_next_to_nothing(undisturbed, tmp_path):
     chance = random.Random(6)
     config = killed(undisturbed, tmp_path)

@@ -1,12 +1,15 @@
-"""Ranks import heavy modules late; counted in fresh interpreters."""
+"""Ranks import heavy modules late: by what the package imports, and in fresh interpreters."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import credit_dp
 from credit_dp.config import Config
 from credit_dp.distributed.launch import launch
 from credit_dp.distributed.launcher import RankInfo
@@ -51,6 +54,42 @@ def alone(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the modules that statements import when they are run, and what may be modules."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imported_at_once(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imported_at_once(
+                [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)]
+            )
+
+
+def test_no_module_of_a_run_imports_at_once_what_is_needed_late():
+    root = Path(credit_dp.__file__).parents[1]
+    late, seen, ahead = set(), set(), ["credit_dp.training.run"]
+    while ahead:
+        name = ahead.pop()
+        if name in seen or not name.startswith("credit_dp"):
+            continue
+        seen.add(name)
+        path = root / name.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not path.exists():  # what is no module
+            continue
+        found = set(imported_at_once(ast.parse(path.read_text()).body))
+        late |= {f"{name}: {module}" for module in found if module.startswith(tuple(LATE))}
+        ahead += [*found, name.rpartition(".")[0]]
+    assert len(seen) > 100
+    assert late == set()
+
+
+@pytest.mark.slow
 def test_what_is_needed_late_is_imported_late():
     # What these three import by themselves differs by hundreds of modules between their releases.
     code = (

@@ -23,6 +23,7 @@ from credit_dp.training.loss import build_loss
 from credit_dp.training.run import run
 from tests.plots import DRAW_PLOTS, failing_plots
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 from tests.training.runs import alone, built, train_on, weights
 
@@ -75,15 +76,14 @@ def by_definition(name: str, even: bool) -> tuple[float, torch.Tensor]:
     return loss.item(), forecast.grad
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("name", "even"), [("mse", False), ("mae", True)])
-def test_a_channel_weighs_the_same_whatever_it_covers(ranks, name, even):
-    wanted, gradient = by_definition(name, even)
-    found = on_threads(ranks, shares, name, even)
-    assert sum(share for share, _ in found) == pytest.approx(wanted, rel=1e-13)
-    whole = torch.cat([part for _, part in found], dim=2)
-    torch.testing.assert_close(whole, gradient, rtol=1e-13, atol=1e-16)
-    assert not whole[:, 1, : ROWS // 2].any()  # the band that is all land
+def test_a_channel_weighs_the_same_whatever_it_covers():
+    for name, even, ranks in (("mse", False, 1), ("mse", False, 3), ("mae", True, 3)):
+        wanted, gradient = by_definition(name, even)
+        found = on_threads(ranks, shares, name, even)
+        assert sum(share for share, _ in found) == pytest.approx(wanted, rel=1e-13), name
+        whole = torch.cat([part for _, part in found], dim=2)
+        torch.testing.assert_close(whole, gradient, rtol=1e-13, atol=1e-16)
+        assert not whole[:, 1, : ROWS // 2].any()  # the band that is all land
 
 
 def no_soil(manager: DomainParallelManager) -> str:
@@ -109,17 +109,6 @@ def test_a_channel_without_any_values_is_refused_on_all_ranks():
         assert "\n" not in said
 
 
-def test_without_a_mask_the_loss_keeps_its_bits():
-    forecast, target = fields()
-    everywhere = ValidPoints(torch.ones(3, ROWS, COLUMNS, dtype=torch.bool))
-    plain, masked = (
-        build_loss(StandardLossConfig(), CHANNELS, GRID, slice(0, ROWS), SCALE, points)
-        for points in (None, everywhere)
-    )
-    assert plain.points is None
-    assert masked(forecast, target).item() == pytest.approx(plain(forecast, target).item(), 1e-14)
-
-
 def scored(manager: DomainParallelManager) -> torch.Tensor:
     rows = manager.rows(ROWS)
     area = torch.as_tensor(row_weights(LATITUDE)[rows].copy())
@@ -132,8 +121,7 @@ def scored(manager: DomainParallelManager) -> torch.Tensor:
     return sums.result(manager)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (2, 1)])
+@pytest.mark.parametrize(("ranks", "domain"), tiers([(3, 3)], [], [(2, 2), (2, 1)]))
 def test_errors_are_averaged_over_the_points_with_values(ranks, domain):
     forecast, target = fields()
     area = torch.as_tensor(row_weights(LATITUDE))[:, None] * valid()
@@ -188,8 +176,7 @@ def wanted(config):
     return train_all(alone(), config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", tiers([], [(3,)], [(2,)]))
 def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks):
     numbers, vector, rmse, field = wanted
     assert np.isfinite(rmse).all()
@@ -200,7 +187,7 @@ def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks)
     assert field.shape == (ROWS, COLUMNS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_on_values_mapped_by_quantiles_is_the_same_on_bands(tmp_path):
     mapped = {
         SEA: VariableConfig(fill="mean", normalise="quantile"),
@@ -217,13 +204,10 @@ def test_training_on_values_mapped_by_quantiles_is_the_same_on_bands(tmp_path):
         assert found[2] == pytest.approx(rmse, rel=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [2])
-def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted, pipeline):
-    parallel = replace(config.parallel, pipeline=pipeline, domain=2)
-    found = on_processes(
-        4, train_all, replace(config, parallel=parallel), domain=2, pipeline=pipeline
-    )
+@pytest.mark.exhaustive
+def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted):
+    parallel = replace(config.parallel, pipeline=2, domain=2)
+    found = on_processes(4, train_all, replace(config, parallel=parallel), domain=2, pipeline=2)
     for numbers, *_ in found:
         assert np.array(numbers) == pytest.approx(np.array(wanted[0]), rel=1e-10, abs=0)
 

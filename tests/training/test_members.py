@@ -1,7 +1,11 @@
-"""Runs on all members of an ensemble, from inspection to a forecast of one member."""
+"""Runs on all members of an ensemble, from inspection to a forecast of one member.
+
+`test_meshes.RUNS` compares one on a mesh with one process.
+"""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,9 @@ import xarray as xr
 
 from tests.data import ensemble_stores, stores
 from tests.data.ensemble_stores import MEMBERS
+from tests.tier_cases import every
 from tests.training.command_runs import CommandRuns
+from tests.training.runs import alone, built, make_config, train_on
 
 DATA = ensemble_stores.dataset()
 STEPS = 8  # 21 samples are five steps an epoch
@@ -33,10 +39,7 @@ CASES: dict[str, Callable[[Path], Path]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(case, marks=() if case == "zarr" else pytest.mark.slow) for case in CASES],
-)
+@pytest.fixture(scope="module", params=every(len(CASES), CASES, pytest.mark.exhaustive))
 def trained(request, tmp_path_factory) -> CommandRuns:
     folder = tmp_path_factory.mktemp("members")
     made = CommandRuns(folder, CASES[request.param](folder / "store.zarr"), KEYS)
@@ -45,6 +48,7 @@ def trained(request, tmp_path_factory) -> CommandRuns:
     return made
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_log_of_one(trained):
     assert len(trained.log("run1")) == STEPS
     for column in ("loss", "validation_rmse"):
@@ -52,7 +56,7 @@ def test_two_ranks_have_the_log_of_one(trained):
         assert trained.log("run2", column) == pytest.approx(one, rel=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["parallel.domain=3", "parallel.data=2"])
 def test_other_meshes_have_the_log_of_one(trained, mesh):
     name = mesh.replace("=", "").replace("parallel.", "")
@@ -62,12 +66,14 @@ def test_other_meshes_have_the_log_of_one(trained, mesh):
         assert trained.log(name, column) == pytest.approx(one, rel=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_within_an_epoch_on_another_mesh(trained):
     trained.train("short", "parallel.domain=2", "trainer.steps=7", "trainer.validate_every=0")
     trained.train("resumed", "resume=short")
     assert trained.log("resumed") == pytest.approx(trained.log("run1")[7:], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_scores_are_over_all_members(trained):
     scores = json.loads((trained.folder / "run1/metrics.json").read_text())
     # Two initial times of the test dates have a time six hours later.
@@ -82,6 +88,7 @@ def test_scores_are_over_all_members(trained):
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_members_are_shown(trained):
     text = trained.command("credit-dp", "data", "inspect", f"store={trained.store}")
     assert "\n        3 members, 0 to 2\n" in text
@@ -89,6 +96,7 @@ def test_members_are_shown(trained):
     assert "samples 21 for training, 5 steps of 4 in an epoch; 6 forecasts to 6 h" in text
 
 
+@pytest.mark.exhaustive
 def test_static_fields_that_differ_fail_the_check(trained, tmp_path):
     sea = DATA["land_sea_mask"].expand_dims(number=DATA["number"]).copy()
     sea[2, 5, 2] += 0.01
@@ -97,13 +105,18 @@ def test_static_fields_that_differ_fail_the_check(trained, tmp_path):
     assert "differing.zarr, member 2: land_sea_mask is not that of the other" in line
 
 
-def test_one_member_is_a_store_of_one(trained):
-    trained.train("one", "data.member=1")
-    alone = stores.write(ensemble_stores.member(DATA, 1), trained.folder / "alone.zarr")
-    trained.train("alone", f"data.store={alone}")
-    assert trained.log("one") == trained.log("alone")
+def test_one_member_is_a_store_of_one(tmp_path):
+    data = ensemble_stores.dataset(steps=20)
+    path = stores.write(data, tmp_path / "store.zarr")
+    member = stores.write(ensemble_stores.member(data, 1), tmp_path / "member.zarr")
+    config = make_config(path, tmp_path, steps=3)
+    chosen = replace(config, data=replace(config.data, member=1))
+    only = replace(config, data=replace(config.data, store=str(member)))
+    found = [train_on(built(each, alone())) for each in (chosen, only, config)]
+    assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
 def test_other_members_are_not_resumed(trained):
     words = ("resume=run1", "run.dir=fewer", "data.member=[0,1]")
     line = trained.refusal(*trained.training, *words)
@@ -118,18 +131,18 @@ def forecast(trained: CommandRuns, name: str, *keys: str) -> xr.Dataset:
     return trained.opened(name)
 
 
+@pytest.mark.slow
 def test_forecasts_start_from_a_member(trained):
     first = forecast(trained, "first")
-    same = forecast(trained, "same", "data.member=0")
     second = forecast(trained, "second", "data.member=1")
     alone = stores.write(ensemble_stores.member(DATA, 1), trained.folder / "second_alone.zarr")
     other = forecast(trained, "other", f"data.store={alone}")
     for name in ("2m_temperature", "geopotential"):
-        np.testing.assert_array_equal(first[name], same[name])
         np.testing.assert_array_equal(second[name], other[name])
         assert abs(first[name] - second[name]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_state_of_members_is_refused(trained):
     DATA.isel(time=slice(9, 10)).to_netcdf(trained.folder / "state.nc")
     words = ("checkpoint=run2", "init_file=state.nc", "lead=6h", "out=state.zarr")
@@ -138,6 +151,7 @@ def test_a_state_of_members_is_refused(trained):
     assert "state.nc has 3 members, 0 to 2. Select one" in line
 
 
+@pytest.mark.slow
 def test_a_truth_of_members_is_refused_and_one_is_prepared(trained):
     if not (trained.folder / "first.zarr").exists():
         forecast(trained, "first")
@@ -151,6 +165,12 @@ def test_a_truth_of_members_is_refused_and_one_is_prepared(trained):
     expected = "has 3 members, 0 to 2, but a prepared store has one. Choose it with"
     assert expected in trained.refusal(*prepare)
     trained.command(*prepare, "data.member=2", "domains=[1]")
-    trained.train("prepared", "data.name=prepared", "data.store=copy.zarr")
+
+
+@pytest.mark.exhaustive
+def test_a_prepared_member_trains_as_a_chosen_one(trained):
+    words = ("credit-dp", "data", "prepare", f"store={trained.store}", "out=member.zarr", *KEYS[:5])
+    trained.command(*words, "data.member=2", "domains=[1]")
+    trained.train("prepared", "data.name=prepared", "data.store=member.zarr")
     trained.train("direct", "data.member=2")
     assert trained.log("prepared") == trained.log("direct")

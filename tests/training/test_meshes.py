@@ -7,12 +7,24 @@ from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config
+from credit_dp.config import (
+    Config,
+    LionConfig,
+    MuonConfig,
+    SoapConfig,
+    StandardLossConfig,
+    VariableConfig,
+)
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.checkpoint import load_checkpoint
+from tests.data import ensemble_stores, stores
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
+from tests.training.masked_stores import RAIN, SEA, SOIL, sea_config
 from tests.training.meshes import (
     CLIP,
     HALF_WAY,
@@ -23,6 +35,7 @@ from tests.training.meshes import (
     Mesh,
     Trajectory,
     assert_same_trajectory,
+    full_arrays,
     on_mesh,
     record_trajectory,
     run_on_mesh,
@@ -30,7 +43,7 @@ from tests.training.meshes import (
     train_from_start,
 )
 from tests.training.plugins import LogCoshConfig, TorchOptimizerConfig
-from tests.training.runs import alone, built, make_config, make_store
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
 SHAPES = [
     shape for shape in product((1, 2), (1, 2), (1, 2, 3)) if 1 < shape[0] * shape[1] * shape[2] <= 8
@@ -65,12 +78,13 @@ BESIDES = [
     ("deciding", Mesh(1, 1, 3, "fsdp2")),
     ("partly used", Mesh(1, 2, 2, "fsdp2")),
 ]
-QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b")), ("partly used", Mesh(1, 2, 1, "ddp"))]
-CASES = [
-    pytest.param(model, mesh, id=f"{model}-{mesh}", marks=marks)
-    for model, mesh in (*COVERING, *BESIDES)
-    for marks in ([] if (model, mesh) in QUICK else [pytest.mark.slow],)
-]
+# The fast tier has this one and `RUNS`; `make test-all` has all models.
+QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b"))]
+CASES = tiers(
+    fast=QUICK,
+    slow=[case for case in COVERING if case not in QUICK],
+    exhaustive=BESIDES,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +131,88 @@ def test_five_steps_are_those_of_one_process(reference, trained, model, mesh):
     _, wanted = reference(model)
     assert min(norm for _, norm in wanted[0]) > CLIP
     assert_same_trajectory(trained(model, mesh)[0], wanted)
+
+
+# Runs in which several features meet, each on another mesh and with another optimizer.
+
+
+def with_gaps(folder: Path) -> Config:
+    """Points without values, quantiles, spectra, averages, and rollouts that grow, by SOAP."""
+    mapped = {
+        SEA: VariableConfig(fill="mean", normalise="quantile"),
+        SOIL: VariableConfig(fill=0.1, nonnegative=True),
+        RAIN: VariableConfig(normalise="log1p(1e-4)", nonnegative=True),
+    }
+    config = sea_config(folder, tiny_unet(frames=2), variables=mapped)
+    trainer = replace(config.trainer, rollout={0: 1, 2: 2}, checkpoint_activations="step")
+    optimizer = SoapConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, every=2, largest=100, ema=0.8)
+    loss = StandardLossConfig(level_weight=True, variable_weight={SEA: 3.0}, spectrum=0.3)
+    return replace(config, trainer=trainer, optimizer=optimizer, loss=loss)
+
+
+def of_region(folder: Path) -> Config:
+    """A region whose rim is given, dropped branches, frozen weights, and a rollout, by Lion."""
+    data = stores.dataset(17, 16, 20)
+    latitude, longitude = np.linspace(66, 30, 17), (350 + np.arange(16) * 2.0) % 360
+    region = data.assign_coords(latitude=latitude, longitude=longitude)
+    store = stores.write(region, folder / "region.zarr")
+    config = make_config(store, folder, MODELS["depth"])
+    config = replace(config, data=replace(config.data, boundary=3, relaxation=1))
+    optimizer = LionConfig(lr=1e-3, warmup_steps=3, ema=0.8)
+    trainer = replace(config.trainer, rollout={0: 2}, freeze=["head.bias"])
+    loss = StandardLossConfig(name="huber", level_weight=True)
+    return replace(config, trainer=trainer, optimizer=optimizer, loss=loss)
+
+
+def of_members(folder: Path) -> Config:
+    """All members of an ensemble, attention, micro-batches and clipping, by Muon."""
+    data = ensemble_stores.dataset(rows=17, columns=16, steps=20)
+    store = stores.write(data, folder / "members.zarr")
+    config = make_config(store, folder, MODELS["crossformer"], accumulate=2, gradient_clip=CLIP)
+    optimizer = MuonConfig(lr=1e-2, warmup_steps=3, adamw=["head.*"], ema=0.8)
+    data = replace(config.data, batch_size=8)
+    return replace(config, data=data, optimizer=optimizer)
+
+
+def of_plugins(folder: Path) -> Config:
+    """A user's model with parameters that it does not use, loss and optimizer."""
+    config = make_config(make_store(folder, 17), folder, MODELS["partly used"])
+    optimizer = TorchOptimizerConfig(lr=1e-2, warmup_steps=3, ema=0.8)
+    return replace(config, loss=LogCoshConfig(level_weight=True), optimizer=optimizer)
+
+
+RUNS = {
+    with_gaps: Mesh(1, 1, 3),
+    of_region: Mesh(1, 1, 3, "fsdp2"),
+    of_members: Mesh(1, 2, 2, "fsdp2"),
+    of_plugins: Mesh(1, 2, 2),
+}
+
+
+def train(
+    manager: DomainParallelManager, config: Config, save_to: Path | None, resume: bool
+) -> Trajectory:
+    """Train all steps, or from the checkpoint half way; return averages beside the weights."""
+    training = built(config, manager)
+    state = training.trainer.state
+    if resume:
+        load_checkpoint(save_to, state)
+        assert state.step == HALF_WAY
+    numbers, weights = record_trajectory(training, None if resume else save_to)
+    with state.eval_mode():
+        averages = full_arrays(state.trainable_parameters)
+    return numbers, weights | {f"average.{name}": value for name, value in averages.items()}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.__name__}-{RUNS[run]}")
+def test_any_run_trains_as_on_one_process_and_resumes_there(tmp_path, run):
+    config, mesh = run(tmp_path), RUNS[run]
+    config = replace(config, trainer=replace(config.trainer, steps=STEPS, checkpoint_every=STEPS))
+    numbers, weights = wanted = run_on_mesh(ONE, train, config, None, False)
+    assert len(set(numbers)) >= 3
+    assert_same_trajectory(run_on_mesh(mesh, train, config, tmp_path / "saved", False), wanted)
+    resumed = run_on_mesh(ONE, train, config, tmp_path / "saved", True)
+    assert_same_trajectory(resumed, (numbers[HALF_WAY:], weights))
 
 
 def settings(model: str, mesh: Mesh) -> set[tuple[str, Any]]:
@@ -177,16 +273,15 @@ CHAIN = [
     Mesh(2, 1, 2, "ddp", "1f1b"),
     ONE,
 ]
+RESUMED = [("unet", a, b) for a, b in pairwise(CHAIN)]
+OTHERS = [
+    (*PLUGINS, ONE),
+    ("partly used", Mesh(1, 1, 3, "ddp"), Mesh(1, 2, 2, "fsdp2")),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "first", "second"),
-    [
-        *(pytest.param("unet", a, b, id=f"{a} to {b}") for a, b in pairwise(CHAIN)),
-        pytest.param(*PLUGINS, ONE, id="plug-ins"),
-        pytest.param("partly used", Mesh(1, 1, 3, "ddp"), Mesh(1, 2, 2, "fsdp2"), id="unused"),
-    ],
+    ("model", "first", "second"), tiers([], RESUMED[1:4:2], RESUMED[::2] + OTHERS)
 )
 def test_a_checkpoint_resumes_on_another_mesh(reference, trained, model, first, second):
     config, (numbers, weights) = reference(model)

@@ -4,6 +4,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from credit_dp.training.optim import build_optimizer
 from credit_dp.training.step_agreement import reduce_step
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.meshes import Mesh, on_mesh
+from tests.training.refusals import assert_refused
 from tests.training.runs import alone, built, make_config, make_store, step_records, weights
 
 BAD = 3  # the step that goes wrong
@@ -117,67 +120,48 @@ def line_on(mesh: Mesh, config: Config, how: str) -> str:
     return str(lines[0])
 
 
-MESHES = [
-    pytest.param(Mesh(1, 1, 1), "rank 0 (pipeline 0, data 0, domain 0)", id="one"),
-    pytest.param(Mesh(1, 1, 2), "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
-    pytest.param(
-        Mesh(1, 2, 1), "rank 1 (pipeline 0, data 1, domain 0)", id="data", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        Mesh(1, 1, 2, "fsdp2"),
-        "rank 1 (pipeline 0, data 0, domain 1)",
-        id="fsdp2",
-        marks=pytest.mark.slow,
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "rank"), MESHES)
-def test_a_weight_names_the_first_module(config, mesh, rank):
-    line = line_on(mesh, config, "weight")
-    if mesh.mode == "fsdp2":  # all ranks gather the weight, and the first one is named
-        rank = "rank 0 (pipeline 0, data 0, domain 0)"
-    assert f" The first non-finite output comes from encoder.0.0.norm2, on {rank}. " in line
-    assert "is nan with gradient norm nan" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "rank"), MESHES)
-def test_an_input_names_the_variable(config, mesh, rank):
-    line = line_on(mesh, config, "input")
-    assert f" comes from stem.conv, on {rank}. " in line
-    assert re.search(
-        rf" Variable {VARIABLE} is not finite in the input of 2000-01-0\dT\d\d\. ", line
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "rank"), MESHES)
-def test_a_target_names_the_variable_and_the_gradient(config, mesh, rank):
-    line = line_on(mesh, config, "target")
-    assert " the non-finite gradient nearest to the loss is that of head." in line
-    assert f" Variable {VARIABLE} is not finite in the target of 2000-01-0" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "rank"), MESHES)
-def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
-    line = line_on(mesh, config, "overflow")
-    assert "is inf with gradient norm inf" in line
-    assert f" Variable {VARIABLE} is not finite in the forecast, or in its error. " in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("input", "comes from stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
-        ("target", "nearest to the loss is that of head."),
+ONE, BANDS, DATA, SHARDS = Mesh(1, 1, 1), Mesh(1, 1, 3), Mesh(1, 2, 1), Mesh(1, 1, 2, "fsdp2")
+FAULTS = tiers(
+    fast=[("input", BANDS)],
+    slow=[("weight", ONE), ("weight", SHARDS), ("target", DATA), ("overflow", BANDS)],
+    exhaustive=[
+        *((how, ONE) for how in ("input", "target", "overflow")),
+        *((how, BANDS) for how in ("weight", "target")),
+        *((how, DATA) for how in ("weight", "input", "overflow")),
+        *((how, SHARDS) for how in ("input", "target", "overflow")),
     ],
 )
-def test_stages_of_a_pipeline_end_alike(config, how, words):
-    assert words in line_on(Mesh(2, 1, 1), replace(config, trainer=accumulated(config)), how)
+
+
+@pytest.mark.parametrize(("how", "mesh"), FAULTS)
+def test_the_line_names_what_went_wrong_first(config, how, mesh):
+    line = line_on(mesh, config, how)
+    places = {ONE: (0, 0, 0), BANDS: (2, 0, 2), DATA: (1, 1, 0), SHARDS: (1, 0, 1)}
+    # Where FSDP2 gathers a weight on all ranks, the first one is named.
+    number, data, domain = (0, 0, 0) if (how, mesh) == ("weight", SHARDS) else places[mesh]
+    rank = f"rank {number} (pipeline 0, data {data}, domain {domain})"
+    if how == "weight":
+        assert f" The first non-finite output comes from encoder.0.0.norm2, on {rank}. " in line
+        assert "is nan with gradient norm nan" in line
+    elif how == "input":
+        assert f" comes from stem.conv, on {rank}. " in line
+        words = rf" Variable {VARIABLE} is not finite in the input of 2000-01-0\dT\d\d\. "
+        assert re.search(words, line)
+    elif how == "target":
+        assert " the non-finite gradient nearest to the loss is that of head." in line
+        assert f" Variable {VARIABLE} is not finite in the target of 2000-01-0" in line
+    else:
+        assert "is inf with gradient norm inf" in line
+        assert f" Variable {VARIABLE} is not finite in the forecast, or in its error. " in line
+
+
+@pytest.mark.parametrize("how", tiers([], [("input",)], [("target",)]))
+def test_stages_of_a_pipeline_end_alike(config, how):
+    words = {
+        "input": "comes from stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable",
+        "target": "nearest to the loss is that of head.",
+    }
+    assert words[how] in line_on(Mesh(2, 1, 1), replace(config, trainer=accumulated(config)), how)
 
 
 def accumulated(config: Config) -> TrainerConfig:
@@ -223,15 +207,14 @@ def skipped(
     return all_tensors(training), [record.metrics()["skipped"] for record in records]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1), Mesh(1, 1, 2)], ids=["one", "domain"])
+@pytest.mark.parametrize("mesh", tiers([(ONE,)], [], [(BANDS,)]))
 def test_a_step_that_is_skipped_leaves_no_trace(config, mesh):
     on = skipping(on_mesh(config, mesh))
     if mesh.ranks == 1:
         wanted, found = [left_out(alone(), on)], [skipped(alone(), on, "input")]
     else:
-        wanted = on_processes(2, left_out, on)
-        found = on_processes(2, skipped, on, "input")
+        wanted = on_processes(mesh.ranks, left_out, on)
+        found = on_processes(mesh.ranks, skipped, on, "input")
     for (left, counts), other in zip(found, wanted, strict=True):
         assert counts == [0, 0, 1, 1, 1]
         assert left.keys() == other.keys()
@@ -318,19 +301,19 @@ def checked(config: Config, check_finite: str, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **keys))
 
 
-@pytest.mark.parametrize("how", ["target", pytest.param("weight", marks=pytest.mark.slow)])
-def test_a_late_check_ends_with_the_line_of_the_step_that_went_wrong(config, how):
-    one = Mesh(1, 1, 1)
-    assert line_on(one, checked(config, "late"), how) == line_on(one, checked(config, "step"), how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2"), Mesh(2, 1, 1)], ids=str)
-def test_a_late_check_of_any_mesh_ends_with_the_same_line(config, mesh):
+@pytest.mark.parametrize(
+    ("how", "mesh"),
+    tiers(
+        fast=[("target", ONE)],
+        slow=[("target", Mesh(1, 2, 1, "fsdp2"))],
+        exhaustive=[("weight", ONE), ("target", BANDS), ("target", Mesh(2, 1, 1))],
+    ),
+)
+def test_a_late_check_ends_with_the_line_of_the_step_that_went_wrong(config, how, mesh):
     if mesh.pipeline > 1:
         config = replace(config, trainer=accumulated(config))
-    line = line_on(mesh, checked(config, "late"), "target")
-    assert line == line_on(mesh, checked(config, "step"), "target")
+    line = line_on(mesh, checked(config, "late"), how)
+    assert line == line_on(mesh, checked(config, "step"), how)
 
 
 def tensors_of_fused(
@@ -353,15 +336,7 @@ def tensors_of_fused(
     return all_tensors(training), late, counts
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(1, 1, 1),
-        pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow),
-        pytest.param(Mesh(1, 2, 1, "fsdp2"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", tiers([(ONE,)], [(Mesh(1, 2, 1, "fsdp2"),)], [(BANDS,)]))
 def test_a_step_that_is_skipped_late_leaves_the_same_state(config, mesh):
     found = []
     for check_finite in ("step", "late"):
@@ -422,20 +397,19 @@ def test_a_signal_stops_one_step_later_with_every_check_read(config):
     assert trainer.guard.unread is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        ({"parallel": ParallelConfig(data_mode="fsdp2", cpu_offload=True)}, "cpu_offload=false"),
-        ({"optimizer": OwnOptimizerConfig(name="mine")}, "optimizer=adamw, .* got mine"),
-        ({"optimizer": MuonConfig()}, "optimizer=adamw, .* got muon"),
-    ],
-)
-def test_a_late_check_is_refused_where_it_is_not_exact(config, changes, wanted):
-    with pytest.raises(UserError, match=rf"^trainer\.check_finite: late needs .*{wanted}"):
-        replace(checked(config, "late"), **changes)
+NOT_EXACT: list[tuple[dict[str, Any], str]] = [
+    ({"parallel": ParallelConfig(data_mode="fsdp2", cpu_offload=True)}, "cpu_offload=false"),
+    ({"optimizer": OwnOptimizerConfig(name="mine")}, "optimizer=adamw, .* got mine"),
+    ({"optimizer": MuonConfig()}, "optimizer=adamw, .* got muon"),
+]
 
 
-def test_a_late_check_needs_real_parameters(config):
+def test_a_late_check_is_refused_where_it_is_not_exact(config):
+    late = checked(config, "late")
+    assert_refused(
+        (partial(replace, late, **changes), rf"^trainer\.check_finite: late needs .*{wanted}")
+        for changes, wanted in NOT_EXACT
+    )
     complex_weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(UserError, match=r"needs real parameters, but w is torch\.complex64"):
         build_optimizer({"w": complex_weight}, config.optimizer, can_leave_out=True)

@@ -16,6 +16,7 @@ from credit_dp.export.file import read_trained
 from tests import commands
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import TIMEOUT, on_processes, on_threads
+from tests.tier_cases import tiers
 
 ROOT = Path(__file__).parents[2]
 ZOO = ROOT / "tests/zoo"
@@ -32,13 +33,12 @@ def _zoo():
         sys.path.remove(str(ZOO))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers([], [(3,)], [(2,), (4,)]))
 def test_the_zoo_equals_itself_on_the_whole_globe(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_zoo_on_gloo_ranks():
     on_processes(3, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
 
@@ -65,19 +65,10 @@ def test_train_py_with_the_zoo_is_exact_on_three_uneven_ranks(tmp_path):
     assert "branches.0.layers.0.weight_orig" in alone
 
 
-def _entries(monkeypatch, value):
-    entries = EntryPoints([EntryPoint("mine", value, "credit_dp.models")])
-    monkeypatch.setattr(plugins, "entry_points", lambda: entries)
-
-
-@pytest.mark.parametrize(
-    ("value", "part"),
-    [
-        ("no_such_package:Config", "no_such_package:Config can't be imported"),
-        ("tests.ranks:RankError", "tests.ranks:RankError is not a subclass of OwnModelConfig"),
-    ],
-)
-def test_what_is_no_model_is_reported_and_skipped(monkeypatch, caplog, value, part):
-    _entries(monkeypatch, value)
+def test_what_is_no_model_is_reported_and_skipped(monkeypatch, caplog):
+    values = ("no_such_package:Config", "tests.ranks:RankError")
+    entries = [EntryPoint(f"mine{i}", value, "credit_dp.models") for i, value in enumerate(values)]
+    monkeypatch.setattr(plugins, "entry_points", lambda: EntryPoints(entries))
     assert plugins.find_plugins(OwnModelConfig, ()) == {}
-    assert part in caplog.text
+    assert "no_such_package:Config can't be imported" in caplog.text
+    assert "tests.ranks:RankError is not a subclass of OwnModelConfig" in caplog.text

@@ -21,6 +21,7 @@ from credit_dp.config import (
 )
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import (
     build_optimizer,
     has_weight_decay,
@@ -29,6 +30,8 @@ from credit_dp.training.optim import (
     whole_state_bytes,
 )
 from credit_dp.training.optimizers import first_basis, starting_basis
+from tests.checkpoints import save_checkpoint
+from tests.tier_cases import tiers
 from tests.training.meshes import (
     ONE,
     Mesh,
@@ -38,7 +41,9 @@ from tests.training.meshes import (
     train_from_checkpoint,
     train_from_start,
 )
+from tests.training.refusals import assert_refused
 from tests.training.runs import alone, built, make_config, make_store
+from tests.training.states import small_state, take_step
 
 LR, DECAY, STEPS = 0.02, 0.3, 10
 Arrays = dict[str, np.ndarray]
@@ -107,8 +112,7 @@ def adamw(value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, 
     return np.asarray(value - LR * m / (np.sqrt(v) + 1e-8))
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("of_adamw", [[], ["0.*", "2.weight"]])
+@pytest.mark.parametrize(("nesterov", "of_adamw"), [(True, []), (False, ["0.*", "2.weight"])])
 def test_muon_is_its_definition(nesterov: bool, of_adamw: list[str]) -> None:
     """By singular values: the polynomial acts on each of them alone."""
 
@@ -136,7 +140,7 @@ def test_muon_is_its_definition(nesterov: bool, of_adamw: list[str]) -> None:
     assert_equal(trained(config), by_definition(update))
 
 
-@pytest.mark.parametrize("largest", [0, 5, 100])
+@pytest.mark.parametrize("largest", [5, 100])
 def test_soap_is_its_definition(largest: int) -> None:
     """With bases refreshed in each second step, of the sides up to a length."""
 
@@ -244,22 +248,21 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved
 
 
-@pytest.mark.parametrize("config", [LionConfig(lr=LR), MuonConfig(lr=LR), SoapConfig(lr=LR)])
-def test_complex_weights_are_two_real_ones(config: OptimizerConfig) -> None:
+def test_complex_weights_are_two_real_ones() -> None:
     """None has a sign or a matrix of its own for them: Muon and SOAP leave them to AdamW."""
     torch.manual_seed(2)
-    whole = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
-    parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
-    other = replace(config, adamw=["*"]) if isinstance(config, MuonConfig | SoapConfig) else config
-    ours, theirs = build_optimizer({"w": whole}, config), build_optimizer({"w": parts}, other)
-    for _ in range(STEPS):
-        whole.grad = torch.randn(3, 4, dtype=torch.complex128)
-        parts.grad = torch.view_as_real(whole.grad).clone()
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(
-        torch.view_as_real(whole.detach()), parts.detach(), rtol=1e-13, atol=0
-    )
+    for config in (LionConfig(lr=LR), MuonConfig(lr=LR), SoapConfig(lr=LR)):
+        whole = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+        parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
+        other = config if isinstance(config, LionConfig) else replace(config, adamw=["*"])
+        ours, theirs = build_optimizer({"w": whole}, config), build_optimizer({"w": parts}, other)
+        for _ in range(STEPS):
+            whole.grad = torch.randn(3, 4, dtype=torch.complex128)
+            parts.grad = torch.view_as_real(whole.grad).clone()
+            ours.step()
+            theirs.step()
+        found, wanted = torch.view_as_real(whole.detach()), parts.detach()
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0, msg=config.name)
 
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
@@ -267,16 +270,24 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),
     "soap": SoapConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, every=2, largest=100),
 }
-# FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank.
-MESHES = [
-    *((name, Mesh(1, 1, 3)) for name in OPTIMIZERS),
-    *((name, Mesh(1, 1, 2, "fsdp2")) for name in OPTIMIZERS),
-    *((name, Mesh(1, 2, 2, "fsdp2")) for name in OPTIMIZERS),
-    ("muon", Mesh(1, 1, 4)),
-    ("muon", Mesh(2, 1, 2, "fsdp2")),
-    ("muon", Mesh(2, 2, 1, "ddp")),
-    ("soap", Mesh(2, 1, 2, "fsdp2")),
-]
+# FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank. The fast tier
+# has each optimizer on one mesh: `test_meshes.RUNS`.
+MESHES = tiers(
+    fast=(),
+    slow=[
+        ("lion", Mesh(1, 2, 2, "fsdp2")),
+        ("muon", Mesh(2, 1, 2, "fsdp2")),
+        ("soap", Mesh(1, 1, 2, "fsdp2")),
+    ],
+    exhaustive=[
+        *((name, Mesh(1, 1, 3)) for name in OPTIMIZERS),
+        *((name, Mesh(1, 1, 2, "fsdp2")) for name in ("lion", "muon")),
+        *((name, Mesh(1, 2, 2, "fsdp2")) for name in ("muon", "soap")),
+        ("muon", Mesh(1, 1, 4)),
+        ("muon", Mesh(2, 2, 1, "ddp")),
+        ("soap", Mesh(2, 1, 2, "fsdp2")),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -295,15 +306,13 @@ def reference(
     return get
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "mesh"), MESHES)
 def test_ten_steps_are_those_of_one_process(reference, name, mesh):
     config, wanted = reference(name)
     assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", tiers((), [("soap",)], [("lion",), ("muon",)]))
 def test_a_run_resumes_on_another_mesh(reference, name, tmp_path):
     config, (numbers, weights) = reference(name)
     run_on_mesh(Mesh(1, 1, 2, "fsdp2"), train_from_start, config, tmp_path)
@@ -323,12 +332,12 @@ def test_muon_takes_gradients_that_have_nearly_vanished() -> None:
 
 
 def test_muon_resumes_with_the_same_matrices_only(tmp_path: Path) -> None:
-    config = make_config(make_store(tmp_path, 9), tmp_path / "run")
-    config = replace(config, optimizer=MuonConfig(lr=1e-3))
-    run_on_mesh(ONE, train_from_start, config, tmp_path)
-    other = replace(config, optimizer=MuonConfig(lr=1e-3, adamw=["*"]))
+    saved = small_state(config=MuonConfig())
+    take_step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    other = small_state(config=MuonConfig(adamw=["*"]))
     with pytest.raises(UserError, match=r"^resume: the checkpoint has momentum_buffer of "):
-        train_from_checkpoint(alone(), other, tmp_path)
+        load_checkpoint(tmp_path, other)
 
 
 def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
@@ -357,38 +366,27 @@ def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
     assert lr == pytest.approx(config.optimizer.lr / 3)  # of the last segment, warming up
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: LionConfig(betas=(0.9, 1.0)), "optimizer.betas: "),
-        (lambda: LionConfig(name="adam"), "optimizer.name: needs one of lion, got 'adam'"),
-        (lambda: MuonConfig(momentum=1.0), "optimizer.momentum: "),
-        (lambda: MuonConfig(eps=0.0), "optimizer.eps: "),
-        (lambda: LionConfig(layer_decay=0.0), "optimizer.layer_decay: .* above 0"),
-        (lambda: LionConfig(layer_decay=1.5), "optimizer.layer_decay: "),
-        (
-            lambda: learning_rate_factors([nn.Linear(2, 2)], LionConfig(layer_decay=0.5)),
-            "optimizer.layer_decay: needs a model with segments.*Linear has none",
-        ),
-        (
-            lambda: state_layout(
-                {}, MuonConfig(), ParallelConfig(data_mode="fsdp2", cpu_offload=True)
-            ),
-            "optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
-        ),
-        (lambda: SoapConfig(every=0), "optimizer.every: "),
-        (lambda: SoapConfig(largest=-1), "optimizer.largest: "),
-        (lambda: SoapConfig(betas=(0.9, 1.0)), "optimizer.betas: "),
-    ],
-)
-def test_wrong_keys_are_refused_in_one_line(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(UserError, match=message) as refusal:
-        build()
-    assert "\n" not in str(refusal.value)
+OFFLOADED = ParallelConfig(data_mode="fsdp2", cpu_offload=True)
+WRONG_KEYS: list[tuple[Callable[[], object], str]] = [
+    (lambda: LionConfig(betas=(0.9, 1.0)), "^optimizer.betas: "),
+    (lambda: LionConfig(name="adam"), "^optimizer.name: needs one of lion, got 'adam'"),
+    (lambda: MuonConfig(momentum=1.0), "^optimizer.momentum: "),
+    (lambda: MuonConfig(eps=0.0), "^optimizer.eps: "),
+    (lambda: LionConfig(layer_decay=0.0), "^optimizer.layer_decay: .* above 0"),
+    (lambda: LionConfig(layer_decay=1.5), "^optimizer.layer_decay: "),
+    (
+        lambda: learning_rate_factors([nn.Linear(2, 2)], LionConfig(layer_decay=0.5)),
+        "^optimizer.layer_decay: needs a model with segments.*Linear has none",
+    ),
+    (
+        lambda: state_layout({}, MuonConfig(), OFFLOADED),
+        "^optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
+    ),
+    (lambda: SoapConfig(every=0), "^optimizer.every: "),
+    (lambda: SoapConfig(largest=-1), "^optimizer.largest: "),
+    (lambda: SoapConfig(betas=(0.9, 1.0)), "^optimizer.betas: "),
+]
 
 
-def test_a_pattern_without_weights_is_refused(tmp_path: Path) -> None:
-    config = make_config(make_store(tmp_path, 9), tmp_path / "run")
-    config = replace(config, optimizer=MuonConfig(adamw=["haed.*"]))
-    with pytest.raises(UserError, match=r"optimizer\.adamw: .*'haed\.\*' matches none of"):
-        built(config, alone())
+def test_wrong_keys_are_refused_in_one_line() -> None:
+    assert_refused(WRONG_KEYS)

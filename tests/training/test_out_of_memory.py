@@ -52,9 +52,7 @@ def test_the_line_says_who_and_names_the_keys_that_help(config):
     line = out_of_memory_message(replace(config, trainer=trainer), RankInfo(), ERROR)
     assert "trainer.checkpoint_activations=step" in line
     assert "autocast" not in line
-
-
-def test_without_such_keys_more_ranks_are_left(config):
+    # Without such keys more ranks are left.
     trainer = replace(config.trainer, dtype="float64")
     model = tiny_unet(activation_checkpointing=True)
     line = out_of_memory_message(replace(config, trainer=trainer, model=model), RankInfo(), ERROR)

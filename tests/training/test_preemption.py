@@ -23,6 +23,7 @@ from credit_dp.training.run import run
 from credit_dp.training.step_agreement import AgreedStep, reduce_step
 from credit_dp.training.trainer import Trainer
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import alone, make_config, make_store
 
 ASKED = 3  # the step in which the signal arrives
@@ -138,8 +139,7 @@ def agreed_signals(manager: DomainParallelManager) -> list[int]:
     return heard
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([(3,)], [], [(1,)]))
 def test_all_ranks_hear_of_a_signal_to_one(ranks):
     found = (
         [agreed_signals(alone())] if ranks == 1 else on_processes(ranks, agreed_signals, domain=1)
@@ -147,25 +147,22 @@ def test_all_ranks_hear_of_a_signal_to_one(ranks):
     assert found == [[0, 0, signal.SIGUSR1, signal.SIGUSR1]] * ranks
 
 
-@pytest.mark.parametrize("sent", [0, *signals.STOP_SIGNALS])
-def test_a_signal_to_one_rank_travels_with_the_loss_of_a_step(sent):
-    def agreed(manager: DomainParallelManager) -> AgreedStep:
-        pending = int(sent) if manager.rank == 1 else 0
+def test_a_signal_to_one_rank_travels_with_the_loss_of_a_step():
+    def agreed(manager: DomainParallelManager, sent: int) -> AgreedStep:
+        pending = sent if manager.rank == 1 else 0
         numbers = reduce_step(torch.tensor(2.0), torch.tensor(3.0), pending, manager)
         return AgreedStep.read(numbers.tolist())
 
     # Losses are shares of a sum, norms are equal.
-    assert on_threads(3, agreed) == [(6.0, 3.0, sent)] * 3
+    for sent in (0, *signals.STOP_SIGNALS):
+        assert on_threads(3, agreed, int(sent)) == [(6.0, 3.0, sent)] * 3, sent
 
 
-def test_signals_are_as_before_afterwards():
+def test_signals_are_as_before_afterwards_and_ignored_if_one_has_come():
     before = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
     with Preemption(alone()):
         assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == before
-
-
-def test_the_same_signal_is_ignored_when_it_comes_late():
     with Preemption(alone()):
         os.kill(os.getpid(), signal.SIGTERM)
     for kind in signals.STOP_SIGNALS:

@@ -1,5 +1,6 @@
 """Training through all steps of a rollout, on every mesh as on one process."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,6 @@ from credit_dp.data.grid import row_weights
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import ActivationCheckpointWrapper
 from credit_dp.training.loss import channel_weights
 from tests.data import stores
@@ -34,6 +34,7 @@ from tests.training.meshes import (
     run_on_mesh,
     train_from_start,
 )
+from tests.training.refusals import refusal
 from tests.training.runs import (
     alone,
     built,
@@ -152,8 +153,7 @@ def by_hand(config: Config) -> Found:
     return total.item(), {}, {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "frames", "sea", "rim"])
+@pytest.mark.parametrize("kind", tiers([("sea",)], [("rim",)], [("plain",), ("frames",)]))
 def test_the_gradient_is_that_of_the_definition(store, seas, kind):
     config = three_steps(store, seas, kind)
     wanted = by_hand(config)
@@ -162,20 +162,21 @@ def test_the_gradient_is_that_of_the_definition(store, seas, kind):
     assert_same_gradients(one_pass(alone(), parts)[::2], wanted[::2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [
-        ("frames", Mesh(1, 1, 2)),
-        ("sea", Mesh(1, 1, 3)),
-        ("plain", Mesh(1, 2, 1, "fsdp2")),
-        ("sea", Mesh(1, 1, 2, "fsdp2")),
-        ("frames", Mesh(1, 1, 3, "fsdp2")),
-        ("frames", Mesh(1, 2, 2)),
-        ("rim", Mesh(1, 1, 2)),
-        ("rim", Mesh(1, 1, 3)),
-    ],
-    ids=str,
+    tiers(
+        fast=(),
+        slow=[("rim", Mesh(1, 1, 3))],
+        exhaustive=[
+            ("frames", Mesh(1, 1, 2)),
+            ("sea", Mesh(1, 1, 3)),
+            ("plain", Mesh(1, 2, 1, "fsdp2")),
+            ("sea", Mesh(1, 1, 2, "fsdp2")),
+            ("frames", Mesh(1, 1, 3, "fsdp2")),
+            ("frames", Mesh(1, 2, 2)),
+            ("rim", Mesh(1, 1, 2)),
+        ],
+    ),
 )
 def test_the_gradient_is_the_same_on_bands_and_data_ranks(store, seas, kind, mesh):
     config = three_steps(store, seas, kind)
@@ -202,7 +203,7 @@ def test_the_parts_of_the_loss_add_up_to_it(store, seas):
     assert len(set(leads)) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_tells_of_the_parts_too(store):
     config = make_config(store, store.parent / "run", tiny_unet())
     _, wanted, _ = one_pass(alone(), config)
@@ -221,18 +222,23 @@ MODELS = {
     "crossformer": tiny_crossformer(),
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
 }
-FAST = [("unet", Mesh(1, 1, 2, "ddp"), False)]
-SLOW = [  # each model with each mode, and computing steps again or not with each mode
-    ("depth", Mesh(1, 1, 3, "fsdp2"), False),
-    ("depth", Mesh(1, 2, 1, "ddp"), True),
-    ("depth", Mesh(1, 1, 3, "ddp"), True),
-    ("crossformer", Mesh(1, 1, 3, "ddp"), True),
-    ("crossformer", Mesh(1, 2, 2, "fsdp2"), True),
-    ("depth", Mesh(1, 1, 1, "ddp"), "blocks"),
-    ("depth", Mesh(1, 2, 2, "fsdp2"), "blocks"),
-    ("crossformer", Mesh(1, 1, 3, "ddp"), "blocks"),
-]
-CASES = tiers(FAST, SLOW)
+# Each model with each mode, and computing steps again or not with each mode.
+CASES = tiers(
+    fast=(),  # `test_meshes.RUNS` has such rollouts
+    slow=[
+        ("depth", Mesh(1, 1, 3, "fsdp2"), False),
+        ("depth", Mesh(1, 2, 2, "fsdp2"), "blocks"),
+        ("crossformer", Mesh(1, 1, 3, "ddp"), True),
+    ],
+    exhaustive=[
+        ("unet", Mesh(1, 1, 2, "ddp"), False),
+        ("depth", Mesh(1, 2, 1, "ddp"), True),
+        ("depth", Mesh(1, 1, 3, "ddp"), True),
+        ("crossformer", Mesh(1, 2, 2, "fsdp2"), True),
+        ("depth", Mesh(1, 1, 1, "ddp"), "blocks"),
+        ("crossformer", Mesh(1, 1, 3, "ddp"), "blocks"),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -302,8 +308,7 @@ def test_each_step_is_computed_again_in_backward(store, seas):
     assert kept_again < kept / 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", tiers([], [(True,)], [(False,)]))
 def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
     config = make_config(
         store,
@@ -316,9 +321,9 @@ def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
     assert_resuming_changes_no_bit(config, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("unit", "wanted"), [("step", [1, 2, 2, 2, 2, 2]), ("epoch", [1, 1, 2, 2, 2, 2])]
+    ("unit", "wanted"),
+    tiers([], [("epoch", [1, 1, 2, 2, 2, 2])], [("step", [1, 2, 2, 2, 2, 2])]),
 )
 def test_lengths_follow_steps_or_epochs(store, tmp_path, unit, wanted):
     config = make_config(
@@ -335,28 +340,17 @@ def test_lengths_follow_steps_or_epochs(store, tmp_path, unit, wanted):
     assert found == wanted
 
 
-def test_a_rollout_longer_than_the_dates_is_refused(store, tmp_path):
-    config = make_config(store, tmp_path, rollout={0: 1, 400: 12})
-    with pytest.raises(
-        UserError, match=r"13 dates of data\.dates\.train.*trainer\.rollout"
-    ) as error:
-        built(config, alone())
-    assert "model.frames" not in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_model_that_a_forward_changes_is_not_computed_again(store, tmp_path):
-    model = tiny_crossformer(spectral_norm=True)
-    config = make_config(store, tmp_path, model, checkpoint_activations=True)
-    with pytest.raises(UserError, match=r"checkpoint_activations: .*changes .*_u,") as error:
-        one_pass(alone(), config)
-    assert "\n" not in str(error.value)
-
-
-def test_a_pipeline_computes_no_step_again(store, tmp_path):
-    config = make_config(store, tmp_path, checkpoint_activations=True)
-    with pytest.raises(UserError, match=r"^trainer\.checkpoint_activations: .*pipeline=1, got 2"):
-        replace(config, parallel=ParallelConfig(pipeline=2))
+def test_long_rollouts_and_what_cannot_be_computed_again_are_refused(store, tmp_path):
+    longer = refusal(built, make_config(store, tmp_path, rollout={0: 1, 400: 12}), alone())
+    assert re.search(r"13 dates of data\.dates\.train.*trainer\.rollout", longer)
+    assert "model.frames" not in longer
+    model = tiny_crossformer(spectral_norm=True)  # a forward changes it
+    changing = make_config(store, tmp_path, model, checkpoint_activations=True)
+    words = r"checkpoint_activations: .*changes .*_u,"
+    assert re.search(words, refusal(one_pass, alone(), changing))
+    again = make_config(store, tmp_path, checkpoint_activations=True)
+    words = r"^trainer\.checkpoint_activations: .*pipeline=1, got 2"
+    assert re.search(words, refusal(replace, again, parallel=ParallelConfig(pipeline=2)))
 
 
 def test_forecasts_keep_nothing_to_compute_again():

@@ -16,6 +16,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.shared_reading import build_chunk_exchange
 from tests.data import ensemble_stores, stores
 from tests.ranks import TIMEOUT, on_processes
+from tests.tier_cases import tiers
 
 SAMPLES = 7
 CELLS = 12 * 8
@@ -123,9 +124,7 @@ def same(one, other):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frames", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "frames"), tiers([(3, 2)], [], [(2, 1), (3, 1), (4, 1), (4, 2)]))
 def test_shared_batches_are_those_of_reading_alone(path, ranks, frames):
     def shared(rank, trade):
         rows = slice(*trade.bounds[rank : rank + 2])
@@ -138,8 +137,7 @@ def test_shared_batches_are_those_of_reading_alone(path, ranks, frames):
             assert batch.times.tolist() == wanted.times.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers([(3,)], [], [(2,), (4,)]))
 def test_a_group_reads_each_chunk_once(path, ranks):
     def shared(rank, trade):
         rows = slice(*trade.bounds[rank : rank + 2])
@@ -198,8 +196,7 @@ def test_other_rows_than_the_ranks_own_are_refused(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
+def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     prepare_training_data(stores.config(path))
     for chunk in (path / "temperature" / "c").rglob("0"):
@@ -209,7 +206,7 @@ def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
     def shared(rank, trade):
         return take(path, 1, slice(*trade.bounds[rank : rank + 2]), trade=trade)
 
-    found = on_trading_threads(ranks, shared)
+    found = on_trading_threads(3, shared)
     assert all(isinstance(error, UserError) for error in found)
     assert len({str(error) for error in found}) == 1
     assert "temperature" in str(found[0])
@@ -316,18 +313,15 @@ def test_state_is_loaded_while_ranks_read_ahead(path):
     assert on_trading_threads(3, shared) == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("height", "chunk", "bounds", "wanted"),
-    [
-        (12, 12, (0, 6, 12), 2.0),
-        (12, 6, (0, 6, 12), 1.0),
-        (721, 721, (0, 181, 361, 541, 721), 4.0),
-        (10, 4, (0, 4, 10), 1.4),  # from the south, both bands need the chunk of rows 2 to 5
-        (10, 4, (0, 10, 10), 1.0),
-    ],
-)
-def test_amplification(height, chunk, bounds, wanted):
-    assert unshared_amplification(height, chunk, bounds) == pytest.approx(wanted)
+def test_amplification():
+    cases = {
+        (12, 12, (0, 6, 12)): 2.0,
+        (12, 6, (0, 6, 12)): 1.0,
+        (721, 721, (0, 181, 361, 541, 721)): 4.0,
+        (10, 4, (0, 4, 10)): 1.4,  # from the south, both bands need the chunk of rows 2 to 5
+        (10, 4, (0, 10, 10)): 1.0,
+    }
+    assert {case: unshared_amplification(*case) for case in cases} == pytest.approx(cases)
 
 
 def sequence_of(manager):
@@ -364,15 +358,15 @@ def broken_on_rank(manager, path):
     return str(caught.value)
 
 
-def test_two_processes_share(path):
-    found = on_processes(2, shared_on_rank, path)
-    assert [(equal, shared) for equal, shared, _ in found] == [(True, True)] * 2
+def test_three_processes_share(path):
+    found = on_processes(3, shared_on_rank, path)
+    assert [(equal, shared) for equal, shared, _ in found] == [(True, True)] * 3
     sample = (2 * 7 + 1) * CELLS * 4
-    most = 4 * 2 * sample + 2 * STATICS  # three batches, and one read ahead
+    most = 4 * 2 * sample + 3 * STATICS  # three batches, and one read ahead
     assert 3 * 2 * sample <= sum(read for _, _, read in found) <= most
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_in_one_process_arrives_in_the_other(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     prepare_training_data(stores.config(path))
@@ -381,8 +375,9 @@ def test_an_error_in_one_process_arrives_in_the_other(tmp_path):
     assert "temperature" in one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "domain", "pipeline"), [(4, 4, 1), (4, 2, 1), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "domain", "pipeline"), tiers([], [(4, 2, 2)], [(4, 4, 1), (4, 2, 1)])
+)
 def test_every_domain_of_a_mesh_shares(path, ranks, domain, pipeline):
     found = on_processes(ranks, shared_on_rank, path, domain=domain, pipeline=pipeline)
     assert [(equal, shared) for equal, shared, _ in found] == [(True, True)] * ranks
@@ -394,7 +389,7 @@ def share_on_rank(manager, path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stores_cut_where_bands_end_are_not_shared(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"latitude": 6})
     prepare_training_data(stores.config(path))

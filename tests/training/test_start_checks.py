@@ -1,7 +1,9 @@
 """What a run refuses `--check` refuses, with the same line, before any statistics are computed."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,14 +36,11 @@ RUN = (
 # FOLDER stands for a folder with `globe.zarr`, `region.zarr` and the checkpoint `step-00000000`.
 ON_REGION = "data.store=FOLDER/region.zarr"
 RESUMED = "resume=FOLDER/step-00000000"
+# Each check of `check_start` once.
 MISTAKES = {
-    "a rim on the quickstart's globe": ["data=quickstart", "data.boundary=3"],
-    "a rim on a globe": ["data.boundary=3"],
-    "harmonics of a region": [ON_REGION, "model=sfno_small"],
     "a spectrum of a region": [ON_REGION, "loss.spectrum=1"],
     "a mirrored region": [ON_REGION, "trainer.mirror=0.5"],
     "a grid too small for the model": ["model.channels=[8,8,8,8,8,8]"],
-    "weights from nowhere": ["init_from=FOLDER/nowhere"],
     "weights of another model": ["init_from=FOLDER/step-00000000", "model=sfno_small"],
     "resumed with other variables": [RESUMED, "data.prognostic=[temperature]"],
     "resumed with another model": [RESUMED, "model.channels=[8,24]"],
@@ -53,6 +52,18 @@ MISTAKES = {
     "a weight of no variable": ["loss.variable_weight={temprature:2}"],
     "bounds of no variable": ["model.fixers=[bounds]", "model.bounds={temprature:[200,300]}"],
     "no key of wandb": ["logger.wandb=online", "logger.trackers=[wandb]"],
+}
+MORE_MISTAKES = {
+    "a rim on the quickstart's globe": ["data=quickstart", "data.boundary=3"],
+    "a rim on a globe": ["data.boundary=3"],
+    "harmonics of a region": [ON_REGION, "model=sfno_small"],
+    "weights from nowhere": ["init_from=FOLDER/nowhere"],
+    "a lead between two times": ["trainer.evaluate_hours=[7]"],
+    "no room to validate": [
+        "data.dates.valid=[2000-01-08,2000-01-08T00]",
+        "trainer.validate_every=2",
+    ],
+    "no weights for AdamW": ["optimizer=muon", "optimizer.adamw=[haed.*]"],
 }
 
 
@@ -81,23 +92,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistakes",
+    [MISTAKES, pytest.param(MORE_MISTAKES, marks=pytest.mark.slow)],
+    ids=["each", "more"],
+)
 def test_check_and_run_refuse_before_statistics(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mistakes: dict[str, list[str]]
 ) -> None:
     def compute(*_: object, **__: object) -> None:
         raise AssertionError("statistics are computed")
 
-    more = MISTAKES[mistake]
-    with monkeypatch.context() as patch:
-        without_key(patch)
-        line = refusal(patch, "--check", *overrides(folder, *more))
+    configs: dict[str, Config] = {}
+    lines: dict[str, str] = {}
+    compose_config = Composer.compose_config
+    for mistake, more in mistakes.items():
+
+        def composed_once(self: Composer, *words: Any, mistake: str = mistake) -> Config:
+            config = compose_config(self, *words)
+            configs[mistake] = copy.deepcopy(config)
+            return config
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Composer, "compose_config", composed_once)
+            without_key(patch)
+            lines[mistake] = refusal(patch, "--check", *overrides(folder, *more))
     without_key(monkeypatch)
     for name in ("load_or_sample_ranges", "with_masks", "load_or_fit_climatology"):
         monkeypatch.setattr(setup, name, compute)
-    with pytest.raises(UserError) as error:
-        run(composed(folder, *more), RankInfo())
-    assert str(error.value) == line
+    for mistake, more in mistakes.items():
+        with pytest.raises(UserError) as error:
+            # Some values are refused while the config is composed.
+            run(configs.get(mistake) or composed(folder, *more), RankInfo())
+        assert str(error.value) == lines[mistake], mistake
     assert not (folder / "run").exists()
 
 

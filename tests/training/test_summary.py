@@ -11,6 +11,7 @@ from credit_dp.training.console import EtaMessage, format_duration
 from credit_dp.training.state import MODEL_PREFIX, OPTIMIZER_PREFIX
 from credit_dp.training.summary import estimate_run, summary_lines
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.runs import alone, built, make_config, make_store
 
 
@@ -38,8 +39,7 @@ def expected_and_measured(manager, config):
     return (needs.messages, needs.sent_bytes, needs.checkpoint_bytes), (*sent, saved)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", tiers([], [(1,)], [(2,)]))
 def test_the_estimate_is_what_is_measured(config, steps):
     config.trainer.rollout = {0: steps}
     expected, measured = on_processes(2, expected_and_measured, config)[0]
@@ -73,12 +73,14 @@ def test_longer_rollouts_hold_more(config):
     assert held["moments"] == 2 * held["weights"]
 
 
-def test_the_remaining_time_is_logged_once(monkeypatch):
+def test_the_remaining_time_is_logged_once_if_steps_are_many(monkeypatch):
     clock = iter(range(0, 10_000, 3))  # three seconds for each step
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
     message = EtaMessage(step=5, total=105, per_epoch=40)
     lines = {step: line for step in range(6, 106) if (line := message(step)) is not None}
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
+    message = EtaMessage(step=0, total=20, per_epoch=40)  # of few steps
+    assert [message(step) for step in range(1, 21)] == [None] * 20
 
 
 def test_longer_rollouts_take_longer(monkeypatch):
@@ -93,21 +95,11 @@ def test_longer_rollouts_take_longer(monkeypatch):
     # 20 steps of 1 forecast step, 40 of 4, 20 of 8
     assert lines == [f"about 2 min for an epoch, done in about {3 * (20 + 160 + 160) // 60} min"]
 
-
-def test_rollouts_by_epoch_are_counted():
-    rollout = TrainerConfig(rollout={0: 1, 2: 3}, rollout_unit="epoch")
-    counted = [sum(rollout.rollout_at(k, 7) for k in range(n)) for n in range(40)]
-    assert [rollout.forecast_steps(n, 7) for n in range(40)] == counted
+    by_epoch = TrainerConfig(rollout={0: 1, 2: 3}, rollout_unit="epoch")
+    counted = [sum(by_epoch.rollout_at(k, 7) for k in range(n)) for n in range(40)]
+    assert [by_epoch.forecast_steps(n, 7) for n in range(40)] == counted
 
 
-def test_a_run_of_few_steps_logs_no_remaining_time():
-    message = EtaMessage(step=0, total=20, per_epoch=40)
-    assert [message(step) for step in range(1, 21)] == [None] * 20
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1.25, "1.2 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h"), (200_000, "2.3 days")],
-)
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
+def test_durations():
+    texts = {1.25: "1.2 s", 89: "89 s", 600: "10 min", 9000: "2.5 h", 200_000: "2.3 days"}
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts

@@ -16,6 +16,7 @@ from credit_dp.domain_parallel.rules import RULES
 from credit_dp.models import build_model
 from credit_dp.training.throughput import ThroughputMeter, peak_memory
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import alone, built, make_config, make_store, step_records
 
 NAMES = [
@@ -38,10 +39,8 @@ def trained(manager, config):
         return [record.metrics() for record in step_records(training)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(3, 1), (2, 2)])
-def test_a_step_sends_what_is_planned(tmp_path, mesh):
-    domain, data = mesh
+@pytest.mark.parametrize(("domain", "data"), tiers([], [(2, 2)], [(3, 1)]))
+def test_a_step_sends_what_is_planned(tmp_path, domain, data):
     config = make_config(make_store(tmp_path, 33), tmp_path / "run", steps=3, log_every=2)
     prepared = prepare_training_data(config.data)
     fields, grid = prepared.store.channels.fields(), prepared.store.grid

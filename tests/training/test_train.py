@@ -32,6 +32,7 @@ from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
 from tests.plots import DRAW_PLOTS, failing_plots
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.runs import alone, built, make_config, make_store
 
 FILES = {"checkpoint", "config.yaml", "metrics.csv", "metrics.json"}
@@ -83,7 +84,6 @@ def test_a_run_leaves_all_its_files_and_says_where(finished):
     assert "persis-" in said
 
 
-@pytest.mark.slow
 def test_numbers_and_config_can_be_read_back(finished):
     config, _ = finished
     folder = Path(config.run.dir)
@@ -110,7 +110,7 @@ def test_auto_resumes_where_the_run_stopped(resumed, capsys):
     assert [row["step"] for row in log_of(resumed)] == ["1", "2", "3", "4", "6"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
     run(replace(config, resume="auto"), RankInfo())
     assert "resumed" not in capsys.readouterr().out
@@ -199,8 +199,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.parent.name != "logs"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("steps", tiers([], [(4,)], [(2,)]))
 def test_a_finished_run_is_only_evaluated_again(resumed, capsys, steps):
     before = contents(Path(resumed.run.dir))
     run(replace(resumed, trainer=replace(resumed.trainer, steps=steps)), RankInfo())
@@ -260,7 +259,7 @@ def test_a_plot_that_fails_costs_nothing_else(config, capsys, caplog, monkeypatc
     assert "ValueError: no plot" in (folder / "logs" / "rank-0.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plots_that_can_not_be_imported_end_no_run(config, caplog, monkeypatch):
     monkeypatch.setenv(DRAW_PLOTS, "1")
     monkeypatch.setitem(sys.modules, "credit_dp.evaluation.score_plots", None)
@@ -269,9 +268,18 @@ def test_plots_that_can_not_be_imported_end_no_run(config, caplog, monkeypatch):
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["plots"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variable", ["temperature", "solar"])
-@pytest.mark.parametrize("time", ["2000-01-04T00", "2000-01-05T06"])
+@pytest.mark.parametrize(
+    ("variable", "time"),
+    tiers(
+        fast=[("solar", "2000-01-05T06")],
+        slow=(),
+        exhaustive=[
+            ("temperature", "2000-01-04T00"),
+            ("temperature", "2000-01-05T06"),
+            ("solar", "2000-01-04T00"),
+        ],
+    ),
+)
 def test_a_gap_in_the_held_out_dates_is_refused_before_training(config, variable, time):
     path = str(config.data.store)
     data = xr.open_zarr(path, chunks=None, consolidated=False).load()
@@ -302,15 +310,6 @@ def test_any_mesh_leaves_the_same_numbers(finished):
             assert found["rmse"][channel][lead] == pytest.approx(sources, rel=1e-9)
 
 
-@pytest.mark.slow
-def test_a_lead_that_is_no_multiple_of_the_step_is_refused_before_training(config):
-    odd = replace(config, trainer=replace(config.trainer, evaluate_hours=[7]))
-    with pytest.raises(UserError, match=r"trainer\.evaluate_hours"):
-        run(odd, RankInfo())
-    assert not Path(config.run.dir).exists()
-
-
-@pytest.mark.slow
 def test_gradients_are_clipped_by_their_global_norm(config):
     clipped = replace(config, trainer=replace(config.trainer, gradient_clip=1e-3))
     trainer = built(clipped, alone()).trainer

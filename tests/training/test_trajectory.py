@@ -9,10 +9,10 @@ import torch
 
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.runs import (
     TINY_MODELS,
     alone,
@@ -62,56 +62,44 @@ def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
         assert torch.equal(vector, found[0][1])
 
 
-@pytest.mark.parametrize(
-    ("domain", "rows"),
-    [
-        (3, 32),
-        *(
-            pytest.param(domain, rows, marks=pytest.mark.slow)
-            for domain, rows in ((2, 61), (4, 33))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("domain", "rows"), tiers([(3, 32)], [(4, 33)], [(2, 61)]))
 def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
     config, wanted = stores(rows)
     assert_same(on_processes(domain, train_all, config), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("domain", [1, 2])
+@pytest.mark.parametrize("domain", tiers([], [(1,)], [(2,)]))
 def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
     config, wanted = stores(32)
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
 
 
 # Each number of ranks; `tests/models` has each model's gradients on each of them, and more heights.
-CASES = [
-    ("crossformer", 2, 33),
-    ("crossformer", 4, 33),
-    ("pangu", 3, 33),
-    ("swin", 3, 33),
-    ("sfno", 3, 33),
-    ("several frames", 3, 33),
-    ("stochastic depth", 2, 32),
-    ("next state", 2, 33),
-]
+CASES = tiers(
+    fast=(),
+    slow=[("pangu", 3, 33), ("swin", 3, 33), ("sfno", 3, 33), ("crossformer", 4, 33)],
+    exhaustive=[
+        ("crossformer", 2, 33),
+        ("several frames", 3, 33),
+        ("stochastic depth", 2, 32),
+        ("next state", 2, 33),
+    ],
+)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "domain", "rows"), CASES)
 def test_ten_steps_of_any_model_are_the_same_on_bands(stores, model, domain, rows):
     config, wanted = stores(rows, model)
     assert_same(on_processes(domain, train_all, config), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("domain", [1, 2])
+@pytest.mark.parametrize("domain", tiers([], [(1,)], [(2,)]))
 def test_a_sample_loses_the_same_branches_on_any_data_rank(stores, domain):
     config, wanted = stores(32, "stochastic depth")
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stochastic_depth_drops(stores):
     _, (dropping, _) = stores(32, "stochastic depth")
     _, (numbers, _) = stores(32)
@@ -147,42 +135,9 @@ def test_five_and_five_steps_are_ten_steps_bit_by_bit(stores, tmp_path):
     assert torch.equal(end, vector)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_mesh(stores, tmp_path):
     config, (numbers, vector) = stores(32)
     half_way(config, tmp_path / "checkpoint.pt")
     found = on_processes(2, go_on, config, tmp_path / "checkpoint.pt")
     assert_same(found, (numbers[5:], vector))
-
-
-def break_loss(manager: DomainParallelManager, config: Config) -> str:
-    training = built(config, manager)
-    if manager.is_last_domain_rank:  # one rank's rows alone go wrong
-        training.trainer.forward_backward.loss.weight *= float("nan")
-    with pytest.raises(UserError) as error:
-        train_on(training)
-    return str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("domain", [1, 2])
-def test_a_loss_that_is_not_finite_ends_all_ranks_alike(stores, domain):
-    config, _ = stores(32)
-    found = [break_loss(alone(), config)] if domain == 1 else on_processes(2, break_loss, config)
-    assert set(found) == {found[0]}
-    assert "step 1." in found[0]
-    assert "optimizer.lr" in found[0]
-    assert "\n" not in found[0]
-
-
-def test_a_batch_that_does_not_divide_is_refused(stores):
-    config, _ = stores(32)
-    found = on_processes(3, refused_batch, config, domain=1)
-    assert len(set(found)) == 1
-    assert found[0].startswith("data.batch_size: ")
-
-
-def refused_batch(manager: DomainParallelManager, config: Config) -> str:
-    with pytest.raises(UserError) as error:
-        built(config, manager)
-    return str(error.value)

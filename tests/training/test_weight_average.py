@@ -15,6 +15,7 @@ from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import WeightAverage
 from credit_dp.training.run_folder import resolved_yaml
 from tests.checkpoints import save_checkpoint
+from tests.tier_cases import tiers
 from tests.training.meshes import (
     HALF_WAY,
     ONE,
@@ -41,6 +42,9 @@ def test_the_average_is_that_of_the_formula():
         assert average.averages["w"] == pytest.approx(wanted, rel=1e-14)
     assert decay == 0.3  # the ramp has been left
     assert average.updates == 6
+    frozen = WeightAverage({}, 0.5)  # of a stage
+    frozen.update()
+    assert frozen.updates == 1
 
 
 class Counting(TorchDispatchMode):
@@ -61,12 +65,6 @@ def test_an_update_is_one_operation_however_many_parameters_there_are():
     with Counting() as operations:
         average.update()
     assert operations.count == 1
-
-
-def test_a_stage_that_is_frozen_has_no_averages():
-    average = WeightAverage({}, 0.5)
-    average.update()
-    assert average.updates == 1
 
 
 def test_the_average_replaces_the_weights_and_restores_them():
@@ -147,15 +145,7 @@ def plainly(manager: DomainParallelManager, config) -> Trajectory:
     return record_trajectory(built(with_ema(config, None), manager))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(1, 2, 1, "fsdp2"),
-        Mesh(1, 1, 2, "ddp"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", tiers([], [(Mesh(1, 2, 1, "fsdp2"),)], [(Mesh(1, 1, 2),)]))
 def test_averages_are_those_of_one_process(config, wanted, mesh, tmp_path):
     assert_same_trajectory(run_on_mesh(mesh, of_forecasts, config), wanted)
     assert_same_trajectory(run_on_mesh(mesh, saved, config, tmp_path), wanted)
@@ -163,7 +153,7 @@ def test_averages_are_those_of_one_process(config, wanted, mesh, tmp_path):
     assert_same_trajectory((numbers, averages), (wanted[0][HALF_WAY:], wanted[1]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_averages_of_offloaded_shares_are_the_same(config, wanted):
     assert_same_trajectory(run_on_mesh(Mesh(1, 2, 1, "fsdp2"), offloaded, config), wanted)
 
@@ -173,7 +163,7 @@ def offloaded(manager: DomainParallelManager, config) -> Trajectory:
     return of_forecasts(manager, replace(config, parallel=parallel))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_resumed_average_is_the_same_bit_for_bit(config, wanted, tmp_path):
     saved(alone(), config, tmp_path)
     numbers, averages = of_forecasts(alone(), config, tmp_path)

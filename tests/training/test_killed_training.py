@@ -27,7 +27,7 @@ from tests.ranks import warm_context
 from tests.training.runs import alone, built, make_config, make_store
 
 ROWS, STEPS = 12, 24
-KILLS = 6
+KILLS = 4
 MOST = 3  # steps that a life may take, so that nothing is finished before the last kill
 RUN = f"{run.__name__}:run"  # imported here, so that no life has to
 LONGEST = 600.0  # seconds until something that does not come is given up

@@ -176,7 +176,8 @@ def wanted(config):
     return train_all(alone(), config)
 
 
-@pytest.mark.parametrize("ranks", tiers([], [(3,)], [(2,)]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks):
     numbers, vector, rmse, field = wanted
     assert np.isfinite(rmse).all()
@@ -271,9 +272,12 @@ def test_scores_are_those_of_the_definition(config, wanted):
         assert wanted[2][source, 0] == pytest.approx(np.sqrt(mean), rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prognostic", "missing"), [(["geopotential", SEA], set()), ([SEA], {"spectra.png"})]
+    ("prognostic", "missing"),
+    [
+        pytest.param(["geopotential", SEA], set(), marks=pytest.mark.slow),
+        pytest.param([SEA], {"spectra.png"}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_run_draws_fields_with_points_without_values(tmp_path, monkeypatch, prognostic, missing):
     monkeypatch.setenv(DRAW_PLOTS, "1")

@@ -116,7 +116,7 @@ def test_one_member_is_a_store_of_one(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_members_are_not_resumed(trained):
     words = ("resume=run1", "run.dir=fewer", "data.member=[0,1]")
     line = trained.refusal(*trained.training, *words)

@@ -78,12 +78,19 @@ BESIDES = [
     ("deciding", Mesh(1, 1, 3, "fsdp2")),
     ("partly used", Mesh(1, 2, 2, "fsdp2")),
 ]
-# The fast tier has this one and `RUNS`; `make test-all` has all models.
-QUICK = [("unet", Mesh(2, 1, 2, "ddp", "1f1b"))]
+# The fast tier has the first one and `RUNS`; `make test-all` has all pairs and all models.
+OFTEN = [
+    ("unet", Mesh(2, 1, 2, "ddp", "1f1b")),
+    ("crossformer", Mesh(2, 1, 1, "fsdp2", "gpipe")),
+    ("depth", Mesh(2, 2, 1, "fsdp2", "1f1b")),
+    ("crossformer", Mesh(1, 2, 3, "ddp")),
+    ("unet", Mesh(2, 1, 3, "fsdp2", "interleaved")),
+    ("unet", Mesh(2, 2, 2, "ddp", "gpipe")),
+]
 CASES = tiers(
-    fast=QUICK,
-    slow=[case for case in COVERING if case not in QUICK],
-    exhaustive=BESIDES,
+    fast=OFTEN[:1],
+    slow=OFTEN[1:],
+    exhaustive=[case for case in (*COVERING, *BESIDES) if case not in OFTEN],
 )
 
 
@@ -251,7 +258,7 @@ def bubble_message(manager: DomainParallelManager, config: Config) -> str:
     return training.trainer.forward_backward.bubble_message()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_says_how_long_its_ranks_waited(reference):
     config, _ = reference("unet")
     assert bubble_message(alone(), config) == ""

@@ -55,7 +55,7 @@ def _train(tmp_path, *overrides):
     return {name: value.double() for name, value in weights.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_py_with_the_zoo_is_exact_on_three_uneven_ranks(tmp_path):
     alone = _train(tmp_path, "parallel.domain=1")
     sharded = _train(tmp_path, "parallel.domain=3")

@@ -185,7 +185,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_
     assert all(torch.equal(average.averages[name], p) for name, p in trained.items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_averages_of_a_checkpoint_are_left_out_without_ema(config, tmp_path):
     saved(alone(), config, tmp_path)
     training = built(with_ema(config, None), alone())

@@ -189,23 +189,6 @@ def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks)
 
 
 @pytest.mark.exhaustive
-def test_training_on_values_mapped_by_quantiles_is_the_same_on_bands(tmp_path):
-    mapped = {
-        SEA: VariableConfig(fill="mean", normalise="quantile"),
-        SOIL: VariableConfig(fill=0.1, normalise="quantile", nonnegative=True),
-        RAIN: VariableConfig(normalise="quantile", nonnegative=True),
-        "temperature": VariableConfig(normalise="quantile"),
-    }
-    config = sea_config(tmp_path, variables=mapped)
-    numbers, vector, rmse, _ = train_all(alone(), config)
-    assert np.isfinite(rmse).all()
-    for found in on_processes(2, train_all, config):
-        assert np.array(found[0]) == pytest.approx(np.array(numbers), rel=1e-10, abs=0)
-        assert (found[1] - vector).norm() <= 1e-10 * vector.norm()
-        assert found[2] == pytest.approx(rmse, rel=1e-10)
-
-
-@pytest.mark.exhaustive
 def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted):
     parallel = replace(config.parallel, pipeline=2, domain=2)
     found = on_processes(4, train_all, replace(config, parallel=parallel), domain=2, pipeline=2)

@@ -15,7 +15,7 @@ from credit_dp.config import OwnModelConfig
 from credit_dp.export.file import read_trained
 from tests import commands
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import TIMEOUT, on_processes, on_threads
+from tests.ranks import TIMEOUT, on_threads
 from tests.tier_cases import tiers
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +36,6 @@ def _zoo():
 @pytest.mark.parametrize("ranks", tiers([], [(3,)], [(2,), (4,)]))
 def test_the_zoo_equals_itself_on_the_whole_globe(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
-
-
-@pytest.mark.exhaustive
-def test_the_zoo_on_gloo_ranks():
-    on_processes(3, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
 
 
 def _train(tmp_path, *overrides):

@@ -29,7 +29,6 @@ from tests.data import stores
 from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.meshes import (
-    CLIP,
     MODELS,
     ONE,
     Mesh,
@@ -81,18 +80,7 @@ def fsdp2(config: Config, **options: object) -> Config:
     return replace(config, parallel=parallel)
 
 
-@pytest.mark.exhaustive
-def test_each_data_rank_holds_its_share(config):
-    found = on_processes(2, held_numbers, fsdp2(config), domain=1)
-    assert sum(own for own, *_ in found) == found[0][1]
-    for own, total, moments, modules in found:
-        assert moments == own
-        # The first dimension is dealt out, and some are no multiple of two.
-        assert own <= 0.55 * total
-        assert modules == 6  # stem, three residual blocks, head, and the rest
-
-
-@pytest.mark.parametrize(("domain", "data"), tiers([(3, 1)], [], [(2, 2)]))
+@pytest.mark.parametrize(("domain", "data"), tiers([(3, 1)], [], [(2, 2), (1, 2)]))
 def test_data_and_domain_ranks_hold_a_share_each(config, domain, data):
     parallel = ParallelConfig(domain=domain, data=data, data_mode="fsdp2")
     given = replace(config, parallel=parallel)
@@ -101,27 +89,8 @@ def test_data_and_domain_ranks_hold_a_share_each(config, domain, data):
     for own, total, moments, modules in found:
         assert moments == own
         assert own <= (1 / (domain * data) + 0.05) * total
-        assert modules == 5  # three residual blocks, head, and the rest: a stem has rows to fetch
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(1, 1, 2, "fsdp2"),
-        Mesh(1, 1, 3, "fsdp2"),
-        Mesh(1, 2, 2, "fsdp2"),
-        Mesh(2, 1, 2, "fsdp2"),
-    ],
-    ids=str,
-)
-def test_ten_steps_on_shards_over_the_domain_are_those_of_one_process(config, mesh):
-    trainer = replace(config.trainer, steps=10, accumulate=2, gradient_clip=CLIP)
-    config = replace(config, trainer=trainer)
-    assert_same_trajectory(
-        run_on_mesh(mesh, train_from_start, config, None),
-        run_on_mesh(ONE, train_from_start, config, None),
-    )
+        # Three residual blocks, head, the rest, and the stem if it needs no rows of others.
+        assert modules == 5 + (domain == 1)
 
 
 def offloaded(manager: DomainParallelManager, config: Config):

@@ -162,30 +162,6 @@ def test_the_gradient_is_that_of_the_definition(store, seas, kind):
     assert_same_gradients(one_pass(alone(), parts)[::2], wanted[::2])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        ("frames", Mesh(1, 1, 2)),
-        ("sea", Mesh(1, 1, 3)),
-        ("plain", Mesh(1, 2, 1, "fsdp2")),
-        ("sea", Mesh(1, 1, 2, "fsdp2")),
-        ("frames", Mesh(1, 1, 3, "fsdp2")),
-        ("frames", Mesh(1, 2, 2)),
-        ("rim", Mesh(1, 1, 2)),
-        ("rim", Mesh(1, 1, 3)),
-    ],
-    ids=str,
-)
-def test_the_gradient_is_the_same_on_bands_and_data_ranks(store, seas, kind, mesh):
-    config = three_steps(store, seas, kind)
-    wanted = one_pass(alone(), config)
-    found = on_processes(mesh.ranks, one_pass, on_mesh(config, mesh), domain=mesh.domain)
-    for ours in found:
-        assert_same_gradients(ours[::2], wanted[::2])
-        assert ours[1] == pytest.approx(wanted[1], rel=1e-10)
-
-
 def replace_trainer(config: Config, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **changes))
 

@@ -366,7 +366,7 @@ def test_three_processes_share(path):
     assert 3 * 2 * sample <= sum(read for _, _, read in found) <= most
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_error_in_one_process_arrives_in_the_other(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     prepare_training_data(stores.config(path))

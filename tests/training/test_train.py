@@ -110,13 +110,6 @@ def test_auto_resumes_where_the_run_stopped(resumed, capsys):
     assert [row["step"] for row in log_of(resumed)] == ["1", "2", "3", "4", "6"]
 
 
-@pytest.mark.exhaustive
-def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
-    run(replace(config, resume="auto"), RankInfo())
-    assert "resumed" not in capsys.readouterr().out
-    assert len(log_of(config)) == 4
-
-
 def with_open_dates(config: Config, **dates: object) -> Config:
     return replace(config, data=replace(config.data, dates=DatesConfig(**dates)))
 

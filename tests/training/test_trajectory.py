@@ -68,13 +68,6 @@ def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
     assert_same(on_processes(domain, train_all, config), wanted)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("domain", [1, 2])
-def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
-    config, wanted = stores(32)
-    assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
-
-
 # Each number of ranks; `tests/models` has each model's gradients on each of them, and more heights.
 CASES = tiers(
     fast=(),
@@ -135,11 +128,3 @@ def test_five_and_five_steps_are_ten_steps_bit_by_bit(stores, tmp_path):
     rest, end = go_on(alone(), config, tmp_path / "checkpoint.pt")
     assert rest == numbers[5:]
     assert torch.equal(end, vector)
-
-
-@pytest.mark.exhaustive
-def test_a_run_resumes_on_another_mesh(stores, tmp_path):
-    config, (numbers, vector) = stores(32)
-    half_way(config, tmp_path / "checkpoint.pt")
-    found = on_processes(2, go_on, config, tmp_path / "checkpoint.pt")
-    assert_same(found, (numbers[5:], vector))

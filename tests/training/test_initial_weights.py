@@ -16,10 +16,8 @@ from credit_dp.training.build_training import Training
 from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import named_tensors
 from credit_dp.training.transfer import (
-    ChannelDim,
     channel_names,
     load_initial_weights,
-    match_tensor,
 )
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
@@ -252,12 +250,3 @@ def test_what_does_not_fit_is_refused(config, tmp_path):
         load(training, config, tmp_path)
     with pytest.raises(UserError, match=r"init_from: .* but \S*nowhere does not exist"):
         load(training, config, tmp_path / "nowhere")
-
-
-def test_a_tensor_whose_channels_are_only_moved_is_not_partly_taken():
-    dims = {0: ChannelDim("output", 1)}
-    for names, missing in {("b", "a"): "", ("b", "c"): "1 of 2 output channels, without c"}.items():
-        both = {"output": list(names)}, {"output": ["a", "b", "d"]}
-        match = match_tensor("head", (2, 5), {"model.head": (3, 5)}, dims, both)
-        assert match.note == missing
-        assert match.is_reordered

@@ -224,6 +224,7 @@ def test_the_first_basis_of_soap_does_not_depend_on_rounding() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     """Of matrices, which torch's takes only."""
     torch.manual_seed(1)

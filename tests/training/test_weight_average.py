@@ -59,6 +59,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.exhaustive
 def test_an_update_is_one_operation_however_many_parameters_there_are():
     weights = {str(number): nn.Parameter(torch.ones(number)) for number in range(20)}
     average = WeightAverage(weights, 0.5)

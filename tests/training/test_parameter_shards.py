@@ -147,24 +147,27 @@ def test_one_kernel_updates_shards_as_well(config):
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the reductions of gradients."""
+    """Remembers the dtypes of reductions of gradients."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.name() == "c10d::_reduce_scatter_base_"
+        if func.name() == "c10d::_reduce_scatter_base_":
+            self.dtypes.append(args[1].dtype)
         return func(*args, **(kwargs or {}))
 
 
-def count_reductions(manager: DomainParallelManager, configs: list[Config]) -> list[int]:
-    """Count the reductions of gradients in one step of each run."""
-    counts = []
+def reductions_of(manager: DomainParallelManager, configs: list[Config]) -> list[list[torch.dtype]]:
+    """Return the dtypes of the reductions of gradients in one step of each run."""
+    found = []
     for config in configs:
         training = built(config, manager)
         with training.loader, Reductions() as reductions:
             training.trainer.train_step(next(training.loader))
-        counts.append(reductions.count)
-    return counts
+        found.append(reductions.dtypes)
+    return found
 
 
 def test_gradients_are_reduced_once_and_never_summed_in_a_lower_dtype(config):
@@ -176,7 +179,8 @@ def test_gradients_are_reduced_once_and_never_summed_in_a_lower_dtype(config):
     cases = ((four, sharded), (two, half), (two, mixed))
     configs = [replace(config, trainer=trainer, parallel=parallel) for trainer, parallel in cases]
     # Once for each of FSDP's modules, and with low precision once for each micro-batch.
-    assert on_processes(3, count_reductions, configs) == [[5, 10, 5]] * 3
+    wanted = [[torch.float64] * 5, [torch.bfloat16] * 10, [torch.float32] * 5]
+    assert on_processes(3, reductions_of, configs) == [wanted] * 3
 
 
 def in_bfloat16(manager: DomainParallelManager, config: Config):

@@ -71,6 +71,7 @@ def load(training: Training, config: Config, folder: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
     source = save(config, tmp_path)
     other = replace(config, seed=4, trainer=replace(config.trainer, dtype="float32"))

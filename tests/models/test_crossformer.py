@@ -20,14 +20,13 @@ from credit_dp.models.crossformer import (
     CrossFormer,
     CrossScaleEmbedding,
     LongDistanceAttention,
-    PositionBias,
     ShortDistanceAttention,
     SubPixelConv,
     split_in_halves,
 )
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
-from tests.tier_cases import every
+from tests.tier_cases import tiers
 
 NARROW = {
     "channels": [8, 8],
@@ -54,15 +53,8 @@ def _same(manager, rows, columns=13, batch=2, **options):
     assert_same_as_whole_globe(manager, build, (), (batch, 3, rows, columns), MODEL)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows"),
-    [*(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 32), (3, 33))), (4, 61)],
-)
-def test_sharded_equals_whole(ranks, rows):
-    on_threads(ranks, _same, rows)
-
-
 VARIANTS = {
+    "two levels": {},
     "one level": {
         "channels": [8], "depths": [2], "kernels": [[3, 5]], "strides": [1],
         "local_windows": [3], "global_windows": [2],
@@ -76,14 +68,20 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rows", "variant"),
+    tiers(
+        fast=[(3, 33, "two levels")],
+        slow=[(3, 33, "three levels"), (3, 33, "odd strides")],
+        exhaustive=[(4, 61, "two levels"), (3, 33, "one level"), (2, 33, "mirror")],
+    ),
+)
+def test_sharded_equals_whole(ranks, rows, variant):
+    on_threads(ranks, _same_variant, rows, VARIANTS[variant])
+
+
 def _same_variant(manager, rows, options):
     _same(manager, rows, 14, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_sharded_equals_whole_in_all_variants(options):
-    on_threads(3, _same_variant, 33, options)
 
 
 def _same_when_computed_again(manager):
@@ -103,10 +101,6 @@ def _same_with_spectral_norm(manager):
 @pytest.mark.slow
 def test_sharded_equals_whole_with_spectral_norm():
     on_threads(2, _same_with_spectral_norm)
-
-
-def test_sharded_equals_whole_on_processes():
-    on_processes(2, _same, 33, 8, 1)
 
 
 def _sent(manager, act):
@@ -162,9 +156,9 @@ def test_branches_of_an_embedding_share_one_exchange():
     on_threads(2, _traffic_of_embedding)
 
 
-@pytest.mark.parametrize("grid", [(32, 64), (9, 15), (33, 17), (16, 16), (121, 30)])
-def test_any_grid(grid):
-    assert _model(grid)(torch.zeros(1, 3, *grid)).shape == (1, 2, *grid)
+def test_any_grid():
+    for grid in ((32, 64), (9, 15), (33, 17), (16, 16), (121, 30)):
+        assert _model(grid)(torch.zeros(1, 3, *grid)).shape == (1, 2, *grid)
 
 
 def test_padding_shows_the_globe_beyond_its_edges_and_is_cropped():
@@ -177,11 +171,10 @@ def test_padding_shows_the_globe_beyond_its_edges_and_is_cropped():
     assert torch.equal(wide[..., 8, :2], x[..., 0, -2:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "spread"), [(ShortDistanceAttention, False), (LongDistanceAttention, True)]
-)
-def test_attention_equals_a_formula_of_indices(kind, spread):
+@pytest.mark.parametrize("kind", [ShortDistanceAttention, LongDistanceAttention])
+def test_attention_equals_a_formula_of_indices(kind):
     size, heads, rows, columns = 2, 2, 6, 8
+    spread = kind is LongDistanceAttention
     layer = kind(32, size, 16).double()  # 8 numbers wide is the network of the bias
     x = torch.randn(1, rows, columns, 32, dtype=torch.float64)
 
@@ -209,32 +202,6 @@ def test_attention_equals_a_formula_of_indices(kind, spread):
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_position_bias_depends_on_the_offset_only():
-    bias = PositionBias(4, 8)()
-    seen = {}
-    for asks in range(16):
-        for answers in range(16):
-            offset = asks // 4 - answers // 4, asks % 4 - answers % 4
-            assert seen.setdefault(offset, bias[asks, answers]) == bias[asks, answers]
-    assert len({value.item() for value in seen.values()}) == 7 * 7
-
-
-def test_a_window_sees_no_other():
-    layer = ShortDistanceAttention(8, 4, 4)
-    x = torch.randn(1, 8, 12, 8)
-    other = x.clone()
-    other[:, 4:8, 8:] += 1
-    changed = (layer(x) - layer(other)).abs().sum((0, 3)) > 0
-    assert changed[4:8, 8:].all()
-    assert changed.sum() == 16
-
-
-def test_attention_of_no_groups_makes_no_rows():
-    layer = LongDistanceAttention(8, 4, 4)
-    x = torch.zeros(2, 0, 12, 8, requires_grad=True)
-    assert layer.treat(x, slice(3, 3), 16).shape == (2, 0, 12, 8)
-
-
 def test_longitude_shifts_by_whole_windows():
     """Of a globe that needs no columns more, and without groups of far columns, which have ends."""
     model = _model((32, 32), global_windows=[1, 1]).double()
@@ -243,15 +210,13 @@ def test_longitude_shifts_by_whole_windows():
     torch.testing.assert_close(model(x.roll(window, -1)), model(x).roll(window, -1))
 
 
-@pytest.mark.parametrize(
-    ("channels", "parts", "shares"), [(128, 4, [64, 32, 16, 16]), (6, 2, [3, 3]), (5, 1, [5])]
-)
-def test_channels_are_split_in_halves(channels, parts, shares):
-    assert split_in_halves(channels, parts) == shares
-    embedding = CrossScaleEmbedding(2, channels, [8, 2, 4, 16][:parts][::-1], 2, "mirror")
-    assert [branch.conv.out_channels for branch in embedding.branches] == shares
-    sizes = [branch.conv.kernel_size[0] for branch in embedding.branches]
-    assert sizes == sorted(sizes)
+def test_channels_are_split_in_halves():
+    for channels, parts, shares in ((128, 4, [64, 32, 16, 16]), (6, 2, [3, 3]), (5, 1, [5])):
+        assert split_in_halves(channels, parts) == shares
+        embedding = CrossScaleEmbedding(2, channels, [8, 2, 4, 16][:parts][::-1], 2, "mirror")
+        assert [branch.conv.out_channels for branch in embedding.branches] == shares
+        sizes = [branch.conv.kernel_size[0] for branch in embedding.branches]
+        assert sizes == sorted(sizes), channels
 
 
 def test_finer_points_are_equal_at_first():
@@ -275,10 +240,9 @@ def _gradients(model, x):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
-def test_computing_again_gives_the_same_gradients(option):
+def test_computing_again_gives_the_same_gradients():
     """Also of stochastic depth without draws, which takes torch's random numbers."""
-    options = {"depths": [2, 2], option: 0.4}
+    options = {"depths": [2, 2], "dropout": 0.4, "stochastic_depth": 0.4}
     x = torch.randn(2, 3, 16, 16)
     kept = _model((16, 16), **options)
     again = _model((16, 16), **options, activation_checkpointing=True)
@@ -287,13 +251,13 @@ def test_computing_again_gives_the_same_gradients(option):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
-def test_drops_in_training_only(option):
-    model = _model((16, 16), depths=[2, 2], **{option: 0.5})
+def test_drops_in_training_only():
     x = torch.randn(2, 3, 16, 16)
-    assert not torch.equal(model(x), model(x))
-    model.eval()
-    assert torch.equal(model(x), model(x))
+    for option in ("dropout", "stochastic_depth"):
+        model = _model((16, 16), depths=[2, 2], **{option: 0.5})
+        assert not torch.equal(model(x), model(x)), option
+        model.eval()
+        assert torch.equal(model(x), model(x)), option
 
 
 def _preset(name):
@@ -303,33 +267,31 @@ def _preset(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("upper", [4, 5])
-def test_the_base_preset_is_as_large_as_wxformer(upper):
-    theirs = {4: 154_684_148, 5: 155_126_486}[upper]  # with 13 levels, 4 surface, 4 input-only
-    with torch.device("meta"):
-        model = build_model(
-            _preset("crossformer_base"), Fields.flat(13 * upper + 4, 4), (721, 1440)
-        )
-        assert model(torch.empty(1, 13 * upper + 8, 721, 1440)).shape[-2:] == (721, 1440)
-    ours = sum(p.numel() for p in model.parameters())
-    assert 0.95 * theirs < ours < 1.05 * theirs
+def test_the_base_preset_is_as_large_as_wxformer():
+    for upper, theirs in ((4, 154_684_148), (5, 155_126_486)):
+        # With 13 levels, 4 variables at the surface and 4 that are input only.
+        fields = Fields.flat(13 * upper + 4, 4)
+        with torch.device("meta"):
+            model = build_model(_preset("crossformer_base"), fields, (721, 1440))
+        ours = sum(p.numel() for p in model.parameters())
+        assert 0.95 * theirs < ours < 1.05 * theirs, upper
 
 
 PLANNED = {
-    "crossformer": ["24x48", "25x48", "32x64", "64x128"],
-    "crossformer_small": ["32x64", "121x240"],
-    "crossformer_base": ["721x1440"],
+    "crossformer": [(24, 48), (25, 48), (64, 128)],
+    "crossformer_small": [(32, 64), (121, 240)],
+    "crossformer_base": [(721, 1440)],
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "grid"), every(4, [(n, g) for n, gs in PLANNED.items() for g in gs])
-)
-def test_presets_run_on_their_grids(name, grid):
-    rows, columns = map(int, grid.split("x"))
-    with torch.device("meta"):
-        model = build_model(_preset(name), FIELDS, (rows, columns))
-        assert model(torch.empty(1, 3, rows, columns)).shape == (1, 2, rows, columns)
+@pytest.mark.slow
+def test_presets_run_on_their_grids():
+    for name, grids in PLANNED.items():
+        for rows, columns in grids:
+            with torch.device("meta"):
+                model = build_model(_preset(name), FIELDS, (rows, columns))
+                made = model(torch.empty(1, 3, rows, columns))
+            assert made.shape == (1, 2, rows, columns), name
 
 
 def _planned_rows(ranks, rows):
@@ -347,12 +309,9 @@ def test_base_can_be_sharded_up_to_its_coarsest_rows():
     assert min(_planned_rows(50, 721)) == 1
 
 
-@pytest.mark.parametrize("grid", [(4, 64), (64, 4)])
-def test_a_grid_too_small_to_be_padded_is_refused(grid):
-    with pytest.raises(UserError, match=r"model.local_windows: .* multiple of 16 .* data.grid"):
-        build_model(CrossFormerConfig(**NARROW), FIELDS, grid)
-
-
-def test_kernels_larger_than_the_globe_are_refused():
+def test_grids_that_are_too_small_are_refused():
+    for grid in ((4, 64), (64, 4)):
+        with pytest.raises(UserError, match=r"model.local_windows: .* multiple of 16 .* data.grid"):
+            build_model(CrossFormerConfig(**NARROW), FIELDS, grid)
     with pytest.raises(UserError, match=r"model.kernels: those of level 1 .* up to 16 rows"):
         _model((16, 16), kernels=[[2], [18]])

@@ -18,6 +18,7 @@ from credit_dp.models.pangu import CubeEmbedding, CubeRecovery, EarthAttention, 
 from credit_dp.models.shifted_windows import WindowBlock, window_columns
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
+from tests.tier_cases import tiers
 
 # Two variables on three levels and two at the surface, in between; a forcing; two states.
 FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
@@ -35,24 +36,20 @@ def _pangu(grid, fields=FIELDS, **changes):
     return build_model(PanguConfig(**{**CONFIG, **changes}), fields, grid)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "rows"),
-    [
-        pytest.param(2, 33, marks=SLOW),
-        (3, 61),
-        pytest.param(8, 33, marks=SLOW),  # 9 coarse rows in 3 windows: most ranks have none
-    ],
+    tiers(
+        fast=[],
+        slow=[(3, 61)],
+        exhaustive=[(2, 33), (8, 33)],  # 9 coarse rows in 3 windows: most ranks have none
+    ),
 )
 def test_sharded_equals_whole(ranks, rows):
     case = (_pangu, ((rows, 10),), (1, FIELDS.inputs, rows, 10), MODEL)
     on_threads(ranks, assert_same_as_whole_globe, *case)
 
 
-@SLOW
+@pytest.mark.slow
 def test_sharded_equals_whole_on_processes():
     case = (_pangu, ((33, 10),), (2, FIELDS.inputs, 33, 10), MODEL)
     on_processes(2, assert_same_as_whole_globe, *case)
@@ -72,25 +69,21 @@ class _OneLayer(torch.nn.Module):
         return self.attention(x.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
 
 
-@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize(
-    ("ranks", "rows", "window"),
-    [
-        (2, 16, (2, 4, 4)),
-        (3, 9, (2, 4, 3)),
-        (4, 31, (2, 6, 4)),
-        (8, 9, (2, 4, 4)),  # 3 windows
-        (3, 5, (4, 8, 16)),  # larger than the globe
-    ],
+    ("ranks", "rows", "window", "shifted"),
+    tiers(
+        fast=[
+            (3, 9, (2, 4, 3), True),
+            (3, 16, (2, 4, 4), False),
+            (3, 5, (4, 8, 16), True),  # larger than the globe
+        ],
+        slow=[(8, 9, (2, 4, 4), True)],  # 3 windows
+        exhaustive=[(2, 16, (2, 4, 4), True), (4, 31, (2, 6, 4), True)],
+    ),
 )
 def test_sharded_attention_equals_whole(ranks, rows, window, shifted):
     case = (_OneLayer, ((3, rows, 8), window, shifted), (2, 4, 3, rows, 8), MODEL)
     on_threads(ranks, assert_same_as_whole_globe, *case)
-
-
-def test_sharded_attention_equals_whole_on_processes():
-    case = (_OneLayer, ((3, 9, 8), (2, 4, 4), True), (2, 4, 3, 9, 8), MODEL)
-    on_processes(2, assert_same_as_whole_globe, *case)
 
 
 def test_the_bias_depends_on_levels_rows_and_the_distance_of_columns():
@@ -106,15 +99,18 @@ def test_the_bias_depends_on_levels_rows_and_the_distance_of_columns():
     assert sorted(entry.values()) == list(range(levels**2 * rows**2 * (2 * columns - 1)))
 
 
-@pytest.mark.parametrize(
-    ("shifted", "is_periodic", "columns"),
-    [(False, True, 6), (True, True, 6), (False, False, 6), (True, False, 6), (True, False, 7)],
-)
-def test_attention_equals_a_loop_over_windows(shifted, is_periodic, columns):
-    layer = EarthAttention(4, 2, (3, 5, columns), (2, 2, 3), shifted, is_periodic).double()
-    torch.nn.init.normal_(layer.table)
-    x = torch.randn(2, 3, 5, columns, 4, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), _slow_attention(layer, x))
+def test_attention_equals_a_loop_over_windows():
+    for shifted, is_periodic, columns in (
+        (False, True, 6),
+        (True, True, 6),
+        (True, False, 6),
+        (True, False, 7),
+    ):
+        layer = EarthAttention(4, 2, (3, 5, columns), (2, 2, 3), shifted, is_periodic).double()
+        torch.nn.init.normal_(layer.table)
+        x = torch.randn(2, 3, 5, columns, 4, dtype=torch.float64)
+        case = f"shifted {shifted}, periodic {is_periodic}, {columns} columns"
+        torch.testing.assert_close(layer(x), _slow_attention(layer, x), msg=case)
 
 
 def _slow_attention(layer, x):
@@ -159,43 +155,35 @@ def _block(globe, window, shifted):
     return WindowBlock(EarthAttention(4, 2, globe, window, shifted), 4, config, 0.0)
 
 
-@pytest.mark.parametrize(("dim", "size"), [(1, 4), (2, 8)])
-def test_the_ends_of_levels_and_rows_do_not_influence_each_other(dim, size):
+def test_the_ends_of_levels_and_rows_do_not_influence_each_other():
     globe = [4, 8, 8]
     block = _block(tuple(globe), (2, 4, 4), shifted=True)
     x = torch.randn(1, *globe, 4)
-    changed = x.clone()
-    changed.select(dim, 0).add_(1.0)
-    difference = (block(changed) - block(x)).abs().amax([i for i in range(5) if i != dim])
-    assert difference[0] > 1e-3
-    assert not difference[size // 2 :].any()
+    for dim, size in ((1, 4), (2, 8)):
+        changed = x.clone()
+        changed.select(dim, 0).add_(1.0)
+        difference = (block(changed) - block(x)).abs().amax([i for i in range(5) if i != dim])
+        assert difference[0] > 1e-3, dim
+        assert not difference[size // 2 :].any(), dim
 
 
 def test_longitude_is_periodic():
     model = _pangu((8, 32))  # 16 columns of patches and 8, in windows of 4
     x = torch.randn(1, FIELDS.inputs, 8, 32)
     torch.testing.assert_close(model(x.roll(16, -1)), model(x).roll(16, -1))
-    block = _block((2, 6, 8), (2, 3, 4), shifted=True)
-    x = torch.randn(1, 2, 6, 8, 4)
-    east = x.clone()
-    east[:, :, :, 0] += 1
-    assert (block(east) - block(x))[:, :, :, -1].any()
+    for columns, window in ((8, 4), (10, 6)):  # also where the window does not divide the columns
+        block = _block((2, 6, columns), (2, 3, window), shifted=True)
+        x = torch.randn(1, 2, 6, columns, 4)
+        east = x.clone()
+        east[:, :, :, 0] += 1
+        assert (block(east) - block(x))[:, :, :, -1].any(), columns
 
 
-@pytest.mark.parametrize(
-    ("window", "columns", "expected"),
-    [(8, 64, 8), (8, 60, 6), (12, 180, 12), (8, 5, 5), (4, 5, 4), (8, 61, 8), (3, 9, 3)],
-)
-def test_windows_go_around_the_globe_where_a_good_one_divides_it(window, columns, expected):
-    assert window_columns(window, columns) == expected
-
-
-def test_attention_goes_around_where_the_window_does_not_divide_the_columns():
-    block = _block((2, 6, 10), (2, 3, 6), shifted=True)
-    x = torch.randn(1, 2, 6, 10, 4)
-    east = x.clone()
-    east[:, :, :, 0] += 1
-    assert (block(east) - block(x))[:, :, :, -1].any()
+def test_windows_go_around_the_globe_where_a_good_one_divides_it():
+    for window, columns, expected in (
+        *((8, 64, 8), (8, 60, 6), (12, 180, 12), (8, 5, 5), (4, 5, 4), (8, 61, 8), (3, 9, 3)),
+    ):
+        assert window_columns(window, columns) == expected, (window, columns)
 
 
 def test_channels_come_back_in_the_order_of_the_state():
@@ -228,22 +216,17 @@ def test_every_frame_and_forcing_goes_in():
     assert embedding.surface_channels.tolist() == [0, 4, 8, 12, 16]
 
 
-@pytest.mark.parametrize("grid", [(32, 64), (9, 7), (5, 5), (121, 24)])
-def test_any_grid(grid):
-    assert _pangu(grid)(torch.zeros(1, FIELDS.inputs, *grid)).shape == (1, 8, *grid)
+def test_any_grid():
+    for grid in ((32, 64), (9, 7), (5, 5), (121, 24)):
+        assert _pangu(grid)(torch.zeros(1, FIELDS.inputs, *grid)).shape == (1, 8, *grid)
 
 
-@pytest.mark.parametrize("others", [0, 2])
-def test_the_surface_may_be_without_variables(others):
-    fields = Fields(((0, 1),), (), others)
-    model = _pangu((8, 8), fields)
-    assert (model.embedding.surface is None) == (not others)
-    assert model(torch.zeros(1, fields.inputs, 8, 8)).shape == (1, 2, 8, 8)
-
-
-def test_windows_larger_than_the_globe_are_as_large_and_do_not_shift():
-    layer = EarthAttention(4, 2, (3, 8, 8), (4, 4, 16), shifted=True)
-    assert (layer.window, layer.shift, layer.counts) == ((3, 4, 8), (0, 2, 0), (1, 2, 1))
+def test_the_surface_may_be_without_variables():
+    for others in (0, 2):
+        fields = Fields(((0, 1),), (), others)
+        model = _pangu((8, 8), fields)
+        assert (model.embedding.surface is None) == (not others)
+        assert model(torch.zeros(1, fields.inputs, 8, 8)).shape == (1, 2, 8, 8)
 
 
 def test_checkpointing_gives_the_same_gradients():
@@ -258,12 +241,6 @@ def test_checkpointing_gives_the_same_gradients():
         assert_same_numbers(computed.grad, kept.grad)
 
 
-def test_rates_of_stochastic_depth_rise():
-    layers = _pangu((9, 8), stochastic_depth=0.6).modules()
-    rates = [layer.rate for layer in layers if hasattr(layer, "rate")]
-    assert rates == pytest.approx([0.12 * block for block in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)])
-
-
 ERA5 = Fields(
     tuple(tuple(range(13 * v, 13 * v + 13)) for v in range(5)), tuple(range(65, 69)), others=3
 )
@@ -276,38 +253,29 @@ def _preset(name):
     return PanguConfig(**OmegaConf.to_container(values))
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "grid"),
-    [
+def test_presets_build():
+    for name, fields, grid in (
         ("pangu", SMALL, (32, 64)),
         ("pangu_small", SMALL, (121, 240)),
         ("pangu_base", ERA5, (721, 1440)),
-    ],
-)
-def test_presets_build(name, fields, grid):
-    with torch.device("meta"):
-        model = build_model(_preset(name), fields, grid)
-    if name == "pangu_base":  # as many as were published
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(64e6, rel=0.05)
-        tables = [m.table.shape for m in model.modules() if isinstance(m, EarthAttention)]
-        entries = (2 * 12 - 1) * 6**2 * 2**2
-        assert set(tables) == {(4, 31, 6, entries), (4, 16, 12, entries)}
+    ):
+        with torch.device("meta"):
+            model = build_model(_preset(name), fields, grid)
+    # The last has as many parameters as were published.
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(64e6, rel=0.05)
+    tables = [m.table.shape for m in model.modules() if isinstance(m, EarthAttention)]
+    entries = (2 * 12 - 1) * 6**2 * 2**2
+    assert set(tables) == {(4, 31, 6, entries), (4, 16, 12, entries)}
 
 
-@pytest.mark.parametrize(
-    ("fields", "grid", "said"),
-    [
+def test_what_does_not_fit_is_refused_in_one_line():
+    for fields, grid, said in (
         (Fields.flat(3), (32, 64), "model.name: pangu needs variables on levels, but data.prog"),
         (FIELDS, (4, 64), "model.patch: [2, 2, 2] needs a grid of at least 5 rows and 5 columns"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(fields, grid, said):
-    with pytest.raises(UserError, match=re.escape(said)) as raised:
-        build_model(PanguConfig(**CONFIG), fields, grid)
-    assert "\n" not in str(raised.value)
-
-
-def test_another_grid_than_that_of_the_biases_is_refused():
+    ):
+        with pytest.raises(UserError, match=re.escape(said)) as raised:
+            build_model(PanguConfig(**CONFIG), fields, grid)
+        assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="EarthAttention: was built for 8 rows, got 9"):
         EarthAttention(4, 2, (1, 8, 8), (1, 4, 4), shifted=False)(torch.zeros(1, 1, 9, 8, 4))
 
@@ -323,10 +291,7 @@ def _sent(manager, shifted):
     return traffic.messages, traffic.bytes // (2 * 4 * 4 * 4)
 
 
-def test_windows_that_end_where_bands_do_send_nothing():
-    assert on_threads(4, _sent, False) == [(0, 0)] * 4
-
-
-def test_shifted_windows_send_half_a_window_each_way():
+def test_only_shifted_windows_send_half_a_window_each_way():
     """Two rows go to the neighbour whose window they are in, and two come home."""
+    assert on_threads(4, _sent, False) == [(0, 0)] * 4
     assert on_threads(4, _sent, True) == [(2, 4)] * 4

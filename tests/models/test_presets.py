@@ -17,28 +17,21 @@ from credit_dp.models import BUILDERS, build_model
 from credit_dp.training.build_training import build_training
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
+from tests.tier_cases import tiers
 
 # Three variables on three levels and one at the surface, a forcing and a static field.
 FIELDS = Fields(((0, 1, 2), (4, 5, 6), (7, 8, 9)), (3,), others=2)
 COLUMNS = 16
 # Each preset on a height that divides into its patches and windows, and on some that do not.
-CASES = [
-    ("unet", 2, 32),
-    ("unet", 3, 61),
-    ("unet", 4, 121),
-    ("pangu", 4, 32),
-    ("pangu", 3, 61),
-    ("swin", 2, 32),
-    ("swin", 4, 61),
-    ("swin", 3, 33),
-    ("crossformer", 2, 32),
-    ("crossformer", 4, 61),
-    ("crossformer", 3, 33),
-    ("sfno", 2, 32),
-    ("sfno", 3, 33),
-    ("sfno", 4, 61),
-    ("sfno", 4, 8),
-]
+CASES = tiers(
+    fast=[],
+    slow=[("unet", 3, 61), ("pangu", 3, 61), ("swin", 3, 33), ("sfno", 3, 33)],
+    exhaustive=[
+        ("crossformer", 3, 33),
+        *(("unet", 2, 32), ("unet", 4, 121), ("pangu", 4, 32), ("swin", 4, 61)),
+        *(("crossformer", 4, 61), ("sfno", 2, 32), ("sfno", 4, 61), ("sfno", 4, 8)),
+    ],
+)
 
 
 def _built(preset, rows):
@@ -51,7 +44,6 @@ def test_each_config_has_a_builder():
     assert set(MODELS.values()) == BUILDERS.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "ranks", "rows"), CASES)
 def test_sharded_equals_whole(preset, ranks, rows):
     shape = (1, FIELDS.inputs, rows, COLUMNS)
@@ -67,9 +59,9 @@ def test_all_unets_go_back_up_alike():
     assert {config.upsample for config in configs} == {UNetConfig().upsample} == {"bilinear"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "most"), [("unet_base", 91), ("pangu_base", 91), ("swin_base", 91)]
+    ("preset", "most"),
+    tiers(fast=[], slow=[("pangu_base", 91)], exhaustive=[("unet_base", 91), ("swin_base", 91)]),
 )
 def test_only_a_level_with_too_few_rows_is_refused(preset, most):
     config = Composer("train").compose_config([f"model={preset}"]).model

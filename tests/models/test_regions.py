@@ -31,7 +31,8 @@ from credit_dp.models.blocks import PolePad, pad_columns, pad_poles
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.domain_parallel.view.functions import assert_close, backward, run_whole
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_threads
+from tests.tier_cases import tiers
 
 EDGES = ("replicate", "reflect", "zeros")
 NUMPY_MODES = {"replicate": "edge", "reflect": "reflect", "zeros": "constant"}
@@ -70,77 +71,64 @@ def _numpy_pad(x, rows, columns, edges):
     return torch.from_numpy(padded).to(x.device)
 
 
-@pytest.mark.parametrize("edges", EDGES)
-def test_padding_is_that_of_numpy(edges):
+def test_padding_is_that_of_numpy():
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    expected = _numpy_pad(x, (2, 2), (3, 3), edges)
-    assert torch.equal(pad_columns(pad_poles(x, 2, edges), 3, edges), expected)
-    assert torch.equal(PolePad(2, edges, 3, edges)(x), expected)
+    for edges in EDGES:
+        expected = _numpy_pad(x, (2, 2), (3, 3), edges)
+        assert torch.equal(pad_columns(pad_poles(x, 2, edges), 3, edges), expected), edges
+        assert torch.equal(PolePad(2, edges, 3, edges)(x), expected), edges
 
 
-@pytest.mark.parametrize("edges", EDGES)
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda edges: PeriodicConv2d(3, 2, 5, 2, edges, edges),
-        lambda edges: LongRangeConv2d(3, (5, 5), edges, edges),
-    ],
-)
-def test_convolutions_pad_all_four_sides_alike(layer, edges):
-    conv, x = layer(edges).double(), torch.randn(2, 3, 7, 6, dtype=torch.float64)
-    inner = conv if isinstance(conv, nn.Conv2d) else conv.conv
-    padded = _numpy_pad(x, (2, 2), (2, 2), edges)
-    expected = F.conv2d(padded, inner.weight, inner.bias, inner.stride, groups=inner.groups)
-    torch.testing.assert_close(conv(x), expected)
+def test_convolutions_pad_all_four_sides_alike():
+    x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    for edges in EDGES:
+        for layer in (
+            PeriodicConv2d(3, 2, 5, 2, edges, edges),
+            LongRangeConv2d(3, (5, 5), edges, edges),
+        ):
+            conv = layer.double()
+            inner = conv if isinstance(conv, nn.Conv2d) else conv.conv
+            padded = _numpy_pad(x, (2, 2), (2, 2), edges)
+            expected = F.conv2d(padded, inner.weight, inner.bias, inner.stride, groups=inner.groups)
+            torch.testing.assert_close(conv(x), expected, msg=f"{type(layer).__name__}, {edges}")
 
 
-@pytest.mark.parametrize("edges", EDGES)
-@pytest.mark.parametrize(
-    ("config", "name"), [(UNET, "stem"), (DEPTHWISE, "encoder.0.0.mix"), (CROSSFORMER, "enlarge")]
-)
-def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes(config, name, edges):
-    config = type(config)(**vars(config) | {"edges": edges, "poles": "mirror"})
-    layer = _model(config, (9, 13), False, True).double().get_submodule(name)
-    x = torch.randn(2, 4 if "mix" in name else 3, 9, 13, dtype=torch.float64)
-    rows, columns = {
-        "stem": ((1, 1), (1, 1)),
-        "encoder.0.0.mix": ((2, 2), (1, 1)),
-        "enlarge": ((4, 3), (2, 1)),
-    }[name]
-    wide = torch.from_numpy(np.pad(x, ((0, 0), (0, 0), (0, 0), columns), "wrap"))
-    wide = _numpy_pad(wide, rows, (0, 0), edges)
-    if name == "enlarge":
-        assert torch.equal(layer(x), wide)
-        return
-    conv = getattr(layer, "conv", layer)
-    expected = F.conv2d(wide, conv.weight, conv.bias, groups=conv.groups)
-    torch.testing.assert_close(layer(x), expected)
+def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes():
+    for config, name, rows, columns in (
+        (UNET, "stem", (1, 1), (1, 1)),
+        (DEPTHWISE, "encoder.0.0.mix", (2, 2), (1, 1)),
+        (CROSSFORMER, "enlarge", (4, 3), (2, 1)),
+    ):
+        for edges in EDGES:
+            changed = type(config)(**vars(config) | {"edges": edges, "poles": "mirror"})
+            layer = _model(changed, (9, 13), False, True).double().get_submodule(name)
+            x = torch.randn(2, 4 if "mix" in name else 3, 9, 13, dtype=torch.float64)
+            wide = torch.from_numpy(np.pad(x, ((0, 0), (0, 0), (0, 0), columns), "wrap"))
+            expected = _numpy_pad(wide, rows, (0, 0), edges)
+            if name != "enlarge":
+                conv = getattr(layer, "conv", layer)
+                expected = F.conv2d(expected, conv.weight, conv.bias, groups=conv.groups)
+            torch.testing.assert_close(layer(x), expected, msg=f"{name}, {edges}")
 
 
-@pytest.mark.parametrize("edges", EDGES)
-@pytest.mark.parametrize(
-    ("config", "grid"),
-    [
-        (UNET, (9, 64)),
-        (DEPTHWISE, (9, 64)),
-        (PANGU, (9, 64)),
-        (SWIN, (9, 64)),
-        (CROSSFORMER, (8, 96)),
-    ],
-    ids=["unet", "unet of far rows", "pangu", "swin", "crossformer"],
-)
-def test_a_band_of_latitudes_has_no_seam(config, grid, edges):
+def test_a_band_of_latitudes_has_no_seam():
     """Turned by half a circle, a state has the same forecast, turned; of a box it has another."""
-    changes = {"edges": edges, "depths": [2, 2, 1, 1]} if config is PANGU else {"edges": edges}
-    config = type(config)(**vars(config) | changes)
-    x = torch.randn(1, _fields(config).inputs, *grid, dtype=torch.float64)
-    half = grid[1] // 2
-    for is_periodic in (True, False):
-        torch.manual_seed(0)
-        model = _model(config, grid, False, is_periodic).double()
-        turned = model(x.roll(half, -1)).roll(-half, -1)
-        error = (turned - model(x)).abs().max() / turned.abs().max()
-        assert (error < 1e-12) == is_periodic
+    for config, grid, changes in (
+        (UNET, (9, 64), {"edges": "replicate"}),
+        (DEPTHWISE, (9, 64), {"edges": "reflect"}),
+        (PANGU, (9, 64), {"edges": "zeros", "depths": [2, 2, 1, 1]}),
+        (SWIN, (9, 64), {"edges": "reflect"}),
+        (CROSSFORMER, (8, 96), {"edges": "zeros"}),
+    ):
+        changed = type(config)(**vars(config) | changes)
+        x = torch.randn(1, _fields(config).inputs, *grid, dtype=torch.float64)
+        half = grid[1] // 2
+        for is_periodic in (True, False):
+            torch.manual_seed(0)
+            model = _model(changed, grid, False, is_periodic).double()
+            turned = model(x.roll(half, -1)).roll(-half, -1)
+            error = (turned - model(x)).abs().max() / turned.abs().max()
+            assert (error < 1e-12) == is_periodic, config
 
 
 def test_upsampling_with_replicated_edges_is_that_of_torch():
@@ -156,48 +144,58 @@ def test_columns_beyond_those_that_reflection_can_show():
         PolePad(1, "zeros", 1, "earth")
 
 
-@pytest.mark.parametrize("edges", EDGES)
-def test_whole_windows_of_the_crossformer_pad_the_region(edges):
-    model = _model(CrossFormerConfig(**vars(CROSSFORMER) | {"edges": edges}), (9, 13))
-    x = torch.randn(1, 3, 9, 13, dtype=torch.float64)
-    wide = model.enlarge(x)
-    assert wide.shape == (1, 3, 16, 16)
-    # An odd number of rows or columns is rounded up, and one cut off in the south or east.
-    assert torch.equal(wide, _numpy_pad(x, (4, 3), (2, 1), edges))
-    assert torch.equal(model.crop(wide), x)
+def test_whole_windows_of_the_crossformer_pad_the_region():
+    for edges in EDGES:
+        model = _model(CrossFormerConfig(**vars(CROSSFORMER) | {"edges": edges}), (9, 13))
+        x = torch.randn(1, 3, 9, 13, dtype=torch.float64)
+        wide = model.enlarge(x)
+        assert wide.shape == (1, 3, 16, 16)
+        # An odd number of rows or columns is rounded up, and one cut off in the south or east.
+        assert torch.equal(wide, _numpy_pad(x, (4, 3), (2, 1), edges)), edges
+        assert torch.equal(model.crop(wide), x), edges
 
 
-@pytest.mark.parametrize("edges", EDGES)
-def test_whole_cubes_of_pangu_pad_the_region(edges):
-    config = PanguConfig(**vars(PANGU) | {"edges": edges, "patch": [2, 2, 3]})
-    embedding = _model(config, (7, 10)).double().embedding
-    x = torch.randn(1, LEVELS.inputs, 7, 10, dtype=torch.float64)
-    levels = x[:, [1, 2, 3, 4, 5, 6]].unflatten(1, (2, 3))
-    widths = ((0, 0), (0, 0), (0, 1), (0, 1), (0, 2))
-    upper = torch.from_numpy(np.pad(levels.cpu(), widths, NUMPY_MODES[edges])).to(x.device)
-    conv = embedding.upper[1]
-    tokens = F.conv3d(upper, conv.weight, conv.bias, (2, 2, 3))
-    conv = embedding.surface[1]
-    surface = _numpy_pad(x[:, [0, 7]], (0, 1), (0, 2), edges)
-    surface = F.conv2d(surface, conv.weight, conv.bias, (2, 3))
-    torch.testing.assert_close(embedding(x), torch.cat([tokens, surface[:, :, None]], 2))
+def test_whole_cubes_of_pangu_pad_the_region():
+    for edges in EDGES:
+        config = PanguConfig(**vars(PANGU) | {"edges": edges, "patch": [2, 2, 3]})
+        embedding = _model(config, (7, 10)).double().embedding
+        x = torch.randn(1, LEVELS.inputs, 7, 10, dtype=torch.float64)
+        levels = x[:, [1, 2, 3, 4, 5, 6]].unflatten(1, (2, 3))
+        widths = ((0, 0), (0, 0), (0, 1), (0, 1), (0, 2))
+        upper = torch.from_numpy(np.pad(levels.cpu(), widths, NUMPY_MODES[edges])).to(x.device)
+        conv = embedding.upper[1]
+        tokens = F.conv3d(upper, conv.weight, conv.bias, (2, 2, 3))
+        conv = embedding.surface[1]
+        surface = _numpy_pad(x[:, [0, 7]], (0, 1), (0, 2), edges)
+        surface = F.conv2d(surface, conv.weight, conv.bias, (2, 3))
+        expected = torch.cat([tokens, surface[:, :, None]], 2)
+        torch.testing.assert_close(embedding(x), expected, msg=edges)
 
 
 CONFIGS = {
-    "unet": (UNET, (16, 64)),
-    "unet of far rows": (DEPTHWISE, (16, 64)),
-    "pangu": (PANGU, (9, 64)),
-    "pangu whose windows don't divide the columns": (PANGU, (9, 76)),
-    "swin": (SWIN, (9, 64)),
-    "swin whose windows don't divide the columns": (SWIN, (9, 76)),
-    "crossformer": (CROSSFORMER, (8, 96)),
+    "unet": (UNET, (16, 64), "replicate"),
+    "unet of far rows": (DEPTHWISE, (16, 64), "zeros"),
+    "pangu": (PANGU, (9, 64), "reflect"),
+    "pangu whose windows don't divide the columns": (PANGU, (9, 76), "replicate"),
+    "swin": (SWIN, (9, 64), "zeros"),
+    "swin whose windows don't divide the columns": (SWIN, (9, 76), "reflect"),
+    "crossformer": (CROSSFORMER, (8, 96), "replicate"),
 }
 
 
-@pytest.mark.parametrize("edges", EDGES)
-@pytest.mark.parametrize(("config", "grid"), CONFIGS.values(), ids=CONFIGS)
-def test_a_region_has_no_way_round_the_globe(config, grid, edges):
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        fast=[("unet of far rows",), ("pangu",), ("swin whose windows don't divide the columns",)],
+        slow=[("crossformer",)],
+        exhaustive=[
+            *(("unet",), ("swin",), ("pangu whose windows don't divide the columns",)),
+        ],
+    ),
+)
+def test_a_region_has_no_way_round_the_globe(name):
     """Models without what depends on the whole grid: norms of groups, groups of distant points."""
+    config, grid, edges = CONFIGS[name]
     changes = {"edges": edges, "depths": [1, 2, 1, 1]} if config is PANGU else {"edges": edges}
     changes |= {"depths": [1, 2, 1]} if config is SWIN else {}
     changes |= {"global_windows": [1, 1], "poles": "mirror"} if config is CROSSFORMER else {}
@@ -208,9 +206,9 @@ def test_a_region_has_no_way_round_the_globe(config, grid, edges):
         torch.manual_seed(0)
         model = _model(config, grid, is_global).double()
         for module in list(model.modules()):
-            for name, child in module.named_children():
+            for child_name, child in module.named_children():
                 if isinstance(child, nn.GroupNorm):
-                    setattr(module, name, nn.Identity())
+                    setattr(module, child_name, nn.Identity())
         x = torch.randn(1, _fields(config).inputs, *grid, dtype=torch.float64, requires_grad=True)
         model(x)[..., 0].square().sum().backward()
         return x.grad.abs().amax((0, 1, 2)) > 0
@@ -310,12 +308,6 @@ def test_a_rank_without_windows_takes_part():
     on_threads(2, assert_same_as_whole_globe, _model, (config, (3, 4)), shape, MODEL)
 
 
-@pytest.mark.parametrize("is_periodic", [False, True])
-def test_bands_of_a_region_equal_the_whole_on_processes(is_periodic):
-    case = (_model, (PANGU, (13, 20), False, is_periodic), (1, LEVELS.inputs, 13, 20), MODEL)
-    on_processes(2, assert_same_as_whole_globe, *case)
-
-
 class _Whole(nn.Module):
     def __init__(self, *arguments):
         super().__init__()
@@ -337,30 +329,38 @@ def _band_in_view(manager, model, x, weights):
     return outputs[0].detach(), *backward(model, band, outputs, local)[:2]
 
 
-@pytest.mark.parametrize("edges", ["replicate", pytest.param("reflect", marks=pytest.mark.slow)])
+VIEWED = {
+    "unet": (UNET, (11, 7), False, "replicate"),
+    "unet of far rows": (DEPTHWISE, (11, 7), True, "reflect"),
+    "pangu": (PANGU, (13, 20), False, "replicate"),
+    "swin": (SWIN, (13, 20), False, "reflect"),
+    "crossformer": (CROSSFORMER, (9, 13), False, "replicate"),
+}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "config", "grid", "is_periodic"),
-    [
-        (2, UNET, (11, 7), False),
-        (3, PANGU, (13, 20), False),
-        (3, SWIN, (13, 20), False),
-        (2, CROSSFORMER, (9, 13), False),
-        (2, DEPTHWISE, (11, 7), True),
-    ],
+    "name",
+    tiers(
+        fast=[("unet of far rows",), ("pangu",)],
+        slow=[("crossformer",)],
+        exhaustive=[("unet",), ("swin",)],
+    ),
 )
-def test_the_global_view_of_a_region_equals_the_whole(ranks, config, grid, is_periodic, edges):
+def test_the_global_view_of_a_region_equals_the_whole(name):
     torch.manual_seed(0)
+    config, grid, is_periodic, edges = VIEWED[name]
     config = type(config)(**vars(config) | {"edges": edges})
     model = _Whole(config, grid, False, is_periodic).double()
     x = torch.randn(2, _fields(config).inputs, *grid, dtype=torch.float64)
     (expected,), weights, input_grad, parameters, _ = run_whole(model, x)
+    ranks = 2 if name == "crossformer" else 3
     results = on_threads(ranks, _band_in_view, model, x, weights)
     outputs, input_grads, grads = zip(*results, strict=True)
     assert_close(torch.cat(outputs, -2), expected.detach(), "output")
     assert_close(torch.cat(input_grads, -2), input_grad, "input gradient")
     largest = max(float(grad.abs().max()) for grad in parameters.values())
-    for name, grad in parameters.items():
-        assert_close(sum(part[name] for part in grads), grad, name, 1e-3 * largest)
+    for parameter, grad in parameters.items():
+        assert_close(sum(part[parameter] for part in grads), grad, parameter, 1e-3 * largest)
 
 
 def test_a_shape_is_a_tuple_that_knows_whether_it_is_a_region():
@@ -394,38 +394,29 @@ def test_own_models_learn_whether_the_grid_is_a_region():
     assert build_model(_OwnConfig(), FLAT, tropics).seen == ((9, 8), False, True)
 
 
-@pytest.mark.parametrize(
-    ("config", "grid", "message"),
-    [
-        (DEPTHWISE, (5, 9), r"model.kernel: can have up to 5 .* coarsest level has 3"),
-        (PanguConfig(**vars(PANGU) | {"patch": [8, 2, 2]}), (9, 9), "cubes of 8 levels from 3"),
-    ],
-)
-def test_reflection_refuses_what_it_can_not_show(config, grid, message):
-    if config is DEPTHWISE:
-        config = UNetConfig(**vars(config) | {"kernel": [7, 3]})
-    _model(config, grid)  # replicated edges have no limit
-    with pytest.raises(UserError, match=message):
-        _model(type(config)(**vars(config) | {"edges": "reflect"}), grid)
+def test_edges_that_are_unknown_or_that_reflection_can_not_show_are_refused():
+    for config, changes, grid, message in (
+        (DEPTHWISE, {"kernel": [7, 3]}, (5, 9), r"model.kernel: can have up to 5 .* level has 3"),
+        (PANGU, {"patch": [8, 2, 2]}, (9, 9), "cubes of 8 levels from 3"),
+    ):
+        changed = vars(config) | changes
+        _model(type(config)(**changed), grid)  # replicated edges have no limit
+        with pytest.raises(UserError, match=message):
+            _model(type(config)(**changed | {"edges": "reflect"}), grid)
+    with pytest.raises(UserError, match=r"model\.edges"):
+        UNetConfig(edges="circular")
 
 
-@pytest.mark.parametrize("is_global", [True, False])
-@pytest.mark.parametrize(
-    ("config", "grid"),
-    [
+def test_only_the_globe_is_advised_to_have_a_finer_grid():
+    for config, grid in (
         (UNET, (2, 2)),
         (PANGU, (4, 4)),
         (CROSSFORMER, (1, 1)),
         (CrossFormerConfig(**vars(CROSSFORMER) | {"kernels": [[32], [2]]}), (9, 8)),
-    ],
-)
-def test_only_the_globe_is_advised_to_have_a_finer_grid(config, grid, is_global):
-    with pytest.raises(UserError) as error:
-        _model(config, grid, is_global)
-    assert str(error.value).endswith(" or a finer data.grid.") == is_global
-    assert ("data.grid" in str(error.value)) == is_global
-
-
-def test_an_unknown_mode_of_edges():
-    with pytest.raises(UserError, match=r"model\.edges"):
-        UNetConfig(edges="circular")
+    ):
+        for is_global in (True, False):
+            with pytest.raises(UserError) as error:
+                _model(config, grid, is_global)
+            line = str(error.value)
+            assert line.endswith(" or a finer data.grid.") == is_global, (config, line)
+            assert ("data.grid" in line) == is_global, (config, line)

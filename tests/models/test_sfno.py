@@ -13,6 +13,7 @@ from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models import build_model
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
 
 FIELDS = Fields.flat(2, 1)
@@ -42,13 +43,16 @@ def _coefficients(transform, channels=3):
     return x
 
 
-@pytest.mark.parametrize("latitude", LATITUDES.values(), ids=LATITUDES)
-@pytest.mark.parametrize("scale", [1, 2, 3])
-def test_analysis_inverts_synthesis(latitude, scale):
-    model = _model(len(latitude), 40, latitude, scale=scale)
-    for transform in (model.outer, model.inner):
-        x = _coefficients(transform)
-        assert (transform.analyse(transform.synthesise(x)) - x).abs().max() < 1e-12
+def test_analysis_inverts_synthesis():
+    for (kind, latitude), scale in zip(LATITUDES.items(), (1, 2, 3, 1, 2), strict=True):
+        model = _model(len(latitude), 40, latitude, scale=scale)
+        for transform in (model.outer, model.inner):
+            x = _coefficients(transform)
+            assert (transform.analyse(transform.synthesise(x)) - x).abs().max() < 1e-12, kind
+    fine = _model(181, 8, scale=1).outer
+    x = _coefficients(fine, 1)
+    error = (fine.analyse(fine.synthesise(x)) - x).abs().max() / x.abs().max()
+    assert error < 1e-12
 
 
 def test_waves_of_order_0_are_real(monkeypatch):
@@ -67,14 +71,6 @@ def test_waves_of_order_0_are_real(monkeypatch):
     assert not x.grad[:, :, :, 0, 1].any()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(181, 360), (180, 30), (721, 8)])
-def test_fine_grids_are_exact_too(rows, columns):
-    transform = _model(rows, columns, scale=1).outer
-    x = _coefficients(transform, 1)
-    error = (transform.analyse(transform.synthesise(x)) - x).abs().max() / x.abs().max()
-    assert error < 1e-12
-
-
 # Harmonics as in textbooks, over their root mean squares: 1/2 |c|^2 is the mean square of a wave.
 HARMONICS = {
     (0, 0): lambda lat: np.ones_like(lat),
@@ -87,17 +83,17 @@ HARMONICS = {
 }
 
 
-@pytest.mark.parametrize("latitude", LATITUDES.values(), ids=LATITUDES)
-@pytest.mark.parametrize(("degree", "order"), HARMONICS)
-def test_a_harmonic_is_one_coefficient(latitude, degree, order):
-    transform = _model(len(latitude), 40, latitude).outer
+def test_a_harmonic_is_one_coefficient():
     longitude = 2 * math.pi * np.arange(40) / 40
-    field = HARMONICS[degree, order](np.deg2rad(latitude))[:, None] * np.cos(order * longitude - 1)
-    found = transform.analyse(torch.from_numpy(field)[None, None])[0, 0]
-    expected = torch.zeros_like(found)
     phase = torch.tensor([math.cos(1), -math.sin(1)], dtype=torch.float64)
-    expected[degree, order] = phase / 2 if order else phase * torch.tensor([1, 0])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for kind, latitude in LATITUDES.items():
+        transform = _model(len(latitude), 40, latitude).outer
+        for (degree, order), rows in HARMONICS.items():
+            field = rows(np.deg2rad(latitude))[:, None] * np.cos(order * longitude - 1)
+            found = transform.analyse(torch.from_numpy(field)[None, None])[0, 0]
+            expected = torch.zeros_like(found)
+            expected[degree, order] = phase / 2 if order else phase * torch.tensor([1, 0])
+            assert (found - expected).abs().max() < 1e-12, (kind, degree, order)
 
 
 def test_a_filter_multiplies_by_complex_matrices():
@@ -109,16 +105,17 @@ def test_a_filter_multiplies_by_complex_matrices():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("rows", [16, 17])
-def test_a_turned_state_has_the_turned_forecast(rows):
-    model = _model(rows, 32)
-    x = torch.randn(2, 3, rows, 32, dtype=torch.float64)
-    torch.testing.assert_close(model(x.roll(4, -1)), model(x).roll(4, -1), rtol=0, atol=1e-12)
-    # About an axis through the equator by half a turn, where real matrices are all that commutes.
-    for block in model.blocks:
-        block.filter.weight.data[:, 1] = 0
-    turned = model(x.flip(-2, -1).roll(1, -1))
-    torch.testing.assert_close(turned, model(x).flip(-2, -1).roll(1, -1), rtol=0, atol=1e-12)
+def test_a_turned_state_has_the_turned_forecast():
+    for rows in (16, 17):
+        model = _model(rows, 32)
+        x = torch.randn(2, 3, rows, 32, dtype=torch.float64)
+        error = (model(x.roll(4, -1)) - model(x).roll(4, -1)).abs().max()
+        assert error < 1e-12, rows
+        # About an axis through the equator by half a turn, where only real matrices commute.
+        for block in model.blocks:
+            block.filter.weight.data[:, 1] = 0
+        error = (model(x.flip(-2, -1).roll(1, -1)) - model(x).flip(-2, -1).roll(1, -1)).abs().max()
+        assert error < 1e-12, rows
 
 
 def test_degrees_are_those_that_rows_integrate_and_the_coarser_grid_has():
@@ -139,20 +136,24 @@ def test_coefficients_are_in_float32_under_autocast():
     assert torch.equal(found, model.blocks[0].filter(wanted))
 
 
-@pytest.mark.parametrize(
-    ("grid", "start"),
-    [
+def test_a_grid_without_harmonics_is_refused():
+    for grid, start in (
         (GridShape((16, 32), False), "model: sfno needs the globe, "),
         (GridShape((16, 32), False, True), "model: sfno needs the globe, "),
         (GridShape((2, 32)), "model.scale: 2 leaves 1x16 points of the grid of 2x32, "),
         (GridShape((16, 4)), "model.scale: 2 leaves 8x2 points of the grid of 16x4, "),
         (Grid(healpix_rows(16)[0], np.arange(32) * 11.25), "model: needs rows that are evenly "),
-    ],
-)
-def test_a_grid_without_harmonics_is_refused(grid, start):
-    with pytest.raises(UserError) as error:
-        build_model(SFNOConfig(), FIELDS, grid)
-    assert str(error.value).startswith(start)
+    ):
+        with pytest.raises(UserError) as error:
+            build_model(SFNOConfig(), FIELDS, grid)
+        assert str(error.value).startswith(start), grid
+
+
+def test_sharded_equals_whole():
+    """Through the global view, in which nothing runs whole."""
+    options = (0.0, True, 0, None, "allow")
+    case = (_model, (17, 32), (2, 3, 17, 32), MODEL, *options)
+    on_threads(3, assert_same_as_whole_globe, *case)
 
 
 def _sent(manager, rows, columns):
@@ -167,6 +168,7 @@ def _sent(manager, rows, columns):
     return traffic.bytes - before[0], traffic.messages - before[1], sum(whole.values())
 
 
+@pytest.mark.slow
 def test_bands_send_each_coefficient_once():
     """Rows are exchanged for orders, and back: of each all but a rank's own part is sent."""
     ranks, rows, columns, orders, channels, blocks = 4, 33, 64, 16, 4, 2

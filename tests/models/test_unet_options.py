@@ -21,6 +21,7 @@ from credit_dp.models.unet import (
 )
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
+from tests.tier_cases import tiers
 
 BATCH = 3
 ALL = {
@@ -50,59 +51,42 @@ def _evaluating(options):
     return _small(options).eval()
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 19), (3, 33), (4, 16)])
-def test_sharded_equals_whole(ranks, rows):
-    _same(ranks, _small, {**ALL, "activation_checkpointing": False}, (BATCH, 5, rows, 8))
-
-
 MIXER = {"block": "global_depthwise", "kernel": [9, 5]}
+KEPT = {**ALL, "activation_checkpointing": False}
+# Every upsampling, each with another row beyond the poles.
+UPSAMPLING = tuple(zip(UNET_UPSAMPLING, ("earth", "reflect", "mirror"), strict=True))
+OPTIONS = {
+    "all": KEPT,
+    "mixer": KEPT | MIXER,
+    "large mixer": MIXER | {"kernel": [31, 31]},
+    **{upsample: {"upsample": upsample, "poles": poles} for upsample, poles in UPSAMPLING},
+}
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 19), (3, 21), (4, 16)])
-def test_sharded_mixer_equals_whole(ranks, rows):
-    options = {**ALL, **MIXER, "activation_checkpointing": False}
-    _same(ranks, _small, options, (BATCH, 5, rows, 8))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "rows", "options"),
-    [(2, 17, {**MIXER, "kernel": [31, 31]}), (4, 29, {**MIXER, **ALL})],
+    ("ranks", "rows", "name"),
+    tiers(
+        fast=[(3, 33, "all"), (3, 21, "mixer"), *((3, 22, x) for x in UNET_UPSAMPLING)],
+        slow=[],
+        exhaustive=[
+            *((2, 19, "all"), (4, 16, "mixer"), (2, 17, "large mixer")),
+            *((2, 16, x) for x in UNET_UPSAMPLING),
+        ],
+    ),
 )
-def test_sharded_mixer_equals_whole_everywhere(ranks, rows, options):
-    _same(ranks, _large, options, (BATCH, 5, rows, 9))
-
-
-RANKS = (2, 3, 4)
-
-
-@pytest.mark.parametrize("upsample", UNET_UPSAMPLING)
-@pytest.mark.parametrize(("ranks", "rows", "poles"), [(2, 17, "earth"), (3, 22, "reflect")])
-def test_every_upsampling_on_bands_equals_whole(upsample, ranks, rows, poles):
-    _same(ranks, _small, {"upsample": upsample, "poles": poles}, (1, 5, rows, 7))
+def test_options_on_bands_equal_whole(ranks, rows, name):
+    _same(ranks, _small, OPTIONS[name], (BATCH, 5, rows, 7))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("turn", "upsample"), [*enumerate(UNET_UPSAMPLING)])
-@pytest.mark.parametrize(("number", "rows"), [*enumerate([16, 29, 33])])
-def test_every_upsampling_on_bands_equals_whole_everywhere(number, rows, turn, upsample):
-    """Every two of ranks, rows and upsampling meet."""
-    poles = ("earth", "zeros", "mirror")[(number + 2 * turn) % 3]
-    ranks = RANKS[(number + turn) % 3]
-    _same(ranks, _large, {"upsample": upsample, "poles": poles}, (1, 5, rows, 9))
+@pytest.mark.parametrize("name", ALL)
+def test_each_option_alone_on_bands_equals_whole(name):
+    _same(3, _small, {name: ALL[name]}, (BATCH, 5, 32, 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 17), (3, 32), (4, 33)])
-@pytest.mark.parametrize("options", [{name: value} for name, value in ALL.items()], ids=ALL)
-def test_each_option_alone_on_bands_equals_whole(options, ranks, rows):
-    _same(ranks, _small, options, (BATCH, 5, rows, 9))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 33), (4, 61)])
-def test_all_options_on_bands_equal_whole(ranks, rows):
-    _same(ranks, _large, ALL, (BATCH, 5, rows, 9))
+def test_all_options_on_bands_equal_whole():
+    _same(2, _large, {**ALL, **MIXER}, (BATCH, 5, 33, 9))
 
 
 @pytest.mark.slow
@@ -149,14 +133,14 @@ def test_computing_again_keeps_less():
     assert kept_bytes(activation_checkpointing=True) < 0.7 * kept_bytes()
 
 
-@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
-def test_what_is_dropped_is_there_without_training(option):
-    torch.manual_seed(0)
-    plain, model = _unet(), _unet(**{option: 0.5})
-    model.load_state_dict(plain.state_dict())  # neither has parameters
-    x = torch.randn(BATCH, 5, 9, 8)
-    assert not torch.allclose(model(x), plain(x))
-    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+def test_what_is_dropped_is_there_without_training():
+    for option in ("dropout", "stochastic_depth"):
+        torch.manual_seed(0)
+        plain, model = _unet(), _unet(**{option: 0.5})
+        model.load_state_dict(plain.state_dict())  # neither has parameters
+        x = torch.randn(BATCH, 5, 9, 8)
+        assert not torch.allclose(model(x), plain(x)), option
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x), msg=option)
 
 
 def test_a_gate_scales_channels_by_what_their_global_means_say():
@@ -179,13 +163,13 @@ def test_conditioning_goes_by_global_means_only():
     assert modulate(y, scale_and_shift.view(1, 4, 1, 1)).flatten().tolist() == [2.5, 0.0]
 
 
-@pytest.mark.parametrize("upsample", ["nearest", "bilinear"])
-def test_a_resized_field_without_contrasts_has_no_checkerboard(upsample):
+def test_a_resized_field_without_contrasts_has_no_checkerboard():
     torch.manual_seed(0)
     flat = torch.ones(1, 8, 5, 4)
-    finer = _unet(upsample=upsample).up[0](flat)
-    assert finer.shape == (1, 4, 10, 8)
-    torch.testing.assert_close(finer, finer[..., :1, :1].expand_as(finer))
+    for upsample in ("nearest", "bilinear"):
+        finer = _unet(upsample=upsample).up[0](flat)
+        assert finer.shape == (1, 4, 10, 8)
+        torch.testing.assert_close(finer, finer[..., :1, :1].expand_as(finer), msg=upsample)
     assert _unet(upsample="transpose").up[0](flat).std((-2, -1)).min() > 0
 
 
@@ -206,11 +190,11 @@ def _blurred(x):
     return (x.roll(1, -1) + 6 * x + x.roll(-1, -1)) / 8
 
 
-@pytest.mark.parametrize(("poles", "beyond"), [("zeros", 0.0), ("mirror", 1.0), ("reflect", 5.0)])
-def test_bilinear_sees_beyond_the_poles_what_convolutions_see(poles, beyond):
+def test_bilinear_sees_beyond_the_poles_what_convolutions_see():
     x = torch.tensor([1.0, 5.0, 9.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4)
-    first = PeriodicUpsample(poles)(x)[0, 0, 0]
-    assert first.tolist() == [(3 * 1.0 + beyond) / 4] * 8
+    for poles, beyond in (("zeros", 0.0), ("mirror", 1.0), ("reflect", 5.0)):
+        first = PeriodicUpsample(poles)(x)[0, 0, 0]
+        assert first.tolist() == [(3 * 1.0 + beyond) / 4] * 8, poles
 
 
 def test_rates_rise_from_the_first_block_to_the_last():
@@ -231,46 +215,29 @@ def _wrapped(x, columns):
     return around[..., turns * width - columns : (turns + 1) * width + columns]
 
 
-@pytest.mark.parametrize("columns", [1, 5, 11, 31])
-def test_long_range_kernels_go_around_the_globe_and_not_over_the_poles(columns):
-    torch.manual_seed(0)
-    layer, x = LongRangeConv2d(3, (7, columns)), torch.randn(2, 3, 5, 6)
-    plain = F.pad(_wrapped(x, columns // 2), (0, 0, 3, 3))
-    expected = F.conv2d(plain, layer.weight, layer.bias, groups=3)
-    torch.testing.assert_close(layer(x), expected)
-    turned = layer(x.roll(2, -1)).roll(-2, -1)
-    torch.testing.assert_close(turned, expected)
+def test_long_range_kernels_go_around_the_globe_and_not_over_the_poles():
+    for columns in (1, 5, 11, 31):
+        torch.manual_seed(0)
+        layer, x = LongRangeConv2d(3, (7, columns)), torch.randn(2, 3, 5, 6)
+        plain = F.pad(_wrapped(x, columns // 2), (0, 0, 3, 3))
+        expected = F.conv2d(plain, layer.weight, layer.bias, groups=3)
+        torch.testing.assert_close(layer(x), expected, msg=str(columns))
+        turned = layer(x.roll(2, -1)).roll(-2, -1)
+        torch.testing.assert_close(turned, expected, msg=str(columns))
 
 
-def test_a_kernel_as_large_as_the_globe_reaches_every_row_of_its_channel():
-    layer, x = LongRangeConv2d(2, (9, 1)), torch.randn(1, 2, 5, 3, requires_grad=True)
-    for row in (0, 4):
-        (grad,) = torch.autograd.grad(layer(x)[0, 0, row, 1], x)
-        assert (grad[0, 0, :, 1] != 0).all()
-        assert grad.count_nonzero() == 5
-
-
-def test_blocks_are_chosen_by_name():
-    names = _names(**MIXER)
-    assert "encoder.0.0.mix.weight" in names
-    assert not any("conv1" in name for name in names)
-    assert _unet(**MIXER).get_parameter("encoder.0.0.mix.weight").shape == (4, 1, 9, 5)
-    assert [s.name for s in _unet(**MIXER).segments()] == [s.name for s in _unet().segments()]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_choices_that_are_refused():
+    for options, message in (
         ({"upsample": "cubic"}, r"model\.upsample: needs one of transpose, nearest, bilinear"),
         ({"block": "global"}, r"model\.block: needs one of residual, global_depthwise"),
         ({"kernel": [31]}, r"model\.kernel: needs 2 entries, got 1"),
         ({"kernel": [31, 4]}, r"model\.kernel: needs odd numbers of rows and columns, got 4"),
         ({"kernel": [-1, 3]}, r"model\.kernel: .*got -1"),
-    ],
-)
-def test_choices_that_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        UNetConfig(**options)
+    ):
+        with pytest.raises(UserError, match=message):
+            UNetConfig(**options)
+    with pytest.raises(UserError, match=r"model\.global_conditioning: .*model\.channels"):
+        _unet(channels=(8,), global_conditioning=True)  # one level has no decoder to condition
 
 
 def _names(**options):
@@ -278,24 +245,19 @@ def _names(**options):
 
 
 def test_options_add_names_and_change_none():
+    def up(name):
+        return {key for key in _names(upsample=name) if key.startswith("up.0.")}
+
     plain = _names()
     assert _names(dropout=0.1, stochastic_depth=0.1, activation_checkpointing=True) == plain
     added = _names(squeeze_excite=True, global_conditioning=True)
     assert plain < added
     assert {name.split(".")[-3] for name in added - plain} <= {"gate", "globe", "heads"}
-
-
-def test_the_transposed_convolution_has_the_names_that_it_always_had():
-    def up(name):
-        return {key for key in _names(upsample=name) if key.startswith("up.0.")}
-
     assert up("transpose") == {"up.0.weight", "up.0.bias"}
     assert up("nearest") == up("bilinear") == {"up.0.0.weight", "up.0.0.bias"}
-
-
-def test_one_level_has_no_decoder_to_condition():
-    with pytest.raises(UserError, match=r"model\.global_conditioning: .*model\.channels"):
-        _unet(channels=(8,), global_conditioning=True)
+    mixer = _unet(**MIXER)
+    assert mixer.get_parameter("encoder.0.0.mix.weight").shape == (4, 1, 9, 5)
+    assert [s.name for s in mixer.segments()] == [s.name for s in _unet().segments()]
 
 
 def test_recomputing_a_block_leaves_the_draws_of_the_next_forward():

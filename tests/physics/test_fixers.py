@@ -22,6 +22,7 @@ from credit_dp.physics.fixers import Fixers, build_fixers, count_fixer_memory, f
 from credit_dp.training.forecast_step import ForecastStep
 from tests.physics import atmospheres as air
 from tests.ranks import on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import alone
 
 ALL = ("nonnegative", "dry_air", "water", "energy")
@@ -112,17 +113,17 @@ def errors(kind: str, fields: torch.Tensor, last: torch.Tensor) -> dict[str, flo
     }
 
 
-@pytest.mark.parametrize("kind", air.KINDS)
-def test_budgets_are_closed(kind):
-    last = air.fields(kind, seed=1)[:, : air.states()]
-    fields = air.fields(kind)
-    found = built(kind, ALL)(fields, last)
-    open_before, closed = errors(kind, fields, last), errors(kind, found, last)
-    assert min(open_before.values()) > 1e-6
-    assert max(closed.values()) < 1e-13
+def test_budgets_are_closed():
+    for kind in air.KINDS:
+        last = air.fields(kind, seed=1)[:, : air.states()]
+        fields = air.fields(kind)
+        found = built(kind, ALL)(fields, last)
+        open_before, closed = errors(kind, fields, last), errors(kind, found, last)
+        assert min(open_before.values()) > 1e-6, kind
+        assert max(closed.values()) < 1e-13, kind
 
 
-@pytest.mark.parametrize("kind", air.KINDS)
+@pytest.mark.parametrize("kind", ["pressure", pytest.param("model", marks=pytest.mark.exhaustive)])
 def test_budgets_stay_closed_over_forty_steps_in_single_precision(kind):
     shape = (1, len(air.channels(kind)), air.ROWS, air.COLUMNS)
     draw = torch.Generator().manual_seed(3)
@@ -250,8 +251,14 @@ def on_band(manager: DomainParallelManager, kind: str, names: tuple[str, ...]) -
     return gradients(fixers, fields, last[:, : air.states()], weight)
 
 
-@pytest.mark.parametrize("kind", air.KINDS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    tiers(
+        fast=[(3, "pressure"), (3, "model")],
+        slow=[],
+        exhaustive=[(2, "pressure"), (4, "model")],
+    ),
+)
 def test_bands_equal_the_globe(ranks, kind):
     fields, last, weight = (air.fields(kind, seed=seed) for seed in (0, 1, 2))
     with air.NoCumulativeSums():
@@ -279,8 +286,7 @@ def test_variables_are_read_and_written_through_quantiles_of_each_level():
     assert physical.normalised_bound(start, mean + 2 * std) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("rain", ["log1p(1e-4)", "quantile"])
-@pytest.mark.parametrize("kind", air.KINDS)
+@pytest.mark.parametrize(("kind", "rain"), [("pressure", "log1p(1e-4)"), ("model", "quantile")])
 def test_backward_computes_fixers_again(kind, rain):
     fixers = built(kind, ALL, rain=rain)
     fields, last = air.fields(kind, 1).float().requires_grad_(), air.fields(kind, 1, 1).float()
@@ -338,7 +344,7 @@ def test_surface_pressure_follows_from_mass():
         assert torch.allclose(layers.surface_pressure(mass, share), pressure, rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("kind", air.KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("pressure", marks=pytest.mark.exhaustive), "model"])
 def test_total_water_stands_for_vapour_and_condensates(kind):
     names = [c for c in air.channels(kind) if c.variable != air.WATER[1]]
     kept = [i for i, c in enumerate(air.channels(kind)) if c in names]
@@ -364,7 +370,7 @@ def test_total_water_stands_for_vapour_and_condensates(kind):
     assert has_variable(["specific_total_water"], "specific_humidity", 6)
 
 
-@pytest.mark.parametrize("name", ["dry_air", "water"])
+@pytest.mark.parametrize("name", ["dry_air", pytest.param("water", marks=pytest.mark.exhaustive)])
 def test_condensates_that_are_no_state_do_not_count(name):
     fields = air.fields("model")
     order = [i for i in range(fields.shape[1]) if not 4 <= i < 8]  # the state has no liquid water
@@ -401,12 +407,9 @@ def test_numbers_stay_in_double_precision_if_a_model_is_cast():
         fixers._apply(without_doubles)
 
 
-def test_bounds_of_an_unknown_variable_are_refused():
+def test_unknown_bounds_and_budgets_of_a_region_are_refused():
     with pytest.raises(UserError, match=r"model.bounds.wind: is no variable"):
         built("model", ("bounds",), bounds={"wind": [0, 1]})
-
-
-def test_budgets_of_a_region_are_refused():
     grid = Grid(np.linspace(60, 40, 5), np.arange(8.0))
     data = SimpleNamespace(store=SimpleNamespace(grid=grid))
     config = UNetConfig(fixers=["dry_air"])

@@ -14,7 +14,6 @@ from credit_dp.cli.check_run import inspect_data
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.config.data import ROLES
-from credit_dp.costs.budget import plan_step, training_memory
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
@@ -30,6 +29,7 @@ from credit_dp.training.start_checks import check_start
 from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
+from tests.tier_cases import tiers
 from tests.training.meshes import (
     ONE,
     Mesh,
@@ -54,16 +54,17 @@ def run(folder):
     return config, leave_checkpoint(config)
 
 
-MESHES = [
-    ("pressure", Mesh(1, 1, 3), {0: 2}),
-    ("model", Mesh(1, 2, 2), {0: 2}),
-    ("model", Mesh(1, 2, 2, "fsdp2"), {0: 2}),
-    ("model", Mesh(2, 1, 2), {0: 1}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mesh", "rollout"), MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "mesh", "rollout"),
+    tiers(
+        fast=[],
+        slow=[("pressure", Mesh(1, 1, 3), {0: 2}), ("model", Mesh(2, 1, 2), {0: 1})],
+        exhaustive=[
+            ("model", Mesh(1, 2, 2), {0: 2}),
+            ("model", Mesh(1, 2, 2, "fsdp2"), {0: 2}),
+        ],
+    ),
+)
 def test_training_is_the_same_on_every_mesh(folder, kind, mesh, rollout):
     config = air.atmosphere_config(folder, kind, ALL, steps=3, rollout=rollout)
     wanted = run_on_mesh(ONE, train_from_start, config, None)
@@ -73,8 +74,11 @@ def test_training_is_the_same_on_every_mesh(folder, kind, mesh, rollout):
     assert other[0] != wanted[0]
 
 
-@pytest.mark.parametrize("kind", ["pressure", pytest.param("model", marks=pytest.mark.slow)])
-def test_plans_count_the_memory_of_fixers(folder, kind):
+@pytest.mark.slow
+def test_plans_count_the_memory_of_fixers(folder):
+    from credit_dp.costs.budget import plan_step, training_memory
+
+    kind = "pressure"
     config = air.atmosphere_config(folder, kind, ALL, steps=2, dtype="float32", rollout={0: 3})
     config = replace(config, parallel=replace(config.parallel, domain=3))
     (held,) = (budget.held for budget in plan_step(config).budgets if budget.mode == "ddp")
@@ -96,7 +100,7 @@ def test_plans_count_the_memory_of_fixers(folder, kind):
     assert plan_step(without).budgets[0].held["fixers"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_of_next_states_gets_the_state_before_in_a_pipeline(folder):
     config = air.atmosphere_config(folder, "model", ALL, steps=2)
     config = replace(config, model=tiny_unet(residual=False, fixers=ALL))
@@ -115,20 +119,23 @@ def dry_air(data: xr.Dataset) -> np.ndarray:
 
 
 def test_forecasts_keep_the_mass_of_dry_air_on_every_mesh(folder, run, tmp_path):
+    """With diagnostics, which are the same on every mesh as well."""
     config, _ = run
-    one = forecast(forecast_config(config, tmp_path / "one.zarr", lead="48h"))
+    keys = {"init": "2000-01-04", "lead": "12h", "diagnostics": "[z,msl,tcw]"}
+    one = forecast(forecast_config(config, tmp_path / "one.zarr", **keys))
     with xr.open_zarr(one) as data:
         mass = dry_air(data)  # (time, lead)
         with xr.open_zarr(config.data.store, consolidated=False) as store:
             start = dry_air(store.sel(time=data["time"].values))
         assert np.abs(mass / start[:, None] - 1).max() < 1e-6
-        three = forecast(forecast_config(config, tmp_path / "three.zarr", lead="48h"), ranks=3)
+        three = forecast(forecast_config(config, tmp_path / "three.zarr", **keys), ranks=3)
         with xr.open_zarr(three) as bands:
+            assert {"geopotential", "mean_sea_level_pressure"} <= {*data.data_vars}
             for name in data.data_vars:
                 spread = float(data[name].std())
                 assert float(np.abs(data[name] - bands[name]).max()) < 1e-3 * spread
     without = replace(config, model=tiny_unet())
-    free = forecast(forecast_config(without, tmp_path / "free.zarr", lead="48h"))
+    free = forecast(forecast_config(without, tmp_path / "free.zarr", **keys))
     with xr.open_zarr(free) as data:
         assert np.abs(dry_air(data) / start[:, None] - 1).max() > 1e-5
 
@@ -188,6 +195,11 @@ def test_coefficients_come_from_the_config_or_the_store(folder):
     some.data.hybrid = {"a": [0.0, 5000.0, 0.0], "b": [0.0, 0.0, 1.0]}
     assert hybrid_of(opened(some)) == some.data.hybrid
     assert hybrid_of(opened(air.atmosphere_config(folder, "pressure", ["dry_air"]))) == {}
+
+
+@pytest.mark.slow
+def test_coefficients_come_from_a_prepared_copy(folder):
+    config = air.atmosphere_config(folder, "model", ["dry_air"])
     roles = {name: getattr(config.data, name) for name in ROLES} | {"variables": {}}
     copied = prepared(Path(config.data.store), folder / "copy.zarr", data=roles)
     config.data.name, config.data.store = "prepared", str(copied)
@@ -274,7 +286,8 @@ def test_the_loss_weighs_model_levels_by_their_pressure(folder):
     assert found.tolist() == [0.5, 1.5]
 
 
-def test_coefficients_of_cam_are_multiples_of_its_reference_pressure():
+def test_coefficients_of_cam_and_others_have_their_unit_and_begin_at_the_top():
+    """Those of CAM are multiples of its reference pressure."""
     data = xr.Dataset({"hyai": ("ilev", [0.0, 0.1, 0.0]), "hybi": ("ilev", [0.0, 0.2, 1.0])})
     for changes, wanted in (({}, 1e4), ({"P0": 9e4}, 9e3)):
         found = hybrid_coefficients(data.assign(changes))
@@ -282,9 +295,6 @@ def test_coefficients_of_cam_are_multiples_of_its_reference_pressure():
         assert found[0].tolist() == pytest.approx([0, wanted, 0])
         assert found[1].tolist() == [0, 0.2, 1]
     assert hybrid_coefficients(data.drop_vars("hybi")) is None
-
-
-def test_coefficients_have_a_known_unit_and_are_turned_to_begin_at_the_top():
     data = air.dataset("model")[["hyai", "hybi", "hybrid"]]
 
     def found(data: xr.Dataset, unit: str, scale: float = 1.0) -> Any:
@@ -304,16 +314,15 @@ def test_coefficients_have_a_known_unit_and_are_turned_to_begin_at_the_top():
 
 def test_fluxes_with_the_other_sign_are_refused(folder):
     """As evaporation of most climate models, which is positive upwards."""
-    data = air.dataset("model")
-    for name in (air.EVAPORATION, air.TOP[1]):
-        path = folder / f"upward-{name}.zarr"
-        air.stores.write(data.assign({name: -data[name]}), path, chunks={"time": 1})
-        fixer = "water" if name == air.EVAPORATION else "energy"
-        config = air.atmosphere_config(folder, "model", ["water", "energy"], store=str(path))
-        read = prepare_training_data(config.data)
-        check_signs(replace(config.model, fixers=["dry_air"]), read.store, read.statistics)
+    data, path = air.dataset("model"), folder / "upward.zarr"
+    upward = {name: -data[name] for name in (air.EVAPORATION, air.TOP[1])}
+    air.stores.write(data.assign(upward), path, chunks={"time": 1})
+    config = air.atmosphere_config(folder, "model", [], store=str(path))
+    read = prepare_training_data(config.data)
+    check_signs(replace(config.model, fixers=["dry_air"]), read.store, read.statistics)
+    for fixer, name in (("water", air.EVAPORATION), ("energy", air.TOP[1])):
         with pytest.raises(UserError, match=f"model.fixers: {fixer} needs {name} positive down"):
-            check_signs(config.model, read.store, read.statistics)
+            check_signs(replace(config.model, fixers=[fixer]), read.store, read.statistics)
 
 
 def test_data_that_do_not_fit_are_refused(folder):

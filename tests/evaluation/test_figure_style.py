@@ -179,18 +179,15 @@ def test_no_module_has_a_style_of_its_own() -> None:
     assert [setting for setting in found if setting[1] in own] == []
 
 
-def test_a_notebook_takes_it_once_and_for_all() -> None:
-    with matplotlib.rc_context():
-        use_figure_style()
-        assert in_style()
-        assert matplotlib.rcParams["figure.constrained_layout.use"]
-
-
-def test_settings_are_as_before_afterwards() -> None:
+def test_settings_are_as_before_afterwards_unless_a_notebook_wants_them() -> None:
     before = dict(matplotlib.rcParams)
     with figure_style():
         assert in_style()
     assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context():
+        use_figure_style()
+        assert in_style()
+        assert matplotlib.rcParams["figure.constrained_layout.use"]
 
 
 def test_lines_of_runs_are_not_taken_for_sources() -> None:
@@ -200,15 +197,10 @@ def test_lines_of_runs_are_not_taken_for_sources() -> None:
     assert series_colour(len(SERIES) + 1) == SERIES[1]
 
 
-@pytest.mark.parametrize(
-    ("degrees", "text"),
-    [(0, "0°"), (60, "60°E"), (180, "180°"), (-180, "180°"), (240, "120°W"), (360, "0°")],
-)
-def test_longitudes_are_labelled_wherever_a_map_begins(degrees: float, text: str) -> None:
-    assert longitude_label(degrees) == text
-
-
-def test_latitudes_and_units() -> None:
+def test_longitudes_latitudes_and_units() -> None:
+    degrees = (0, 60, 180, -180, 240, 360)  # wherever a map begins
+    texts = ["0°", "60°E", "180°", "180°", "120°W", "0°"]
+    assert list(map(longitude_label, degrees)) == texts
     assert [latitude_label(x) for x in (90, 0, -22.5)] == ["90°N", "0°", "22.5°S"]
     assert with_unit("RMSE", "m2 s-2") == "RMSE (m² s⁻²)"
     assert power_label("K") == "power (K² m)"

@@ -24,6 +24,7 @@ from credit_dp.evaluation.scorecard import Scorecard
 from credit_dp.evaluation.stored_climatology import StoredClimatology
 from tests.data import prepared_stores, stores
 from tests.evaluation import forecasts
+from tests.tier_cases import tiers
 
 STARTS, LEADS = 5, 4  # every 12 hours; every 6 hours
 TIMES = 2 * (STARTS - 1) + LEADS + 1  # from the first start to the last end
@@ -88,7 +89,9 @@ def same(one: Scorecard, other: Scorecard) -> None:
     assert one.spectra == pytest.approx(other.spectra, rel=1e-12)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize(
+    "chunks", tiers(fast=[("rows",), ("all",)], slow=[], exhaustive=[("one field",), ("few",)])
+)
 def test_every_chunk_is_read_once(tmp_path: Path, reads: Counter[str], chunks: str) -> None:
     scored(tmp_path, CHUNKS[chunks])
     counts = Counter(path.split("/")[0] for path in reads)
@@ -115,8 +118,7 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     same(forecasts.scored(tmp_path, path), scored(tmp_path / "other", {}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("room", [1, 5])
+@pytest.mark.parametrize("room", tiers(fast=[], slow=[(1,)], exhaustive=[(5,)]))
 def test_little_room_changes_no_score(
     tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -171,7 +173,8 @@ def test_a_window_holds_what_shares_a_chunk_until_it_has_passed() -> None:
     assert read[1:] == [[5, 6, 7, 8, 9]]
 
 
-def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
+def test_a_window_reads_whole_chunks_for_which_there_is_room() -> None:
+    """Chunks that are read together are freed together."""
     held, read = window(max_times=3)
     held.load(hours(1, 2))
     assert read == [[0, 1, 2]]
@@ -180,10 +183,6 @@ def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
     assert read[1:] == [[3]]
     held.load(hours(4, 5, 6, 7))
     assert read[2:] == [[4, 5, 6, 7]]
-
-
-def test_a_window_reads_few_times_at_once_but_whole_chunks() -> None:
-    """Chunks that are read together are freed together."""
     held, read = window(max_times=2 * forecast_blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

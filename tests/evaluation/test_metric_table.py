@@ -100,9 +100,8 @@ def test_the_docs_say_what_each_metric_is() -> None:
     assert [name for name in METRICS if f"\n| `{name}` | " not in text] == []
 
 
-@pytest.mark.parametrize(
-    ("better", "scores", "cost"),
-    [
+def test_a_better_forecast_has_a_smaller_cost() -> None:
+    for better, scores, cost in (
         (Better.SMALLER, {"forecast": -2.0}, -2.0),
         (Better.LARGER, {"forecast": 0.5}, -0.5),
         (Better.CLOSER_TO_ZERO, {"forecast": -2.0}, 2.0),
@@ -110,12 +109,8 @@ def test_the_docs_say_what_each_metric_is() -> None:
         (Better.CLOSER_TO_TRUTH, {"forecast": 3.0, "truth": 5.0}, 2.0),
         (Better.CLOSER_TO_TRUTH, {"forecast": 3.0}, None),
         (Better.UNDECIDED, {"forecast": 3.0}, None),
-    ],
-)
-def test_a_better_forecast_has_a_smaller_cost(
-    better: Better, scores: dict[str, float], cost: float | None
-) -> None:
-    assert better.cost(scores) == cost
+    ):
+        assert better.cost(scores) == cost, (better, scores)
 
 
 def rise(x: torch.Tensor) -> torch.Tensor:

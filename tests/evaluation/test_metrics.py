@@ -30,6 +30,7 @@ from credit_dp.evaluation.metrics import (
     latitude_band_weights,
 )
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 
 LATITUDES_WITH_POLES = np.linspace(90, -90, 13)
 
@@ -59,7 +60,9 @@ def test_the_root_is_taken_last():
     assert summed_rmse(manager)[0].numpy() == pytest.approx(by_definition(), rel=1e-14)
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "domain"), tiers(fast=[(3, 1)], slow=[(4, 2)], exhaustive=[(3, 3)])
+)
 def test_any_mesh_finds_the_same(ranks, domain):
     for found in on_processes(ranks, summed_rmse, domain=domain):
         assert found[0].numpy() == pytest.approx(by_definition(), rel=1e-13)
@@ -226,20 +229,18 @@ def test_each_score_is_its_definition(masked: bool) -> None:
         assert found[name].numpy() == pytest.approx(wanted, rel=1e-12), name
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bands_of_rows_add_up(ranks: int, masked: bool) -> None:
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_bands_of_rows_add_up(masked: bool) -> None:
     alone = collected(DomainParallelManager(1, 1), masked)
-    for found in on_threads(ranks, collected, masked):
+    for found in on_threads(3, collected, masked):
         for name, wanted in alone.items():
             assert found[name].numpy() == pytest.approx(wanted.numpy(), rel=1e-12), name
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 1), (4, 2)])
 @pytest.mark.slow
-def test_initial_times_on_other_ranks_add_up(ranks: int, domain: int) -> None:
+def test_initial_times_on_other_ranks_add_up() -> None:
     alone = collected(DomainParallelManager(1, 1), True)
-    for found in on_processes(ranks, collected, True, domain=domain):
+    for found in on_processes(4, collected, True, domain=2):
         for name, wanted in alone.items():
             assert found[name].numpy() == pytest.approx(wanted.numpy(), rel=1e-12), name
 
@@ -289,7 +290,7 @@ def test_a_fair_score_does_not_know_how_many_members_there_are() -> None:
         assert found == pytest.approx(1 / np.sqrt(np.pi), abs=0.01)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
     """Lead times: here the initial times of the other tests."""
     members, truth, normal = (torch.from_numpy(x.values.copy()) for x in fields(masked))

@@ -1,6 +1,7 @@
 """Scores of stores against an implementation in xarray, whatever form the stores have."""
 
 import base64
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from credit_dp.evaluation.scorecard import Scorecard
 from tests.data import region_stores
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
+from tests.tier_cases import tiers
 
 GRID = ["latitude", "longitude"]
 OF_SOME = {"wind_vector_rmse", "seeps"}  # metrics of variables that these stores do not have
@@ -101,7 +103,6 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
     assert seen == len(card.channels) * sum(len(METRICS[name].sources) for name in card.scores)
 
 
-@pytest.mark.slow
 def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=3)
     card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
@@ -111,17 +112,17 @@ def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     check(card, made)
 
 
-FORMS = {
+FORMS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "netcdf": lambda made: made,
     "south first": lambda made: made.isel(latitude=slice(None, None, -1)),
     "longitudes from -180": lambda made: made.assign_coords(
         longitude=(made["longitude"] + 180) % 360 - 180
     ).sortby("longitude"),
-    "other order of dims": lambda made: made.transpose(
-        "longitude", "latitude", "prediction_timedelta", "level", "time"
+    "time it is for": lambda made: made.assign_coords(
+        valid_time=made["time"] + made["prediction_timedelta"]
     ),
-    "other names": lambda made: made.rename(
-        time="init_time", prediction_timedelta="lead_time", latitude="lat", longitude="lon"
+    "a constant beside": lambda made: made.assign(
+        land_sea_mask=(GRID, np.zeros((made.sizes["latitude"], made.sizes["longitude"])))
     ),
     "leads as hours": lambda made: made.assign_coords(
         prediction_timedelta=(
@@ -130,28 +131,33 @@ FORMS = {
             {"units": "hours"},
         )
     ),
-    "time it is for": lambda made: made.assign_coords(
-        valid_time=made["time"] + made["prediction_timedelta"]
+    "other order of dims": lambda made: made.transpose(
+        "longitude", "latitude", "prediction_timedelta", "level", "time"
     ),
-    "a constant beside": lambda made: made.assign(
-        land_sea_mask=(GRID, np.zeros((made.sizes["latitude"], made.sizes["longitude"])))
+    "other names": lambda made: made.rename(
+        time="init_time", prediction_timedelta="lead_time", latitude="lat", longitude="lon"
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["all", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS)]
+)
 def test_whatever_form_it_has(folder: Path, form: str) -> None:
     made = forecasts.forecast(forecasts.truth(), members=1)
-    ending = "nc" if form in ("netcdf", "leads as hours") else "zarr"
+    changed = without_members(made)
+    for change in FORMS.values() if form == "all" else [FORMS[form]]:
+        changed = change(changed)
+    ending = "nc" if form in ("all", "netcdf", "leads as hours") else "zarr"
     path = folder / f"{form.replace(' ', '_')}.{ending}"
-    card = scored(folder, forecasts.write(FORMS[form](without_members(made)), path))
+    card = scored(folder, forecasts.write(changed, path))
     assert set(card.scores) == {"rmse", "acc", "bias", "activity", "crps"}
     check(card, made)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["realization", "ensemble"])
+@pytest.mark.parametrize(
+    "name", tiers(fast=[], slow=[("realization",)], exhaustive=[("ensemble",)])
+)
 def test_members_under_other_names_anywhere(folder: Path, name: str) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
     other = made.rename(number=name).transpose(..., name)
@@ -370,7 +376,9 @@ def test_names_and_units_are_shown_as_they_are() -> None:
     assert r"&lt;b&gt;$\frac$" in picture
 
 
-@pytest.mark.parametrize("levels", ["level", "isobaricInhPa", "by name"])
+@pytest.mark.parametrize(
+    "levels", tiers(fast=[("by name",)], slow=[("isobaricInhPa",)], exhaustive=[("level",)])
+)
 def test_truth_and_climatology_may_have_other_names(
     folder: Path, tmp_path: Path, levels: str
 ) -> None:
@@ -419,7 +427,7 @@ def boxes(name: str, array: xr.DataArray) -> xr.DataArray:
     return xr.concat(parts, "longitude")
 
 
-@pytest.mark.parametrize("west", [0, -180])
+@pytest.mark.parametrize("west", [pytest.param(0, marks=pytest.mark.exhaustive), -180])
 def test_regions_are_those_of_weatherbench(tmp_path: Path, west: int) -> None:
     observed = winds(forecasts.truth())
     made = winds(forecasts.forecast(forecasts.truth(), members=2))
@@ -488,22 +496,17 @@ def test_regions_on_a_projection_are_masks_of_its_points(tmp_path: Path) -> None
         assert found != pytest.approx(card.scores[name][0, :, 0], abs=1e-2), name
 
 
-@pytest.mark.parametrize(
-    ("regions", "message"),
-    [
-        (("tropic",), "regions: needs one of global, tropics,"),
-        (("arctic", "arctic"), "regions: names arctic twice"),
-        (("arctic", "ausnz"), "truth.zarr: its grid of 9 x 4 points has none in ausnz"),
-    ],
-)
-def test_a_region_without_points_is_refused(
-    tmp_path: Path, regions: tuple[str, ...], message: str
-) -> None:
+def test_a_region_without_points_is_refused(tmp_path: Path) -> None:
     observed = forecasts.truth(columns=4)
     forecasts.write(observed, tmp_path / "truth.zarr")
     forecasts.write(forecasts.climatology(observed), tmp_path / "climatology.zarr")
     path = forecasts.write(forecasts.forecast(observed), tmp_path / "f.zarr")
-    assert message in refusal(tmp_path, path, regions=regions)
+    for regions, message in (
+        (("tropic",), "regions: needs one of global, tropics,"),
+        (("arctic", "arctic"), "regions: names arctic twice"),
+        (("arctic", "ausnz"), "truth.zarr: its grid of 9 x 4 points has none in ausnz"),
+    ):
+        assert message in refusal(tmp_path, path, regions=regions), regions
 
 
 def test_a_forecast_is_compared_with_years_beyond_those_of_nanoseconds(tmp_path: Path) -> None:

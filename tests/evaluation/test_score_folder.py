@@ -12,7 +12,6 @@ import pytest
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.errors import UserError
-from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.maps import NO_LINES, MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.score_folder import ScoreFolder, score_image, scorecard_page
@@ -52,51 +51,36 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         assert set(tmp_path.iterdir()) == {used._temporary, young._temporary}
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_scores_of_another_process_are_not_overwritten(tmp_path: Path, kind: str) -> None:
-    out = tmp_path / "scores"
-    folder = ScoreFolder(out)
-    other = out if kind == "file" else out / "scores.csv"
-    other.parent.mkdir(exist_ok=True)
-    other.write_text("theirs")
-    line = "scores: another process has just created it, .* Change out, or remove it"
-    with folder.cleanup_on_failure(), pytest.raises(UserError, match=line):
-        folder.write_files({"scores.csv": "ours"})
-    assert other.read_text() == "theirs"
-    assert list(tmp_path.iterdir()) == [out]
+def test_scores_of_another_process_are_not_overwritten(tmp_path: Path) -> None:
+    line = "another process has just created it, .* Change out, or remove it"
+    for out, other in ((tmp_path / "folder", "scores.csv"), (tmp_path / "file", "")):
+        folder = ScoreFolder(out)
+        (out / other).parent.mkdir(exist_ok=True)
+        (out / other).write_text("theirs")
+        with folder.cleanup_on_failure(), pytest.raises(UserError, match=f"{out.name}: {line}"):
+            folder.write_files({"scores.csv": "ours"})
+        assert (out / other).read_text() == "theirs"
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "file"}
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "best"),
-    [
+def test_the_best_is_bold_where_better_has_a_meaning() -> None:
+    for name, values, best in (
         ("rmse", [2.0, 3.0, 1.0], ["climatology"]),
         ("rmse", [np.nan, 3.0, 4.0], ["persistence"]),
         ("rmse", [np.nan, np.nan, np.nan], []),
         ("acc", [0.9, -0.95], ["forecast"]),
         ("bias", [0.1, -2.0, 0.0], []),
-    ],
-)
-def test_the_best_is_bold_where_better_has_a_meaning(
-    name: str, values: list[float], best: list[str]
-) -> None:
-    text = scorecard_page(card({name: values}))
-    assert re.findall(r'<td class="(\w+) best">', text) == best
-    assert (
-        len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(METRICS[name].sources) + 1
-    )
+    ):
+        text = scorecard_page(card({name: values}))
+        assert re.findall(r'<td class="(\w+) best">', text) == best, (name, values)
+        cells = re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)
+        assert len(cells) == len(METRICS[name].sources) + 1
 
 
-@pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
-def test_exponents_are_raised_however_they_are_written(unit: str) -> None:
-    assert superscript(unit) == "m² s⁻²"
-    assert superscript("1") == "1"
-    assert superscript("K") == "K"
-
-
-@pytest.mark.parametrize(("channels", "noted"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
-def test_the_page_says_that_not_all_variables_are_plotted(channels: int, noted: bool) -> None:
-    text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
-    assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == noted
+def test_the_page_says_that_not_all_variables_are_plotted() -> None:
+    for channels, noted in ((MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)):
+        text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
+        assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == noted
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:

@@ -16,7 +16,14 @@ from credit_dp.data.grid import Grid, row_edges
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.figure_style import NO_VALUE, PALE, SERIES, title_text, unit_label
+from credit_dp.evaluation.figure_style import (
+    NO_VALUE,
+    PALE,
+    SERIES,
+    superscript,
+    title_text,
+    unit_label,
+)
 from credit_dp.evaluation.held_out import (
     HeldOutData,
     LastLeadAccumulator,
@@ -60,40 +67,31 @@ def test_the_map_is_a_large_picture(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
 
 
-@pytest.mark.parametrize(
-    ("bounds", "edges"), [((0, 9), []), ((0, 4, 9), [11.25]), ((0, 2, 4, 9), [56.25, 11.25])]
-)
-def test_band_edges_are_drawn(bounds, edges):
-    shown = field(bounds)
-    axes = Figure().subplots()
-    draw_panel(axes, shown, shown.truth, "truth", ("viridis", Normalize(-1, 1)))
-    # Each edge is a black line on a white one, across the whole map.
-    assert [line.get_ydata()[0] for line in axes.lines] == [y for y in edges for _ in range(2)]
-    assert [line.get_color() for line in axes.lines] == ["white", "black"] * len(edges)
-    assert all(list(line.get_xdata()) == [0, 1] for line in axes.lines)
+def test_band_edges_are_drawn():
+    for bounds, edges in (((0, 9), []), ((0, 4, 9), [11.25]), ((0, 2, 4, 9), [56.25, 11.25])):
+        shown = field(bounds)
+        axes = Figure().subplots()
+        draw_panel(axes, shown, shown.truth, "truth", ("viridis", Normalize(-1, 1)))
+        # Each edge is a black line on a white one, across the whole map.
+        assert [line.get_ydata()[0] for line in axes.lines] == [y for y in edges for _ in range(2)]
+        assert [line.get_color() for line in axes.lines] == ["white", "black"] * len(edges)
+        assert all(list(line.get_xdata()) == [0, 1] for line in axes.lines)
 
 
-@pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
-def test_exponents_are_raised_however_they_are_written(unit):
-    assert unit_label(unit) == "m² s⁻²"
-    assert unit_label("1") == "1"
+def test_exponents_are_raised_however_they_are_written():
+    units = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "1")
+    for write in (unit_label, superscript):
+        assert list(map(write, units)) == ["m² s⁻²"] * 3 + ["1"], write
 
 
-def test_constant_fields_can_be_drawn(tmp_path):
+def test_constant_fields_and_odd_names_can_be_drawn(tmp_path):
     still = field((0, 9))
     zero = np.zeros_like(still.truth)
     draw_map(FieldMap("t", "K", zero, zero, still.grid, (0, 9)), tmp_path / "a.png")
-    assert (tmp_path / "a.png").exists()
-
-
-def test_dollars_are_no_formula(tmp_path):
     odd = replace(field((0, 4, 9)), title="cost_$x^{_$", unit="$ m2 $")
     draw_map(odd, tmp_path / "odd.png")
-    assert (tmp_path / "odd.png").exists()
-    assert unit_label("$ m2") == r"\$ m²"
-
-
-def test_a_missing_folder_is_one_line(tmp_path):
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "odd.png"}
+    assert unit_label("$ m2") == r"\$ m²"  # dollars are no formula
     with pytest.raises(UserError, match="plot could not be written"):
         draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
 
@@ -106,7 +104,6 @@ def test_edges_enclose_the_globe():
 
 
 ROWS = 13
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +131,6 @@ def collected(
     return scores, sums.result()
 
 
-@pytest.mark.slow
 def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> None:
     scores, last = collected(alone(), config)
     store, statistics = (prepared := prepare_training_data(config.data)).store, prepared.statistics
@@ -157,6 +153,9 @@ def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> N
         power = (north @ power)[1:] / north.sum()
         assert last.spectra[source, 1, 0, 1:] == pytest.approx(power, rel=1e-4)
     assert scores.rmse.shape == (3, 2, 7)
+    kinds = [scores.channels[c] for c in channels_to_draw(scores, last)]
+    assert kinds[0] == "geopotential_500"
+    assert "geopotential" not in kinds[1]
 
 
 def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:
@@ -167,14 +166,7 @@ def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:
         assert value == close, name
 
 
-@pytest.mark.slow
-def test_bands_collect_the_same(config: Config) -> None:
-    _, wanted = collected(alone(), config)
-    for _, found in on_threads(3, collected, config):
-        check_same(found, wanted)
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_any_mesh_collects_the_same(config: Config) -> None:
     _, wanted = collected(alone(), config)
     for _, found in on_processes(4, collected, config, domain=2):
@@ -194,7 +186,7 @@ def region(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=SLOW), pytest.param(7, marks=SLOW)])
+@pytest.mark.parametrize("ranks", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_bands_of_a_region_collect_the_same(region: Config, ranks: int) -> None:
     """The spectra of the truth are those of its cosines; of 7 ranks, the first has only rim."""
     scores, wanted = collected(alone(), region)
@@ -217,14 +209,6 @@ def test_any_mesh_collects_the_same_of_a_region(region: Config) -> None:
     _, wanted = collected(alone(), region)
     for _, found in on_processes(4, collected, region, domain=2):
         check_same(found, wanted)
-
-
-@pytest.mark.slow
-def test_two_kinds_of_channels_have_spectra(config: Config) -> None:
-    scores, last = collected(alone(), config)
-    kinds = [scores.channels[c] for c in channels_to_draw(scores, last)]
-    assert kinds[0] == "geopotential_500"
-    assert "geopotential" not in kinds[1]
 
 
 def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
@@ -254,25 +238,22 @@ def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
     assert curve_points(rows, "validation_rmse").shape == (0, 2)
 
 
-@pytest.mark.parametrize(("count", "width", "first"), [(200, 10, 6), (45, 5, 3)])
-def test_many_steps_have_a_running_mean(count: int, width: int, first: int) -> None:
-    steps = np.arange(1.0, count + 1)
-    axes = Figure().subplots()
-    draw_curve(axes, steps, 1 / steps)
-    curve, mean = axes.lines
-    assert len(curve.get_xdata()) == count
-    x, y = mean.get_data()
-    assert y[0] == pytest.approx(np.mean(1 / steps[:width]))
-    assert x[0] == first
-    assert (curve.get_color(), mean.get_color()) == (PALE, SERIES[0])
-    assert curve.get_linewidth() < mean.get_linewidth()
-    assert axes.get_yscale() == "log"
-
-
-def test_few_steps_have_no_running_mean() -> None:
+def test_many_steps_have_a_running_mean() -> None:
+    for count, width, first in ((200, 10, 6), (45, 5, 3)):
+        steps = np.arange(1.0, count + 1)
+        axes = Figure().subplots()
+        draw_curve(axes, steps, 1 / steps)
+        curve, mean = axes.lines
+        assert len(curve.get_xdata()) == count
+        x, y = mean.get_data()
+        assert y[0] == pytest.approx(np.mean(1 / steps[:width])), count
+        assert x[0] == first
+        assert (curve.get_color(), mean.get_color()) == (PALE, SERIES[0])
+        assert curve.get_linewidth() < mean.get_linewidth()
+        assert axes.get_yscale() == "log"
     axes = Figure().subplots()
     draw_curve(axes, np.arange(1.0, 20), np.arange(1.0, 20))
-    assert len(axes.lines) == 1
+    assert len(axes.lines) == 1  # of few steps
 
 
 def power(*values: float) -> np.ndarray:
@@ -280,33 +261,25 @@ def power(*values: float) -> np.ndarray:
     return np.array(values)
 
 
-@pytest.mark.parametrize(
-    ("forecast", "truth", "lowest"),
-    [
+def test_the_axis_of_a_spectrum_ends_where_it_means_something() -> None:
+    for forecast, truth, lowest in (
         # The truth ends at wavenumber 3, where the forecast has 300: a thirtieth of that.
         (power(1e9, 9e4, 3e3, 300), power(1e9, 9e4, 3e3, 1e-9), 10.0),
         # Rounding of 6 values: a sixth of float32's epsilon squared, 1.4e-14, of the mean's power.
         (power(1e15, 9e4, 3e3, 0.5), power(1e15, 9e4, 200, 0.5), 1e15 * 2.0**-46 / 6),
         (power(1e9, 9e4, 3e3, 100), power(1e9, 9e4, 3e3, 300), None),
         (power(0, 9e4, np.nan, 100), power(0, 9e4, np.nan, 300), None),
-    ],
-)
-def test_the_axis_of_a_spectrum_ends_where_it_means_something(
-    forecast: np.ndarray, truth: np.ndarray, lowest: float | None
-) -> None:
-    assert lowest_power(np.stack([forecast, truth])) == (lowest and pytest.approx(lowest))
-    axes = Figure().subplots()
-    draw_spectrum(axes, {"forecast": forecast, "truth": truth}, "x", "K")
-    if lowest:
-        assert axes.get_ylim()[0] == pytest.approx(lowest)
-
-
-@pytest.mark.parametrize("empty", [np.nan, 0.0])
-def test_a_spectrum_without_power_is_a_text(empty: float) -> None:
-    axes = Figure().subplots()
-    draw_spectrum(axes, {"forecast": np.full(5, empty), "truth": np.full(5, empty)}, "x", "K")
-    assert [text.get_text() for text in axes.texts] == [NO_SPECTRUM]
-    axes.figure.savefig(BytesIO())
+    ):
+        wanted = lowest and pytest.approx(lowest)
+        assert lowest_power(np.stack([forecast, truth])) == wanted
+        axes = Figure().subplots()
+        draw_spectrum(axes, {"forecast": forecast, "truth": truth}, "x", "K")
+        assert not lowest or axes.get_ylim()[0] == wanted
+    for empty in (np.nan, 0.0):
+        axes = Figure().subplots()
+        draw_spectrum(axes, {"forecast": np.full(5, empty), "truth": np.full(5, empty)}, "x", "K")
+        assert [text.get_text() for text in axes.texts] == [NO_SPECTRUM]
+        axes.figure.savefig(BytesIO())
 
 
 def spectra_of(present: list[list[bool]]) -> tuple[HeldOutScores, LastLeadDiagnostics]:

@@ -1,5 +1,7 @@
 """A scorecard in a real browser without network is complete and readable."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -7,20 +9,22 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
 from credit_dp.evaluation.score_folder import scorecard_page
 from tests.evaluation import forecasts
+
+if TYPE_CHECKING:
+    from selenium import webdriver
 
 pytestmark = pytest.mark.slow
 PROGRAMS = ("chromium", "chromedriver")
 INSTALL = "apt-get install -y --no-install-recommends chromium chromium-driver"
 WIDTHS = (1280, 400)  # of a laptop and of a phone, in pixels
 CONTRAST = 4.5  # of text. Source: Web Content Accessibility Guidelines 2.1, level AA
-FORMS = ("one", "ensemble")
+FORMS = (pytest.param("one", marks=pytest.mark.exhaustive), "ensemble")
 LONG = "a_forecast_with_a_name_that_nobody_would_want_to_break_over_two_lines_of_a_phone"
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 
@@ -59,6 +63,9 @@ HEADINGS = (
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     """Chromium without a window, in which no address of the network resolves."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
     found = {name: shutil.which(name) for name in PROGRAMS}
     missing = [name for name, path in found.items() if path is None]
     if missing:

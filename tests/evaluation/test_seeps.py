@@ -73,7 +73,7 @@ def found(folder: Path, **changes: object) -> tuple[np.ndarray, np.ndarray]:
     return card.scores["seeps"][:2, :, 0], card.regions["extra-tropics"]["seeps"][:2, :, 0]
 
 
-@pytest.mark.parametrize("unit", [1.0, 1000.0])
+@pytest.mark.parametrize("unit", [pytest.param(1.0, marks=pytest.mark.exhaustive), 1000.0])
 def test_seeps_with_the_climate_of_the_truth(tmp_path: Path, unit: float) -> None:
     """Thresholds by month, from the dates of the truth."""
     observed = rain(unit=unit)

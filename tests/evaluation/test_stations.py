@@ -4,6 +4,7 @@ import csv
 import os
 import tracemalloc
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def bilinear(field: xr.DataArray, latitude: float, longitude: float) -> np.ndarr
     )
 
 
-@pytest.mark.parametrize("name", ["one.zarr", "three.zarr"])
+@pytest.mark.parametrize("name", [pytest.param("one.zarr", marks=pytest.mark.slow), "three.zarr"])
 def test_scores_by_definition(folder: Path, name: str) -> None:
     seen = observations(forecasts.truth())
     made = xr.open_zarr(folder / name, decode_timedelta=True, consolidated=False)["2m_temperature"]
@@ -213,9 +214,8 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / "scores" / "stations.csv").read_text() == expected.stations_csv()
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
+def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for keys, said in (
         (["truth=truth.zarr"], "truth: has no effect together with stations="),
         (["boundary=0"], "boundary: has no effect together with stations="),
         (["stations=none.csv"], "none.csv: no such file. Change stations."),
@@ -226,17 +226,14 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["hours=[5]"], "Change hours."),
         (["limits={t2m:[1,2]}"], "limits.t2m: there is no scored variable t2m."),
         (["stations=", "truth=truth.zarr", "missing=[9]"], "missing: has an effect on stations="),
-    ],
-)
-def test_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], said: str) -> None:
-    given = {"forecast": "one.zarr", "stations": "stations.nc", "out": "refused"}
-    given |= dict(key.split("=", 1) for key in keys)
-    texts = [f"{key}={value}" for key, value in given.items()]
-    code, out, complaints = ask(monkeypatch, folder, *texts)
-    assert (code, out) == (2, "")
-    assert said in complaints
-    assert complaints.count("\n") == 1
-    assert not (folder / "refused").exists()
+    ):
+        given = {"forecast": "one.zarr", "stations": "stations.nc", "out": "refused"}
+        given |= dict(key.split("=", 1) for key in keys)
+        texts = [f"{key}={value}" for key, value in given.items()]
+        code, out, complaints = ask(monkeypatch, folder, *texts)
+        assert (code, out, complaints.count("\n")) == (2, "", 1), keys
+        assert said in complaints, keys
+        assert not (folder / "refused").exists(), keys
 
 
 def wrong_unit(data: xr.Dataset) -> xr.Dataset:
@@ -244,65 +241,55 @@ def wrong_unit(data: xr.Dataset) -> xr.Dataset:
     return data
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (wrong_unit, "t2m is in Pa, which can't be converted to the forecast's K"),
-        (lambda x: x.drop_vars("lat"), "latitude is missing"),
-        (lambda x: x.rename(t2m="gust"), "none of its variables gust is among the forecast's"),
-        (lambda x: x.assign_coords(time=x["time"] + np.timedelta64(1, "m")), "no observation of"),
-        (lambda x: x.isel(time=[0, 1, 1]), "has 2000-01-01T06:00 twice"),
-        (
-            lambda x: x.assign_coords(time=x["time"].where(x["time"] > x["time"][0])),
-            "missing dates",
-        ),
-        (lambda x: x.assign(t2m=x["t2m"].where(x["t2m"] > 280, np.inf)), "t2m has infinite values"),
-        (lambda x: x.assign_coords(lat=x["lat"] + 100), "station WMO0 has no place on the globe"),
-        (lambda x: x.isel(station=0), "latitude"),
-        (lambda x: x.assign(t2m=x["t2m"] * np.nan), "no variable has a value"),
-        (lambda x: x.convert_calendar("noleap"), "noleap calendar"),
-        (lambda x: x.assign({"2m_temperature": x["t2m"]}), "t2m and 2m_temperature are two names"),
-    ],
-)
-def test_observations_that_do_not_fit(folder: Path, tmp_path: Path, change, said: str) -> None:
-    change(xr.load_dataset(folder / "stations.nc")).to_netcdf(tmp_path / "changed.nc")
-    with pytest.raises(UserError, match=said):
-        scored(folder, "one.zarr", str(tmp_path / "changed.nc"))
+UNFIT: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
+    "t2m is in Pa, which can't be converted to the forecast's K": wrong_unit,
+    "latitude is missing": lambda x: x.drop_vars("lat"),
+    "none of its variables gust is among the forecast's": lambda x: x.rename(t2m="gust"),
+    "no observation of": lambda x: x.assign_coords(time=x["time"] + np.timedelta64(1, "m")),
+    "has 2000-01-01T06:00 twice": lambda x: x.isel(time=[0, 1, 1]),
+    "missing dates": lambda x: x.assign_coords(time=x["time"].where(x["time"] > x["time"][0])),
+    "t2m has infinite values": lambda x: x.assign(t2m=x["t2m"].where(x["t2m"] > 280, np.inf)),
+    "station WMO0 has no place on the globe": lambda x: x.assign_coords(lat=x["lat"] + 100),
+    "latitude": lambda x: x.isel(station=0),
+    "no variable has a value": lambda x: x.assign(t2m=x["t2m"] * np.nan),
+    "noleap calendar": lambda x: x.convert_calendar("noleap"),
+    "t2m and 2m_temperature are two names": lambda x: x.assign({"2m_temperature": x["t2m"]}),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("station,time,latitude,t2m\nA,2000-01-01,1,2\n", "the column longitude is missing"),
-        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3,4\n", "can't be read as CSV"),
-        ("station,time,latitude,longitude,t2m\nA,soon,1,2,3\n", "time has 'soon', no date"),
-        ("station,time,latitude,longitude,t2m\nA,01/02/2000,1,2,3\n", "time has '01/02/2000'"),
-        ("station,time,latitude,longitude,t2m\nA,,1,2,3\n", "time has '', no date"),
-        ("station,time,latitude,longitude,t2m\nA,2300-01-01,1,2,3\n", "time has '2300-01-01', no"),
-        ("station,time,latitude,longitude,t2m\nA,1500-01-01,1,2,3\n", "time has '1500-01-01', no"),
-        ("station,time,latitude,longitude,t2m\n,2000-01-01,1,2,3\n", "a row has no station"),
-        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1N,2,3\n", "latitude has '1N', which"),
-        ("station,time,latitude,longitude,t2m\nA,2000-01-01,,2,3\n", "A has no place on the globe"),
-        (
-            "station,time,latitude,longitude,t2m,msl\nA,2000-01-01,1,2,calm,4\n",
-            "t2m has 'calm', which is no number",
-        ),
-        ("station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,inf\n", "t2m has 'inf', which"),
-        (
-            "station,time,latitude,longitude,t2m,t2m\nA,2000-01-01,1,2,3,4\n",
-            "the column t2m is there twice",
-        ),
-        ("station,time,latitude,longitude,t2m\n", "it has no rows"),
-        (
-            "station,time,latitude,longitude,t2m\nA,2000-01-01,1,2,3\nA,2000-01-01,1,2,3\n",
-            "station A has 2000-01-01T00:00 twice",
-        ),
-    ],
-)
-def test_csv_that_is_refused(folder: Path, tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "wrong.csv").write_text(text)
-    with pytest.raises(UserError, match=said):
-        scored(folder, "one.zarr", str(tmp_path / "wrong.csv"))
+def test_observations_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    for number, (said, change) in enumerate(UNFIT.items()):
+        path = tmp_path / f"{number}.nc"
+        change(xr.load_dataset(folder / "stations.nc")).to_netcdf(path)
+        with pytest.raises(UserError, match=said):
+            scored(folder, "one.zarr", str(path))
+
+
+COLUMNS = "station,time,latitude,longitude,t2m"
+
+
+def test_csv_that_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.csv"
+    for columns, row, said in (
+        ("station,time,latitude,t2m", "A,2000-01-01,1,2", "the column longitude is missing"),
+        (COLUMNS, "A,2000-01-01,1,2,3,4", "can't be read as CSV"),
+        (COLUMNS, "A,soon,1,2,3", "time has 'soon', no date"),
+        (COLUMNS, "A,01/02/2000,1,2,3", "time has '01/02/2000'"),
+        (COLUMNS, "A,,1,2,3", "time has '', no date"),
+        (COLUMNS, "A,2300-01-01,1,2,3", "time has '2300-01-01', no"),
+        (COLUMNS, "A,1500-01-01,1,2,3", "time has '1500-01-01', no"),
+        (COLUMNS, ",2000-01-01,1,2,3", "a row has no station"),
+        (COLUMNS, "A,2000-01-01,1N,2,3", "latitude has '1N', which"),
+        (COLUMNS, "A,2000-01-01,,2,3", "A has no place on the globe"),
+        (f"{COLUMNS},msl", "A,2000-01-01,1,2,calm,4", "t2m has 'calm', which is no number"),
+        (COLUMNS, "A,2000-01-01,1,2,inf", "t2m has 'inf', which"),
+        (f"{COLUMNS},t2m", "A,2000-01-01,1,2,3,4", "the column t2m is there twice"),
+        (COLUMNS, "", "it has no rows"),
+        (COLUMNS, "A,2000-01-01,1,2,3\n" * 2, "station A has 2000-01-01T00:00 twice"),
+    ):
+        path.write_text(f"{columns}\n{row}\n")
+        with pytest.raises(UserError, match=said):
+            scored(folder, "one.zarr", str(path))
 
 
 def test_csv_keeps_names_and_reads_all_forms_of_times(tmp_path: Path) -> None:
@@ -329,14 +316,13 @@ def test_csv_keeps_names_and_reads_all_forms_of_times(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("dims", [(), ("time",)])
-def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Path, dims) -> None:
-    data = xr.open_dataset(folder / "stations.nc").load().drop_vars("name")
-    values = np.arange(data.sizes["time"]) if dims else 0
-    data = data.assign_coords(profile=(dims, values, {"cf_role": "profile_id"}))
-    data.to_netcdf(tmp_path / "profiles.nc")
-    seen = Observations.open(str(tmp_path / "profiles.nc"))
-    assert seen.names == list(map(str, range(STATIONS)))
+def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Path) -> None:
+    data = xr.load_dataset(folder / "stations.nc").drop_vars("name")
+    for dims, values in (((), 0), (("time",), np.arange(data.sizes["time"]))):
+        named = data.assign_coords(profile=(dims, values, {"cf_role": "profile_id"}))
+        named.to_netcdf(tmp_path / f"{len(dims)}.nc")
+        seen = Observations.open(str(tmp_path / f"{len(dims)}.nc"))
+        assert seen.names == list(map(str, range(STATIONS))), dims
 
 
 def test_a_file_is_closed_when_it_is_read(folder: Path, tmp_path: Path) -> None:
@@ -395,60 +381,49 @@ def store_of(path: Path, values: list[str], units: str = "") -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", ["csv", "nc"])
-@pytest.mark.parametrize(
-    ("odd", "missing"),
-    [
+@pytest.mark.parametrize("suffix", ["csv", pytest.param("nc", marks=pytest.mark.slow)])
+def test_values_outside_the_limits_do_not_count(folder: Path, tmp_path: Path, suffix: str) -> None:
+    write = csv_of if suffix == "csv" else store_of
+    clean = write(tmp_path / f"clean.{suffix}", ["280", "281", "282", "283"])
+    expected = scored(folder, "one.zarr", clean).to_csv()
+    cases: list[tuple[str, tuple[str, ...]]] = [
         ("-9999", ("-9999",)),
         ("-999.9", ("-999.9", "M")),
         ("-9999", ()),
         ("1e+30", ()),
         ("12.5", ()),
-    ],
-)
-def test_values_outside_the_limits_do_not_count(
-    folder: Path, tmp_path: Path, suffix: str, odd: str, missing: tuple[str, ...]
-) -> None:
-    write = csv_of if suffix == "csv" else store_of
-    clean = write(tmp_path / f"clean.{suffix}", ["280", "281", "282", "283"])
-    where = write(tmp_path / f"odd.{suffix}", ["280", "281", "282", "283", odd])
-    expected = scored(folder, "one.zarr", clean)
-    found = scored(folder, "one.zarr", where, missing=missing)
-    assert found.to_csv() == expected.to_csv()
-    given = 4 if missing else 5
-    assert found.coverage == f"4 of 5 stations and 4 of {given} observations count"
-    notes = [text.replace("t2m", "2m_temperature") for text in found.notes]
-    assert "1 of 5 stations left out: no observation at a date of the forecast" in notes
-    assert "2m_temperature is taken for K, as no unit is given" in notes
-    note = (
-        "1 of 5 observations of 2m_temperature are outside the limits 150 to 350 K, such as "
-        f"{odd} of station S4 at 2000-01-02T12:00, left out"
-    )
-    assert [x for x in notes if "limits" in x] == ([] if missing else [note])
+    ]
+    for number, (odd, missing) in enumerate(cases):
+        where = write(tmp_path / f"{number}.{suffix}", ["280", "281", "282", "283", odd])
+        found = scored(folder, "one.zarr", where, missing=missing)
+        assert found.to_csv() == expected, (odd, missing)
+        given = 4 if missing else 5
+        assert found.coverage == f"4 of 5 stations and 4 of {given} observations count"
+        notes = [text.replace("t2m", "2m_temperature") for text in found.notes]
+        assert "1 of 5 stations left out: no observation at a date of the forecast" in notes
+        assert "2m_temperature is taken for K, as no unit is given" in notes
+        note = (
+            "1 of 5 observations of 2m_temperature are outside the limits 150 to 350 K, such as "
+            f"{odd} of station S4 at 2000-01-02T12:00, left out"
+        )
+        assert [x for x in notes if "limits" in x] == ([] if missing else [note]), (odd, missing)
 
 
-@pytest.mark.parametrize(
-    ("header", "values", "cure"),
-    [
-        (
-            HEADER,
-            ["12", "13", "14", "-9999"],
-            "They look like degC: name the column '2m_temperature [degC]'",
-        ),
+def test_implausible_columns_are_refused(folder: Path, tmp_path: Path) -> None:
+    degrees = HEADER.strip() + " [degC]\n"
+    for header, values, cure in (
+        (HEADER, ["12", "13", "14", "-9999"], "like degC: name the column '2m_temperature [degC]'"),
         (HEADER, ["-9999", "-9999", "290"], "a fill value: give missing=[-9999]"),
         (HEADER, ["5e6", "6e6"], "give 'limits={2m_temperature:[LOW,HIGH]}'"),
-        (HEADER.strip() + " [degC]\n", ["280", "281"], "They look like K: name the column"),
-    ],
-)
-def test_implausible_columns_are_refused(
-    folder: Path, tmp_path: Path, header: str, values: list[str], cure: str
-) -> None:
-    where = csv_of(tmp_path / "odd.csv", values, header)
-    with pytest.raises(UserError, match="are outside the limits 150 to 350 K, such as") as caught:
-        scored(folder, "one.zarr", where)
-    assert cure in str(caught.value)
-    wide = scored(folder, "one.zarr", where, limits={"2m_temperature": None})
-    assert wide.coverage.endswith(f"{len(values)} of {len(values)} observations count")
+        (degrees, ["280", "281"], "They look like K: name the column"),
+    ):
+        where = csv_of(tmp_path / "odd.csv", values, header)
+        said = "are outside the limits 150 to 350 K, such as"
+        with pytest.raises(UserError, match=said) as caught:
+            scored(folder, "one.zarr", where)
+        assert cure in str(caught.value)
+        wide = scored(folder, "one.zarr", where, limits={"2m_temperature": None})
+        assert wide.coverage.endswith(f"{len(values)} of {len(values)} observations count"), values
 
 
 def test_implausible_stores_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -475,23 +450,21 @@ def test_names_of_stations_are_not_formulas(folder: Path, tmp_path: Path) -> Non
     assert row == '\'=HYPERLINK("http://x")\\x1b[2J'
 
 
-@pytest.mark.parametrize("form", ["csv", "nc", "declared.nc"])
-def test_names_that_are_not_utf_8_are_refused(folder: Path, tmp_path: Path, form: str) -> None:
-    path = tmp_path / f"latin.{form}"
-    if form == "csv":
-        path.write_bytes(f"{HEADER}T\xf6nning,{NOON},0,0,280\n".encode("latin-1"))
-    else:
-        with xr.open_dataset(store_of(tmp_path / "ascii.nc", ["280"])) as data:
-            names = np.array([list(b"T\xf6nning")], "u1").view("S1")
-            named = data.drop_vars("name").assign_coords(
-                name=(("station", "letter"), names, {"cf_role": "timeseries_id"})
-            )
-            if form == "declared.nc":
-                named["name"].attrs["_Encoding"] = "utf-8"
-            named.to_netcdf(path)
-    with pytest.raises(UserError, match=r"(?i)UTF-8") as caught:
-        scored(folder, "one.zarr", str(path))
-    assert "\n" not in str(caught.value)
+def test_names_that_are_not_utf_8_are_refused(folder: Path, tmp_path: Path) -> None:
+    text, undeclared, declared = (tmp_path / name for name in ("a.csv", "b.nc", "c.nc"))
+    text.write_bytes(f"{HEADER}T\xf6nning,{NOON},0,0,280\n".encode("latin-1"))
+    with xr.open_dataset(store_of(tmp_path / "ascii.nc", ["280"])) as data:
+        names = np.array([list(b"T\xf6nning")], "u1").view("S1")
+        named = data.drop_vars("name").assign_coords(
+            name=(("station", "letter"), names, {"cf_role": "timeseries_id"})
+        )
+        named.to_netcdf(undeclared)
+        named["name"].attrs["_Encoding"] = "utf-8"
+        named.to_netcdf(declared)
+    for path in (text, undeclared, declared):
+        with pytest.raises(UserError, match=r"(?i)UTF-8") as caught:
+            scored(folder, "one.zarr", str(path))
+        assert "\n" not in str(caught.value), path
 
 
 def test_stations_that_report_at_other_times_are_counted(folder: Path, tmp_path: Path) -> None:
@@ -505,25 +478,25 @@ def test_stations_that_report_at_other_times_are_counted(folder: Path, tmp_path:
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "station,time,latitude,longitude,2m_temperature\nA,2000-01-02T12:00,1.5,2,280.5\n",
-        "lon,lat,valid_time,id,t2m\n2,1.5,2000-01-02T12:00,A,280.5\n",
-        "Station_ID,Date,LAT,Lon,2t [degC]\nA,2000-01-02 12:00,1.5,2,7.35\n",
-        "STATION;TIME (UTC);LAT [deg];LON;t2m (degC)\nA;2000-01-02T12:00;1,5;2;7,35\n",
-        "name\tstid\ttime\tlat\tlng\tVAR_2T\nNowhere\tA\t20000102T12\t1.5\t2\t280.5\n",
-    ],
+NAMED = (
+    "station,time,latitude,longitude,2m_temperature\nA,2000-01-02T12:00,1.5,2,280.5\n",
+    "lon,lat,valid_time,id,t2m\n2,1.5,2000-01-02T12:00,A,280.5\n",
+    "Station_ID,Date,LAT,Lon,2t [degC]\nA,2000-01-02 12:00,1.5,2,7.35\n",
+    "STATION;TIME (UTC);LAT [deg];LON;t2m (degC)\nA;2000-01-02T12:00;1,5;2;7,35\n",
+    "name\tstid\ttime\tlat\tlng\tVAR_2T\nNowhere\tA\t20000102T12\t1.5\t2\t280.5\n",
 )
-def test_columns_under_usual_names(folder: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "named.csv").write_text(text)
-    found = scored(folder, "one.zarr", str(tmp_path / "named.csv"))
-    seen = found.observations
-    assert (seen.names, list(seen.latitude), list(seen.longitude)) == (["A"], [1.5], [2.0])
-    assert seen.values["2m_temperature"] == pytest.approx([280.5], abs=1e-9)
 
 
-@pytest.mark.parametrize("form", ["csv", "nc"])
+def test_columns_under_usual_names(folder: Path, tmp_path: Path) -> None:
+    for text in NAMED:
+        (tmp_path / "named.csv").write_text(text)
+        seen = scored(folder, "one.zarr", str(tmp_path / "named.csv")).observations
+        places = (seen.names, list(seen.latitude), list(seen.longitude))
+        assert places == (["A"], [1.5], [2.0]), text
+        assert seen.values["2m_temperature"] == pytest.approx([280.5], abs=1e-9), text
+
+
+@pytest.mark.parametrize("form", ["csv", pytest.param("nc", marks=pytest.mark.slow)])
 def test_memory_grows_with_the_reports(folder: Path, tmp_path: Path, form: str) -> None:
     """Of ships at times of their own, a table of times and stations would take 128 MB."""
     number = 4000

@@ -39,7 +39,7 @@ VALID = random.random((2, ROWS, COLUMNS)) < 0.7
 MASKS = {"everywhere": None, "some": ValidPoints(torch.from_numpy(VALID))}
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [pytest.param("everywhere", marks=pytest.mark.exhaustive), "some"])
 def test_scores_are_weighted_means_of_points(mask):
     points = MASKS[mask]
     inside = AREAS * (np.ones_like(VALID) if points is None else VALID)  # (C, H, W)
@@ -102,8 +102,7 @@ def test_statistics_are_weighted_by_points():
     assert found[middle] == pytest.approx(weighted_quantiles(repeated, np.ones(1))[middle], abs=0.1)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("gradient", [0.0, 0.7])
+@pytest.mark.parametrize(("mask", "gradient"), [("everywhere", 0.0), ("some", 0.7)])
 def test_the_loss_is_weighted_by_points_and_does_not_wrap_round(mask, gradient):
     points = MASKS[mask]
     channels = Channels((Channel("a"), Channel("b")), (), (), ())

@@ -266,22 +266,7 @@ def test_the_experiment_trains_on_their_stores(
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) >= 2
 
 
-@pytest.mark.parametrize(
-    ("names", "needed"),
-    [
-        (["ERA5_0.25"], "data.source: needs names of sources without a dot, got 'ERA5_0.25'"),
-        (["a", "b"], "data.source.b.variables.prognostic: needs names that no other source has"),
-    ],
-)
-def test_sources_need_names_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], needed: str
-) -> None:
-    config = credit_config(tmp_path)
-    roles = {"prognostic": {"vars_2D": ["SP"], "path": "/era5.zarr"}}
-    config["data"] = {"source": {name: {"variables": roles} for name in names}}
-    assert needed in refusal(monkeypatch, tmp_path, "credit", str(written(tmp_path, config)))
-
-
+@pytest.mark.exhaustive
 def test_sizes_of_a_model_that_is_not_used_are_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -292,6 +277,7 @@ def test_sizes_of_a_model_that_is_not_used_are_no_error(
     assert "\nmodel.frames=2: differs" in out
 
 
+@pytest.mark.exhaustive
 def test_ensembles_become_those_of_this_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -360,6 +346,7 @@ def test_fixers_are_those_of_this_package_in_their_order(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_fixer_without_its_variables_has_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -402,16 +389,6 @@ def test_fixers_after_the_model_are_found_by_their_type(
     assert model.bounds == {"specific_total_water": [0.0, 0.1], "evaporation": [-0.1, 0.1]}
     assert "postblocks.per_step.reconstruct.type" in out
     assert "postblocks.per_step.water" not in out
-
-
-@pytest.mark.parametrize("kind", ["huber", "mae"])
-def test_the_type_of_a_loss_is_its_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
-    config = credit_config(tmp_path)
-    config["loss"] = {"type": kind, "args": {}}
-    import_config(monkeypatch, tmp_path, config)
-    assert composed(tmp_path).loss.name == kind
 
 
 def test_sources_with_roles_and_paths_are_read(
@@ -466,31 +443,39 @@ def test_sources_with_roles_and_paths_are_read(
     assert "validation_data" not in out
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "needed"),
-    [
+def test_bad_values_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    roles = {"variables": {"prognostic": {"vars_2D": ["SP"], "path": "/era5.zarr"}}}
+    cases: list[tuple[str, object, str]] = [
         ("data.train_years", 2000, "data.train_years: needs [first year, year after the last]"),
         ("data.valid_years", ["a", "b"], "data.valid_years: needs [first year, year after the l"),
         ("loss.variable_weights", {"T": "heavy"}, "a value has not the form that miles-credit doc"),
         ("trainer.batches_per_epoch", float("nan"), "trainer.batches_per_epoch: needs a whole nu"),
         ("data.variables", {"U": 1}, "data.variables: needs a list of names, got "),
-        ("data.save_loc", None, "model.channels"),
+        ("data", {"variables": ["U"]}, "data.save_loc: needs the path of the data, got none"),
         ("trainer.learning_rate", "fast", "trainer.learning_rate: needs a number, got 'fast'"),
         ("trainer.epochs", 1.5, "trainer.epochs: needs a whole number, got 1.5"),
         ("model.dim", "wide", "model.dim: needs a whole number for each level"),
         ("model.cross_embed_kernel_sizes", [[3], [2]], "model.kernels: needs kernels of stride"),
-    ],
-)
-def test_bad_values_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: object, needed: str
-) -> None:
-    config = credit_config(tmp_path)
-    section, name = key.split(".")
-    config[section][name] = value
-    if key == "data.save_loc":  # no path at all
-        config["data"] = {"variables": ["U"]}
-        needed = "data.save_loc: needs the path of the data, got none"
-    assert needed in refusal(monkeypatch, tmp_path, "credit", str(written(tmp_path, config)))
+        (
+            "data",
+            {"source": {"ERA5_0.25": roles}},
+            "data.source: needs names of sources without a dot, got 'ERA5_0.25'",
+        ),
+        (
+            "data",
+            {"source": {"a": roles, "b": roles}},
+            "data.source.b.variables.prognostic: needs names that no other source has",
+        ),
+    ]
+    for key, value, needed in cases:
+        config = credit_config(tmp_path)
+        section, _, name = key.partition(".")
+        if name:
+            config[section][name] = value
+        else:
+            config[section] = value
+        said = refusal(monkeypatch, tmp_path, "credit", str(written(tmp_path, config)))
+        assert needed in said, (key, value, said)
 
 
 def test_bad_files_and_arguments_are_one_line(
@@ -519,7 +504,14 @@ def test_bad_files_and_arguments_are_one_line(
     assert not (tmp_path / "hacked").exists()
 
 
-@pytest.mark.parametrize("change", [{"type": "graph"}, {"frames": 2}, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frames": 2},
+        pytest.param({"type": "graph"}, marks=pytest.mark.exhaustive),
+        pytest.param(None, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_model_without_counterpart_becomes_one_of_this_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any] | None
 ) -> None:
@@ -666,6 +658,7 @@ def test_their_model_runs_with_its_weights_and_order_of_channels(
     assert not torch.equal(flipped(x), model(x))
 
 
+@pytest.mark.exhaustive
 def test_their_static_fields_come_first_unless_a_config_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
 ) -> None:
@@ -677,14 +670,13 @@ def test_their_static_fields_come_first_unless_a_config_says_otherwise(
     assert vars(composed(tmp_path).model)["static_channels"] == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_their_model_is_sharded_unchanged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None, ranks: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
 ) -> None:
     import_checkpoint(monkeypatch, tmp_path, their_model().state_dict(), static_first=False)
     monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / "conf/experiment/their-run.py"))
     config = composed(tmp_path, "model.south_first=true")
-    report = verify_domain_parallel(lambda: config.model.build(9, 7, GRID), (2, 9, *GRID), ranks)
+    report = verify_domain_parallel(lambda: config.model.build(9, 7, GRID), (2, 9, *GRID), 3)
     assert report.passed, report.worst
 
 

@@ -8,8 +8,6 @@ from credit_dp.data.sources.grib_file import SCANNING_KEYS, load_eccodes
 from credit_dp.data.units import GRAVITY
 from tests.data import region_grids
 
-eccodes = load_eccodes("init_file")
-
 # Name of the store -> short name, type of level, level (None: those of the store), and factor.
 ECMWF = {
     "geopotential": ("z", "isobaricInhPa", None, 1.0),
@@ -24,6 +22,7 @@ SAMPLES = {1: "regular_ll_pl_grib1", 2: "regular_ll_pl_grib2"}
 
 def write_grib(path, state, table=ECMWF, edition=2, **keys):
     """Append the fields of a dataset of one time to a GRIB file; `keys` are set last."""
+    eccodes = load_eccodes("init_file")
     time = state["time"].values.astype("M8[h]").item()
     latitude, longitude = state["latitude"].values, state["longitude"].values
     grid = {
@@ -86,6 +85,7 @@ def scanned_points(flags, rows, columns):
 
 def write_scanned(path, scanned, flags):
     """Copy a GRIB file whose rows begin in the northwest, with the points in another order."""
+    eccodes = load_eccodes("init_file")
     with path.open("rb") as file, scanned.open("wb") as to:
         while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
             rows, columns = (eccodes.codes_get_long(handle, key) for key in ("Nj", "Ni"))
@@ -120,6 +120,7 @@ def write_lambert(path, state, along, **keys):
 
 def write_message(path, sample, values=None, **keys):
     """Append one of ecCodes' messages, of 2000 and with keys set, to a GRIB file."""
+    eccodes = load_eccodes("init_file")
     handle = eccodes.codes_grib_new_from_samples(sample)
     for key, value in {"dataDate": 20000101, "dataTime": 0, **keys}.items():
         eccodes.codes_set(handle, key, value)

@@ -16,6 +16,7 @@ from credit_dp.forecast.initial_file import InitialFiles
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, given_width
 from tests.data import region_stores, stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.tier_cases import tiers
 from tests.training.runs import make_config
 
 # Ranks are threads here.
@@ -68,9 +69,14 @@ def rim_of(fields: xr.DataArray) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def test_the_truth_is_taken_if_the_user_says_so(config, truth, tmp_path):
-    request = forecast_config(config, tmp_path / "a.zarr", boundary="truth")
-    found = opened(forecast(request))
+@pytest.fixture(scope="module")
+def by_truth(config, folder):
+    """A forecast whose rim is that of the truth."""
+    return forecast(forecast_config(config, folder / "truth.zarr", boundary="truth"))
+
+
+def test_the_truth_is_taken_if_the_user_says_so(by_truth, truth):
+    found = opened(by_truth)
     settings = json.loads(found.attrs[SETTINGS_ATTRIBUTE])
     assert (settings["boundary"], settings["boundary_from"]) == (WIDTH, "truth")
     for name in ("geopotential", "temperature", "2m_temperature"):
@@ -93,16 +99,16 @@ def between(field: np.ndarray, latitude: np.ndarray, longitude: np.ndarray) -> n
     return result
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_rim_is_the_interpolated_driver(config, tmp_path, ranks):
-    """A global analysis every 12 hours, with step 0 as cfgrib writes it; steps are 6 hours."""
-    driver = globe(20).isel(time=slice(0, None, 2)).assign_coords(step=np.timedelta64(0, "h"))
+def test_the_rim_is_the_interpolated_driver(config, tmp_path):
+    """A global analysis every 18 hours, with step 0 as cfgrib writes it; steps are 6 hours."""
+    driver = globe(20).isel(time=slice(0, None, 3)).assign_coords(step=np.timedelta64(0, "h"))
     path = stores.write(driver, tmp_path / "driver.zarr")
-    request = forecast_config(config, tmp_path / "a.zarr", boundary=str(path))
-    found = opened(forecast(request, ranks))
+    keys = {"init": "2000-01-04", "lead": "18h"}
+    request = forecast_config(config, tmp_path / "a.zarr", boundary=str(path), **keys)
+    found = opened(forecast(request, ranks=3))
     settings = json.loads(found.attrs[SETTINGS_ATTRIBUTE])
     assert settings["boundary_interpolation"] == (
-        "bilinear in longitude and latitude, linear between times up to 12h apart"
+        "bilinear in longitude and latitude, linear between times up to 18h apart"
     )
     assert settings["boundary_from"][0].startswith(f"{path} ")
     field = found.temperature.sel(level=850)
@@ -110,8 +116,11 @@ def test_the_rim_is_the_interpolated_driver(config, tmp_path, ranks):
     for start in found.time.values:
         for lead in found.prediction_timedelta.values:
             valid = start + lead
-            at = analysis.sel(time=[t for t in analysis.time.values if abs(t - valid) < 12 * HOUR])
-            wanted = np.mean([between(x, *POINTS) for x in at.values], axis=0)
+            around = [t for t in analysis.time.values if abs(t - valid) < 18 * HOUR]
+            wanted = sum(
+                (1 - abs(t - valid) / (18 * HOUR)) * between(analysis.sel(time=t).values, *POINTS)
+                for t in around
+            )
             got = field.sel(time=start, prediction_timedelta=lead).values
             assert rim_error(got, wanted) < 1e-6
 
@@ -156,77 +165,81 @@ def box(first: int, columns: int, **selection) -> xr.Dataset:
     return data.isel(selection)
 
 
-# What a driver or a request lacks, and what the one line says.
-BAD = {
-    "rows": (box(7, 5), "driver.zarr covers latitude 55 to 25, but the region has points at 60"),
-    "columns": (box(4, 1), "driver.zarr covers longitude 330 to 0, but the region has points at 2"),
-    "dates": (box(4, 5, time=slice(0, 15)), "needs the rim from 2000-01-04T06:00 to 2000-01-05T00"),
-    "start": (
-        box(4, 5, time=slice(15, None)),
-        "needs the rim from 2000-01-04T06:00 to 2000-01-05T00",
-    ),
-    "gap": (box(4, 5, time=[12, 19]), "has no time between 2000-01-04T00:00 and 2000-01-05T18:00"),
-    "variable": (
-        box(4, 5).drop_vars("temperature"),
-        r"lacks at \S+ and 3 later times temperature on levels [0-9, ]+\. Add a file",
-    ),
-    "levels": (box(4, 5, level=[0, 1]), "lacks at .* geopotential on level 1000, temperature on"),
-    "unit": (
-        box(4, 5).assign(temperature=lambda x: x.temperature.assign_attrs(units="m")),
-        r"temperature_500 is in m, which can't be converted to K\. Change boundary",
-    ),
-}
-
-
-@pytest.mark.parametrize("lacking", BAD)
-def test_a_driver_that_does_not_fit_is_one_line(config, tmp_path, lacking):
-    driver, said = BAD[lacking]
-    path = stores.write(driver, tmp_path / "driver.zarr")
-    request = forecast_config(config, tmp_path / "a.zarr", boundary=str(path))
-    with pytest.raises(UserError, match=rf"^boundary: .*{said}") as error:
-        forecast(request)
-    assert "\n" not in str(error.value)
-    assert "init_file" not in str(error.value)
-    assert not any(tmp_path.glob("a.zarr*"))
-
-
-def test_a_driver_of_other_initial_times_is_one_line(config, tmp_path):
-    dims = {"time": "prediction_timedelta"}
+def bad_drivers() -> list[tuple[str, xr.Dataset, str]]:
+    """Return what a driver lacks, such a driver, and what the one line says."""
+    missing = "needs the rim from 2000-01-04T06:00 to 2000-01-05T00"
+    whole = box(4, 5)
+    metres = whole.temperature.assign_attrs(units="m")
     leads = [np.timedelta64(6 * k, "h") for k in range(20)]
-    one = box(4, 5).rename(dims).assign_coords(prediction_timedelta=leads)
+    one = whole.rename(time="prediction_timedelta").assign_coords(prediction_timedelta=leads)
     starts = np.array(["2000-01-04", "2000-01-04T06"], "M8[ns]")
-    path = stores.write(xr.concat([one, one], "time").assign_coords(time=starts), tmp_path / "d")
-    request = forecast_config(config, tmp_path / "a.zarr", boundary=str(path))
-    said = r"^boundary: .* has forecasts from .*, but none from 2000-01-04T12:00. Change boundary"
-    with pytest.raises(UserError, match=said):
-        forecast(request)
+    return [
+        ("rows", box(7, 5), "covers latitude 55 to 25, but the region has points at 60"),
+        ("columns", box(4, 1), "covers longitude 330 to 0, but the region has points at 2"),
+        ("dates", box(4, 5, time=slice(0, 15)), missing),
+        ("start", box(4, 5, time=slice(15, None)), missing),
+        (
+            "gap",
+            box(4, 5, time=[12, 19]),
+            "has no time between 2000-01-04T00:00 and 2000-01-05T18:00",
+        ),
+        (
+            "variable",
+            whole.drop_vars("temperature"),
+            r"lacks at \S+ and 3 later times temperature on levels [0-9, ]+\. Add a file",
+        ),
+        (
+            "levels",
+            box(4, 5, level=[0, 1]),
+            "lacks at .* geopotential on level 1000, temperature on",
+        ),
+        (
+            "unit",
+            whole.assign(temperature=metres),
+            r"temperature_500 is in m, which can't be converted to K\. Change boundary",
+        ),
+        (
+            "initial time",
+            xr.concat([one, one], "time").assign_coords(time=starts),
+            "has forecasts from .*, but none from 2000-01-04T12:00. Change boundary",
+        ),
+    ]
 
 
-def test_the_truth_has_to_cover_all_steps(config, tmp_path):
-    request = forecast_config(config, tmp_path / "a.zarr", boundary="truth", lead="48h")
-    with pytest.raises(UserError, match=r"^init: needs the rim at 2000-01-06T00:00, but"):
-        forecast(request)
+def test_a_driver_that_does_not_fit_is_one_line(config, tmp_path):
+    for lacking, driver, said in bad_drivers():
+        path = stores.write(driver.drop_encoding(), tmp_path / f"{lacking}.zarr")
+        request = forecast_config(config, tmp_path / "a.zarr", boundary=str(path))
+        with pytest.raises(UserError, match=rf"^boundary: .*{said}") as error:
+            forecast(request)
+        assert "\n" not in str(error.value), lacking
+        assert "init_file" not in str(error.value), lacking
+        assert not any(tmp_path.glob("a.zarr*")), lacking
 
 
-def test_a_forecast_has_to_say_what_gives_the_rim(config, tmp_path):
-    with pytest.raises(UserError, match=r"^boundary: the model was trained with data.boundary=2"):
-        forecast(forecast_config(config, tmp_path / "a.zarr"))
-    other = replace(config, data=replace(config.data, boundary=3))
-    said = "^checkpoint: .* was trained with data.boundary=2, the config has 3. Leave data.boundary"
-    with pytest.raises(UserError, match=said):
-        forecast(forecast_config(other, tmp_path / "a.zarr", boundary="truth"))
-    none = replace(config, data=replace(config.data, boundary=0))
-    with pytest.raises(UserError, match=r"was trained with data\.boundary=2, the config has 0"):
-        forecast(forecast_config(none, tmp_path / "a.zarr"))
+def test_a_forecast_has_to_say_what_gives_the_rim_of_all_steps(config, tmp_path):
+    trained = r"was trained with data\.boundary=2, "
+    for width, keys, said in (
+        (2, {}, r"^boundary: the model was trained with data.boundary=2"),
+        (3, {"boundary": "truth"}, f"^checkpoint: .* {trained}the config has 3. Leave data.bound"),
+        (0, {"boundary": "truth"}, f"{trained}the config has 0"),
+        (2, {"boundary": "truth", "lead": "48h"}, "^init: needs the rim at 2000-01-06T00:00, but"),
+    ):
+        other = replace(config, data=replace(config.data, boundary=width))
+        with pytest.raises(UserError, match=said):
+            forecast(forecast_config(other, tmp_path / "a.zarr", **keys))
 
 
-@pytest.mark.parametrize(("keys", "width"), [([], WIDTH), (["boundary=3"], 3), (["boundary=0"], 0)])
-def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, capsys, keys, width):
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    tiers(fast=[([], WIDTH)], slow=[(["boundary=3"], 3)], exhaustive=[(["boundary=0"], 0)]),
+)
+def test_evaluate_leaves_out_the_rim(by_truth, truth, tmp_path, monkeypatch, capsys, keys, width):
     """By default as wide as the forecast's own; persistence has the same points."""
     monkeypatch.setenv("CREDIT_DP_CACHE", str(tmp_path / "cache"))
-    path = forecast(forecast_config(config, tmp_path / "a.zarr", boundary="truth"))
     known = ["climatology_dates=[2000-01-01,2000-01-03]", f"out={tmp_path / 'scores'}"]
-    assert evaluate([f"forecast={path}", *known, *keys], "evaluate") == 0
+    known += ["variables=[temperature]", "levels=[850]"]
+    assert evaluate([f"forecast={by_truth}", *known, *keys], "evaluate") == 0
     scores = json.loads((tmp_path / "scores/scores.json").read_text())
     page = (tmp_path / "scores/scorecard.html").read_text()
     assert scores.get("boundary", 0) == width
@@ -234,7 +247,9 @@ def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, capsy
     assert (said in capsys.readouterr().out) == bool(width)
     assert (f"11 x 10, without {width} at each edge" in page) == bool(width)
     inside = (..., slice(width, ROWS - width), slice(width, COLUMNS - width))
-    field = opened(path).temperature.sel(level=850).transpose("time", "prediction_timedelta", ...)
+    field = (
+        opened(by_truth).temperature.sel(level=850).transpose("time", "prediction_timedelta", ...)
+    )
     now = truth.temperature.sel(level=850)
     valid = now.sel(time=field.time + field.prediction_timedelta).values.astype(float)
     persistence = now.sel(time=field.time).values[:, None]
@@ -247,10 +262,9 @@ def test_evaluate_leaves_out_the_rim(config, truth, tmp_path, monkeypatch, capsy
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_evaluate_refuses_a_rim_that_is_none(config, tmp_path, monkeypatch):
+def test_evaluate_refuses_a_rim_that_is_none(by_truth, tmp_path, monkeypatch):
     monkeypatch.setenv("CREDIT_DP_CACHE", str(tmp_path / "cache"))
-    path = forecast(forecast_config(config, tmp_path / "a.zarr", boundary="truth"))
-    keys = [f"forecast={path}", f"out={tmp_path / 'scores'}"]
+    keys = [f"forecast={by_truth}", f"out={tmp_path / 'scores'}"]
     with pytest.raises(UserError, match=r"^boundary: 5 rows and columns at each edge leave none"):
         evaluate([*keys, "boundary=5"], "evaluate")
     with pytest.raises(UserError, match=r"^boundary: needs a"):

@@ -20,6 +20,7 @@ from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.netcdf_writer import create_file
 from tests.data.region_grids import LAMBERT, Lambert, rotated
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.tier_cases import tiers
 from tests.training.masked_stores import RAIN, sea_config
 
 pytestmark = [
@@ -105,9 +106,14 @@ def test_winds_have_the_standard_names_of_those_of_the_store():
     assert found == {**names, "u10": None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("members", [0, 2])
-@pytest.mark.parametrize("kind", ["file", "bands", "zarr"])
+@pytest.mark.parametrize(
+    ("kind", "members"),
+    tiers(
+        fast=[],
+        slow=[("file", 0), ("bands", 2), ("zarr", 2)],
+        exhaustive=[("file", 2), ("bands", 0), ("zarr", 0)],
+    ),
+)
 def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
     if kind == "bands":
         path = next(bands.glob("*.nc"))  # has members; without, see below
@@ -142,7 +148,7 @@ def test_the_checker_finds_what_is_wrong(tmp_path):
         assert part in said
 
 
-@pytest.mark.parametrize("model_levels", [False, True])
+@pytest.mark.parametrize("model_levels", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_sums_and_levels_pass(tmp_path, model_levels):
     path = tmp_path / "f.nc"
     create_file(path, form(2, model_levels, ("total_precipitation",)), {}, {}).close()
@@ -175,8 +181,9 @@ def test_names_and_units_are_in_the_tables():
     assert ACCUMULATED & KNOWN_VARIABLES.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zarr", "netcdf", "netcdf_file"])
+@pytest.mark.parametrize(
+    "kind", tiers(fast=[], slow=[("netcdf",)], exhaustive=[("zarr",), ("netcdf_file",)])
+)
 def test_a_forecast_says_over_which_span_sums_are(tmp_path, kind):
     rain = {RAIN: VariableConfig(normalise="log1p(1e-4)", nonnegative=True, accumulated=True)}
     config = sea_config(tmp_path, steps=2, diagnostic=[RAIN], prognostic=["temperature"])

@@ -21,6 +21,7 @@ from credit_dp.forecast.writer import read_settings_attribute
 from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.data import stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.tier_cases import tiers
 from tests.training.masked_stores import RAIN, SEA, SOIL, sea, sea_config
 from tests.training.runs import make_config
 
@@ -61,18 +62,13 @@ def check_conventions(data: xr.Dataset) -> None:
         assert wanted.items() <= data[name].attrs.items()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zarr", "netcdf"])
-def test_conventions(whole, bands, kind):
+def test_conventions(whole, bands):
     raw = {"decode_times": False, "decode_timedelta": False}
-    if kind == "zarr":
-        data = xr.open_zarr(whole, **raw)
-    else:
-        data = xr.open_dataset(next(bands.glob("*.nc")), **raw)
-    with data:
-        check_conventions(data)
-        assert data["time"].attrs["units"] == "hours since 1900-01-01"
-        assert data["prediction_timedelta"].attrs["units"] == "hours"
+    for open_raw, path in ((xr.open_zarr, whole), (xr.open_dataset, next(bands.glob("*.nc")))):
+        with open_raw(path, **raw) as data:
+            check_conventions(data)
+            assert data["time"].attrs["units"] == "hours since 1900-01-01"
+            assert data["prediction_timedelta"].attrs["units"] == "hours"
 
 
 def test_plain_xarray_reads_it(whole):
@@ -114,8 +110,7 @@ def test_a_band_without_any_value_is_written_too(whole, tmp_path):
     assert writer.missing(writer.partial) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["zarr", "netcdf"])
+@pytest.mark.parametrize("kind", tiers(fast=[], slow=[("zarr",)], exhaustive=[("netcdf",)]))
 def test_points_without_values_have_none(tmp_path, kind):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)
@@ -176,30 +171,27 @@ def test_a_forecast_says_where_it_started_from_wherever_it_is_read(config, tmp_p
     assert read_settings_attribute({}) == {}
 
 
-@pytest.mark.parametrize(
-    ("dim", "attributes", "model"),
-    [
-        ("hybrid", {}, True),
-        ("level", {"standard_name": "model_level_number"}, True),
-        ("level", {"long_name": "Model level number"}, True),
-        ("level", {"units": "hPa"}, False),
-        ("level", {"standard_name": "air_pressure"}, False),
-        ("isobaricInhPa", {}, False),
-        ("level", {}, False),  # 500 to 1000: no model has so many levels
-    ],
-)
-def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):
-    data = stores.dataset(rows=9, columns=8, steps=2)
-    data["level"].attrs = attributes
-    if dim != "level":
-        data = data.rename(level=dim)
-    source = GriddedSource.open(str(stores.write(data, tmp_path / "s.zarr")))
-    assert source.variables["temperature"].model_levels is model
-    if not attributes and dim == "level":
-        few = data.assign_coords(level=[10, 50, 130])  # either kind
-        source = GriddedSource.open(str(stores.write(few, tmp_path / "few.zarr")))
-        assert source.variables["temperature"].model_levels is None
-    assert not source.variables["2m_temperature"].model_levels
+def test_a_store_says_what_its_levels_are(tmp_path):
+    for number, (dim, attributes, model) in enumerate(
+        (
+            ("hybrid", {}, True),
+            ("level", {"standard_name": "model_level_number"}, True),
+            ("level", {"long_name": "Model level number"}, True),
+            ("level", {"units": "hPa"}, False),
+            ("level", {"standard_name": "air_pressure"}, False),
+            ("isobaricInhPa", {}, False),
+            ("level", {}, False),  # 500 to 1000: no model has so many levels
+        )
+    ):
+        data = stores.dataset(rows=9, columns=8, steps=2)
+        data["level"].attrs = attributes
+        data = data.rename({"level": dim} if dim != "level" else {})
+        source = GriddedSource.open(str(stores.write(data, tmp_path / f"{number}.zarr")))
+        assert source.variables["temperature"].model_levels is model, (dim, attributes)
+        assert not source.variables["2m_temperature"].model_levels
+    few = data.assign_coords(level=[10, 50, 130])  # either kind
+    source = GriddedSource.open(str(stores.write(few, tmp_path / "few.zarr")))
+    assert source.variables["temperature"].model_levels is None
 
 
 @pytest.mark.slow
@@ -215,6 +207,7 @@ def test_a_forecast_says_it_too(tmp_path):
         assert (level.attrs["standard_name"], level.attrs["units"]) == ("model_level_number", "1")
 
 
+@pytest.mark.slow
 def test_dates_keep_their_minutes(tmp_path):
     data = stores.dataset(17, 16, 20)
     data = data.assign_coords(time=data["time"] + np.timedelta64(30, "m"))

@@ -26,8 +26,7 @@ from tests.data import region_grids, stores
 from tests.data.proj import project
 from tests.forecast.grib_files import projected
 from tests.forecast.runs import forecast, forecast_config
-
-eccodes = load_eccodes("format")
+from tests.tier_cases import tiers
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -134,7 +133,7 @@ def write(form, path, fields=None):
 
 def headers(path, *keys):
     """Return the values of keys of each message."""
-    found = []
+    eccodes, found = load_eccodes("format"), []
     with path.open("rb") as file:
         while (handle := eccodes.codes_grib_new_from_file(file)) is not None:
             found.append(tuple(eccodes.codes_get(handle, key) for key in keys))
@@ -142,7 +141,7 @@ def headers(path, *keys):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_cfgrib_reads_what_a_store_would_have(config, whole, tmp_path, ranks):
     out = forecast(forecast_config(config, tmp_path / "f.grib", format="grib"), ranks)
     assert [path.name for path in tmp_path.iterdir()] == ["f.grib"]
@@ -263,23 +262,26 @@ def test_units_become_those_of_the_code(tmp_path):
         assert_packed(file.read(message), scale * field)
 
 
-@pytest.mark.parametrize(
-    "longitude", [np.arange(4) * 90.0, np.arange(-2, 2) * 90.0, np.arange(7) * 360 / 7]
-)
-@pytest.mark.parametrize("rows", [3, 7])
-def test_the_grid_is_that_of_the_fields(tmp_path, longitude, rows):
-    latitude = np.linspace(90, -90, rows)
-    form = a_format(grid=Grid(latitude, longitude), hours=(6,))
-    random = np.random.default_rng(0).normal(size=(2, rows, len(longitude))).astype("f4")
-    path = write(form, tmp_path / "f", random)
-    file = GribFile.open(path, "path")
-    found = file.read_grid()
-    np.testing.assert_allclose(found[0], latitude, atol=1e-6)
-    np.testing.assert_allclose((found[1] - longitude) % 360 % 360, 0, atol=2e-6)
-    assert_packed(file.read(file.messages("instant")[0]), random[0])
-    data = read(path, "isobaricInhPa")
-    np.testing.assert_allclose(data["latitude"].values, latitude, atol=2e-6)
-    assert_packed(data["t"].values, random[0])
+def test_the_grid_is_that_of_the_fields(tmp_path):
+    for number, (rows, longitude) in enumerate(
+        (
+            (3, np.arange(4) * 90.0),
+            (7, np.arange(-2, 2) * 90.0),
+            (3, np.arange(7) * 360 / 7),
+        )
+    ):
+        latitude = np.linspace(90, -90, rows)
+        form = a_format(grid=Grid(latitude, longitude), hours=(6,))
+        random = np.random.default_rng(0).normal(size=(2, rows, len(longitude))).astype("f4")
+        path = write(form, tmp_path / str(number), random)
+        file = GribFile.open(path, "path")
+        found = file.read_grid()
+        np.testing.assert_allclose(found[0], latitude, atol=1e-6)
+        np.testing.assert_allclose((found[1] - longitude) % 360 % 360, 0, atol=2e-6)
+        assert_packed(file.read(file.messages("instant")[0]), random[0])
+        data = read(path, "isobaricInhPa")
+        np.testing.assert_allclose(data["latitude"].values, latitude, atol=2e-6)
+        assert_packed(data["t"].values, random[0])
 
 
 def test_points_without_values_stay_so(tmp_path):
@@ -296,6 +298,7 @@ def test_points_without_values_stay_so(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_each_code_has_the_name_that_is_looked_for(tmp_path):
     levels = {name: 500 if name in UPPER_AIR_NAMES.values() else None for name in CODES}
     levels["wind_speed"] = 500
@@ -310,22 +313,6 @@ def test_each_code_has_the_name_that_is_looked_for(tmp_path):
         assert (message.kind == "isobaricInhPa") == (channel.level is not None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"channels": (Channel("a"), Channel("temperature"))}, "no code for a, temperature here"),
-        ({"units": {"surface_pressure": "K"}}, "surface_pressure is in K, which can't be"),
-        (
-            {"grid": Grid(np.array([80.0, 1.0, -60.0]), np.arange(4) * 90.0)},
-            "latitude are 61 to 79 degrees",
-        ),
-    ],
-)
-def test_what_grib_has_no_form_for_is_refused(tmp_path, changes, line):
-    with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf"):
-        GribWriter(tmp_path / "f", a_format(**changes), {}).check()
-
-
 def test_a_file_that_is_cut_off_lacks_lead_times(tmp_path):
     path = write(a_format(), tmp_path / "f")
     content = path.read_bytes()
@@ -338,19 +325,32 @@ def test_a_file_that_is_cut_off_lacks_lead_times(tmp_path):
 def test_a_damaged_byte_is_found_wherever_it_is(tmp_path):
     path = write(a_format(), tmp_path / "f")
     file = GribFile.open(path, "path")
-    start, end = file.messages("instant")[1].offset, file.messages("instant")[2].offset
+    first, start, end = (message.offset for message in file.messages("instant")[:3])
     content = path.read_bytes()
-    for position in (start + 20, start + 97, end - 10):  # time, grid, values
+
+    def damage(position):
         damaged = bytearray(content)
         damaged[position] ^= 4
         path.write_bytes(damaged)
+
+    for position in (start + 20, start + 97, end - 10):  # time, grid, values
+        damage(position)
         with pytest.raises(UserError, match=r"can't be decoded \(its checksum is wrong\)"):
             file.read(file.messages("instant")[1])
-        assert (
-            file.read(file.messages("instant")[0]).shape
-            == file.read(file.messages("instant")[2]).shape
-        )
+        shapes = {file.read(file.messages("instant")[n]).shape for n in (0, 2)}
+        assert len(shapes) == 1
     assert check_forecast(str(path)).lines()[1:] == ["  missing: 2026-01-31T18 +6h, rows 0 to 2"]
+    # A damaged grid is no other grid: its type and its latitude, of either message.
+    for number, offset in ((0, first), (1, start)):
+        for position in (offset + 83, offset + 97):
+            damage(position)
+            said = rf"read after {number} message.*checksum is wrong"
+            with pytest.raises(UserError, match=said):
+                GribFile.open(path, "path")
+    damage(start + 16 + 21 + 3)  # the length of section 2: messages can't be found
+    with pytest.raises(UserError, match=r"after 1 message: more messages follow, which can't"):
+        GribFile.open(path, "path")
+    assert not check_forecast(str(path)).complete
 
 
 def on_projection(mapping, south, west, step=None):
@@ -375,7 +375,17 @@ def distance(grid, latitude, longitude):
     return np.rad2deg(np.linalg.norm(apart, axis=0)).max()
 
 
-@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    tiers(
+        fast=[("false easting",), ("south pole",)],
+        slow=[("southern cone",), ("around the pole",), ("scaled",), ("turned",)],
+        exhaustive=[
+            *(("one parallel",), ("two parallels",), ("true at 71 degrees",)),
+            *(("beyond the pole",), ("rotated",), ("upside down",)),
+        ],
+    ),
+)
 def test_other_programs_find_the_points_of_projections(tmp_path, kind):
     """By the latitudes and longitudes that ecCodes computes from the keys."""
     grid = on_projection(*PROJECTIONS[kind])
@@ -401,7 +411,10 @@ def test_other_programs_find_the_points_of_projections(tmp_path, kind):
     assert check_forecast(str(path)).complete
 
 
-@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+@pytest.mark.parametrize(
+    "kind",
+    tiers(fast=[("polar_stereographic",)], slow=[("lambert",)], exhaustive=[("rotated_ll",)]),
+)
 def test_keys_of_projections(tmp_path, kind):
     keys, latitude, longitude = projected(kind)
     mapping = {"lambert": LAMBERT, "rotated_ll": ROTATED}.get(kind, {
@@ -427,7 +440,9 @@ def test_keys_of_projections(tmp_path, kind):
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 
 
-@pytest.mark.parametrize("kind", ["one parallel", "true at 71 degrees", "rotated"])
+@pytest.mark.parametrize(
+    "kind", tiers(fast=[("rotated",)], slow=[("one parallel",)], exhaustive=[("scaled",)])
+)
 def test_grib_is_flagged(tmp_path, kind):
     """Messages of all variables, or readers would take them for those of two grids."""
     grid = on_projection(*PROJECTIONS[kind])
@@ -462,43 +477,23 @@ OTHER_MAPPINGS = [
 ]
 
 
-@pytest.mark.parametrize(("mapping", "line"), OTHER_MAPPINGS)
-def test_other_grid_mappings_are_refused(tmp_path, mapping, line):
-    grid = on_projection(CONE, -3e5, -4e5)
-    grid = Grid(*grid.points, grid.projection._replace(attributes=mapping))
-    with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf\.$"):
-        GribWriter(tmp_path / "f", a_format(grid=grid), {}).check()
-
-
-def test_a_projection_of_unequal_steps_is_refused(tmp_path):
-    grid = on_projection(CONE, -3e5, -4e5)
-    grid.longitude[:, 4:] += 1e-3
-    with pytest.raises(UserError, match=r"to 0\.0[0-9]* degrees .* steps are unequal"):
-        GribWriter(tmp_path / "f", a_format(grid=grid), {}).check()
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_damaged_grid_section_is_no_other_grid(tmp_path, number):
-    path = write(a_format(), tmp_path / "f")
-    content = path.read_bytes()
-    start = GribFile.open(path, "path").messages("instant")[number].offset
-    for position in (start + 83, start + 97):  # the type of the grid, and its latitude
-        damaged = bytearray(content)
-        damaged[position] ^= 4
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=rf"read after {number} message.*checksum is wrong"):
-            GribFile.open(path, "path")
-
-
-def test_a_file_in_which_messages_can_not_be_found_is_not_complete(tmp_path):
-    path = write(a_format(), tmp_path / "f")
-    content = bytearray(path.read_bytes())
-    section_2 = GribFile.open(path, "path").messages("instant")[1].offset + 16 + 21
-    content[section_2 + 3] ^= 4  # its length
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"after 1 message: more messages follow, which can't"):
-        GribFile.open(path, "path")
-    assert not check_forecast(str(path)).complete
+def test_what_grib_has_no_form_for_is_refused(tmp_path):
+    uneven = Grid(np.array([80.0, 1.0, -60.0]), np.arange(4) * 90.0)
+    cases = [
+        ({"channels": (Channel("a"), Channel("temperature"))}, "no code for a, temperature here"),
+        ({"units": {"surface_pressure": "K"}}, "surface_pressure is in K, which can't be"),
+        ({"grid": uneven}, "latitude are 61 to 79 degrees"),
+    ]
+    plane = on_projection(CONE, -3e5, -4e5)
+    for mapping, line in OTHER_MAPPINGS:
+        grid = Grid(*plane.points, plane.projection._replace(attributes=mapping))
+        cases.append(({"grid": grid}, line))
+    unequal = on_projection(CONE, -3e5, -4e5)
+    unequal.longitude[:, 4:] += 1e-3
+    cases.append(({"grid": unequal}, r"to 0\.0[0-9]* degrees .* steps are unequal"))
+    for changes, line in cases:
+        with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf"):
+            GribWriter(tmp_path / "f", a_format(**changes), {}).check()
 
 
 def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
@@ -514,7 +509,7 @@ def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
 
 def test_pyproj_is_not_imported_after_eccodes(monkeypatch):
     """Python would crash at its end; xarray may have loaded ecCodes, with cfgrib."""
-    imported = []
+    imported, eccodes = [], load_eccodes("format")
 
     class Finder:
         def find_spec(self, name, path=None, target=None):

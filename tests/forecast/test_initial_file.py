@@ -16,7 +16,6 @@ from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import GribStates, InitialFiles
-from credit_dp.forecast.request import ForecastRequest
 from tests.data import cell_stores, stores
 from tests.forecast.grib_files import (
     ECMWF,
@@ -29,8 +28,7 @@ from tests.forecast.grib_files import (
     write_scanned,
 )
 from tests.forecast.runs import INIT, forecast, forecast_config
-
-eccodes = load_eccodes("init_file")
+from tests.tier_cases import tiers
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -63,16 +61,19 @@ def close(found, wanted, of=1e-6):
     return bool((np.abs(found - wanted) <= of * largest).all())
 
 
-@pytest.mark.parametrize("edition", [1, 2])
-@pytest.mark.parametrize("table", [ECMWF, NCEP], ids=["ECMWF", "NCEP"])
-def test_fields_of_grib_are_found(data, store, tmp_path, table, edition):
-    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), table, edition)
+def test_fields_of_grib_are_found(data, store, tmp_path):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)
-    assert close(states(path, store), wanted)
-    assert np.array_equal(states(path, store, rows=slice(4, 9)), states(path, store)[:, :, 4:9])
+    for table, edition in ((ECMWF, 1), (NCEP, 2), (ECMWF, 2)):
+        path = write_grib(tmp_path / f"{edition}.grib", data.sel(time=TIME), table, edition)
+        found = states(path, store)
+        assert close(found, wanted), (table, edition)
+        assert np.array_equal(states(path, store, rows=slice(4, 9)), found[:, :, 4:9])
+        path.unlink()
 
 
-@pytest.mark.parametrize("kind", ["lambert", "rotated_ll"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("lambert", marks=pytest.mark.exhaustive), "rotated_ll"]
+)
 def test_grib_on_a_projection_is_read_on_its_grid(config, tmp_path, kind):
     keys, latitude, longitude = projected(kind)
     dims = ("y", "x")
@@ -119,31 +120,34 @@ def test_a_forecast_goes_on_from_its_grib(config, tmp_path):
             assert close(found[name].values, wanted, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["scalar time", "valid_time", "lead times", "half hours", "zarr"])
-def test_times_of_datasets(data, store, tmp_path, kind):
+def with_times(data, kind):
+    """Return the fields of a time in one of the forms that datasets have."""
     one = data[["geopotential", "temperature", "2m_temperature"]].sel(time=[TIME])
-    path = tmp_path / "a.nc"
-    if kind == "scalar time":
-        one = one.isel(time=0)
-    elif kind == "valid_time":  # as cfgrib writes a forecast
-        one = one.isel(time=0, drop=True).assign_coords(
-            time=TIME - np.timedelta64(6, "h"), step=np.timedelta64(6, "h"), valid_time=TIME
-        )
-    elif kind in ("lead times", "half hours"):
-        steps = [data.isel(time=i, drop=True) for i in (11, 12)]
-        last, start = (6, "2000-01-03T18:00") if kind == "lead times" else (1.5, "2000-01-03T22:30")
-        one = xr.concat(steps, "prediction_timedelta").assign_coords(
-            time=np.datetime64(start, "ns"),
-            prediction_timedelta=("prediction_timedelta", [0, last], {"units": "hours"}),
-        )
-        assert data["time"].values[12] == TIME
     if kind == "zarr":
-        path = tmp_path / "a.zarr"
-        one.to_zarr(path, zarr_format=3, consolidated=False)
-    else:
-        one.to_netcdf(path)
+        return one
+    if kind == "scalar time":
+        return one.isel(time=0)
+    if kind == "valid_time":  # as cfgrib writes a forecast
+        six = np.timedelta64(6, "h")
+        return one.isel(time=0, drop=True).assign_coords(time=TIME - six, step=six, valid_time=TIME)
+    steps = [data.isel(time=i, drop=True) for i in (11, 12)]
+    assert data["time"].values[12] == TIME
+    last, start = (6, "2000-01-03T18:00") if kind == "lead times" else (1.5, "2000-01-03T22:30")
+    return xr.concat(steps, "prediction_timedelta").assign_coords(
+        time=np.datetime64(start, "ns"),
+        prediction_timedelta=("prediction_timedelta", [0, last], {"units": "hours"}),
+    )
+
+
+def test_times_of_datasets(data, store, tmp_path):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)
-    assert np.array_equal(states(path, store), wanted)
+    for kind in ("scalar time", "valid_time", "lead times", "half hours", "zarr"):
+        path = tmp_path / f"{kind}.{'zarr' if kind == 'zarr' else 'nc'}"
+        if kind == "zarr":
+            with_times(data, kind).to_zarr(path, zarr_format=3, consolidated=False)
+        else:
+            with_times(data, kind).to_netcdf(path)
+        assert np.array_equal(states(path, store), wanted), kind
 
 
 def _on_grid(state, rows, columns, west=0.0):
@@ -162,8 +166,10 @@ def _on_grid(state, rows, columns, west=0.0):
     return xr.Dataset(fields, {**coords, "longitude": longitude + west})
 
 
-@pytest.mark.parametrize("northward", [False, True])
-@pytest.mark.parametrize("grid", [(17, 16), (33, 32), (12, 10)])
+@pytest.mark.parametrize(
+    ("grid", "northward"),
+    tiers(fast=[((17, 16), False), ((12, 10), True)], slow=[], exhaustive=[((33, 32), False)]),
+)
 def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     west = 180.0 if grid == (17, 16) else 0.0  # the same points, beginning elsewhere
     state = _on_grid(data.sel(time=TIME), *grid, west)
@@ -185,19 +191,19 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     assert close(states(path, store)[0], wanted, 1e-5)
 
 
-@pytest.mark.parametrize("rows", [slice(None), slice(2, -2)], ids=["globe", "band"])
-def test_columns_from_another_meridian_keep_their_bits(config, data, tmp_path, rows):
-    data = data.isel(latitude=rows)
-    stores.write(data, tmp_path / "band.zarr")
-    store = Store.open(replace(config.data, store=str(tmp_path / "band.zarr")))
-    state = data.sel(time=[TIME])
-    west = (state["longitude"].values + 180) % 360 - 180
-    half = state.sizes["longitude"] // 2
-    state.assign_coords(longitude=west).roll(longitude=half, roll_coords=True).to_netcdf(
-        tmp_path / "a.nc"
-    )
-    wanted = store.read_states(np.array([TIME]), EVERY_ROW)
-    assert np.array_equal(states(tmp_path / "a.nc", store), wanted)
+def test_columns_from_another_meridian_keep_their_bits(config, data, tmp_path):
+    """Of the globe, and of a band of rows."""
+    for name, rows in (("globe", slice(None)), ("band", slice(2, -2))):
+        band = data.isel(latitude=rows)
+        stores.write(band, tmp_path / f"{name}.zarr")
+        store = Store.open(replace(config.data, store=str(tmp_path / f"{name}.zarr")))
+        state = band.sel(time=[TIME])
+        west = (state["longitude"].values + 180) % 360 - 180
+        turned = state.assign_coords(longitude=west)
+        turned = turned.roll(longitude=state.sizes["longitude"] // 2, roll_coords=True)
+        turned.to_netcdf(tmp_path / f"{name}.nc")
+        wanted = store.read_states(np.array([TIME]), EVERY_ROW)
+        assert np.array_equal(states(tmp_path / f"{name}.nc", store), wanted), name
 
 
 def bilinear_at(
@@ -217,23 +223,24 @@ def bilinear_at(
     return along[0] + weights * (along[1] - along[0])
 
 
-@pytest.mark.parametrize("west", [0.0, -170.0])
-def test_another_grid_is_interpolated(data, store, tmp_path, west):
-    state = _on_grid(data.sel(time=TIME), 12, 20, west)  # without rows on the poles
-    path = write_grib(tmp_path / "a.grib", state)
-    found = states(path, store, regrid="bilinear")[0]
-    channel = store.channels.slice_of("2m_temperature").start
-    field = state["2m_temperature"].values
-    rows = list(zip(state["latitude"].values, field, strict=True))
-    wanted = [
-        [bilinear_at(rows, west, lat, lon) for lon in store.longitude] for lat in store.latitude
-    ]
-    assert close(found[channel], np.array(wanted), 1e-5)
-    assert not close(found, states(path, store)[0], 1e-3)
+def test_another_grid_is_interpolated(data, store, tmp_path):
+    for west in (0.0, -170.0):
+        state = _on_grid(data.sel(time=TIME), 12, 20, west)  # without rows on the poles
+        path = write_grib(tmp_path / f"{west}.grib", state)
+        found = states(path, store, regrid="bilinear")[0]
+        channel = store.channels.slice_of("2m_temperature").start
+        field = state["2m_temperature"].values
+        rows = list(zip(state["latitude"].values, field, strict=True))
+        wanted = [
+            [bilinear_at(rows, west, lat, lon) for lon in store.longitude] for lat in store.latitude
+        ]
+        assert close(found[channel], np.array(wanted), 1e-5), west
+        assert not close(found, states(path, store)[0], 1e-3), west
 
 
 def write_reduced(path):
     """Write a temperature on a reduced Gaussian grid; return its rows with their latitudes."""
+    eccodes = load_eccodes("init_file")
     handle = eccodes.codes_grib_new_from_samples("reduced_gg_pl_32_grib2")
     date = {"dataDate": 20000104, "dataTime": 0, "shortName": "2t", "bitsPerValue": 24}
     eccodes.codes_set(handle, "typeOfLevel", "heightAboveGround")
@@ -251,22 +258,16 @@ def write_reduced(path):
     return rows
 
 
-@pytest.mark.parametrize("regrid", ["bilinear", "conservative"])
-def test_a_reduced_gaussian_grid_is_regridded(config, tmp_path, regrid):
+def test_a_reduced_gaussian_grid_is_regridded(config, tmp_path):
     rows = write_reduced(tmp_path / "a.grib")
-    names = ["2m_temperature"]
-    store = Store.open(replace(config.data, prognostic=names, levels=None))
-    found = states(tmp_path / "a.grib", store, regrid=regrid)[0, 0]
-    if regrid == "bilinear":
-        wanted = np.array(
-            [
-                [bilinear_at(rows, 0.0, lat, lon) for lon in store.longitude]
-                for lat in store.latitude
-            ]
-        )
-        assert close(found, wanted, 1e-5)
-        return
+    store = Store.open(replace(config.data, prognostic=["2m_temperature"], levels=None))
+    found = states(tmp_path / "a.grib", store, regrid="bilinear")[0, 0]
+    wanted = [
+        [bilinear_at(rows, 0.0, lat, lon) for lon in store.longitude] for lat in store.latitude
+    ]
+    assert close(found, np.array(wanted), 1e-5)
     # A cell is a mean over its area, so that the mean of the globe stays.
+    found = states(tmp_path / "a.grib", store, regrid="conservative")[0, 0]
     edges = row_edges(np.array([latitude for latitude, _ in rows]))
     areas = -np.diff(np.sin(np.deg2rad(edges))) / 2
     mean = sum(area * row.mean() for area, (_, row) in zip(areas, rows, strict=True))
@@ -290,28 +291,18 @@ def test_cells_are_the_rows_of_a_store_on_the_same_cells(config, tmp_path):
     assert close(found, wanted, 1e-6)
 
 
-def test_keys_of_regridding_are_checked():
-    keys = {"checkpoint": "run", "init": "2000-01-01", "lead": "6h", "out": "f"}
-    with pytest.raises(UserError, match=r"^regrid: needs one of conservative, bilinear"):
-        ForecastRequest(**keys, init_file="a.grib", regrid="nearest").check(6)
-    with pytest.raises(UserError, match=r"^regrid: bilinear is for states of init_file"):
-        ForecastRequest(**keys, regrid="bilinear").check(6)
-    with pytest.raises(UserError, match=r"^grid: needs one of source, got '181x360'"):
-        ForecastRequest(**keys, grid="181x360").check(6)
-    with pytest.raises(
-        UserError, match=r"^format: cells, grid=source, are written as zarr or grib"
-    ):
-        ForecastRequest(**keys, grid="source", format="netcdf").check(6)
-
-
-@pytest.mark.parametrize("order", SCANNING)
-def test_points_may_be_in_any_order(data, store, tmp_path, order):
+def test_points_may_be_in_any_order(data, store, tmp_path):
     path = write_grib(tmp_path / "a.grib", data.sel(time=TIME))
-    scanned = write_scanned(path, tmp_path / "b.grib", SCANNING[order])
-    assert close(states(scanned, store), states(path, store), 1e-6)
+    wanted = states(path, store)
+    for order, flags in SCANNING.items():
+        scanned = write_scanned(path, tmp_path / "b.grib", flags)
+        assert close(states(scanned, store), wanted, 1e-6), order
 
 
-@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+@pytest.mark.parametrize(
+    "kind",
+    tiers(fast=[("rotated_ll",)], slow=[("lambert",)], exhaustive=[("polar_stereographic",)]),
+)
 def test_points_of_a_projection_may_be_in_any_order(tmp_path, kind):
     field = 250 + np.random.default_rng(0).random((13, 16))
     for number, flags in enumerate(ORDERS):
@@ -324,11 +315,12 @@ def test_points_of_a_projection_may_be_in_any_order(tmp_path, kind):
         assert np.abs(found.read().reshape(13, 16) - field).max() < 1e-4, flags
 
 
-@pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds", "grid_jpeg"])
-def test_messages_may_be_packed_in_any_way(data, store, tmp_path, packing):
-    path = write_grib(tmp_path / "a.grib", data.sel(time=TIME), packingType=packing)
+def test_messages_may_be_packed_in_any_way(data, store, tmp_path):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)
-    assert close(states(path, store), wanted)
+    for packing in ("grid_simple", "grid_ccsds", "grid_jpeg"):
+        path = tmp_path / f"{packing}.grib"
+        write_grib(path, data.sel(time=TIME), packingType=packing)
+        assert close(states(path, store), wanted), packing
 
 
 def test_netcdf_of_another_origin_is_converted(data, store, tmp_path):
@@ -365,6 +357,7 @@ def test_fields_come_from_several_files(data, store, tmp_path):
 
 def test_fields_that_share_a_message_are_found(data, store, tmp_path):
     """As NCEP writes winds."""
+    eccodes = load_eccodes("init_file")
     single = write_grib(tmp_path / "a.grib", data.sel(time=TIME))
     together = eccodes.codes_grib_multi_new()
     with single.open("rb") as file:
@@ -396,6 +389,7 @@ def test_what_is_missing_is_named_in_one_line(data, store, tmp_path):
 
 def corrupt(path, data, how):
     """Write a state with one fault."""
+    eccodes = load_eccodes("init_file")
     state = data.sel(time=TIME)
     if how == "spectral":
         handle = eccodes.codes_grib_new_from_samples("sh_pl_grib2")
@@ -454,16 +448,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("how", FAULTS)
-def test_a_fault_of_a_file_is_one_line(data, store, tmp_path, how):
-    path = tmp_path / "state"
-    if how != "absent":
-        corrupt(path, data, how)
-    with pytest.raises(UserError, match=FAULTS[how]) as caught:
-        states(path, store)
-    assert str(caught.value).startswith(f"init_file: {path}")
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_a_fault_of_a_file_is_one_line(data, store, tmp_path):
+    for how, said in FAULTS.items():
+        path = tmp_path / how
+        if how != "absent":
+            corrupt(path, data, how)
+        with pytest.raises(UserError, match=said) as caught:
+            states(path, store)
+        assert str(caught.value).startswith(f"init_file: {path}"), how
+        assert "\n" not in str(caught.value), how
 
 
 def test_the_time_is_that_of_the_file_if_it_is_clear(data, tmp_path):
@@ -487,10 +480,10 @@ def test_the_time_of_a_step_in_minutes_is_exact(data, tmp_path):
     assert {x.hours for x in GribFile.open(path, "init_file").messages("instant")} == {1.5}
 
 
-@pytest.mark.parametrize("text", ["gs://b/a.grib", "[]", "[a.grib,a.grib]"])
-def test_paths_that_can_not_be_files(text):
-    with pytest.raises(UserError, match=r"^init_file: "):
-        InitialFiles.open(text)
+def test_paths_that_can_not_be_files():
+    for text in ("gs://b/a.grib", "[]", "[a.grib,a.grib]"):
+        with pytest.raises(UserError, match=r"^init_file: "):
+            InitialFiles.open(text)
 
 
 def test_another_state_is_not_resumed(config, data, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from tests.forecast.runs import (
     train_ensemble,
 )
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.runs import (
     alone,
     built,
@@ -34,7 +35,6 @@ from tests.training.runs import (
 
 # Ranks are threads here, and warnings are settings of the whole process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-SLOW = pytest.mark.slow
 
 
 def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
@@ -49,8 +49,8 @@ def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
         assert np.array_equal(found[name].values, wanted[name].values)
 
 
-# 17 rows on 4 ranks do not end at chunk edges.
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW), 4])
+# 17 rows on 3 ranks do not end at chunk edges.
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
     found = forecast(forecast_config(config, tmp_path / "bands.zarr"), ranks)
     high = -(-17 // ranks)
@@ -60,12 +60,12 @@ def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
         assert_same(data, wanted)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=SLOW)])
-def test_files_of_ranks_are_those_of_one_process(config, whole, tmp_path, ranks):
-    found = forecast(forecast_config(config, tmp_path / "bands", format="netcdf"), ranks)
-    assert len(list(found.glob("*.nc"))) == 2 * ranks
+def test_files_of_ranks_are_those_of_one_process(config, whole, tmp_path):
+    keys = {"format": "netcdf", "lead": "12h", "init": "2000-01-04T12"}
+    found = forecast(forecast_config(config, tmp_path / "bands", **keys), ranks=3)
+    assert len(list(found.glob("*.nc"))) == 3
     with open_sharded(found) as data, xr.open_zarr(whole) as wanted:
-        assert_same(data, wanted)
+        assert_same(data, wanted.isel(time=[1], prediction_timedelta=[0, 1]))
 
 
 MESHES = {
@@ -76,9 +76,8 @@ MESHES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[] if m == "fsdp2" else SLOW) for m in MESHES]
+    "mesh", tiers(fast=[], slow=[("fsdp2",), ("pipeline",)], exhaustive=[("data",), ("domain",)])
 )
 def test_other_meshes_make_the_same(config, tmp_path, mesh):
     # Three times on two data ranks: one repeats a forecast that does not count.
@@ -103,8 +102,9 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["averages", *(pytest.param(m, marks=SLOW) for m in MODELS)])
+@pytest.mark.parametrize(
+    "name", tiers(fast=[("averages",)], slow=[("frames",)], exhaustive=[("next state",)])
+)
 def test_a_forecast_is_that_of_the_evaluation(config, tmp_path, name):
     if name in MODELS:
         config = train(tmp_path, MODELS[name])
@@ -142,17 +142,20 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
         assert 0.01 < float(spread / deviation) < 0.2
 
 
-@pytest.fixture(scope="module", params=[train_ensemble, pytest.param(train_diffusion, marks=SLOW)])
-def noisy(request, tmp_path_factory):
-    """A run of ensembles."""
-    return request.param(tmp_path_factory.mktemp("noisy"))
-
-
 # Three members on two data ranks: one repeats a forecast that does not count.
 @pytest.mark.parametrize(
-    "mesh", ["domain", *(pytest.param(m, marks=SLOW) for m in ("data", "pipeline"))]
+    ("train_noisy", "mesh"),
+    [
+        (train_ensemble, "domain"),
+        pytest.param(train_ensemble, "data", marks=pytest.mark.slow),
+        pytest.param(train_diffusion, "pipeline", marks=pytest.mark.slow),
+        pytest.param(train_ensemble, "pipeline", marks=pytest.mark.exhaustive),
+        pytest.param(train_diffusion, "data", marks=pytest.mark.exhaustive),
+        pytest.param(train_diffusion, "domain", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_members_have_the_noise_of_evaluation_on_any_mesh(noisy, tmp_path, mesh):
+def test_members_have_the_noise_of_evaluation_on_any_mesh(tmp_path, train_noisy, mesh):
+    noisy = train_noisy(tmp_path)
     training = built(noisy, alone())
     on = replace(noisy, parallel=MESHES[mesh])
     init = "2000-01-04T12"
@@ -169,8 +172,10 @@ def test_members_have_the_noise_of_evaluation_on_any_mesh(noisy, tmp_path, mesh)
     names = [channel.name for channel in data.store.channels.output_channels]
     wanted = dates.denormalise(last[0])[:, names.index("2m_temperature")].float().numpy()
     assert (wanted.std(axis=0) > 0).all()
-    parallel = on.parallel
-    on_processes(2, on_rank, settings, domain=parallel.domain, pipeline=parallel.pipeline)
+    if mesh == "domain":
+        forecast(settings, ranks=2)
+    else:
+        on_processes(2, on_rank, settings, domain=1, pipeline=on.parallel.pipeline)
     with xr.open_zarr(tmp_path / "f.zarr") as found:
         fields = found["2m_temperature"].sel(prediction_timedelta="12h").values[:, 0]
     np.testing.assert_allclose(fields, wanted, rtol=3e-7)

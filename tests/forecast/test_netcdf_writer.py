@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ONE = {"format": "netcdf_file"}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_file_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
     out = forecast(forecast_config(config, tmp_path / "f.nc", **ONE), ranks)
     if ranks > 1:
@@ -28,17 +28,13 @@ def test_the_file_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
         assert found.attrs.keys() - wanted.attrs.keys() == {"credit_dp_rows"}
         for name in wanted.variables:
             assert found[name].attrs == wanted[name].attrs
-    assert sorted(path.name for path in tmp_path.glob("f.nc*")) == ["f.nc"]
-    assert check_forecast(str(out)).lines()[0].endswith("complete (2 initial times, 4 lead times)")
-
-
-def test_evaluation_reads_it(config, whole, tmp_path):
-    out = forecast(forecast_config(config, tmp_path / "f.nc", **ONE, lead="12h"))
     found, wanted = ForecastStore.open(str(out)), ForecastStore.open(str(whole))
     for name, levels in ("temperature", (850,)), ("2m_temperature", ()):
         second = np.array([1])
         one, other = (store.read(name, levels, second, second) for store in (found, wanted))
-        assert np.array_equal(one, other)
+        assert np.array_equal(one, other), name
+    assert sorted(path.name for path in tmp_path.glob("f.nc*")) == ["f.nc"]
+    assert check_forecast(str(out)).lines()[0].endswith("complete (2 initial times, 4 lead times)")
 
 
 @pytest.mark.slow

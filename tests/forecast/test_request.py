@@ -15,24 +15,20 @@ from credit_dp.forecast.request import (
 BEGINNING = {"checkpoint": "run", "out": "f.zarr", "init": "2000-01-01", "lead": "24h"}
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+def test_initial_times():
+    for text, wanted in (
         ("2000-01-01", ["2000-01-01T00"]),
         ("2000-01-01T06", ["2000-01-01T06"]),
         ("2000-01-01T00:30/2000-01-01T12/6h", ["2000-01-01T00:30", "2000-01-01T06:30"]),
         ("[2000-01-02,'2000-01-01 06:00']", ["2000-01-01T06", "2000-01-02T00"]),
         ("2000-01-01/2000-01-02/12h", ["2000-01-01T00", "2000-01-01T12", "2000-01-02T00"]),
         ("2000-01-01/2000-01-03T23/2d", ["2000-01-01T00", "2000-01-03T00"]),
-    ],
-)
-def test_initial_times(text, wanted):
-    assert np.array_equal(parse_initial_times(text), np.array(wanted, "M8[ns]"))
+    ):
+        assert np.array_equal(parse_initial_times(text), np.array(wanted, "M8[ns]")), text
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
+def test_what_is_no_initial_time():
+    for text, line in (
         ("", "init: needs a date"),
         ("soon", "init: needs a date like 2001-01-01, got 'soon'"),
         ("[2000-01-01,2000-01-01T00]", "init: needs each time once"),
@@ -42,13 +38,11 @@ def test_initial_times(text, wanted):
         ("2000-01-01/2000-01-02/0h", "init: needs whole hours or days, like 240h or 10d, got '0h'"),
         ("0001-01-01/9999-01-01/1h", "init: "),
         ("2000-01-01T00+01:00", "init: needs a date"),
-    ],
-)
-def test_what_is_no_initial_time(text, line):
-    with pytest.raises(UserError) as refused:
-        parse_initial_times(text)
-    assert str(refused.value).startswith(line)
-    assert "\n" not in str(refused.value)
+    ):
+        with pytest.raises(UserError) as refused:
+            parse_initial_times(text)
+        assert str(refused.value).startswith(line)
+        assert "\n" not in str(refused.value), text
 
 
 def test_lead_times():
@@ -56,9 +50,8 @@ def test_lead_times():
     assert ForecastRequest(**{**BEGINNING, "lead": "2d", "every": "1d"}).lead_hours(6) == (24, 48)
 
 
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
+def test_what_does_not_fit():
+    for keys, line in (
         ({"lead": "20h"}, "lead: needs a multiple of the model's step of 6h, got 20h"),
         ({"lead": "240"}, "lead: needs whole hours or days, like 240h or 10d, got '240'"),
         ({"every": "5h"}, "every: needs a multiple of the model's step"),
@@ -69,12 +62,20 @@ def test_lead_times():
         ({"perturb": 0.1}, "perturb: needs members"),
         ({"perturb": float("nan"), "members": 2}, "perturb: needs a number of at least 0"),
         ({"perturb_seed": -1}, "perturb_seed: needs an integer"),
-    ],
-)
-def test_what_does_not_fit(keys, line):
-    with pytest.raises(UserError) as refused:
-        ForecastRequest(**{**BEGINNING, **keys}).check(6)
-    assert str(refused.value).startswith(line)
+        (
+            {"init_file": "a.grib", "regrid": "nearest"},
+            "regrid: needs one of conservative, bilinear",
+        ),
+        ({"regrid": "bilinear"}, "regrid: bilinear is for states of init_file"),
+        ({"grid": "181x360"}, "grid: needs one of source, got '181x360'"),
+        (
+            {"grid": "source", "format": "netcdf"},
+            "format: cells, grid=source, are written as zarr or grib",
+        ),
+    ):
+        with pytest.raises(UserError) as refused:
+            ForecastRequest(**{**BEGINNING, **keys}).check(6)
+        assert str(refused.value).startswith(line), keys
 
 
 def test_members_of_a_model_with_noise_need_no_perturbation():

@@ -73,19 +73,18 @@ def test_values_are_those_of_the_files(bands):
         assert np.array_equal(own.geopotential.values, file.geopotential.values)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [(NORTH, "begins at row 6, but the rows before it end at -1"), (MIDDLE, "there is a gap")],
-)
-def test_a_gap_is_refused(folder, name, line):
-    find_file(folder, name).unlink()
-    assert line in refusal(folder)
-    assert not check_forecast(str(folder)).complete
-
-
-def test_a_gap_in_the_south_is_refused(folder):
-    find_file(folder, "2000-01-04T00_member-000_rows-0012").unlink()
-    assert "rows 12 to 16 of the globe are missing" in refusal(folder)
+def test_a_gap_is_refused(bands, tmp_path):
+    for number, (name, line) in enumerate(
+        (
+            (NORTH, "begins at row 6, but the rows before it end at -1"),
+            (MIDDLE, "there is a gap"),
+            ("2000-01-04T00_member-000_rows-0012", "rows 12 to 16 of the globe are missing"),
+        )
+    ):
+        folder = shutil.copytree(bands, tmp_path / str(number))
+        find_file(folder, name).unlink()
+        assert line in refusal(folder), name
+        assert not check_forecast(str(folder)).complete, name
 
 
 def test_a_time_without_a_member_is_refused(folder):
@@ -117,19 +116,14 @@ def test_other_peoples_files_are_joined_by_their_latitudes(folder, tmp_path):
     assert "there is a gap" in refusal(there)
 
 
-@pytest.mark.parametrize(
-    ("name", "far"),
-    [
-        ("longitude", 1e-6),
-        ("level", 1),
-        ("prediction_timedelta", np.timedelta64(1, "h").astype("m8[ns]")),
-    ],
-)
-def test_other_coordinates_are_refused(folder, name, far):
-    change(find_file(folder, MIDDLE), **{name: far})
-    line = refusal(folder)
-    assert f"has another {name} than the other files" in line
-    assert ("by up to 1e-06" in line) == (name == "longitude")
+def test_other_coordinates_are_refused(bands, tmp_path):
+    hour = np.timedelta64(1, "h").astype("m8[ns]")
+    for name, far in (("longitude", 1e-6), ("level", 1), ("prediction_timedelta", hour)):
+        folder = shutil.copytree(bands, tmp_path / name)
+        change(find_file(folder, MIDDLE), **{name: far})
+        line = refusal(folder)
+        assert f"has another {name} than the other files" in line
+        assert ("by up to 1e-06" in line) == (name == "longitude")
 
 
 def test_a_file_of_another_forecast_is_refused(folder, tmp_path):
@@ -222,24 +216,20 @@ def other_static(value: float) -> xr.Dataset:
     return band(slice(0, 6), day).expand_dims("time").assign(orography=static)
 
 
-@pytest.mark.parametrize(
-    ("files", "line"),
-    [
-        ((band(NORTH_ROWS), band(SOUTH_ROWS, units="degC")), "t2m in degC, the other files in K"),
+def test_what_would_be_lost_is_refused(tmp_path):
+    north, south = band(NORTH_ROWS), band(SOUTH_ROWS)
+    for number, (files, line) in enumerate(
         (
-            (band(NORTH_ROWS).assign(p0=1.0), band(SOUTH_ROWS).assign(p0=2.0)),
-            "another p0 .* by up to 1",
-        ),
-        ((other_static(0.0), other_static(1.0)), "another orography"),
-        ([band(slice(n, n + 1)) for n in (0, 1, 2, 4, 5)], "there is a gap before it"),
-        ((band(slice(0, 0)), band(SOUTH_ROWS)), "0.nc: needs rows with numbers as lat"),
-        (
-            (band(NORTH_ROWS).assign_coords(lat=["a", "b", "c"]), band(SOUTH_ROWS)),
-            "rows with numbers",
-        ),
-    ],
-)
-def test_what_would_be_lost_is_refused(tmp_path, files, line):
-    with pytest.raises(UserError, match=line) as refused:
-        joined(tmp_path, *files)
-    assert "\n" not in str(refused.value)
+            ((north, band(SOUTH_ROWS, units="degC")), "t2m in degC, the other files in K"),
+            ((north.assign(p0=1.0), south.assign(p0=2.0)), "another p0 .* by up to 1"),
+            ((other_static(0.0), other_static(1.0)), "another orography"),
+            ([band(slice(n, n + 1)) for n in (0, 1, 2, 4, 5)], "there is a gap before it"),
+            ((band(slice(0, 0)), south), "0.nc: needs rows with numbers as lat"),
+            ((north.assign_coords(lat=["a", "b", "c"]), south), "rows with numbers"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(UserError, match=line) as refused:
+            joined(folder, *files)
+        assert "\n" not in str(refused.value)

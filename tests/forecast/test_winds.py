@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.sources.grib_file import load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.forecast.initial_file import InitialFiles
@@ -14,12 +13,12 @@ from tests.data import stores, wind_stores
 from tests.data.wind_stores import NAMES
 from tests.forecast.grib_files import WINDS, write_grib, write_lambert
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.tier_cases import tiers
 from tests.training.runs import make_config
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-eccodes = load_eccodes("init_file")
 TIME = np.datetime64("2000-01-04", "ns")
 SELECTED = {"forcing": [], "static": [], "levels": None}
 
@@ -59,8 +58,22 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("along", [True, False])
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(
+    ("kind", "along"),
+    tiers(
+        fast=[
+            *(("box in GRIB", True), ("eastward in GRIB", True)),
+            ("along the grid in GRIB", False),
+        ],
+        slow=[],
+        exhaustive=[
+            *(("box", True), ("box", False), ("eastward", True), ("eastward", False)),
+            *(("along the grid", True), ("along the grid", False)),
+            *(("box in GRIB", False), ("eastward in GRIB", False)),
+            ("along the grid in GRIB", True),
+        ],
+    ),
+)
 def test_a_file_has_the_winds_of_the_run(tmp_path, kind, along):
     store = store_of(wind_stores.lambert(along), tmp_path)
     files = InitialFiles.open(str(FILES[kind](tmp_path)))

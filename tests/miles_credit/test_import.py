@@ -328,6 +328,7 @@ def physics_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 def test_fixers_are_those_of_this_package_in_their_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -361,6 +362,7 @@ def test_a_fixer_without_its_variables_has_a_line(
     assert "global_energy_fixer: no counterpart: model.fixers: energy needs geopotential_at" in out
 
 
+@pytest.mark.slow
 def test_fixers_after_the_model_are_found_by_their_type(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -391,6 +393,7 @@ def test_fixers_after_the_model_are_found_by_their_type(
     assert "postblocks.per_step.water" not in out
 
 
+@pytest.mark.slow
 def test_sources_with_roles_and_paths_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -507,7 +510,7 @@ def test_bad_files_and_arguments_are_one_line(
 @pytest.mark.parametrize(
     "change",
     [
-        {"frames": 2},
+        pytest.param({"frames": 2}, marks=pytest.mark.slow),
         pytest.param({"type": "graph"}, marks=pytest.mark.exhaustive),
         pytest.param(None, marks=pytest.mark.exhaustive),
     ],
@@ -670,6 +673,7 @@ def test_their_static_fields_come_first_unless_a_config_says_otherwise(
     assert vars(composed(tmp_path).model)["static_channels"] == 2
 
 
+@pytest.mark.slow
 def test_their_model_is_sharded_unchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
 ) -> None:
@@ -692,6 +696,7 @@ def test_sizes_of_their_model_have_to_be_those_of_the_variables(
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
 ) -> None:

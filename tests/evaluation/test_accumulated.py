@@ -87,18 +87,7 @@ def test_hours_of_a_truth_that_is_joined_with_six_hourly_fields(folder, observed
         assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_truth_that_states_other_sums_is_refused(folder, observed, tmp_path):
-    """It keeps sums over one hour every six hours."""
-    truth = observed.isel(time=slice(None, None, 6))
-    truth[RAIN].attrs["cell_methods"] = "time: sum (interval: 1 hour)"
-    forecasts.write(truth, tmp_path / "kept.zarr")
-    forecasts.write(forecast(observed, 6), tmp_path / "six.zarr")
-    line = forecasts.refusal(folder, tmp_path / "six.zarr", truth=(str(tmp_path / "kept.zarr"),))
-    assert f"{RAIN} has sums over 1 hour by its cell_methods" in line
-    assert line.endswith("Change truth to one with all hours, or leave it out of variables.")
-
-
-def test_spans_that_can_not_be_are_refused(folder, observed):
+def test_sums_and_levels_that_do_not_fit_are_refused(folder, observed):
     made = forecast(observed, 6)
     for name, change, line in (
         ("uneven", [1, 2], "all sums need one span"),
@@ -114,14 +103,19 @@ def test_spans_that_can_not_be_are_refused(folder, observed):
             folder, folder / f"{name}.zarr", truth=(str(folder / "hourly.zarr"),)
         )
         assert line in line_said
-
-
-def test_sums_and_levels_that_do_not_fit_are_refused(folder, observed):
     made = forecast(observed, 24)
     made = made.assign_coords(time=made["time"].values + np.array([0, 12], "m8[h]"))
     forecasts.write(made, folder / "half.zarr")
     line = forecasts.refusal(folder, folder / "half.zarr", truth=(str(folder / "hourly.zarr"),))
     assert f"{RAIN} is a sum over 24 hours, but times are 12 hours apart" in line
+    # A truth that keeps sums over one hour every six hours.
+    truth = observed.isel(time=slice(None, None, 6))
+    truth[RAIN].attrs["cell_methods"] = "time: sum (interval: 1 hour)"
+    forecasts.write(truth, folder / "kept.zarr")
+    forecasts.write(forecast(observed, 6), folder / "six.zarr")
+    line = forecasts.refusal(folder, folder / "six.zarr", truth=(str(folder / "kept.zarr"),))
+    assert f"{RAIN} has sums over 1 hour by its cell_methods" in line
+    assert line.endswith("Change truth to one with all hours, or leave it out of variables.")
     made = forecasts.forecast(forecasts.truth())
     made["level"].attrs = {"standard_name": "model_level_number"}
     forecasts.write(made, folder / "model_levels.zarr")

@@ -12,12 +12,9 @@ def divide(number: float, by: float) -> float:
     return number / by
 
 
-def test_what_is_drawn_is_returned(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_figure_that_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert draw_or_warn("a.png", divide, 6, by=2) == 3
     assert not caplog.records
-
-
-def test_a_figure_that_fails_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     for error, reason in (
         (ValueError("no\nlog scale"), "no"),
         (MemoryError(), "MemoryError"),

@@ -105,14 +105,6 @@ def test_the_quickstart_is_recognised(tmp_path: Path) -> None:
     assert 0 < len(coasts_of(source)) < 200
 
 
-def test_maps_have_coasts(tmp_path: Path) -> None:
-    axes = Figure().subplots()
-    grid = MapGrid(Grid(np.linspace(87, -87, 6), np.arange(8) * 45.0), earth_coasts())
-    draw_cells(axes, grid, np.zeros((6, 8)), ("viridis", Normalize(0, 1)))
-    assert len(axes.lines) == 1
-    assert axes.get_xlim() == (-22.5, 337.5)
-
-
 @pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool) -> None:
     observed = forecasts.truth()
@@ -131,16 +123,19 @@ def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool
     assert np.nanmin(coasts[:, 0]) == pytest.approx(67.5) if simulated else True
 
 
-def test_a_box_ends_at_its_outermost_edges():
-    longitude = (170 + 1.5 * np.arange(16) + 180) % 360 - 180
-    grid = MapGrid(Grid(np.linspace(60, 42, 13), longitude), NO_LINES)
-    axes = Figure().subplots()
-    draw_cells(axes, grid, np.ones((13, 16)), ("viridis", Normalize(0, 1)))
-    assert axes.get_xlim() == pytest.approx((169.25, 193.25))
+def test_maps_have_coasts_and_end_at_their_outermost_edges() -> None:
+    """A projection with the pole is drawn from the north."""
+    turned = (170 + 1.5 * np.arange(16) + 180) % 360 - 180
+    for grid, coasts, lines, limits in (
+        (Grid(np.linspace(87, -87, 6), np.arange(8) * 45.0), earth_coasts(), 1, (-22.5, 337.5)),
+        (Grid(np.linspace(60, 42, 13), turned), NO_LINES, 0, (169.25, 193.25)),
+    ):
+        axes = Figure().subplots()
+        shown = MapGrid(grid, coasts)
+        draw_cells(axes, shown, np.zeros(tuple(grid)), ("viridis", Normalize(0, 1)))
+        assert len(axes.lines) == lines
+        assert axes.get_xlim() == pytest.approx(limits)
     assert axes.get_ylim() == pytest.approx((41.25, 60.75))
-
-
-def test_a_projection_with_the_pole_is_drawn_from_the_north():
     y, x = (1e5 * (np.arange(n) - n / 2 + 0.3) for n in (12, 16))
     latitude, longitude, _ = polar_stereographic(y[::-1], x)
     axes = Figure().subplots()

@@ -55,11 +55,6 @@ def by_definition() -> np.ndarray:
     return np.sqrt(np.average(squares, axis=1, weights=row_weights(LATITUDES_WITH_POLES)))
 
 
-def test_the_root_is_taken_last():
-    manager = DomainParallelManager(1, 1)
-    assert summed_rmse(manager)[0].numpy() == pytest.approx(by_definition(), rel=1e-14)
-
-
 @pytest.mark.parametrize(
     ("ranks", "domain"), tiers(fast=[(3, 1)], slow=[(4, 2)], exhaustive=[(3, 3)])
 )

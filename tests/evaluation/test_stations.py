@@ -339,7 +339,9 @@ def opened_files() -> set[str]:
     return {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
 
 
-def test_nan_in_a_forecast_is_refused_unless_it_is_masked(folder: Path, tmp_path: Path) -> None:
+def test_a_forecast_with_nan_or_fill_values_is_refused_unless_it_is_masked(
+    folder: Path, tmp_path: Path
+) -> None:
     made = xr.open_zarr(folder / "one.zarr", decode_timedelta=True, consolidated=False).load()
     made["2m_temperature"][:, 1] = np.nan
     made.to_netcdf(tmp_path / "gaps.nc")
@@ -349,6 +351,10 @@ def test_nan_in_a_forecast_is_refused_unless_it_is_masked(folder: Path, tmp_path
     counts = found.of_region("2m_temperature", "global")["observations"][0]
     whole = scored(folder, "one.zarr").of_region("2m_temperature", "global")["observations"][0]
     np.testing.assert_array_equal(counts, whole * [1, 0, 1])
+    made["2m_temperature"][:, 1:] = 1e20
+    made.to_netcdf(tmp_path / "filled.nc")
+    with pytest.raises(UserError, match=r"at 6 h is 1e\+20 .* its limits are 150 to 350. .* give"):
+        scored(tmp_path, "filled.nc", str(folder / "stations.nc"))
 
 
 HEADER = "station,time,latitude,longitude,2m_temperature\n"
@@ -424,22 +430,11 @@ def test_implausible_columns_are_refused(folder: Path, tmp_path: Path) -> None:
         assert cure in str(caught.value)
         wide = scored(folder, "one.zarr", where, limits={"2m_temperature": None})
         assert wide.coverage.endswith(f"{len(values)} of {len(values)} observations count"), values
-
-
-def test_implausible_stores_are_refused(folder: Path, tmp_path: Path) -> None:
     where = store_of(tmp_path / "celsius.nc", ["12", "13", "14"])
     with pytest.raises(UserError, match=r"3 of 3 observations of t2m .* look like degC: .* units"):
         scored(folder, "one.zarr", where)
     stated = store_of(tmp_path / "stated.nc", ["12", "13", "14"], "degC")
     assert scored(folder, "one.zarr", stated).notes == []
-
-
-def test_an_implausible_forecast_is_refused(folder: Path, tmp_path: Path) -> None:
-    made = xr.open_zarr(folder / "one.zarr", decode_timedelta=True, consolidated=False).load()
-    made["2m_temperature"][0, 2] = 1e20
-    made.to_netcdf(tmp_path / "filled.nc")
-    with pytest.raises(UserError, match=r"at 24 h is 1e\+20 .* its limits are 150 to 350. .* give"):
-        scored(tmp_path, "filled.nc", str(folder / "stations.nc"))
 
 
 def test_names_of_stations_are_not_formulas(folder: Path, tmp_path: Path) -> None:

@@ -102,7 +102,10 @@ def test_statistics_are_weighted_by_points():
     assert found[middle] == pytest.approx(weighted_quantiles(repeated, np.ones(1))[middle], abs=0.1)
 
 
-@pytest.mark.parametrize(("mask", "gradient"), [("everywhere", 0.0), ("some", 0.7)])
+@pytest.mark.parametrize(
+    ("mask", "gradient"),
+    [pytest.param("everywhere", 0.0, marks=pytest.mark.exhaustive), ("some", 0.7)],
+)
 def test_the_loss_is_weighted_by_points_and_does_not_wrap_round(mask, gradient):
     points = MASKS[mask]
     channels = Channels((Channel("a"), Channel("b")), (), (), ())

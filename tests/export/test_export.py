@@ -191,10 +191,6 @@ def test_the_card_of_a_region_says_so_and_its_block_runs(region, tmp_path, monke
     (tmp_path / "block.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     assert runpy.run_path("block.py")["later"].shape == (1, 2, 13, 16)
-
-
-def test_the_card_says_which_winds_are_along_the_grid(region, tmp_path):
-    file = exported(region[0], "--output", str(tmp_path / "model.safetensors"))
     metadata = replace(read_safetensors(file).metadata, along_grid=[False, True])
     said = f"Winds are along its rows and columns: {metadata.outputs[1]}."
     assert said in usage_text(metadata, file)
@@ -226,7 +222,7 @@ def test_doctored_regions_are_one_line(region, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", tiers(fast=[("file",), ("run",)], slow=[], exhaustive=[("checkpoint",)])
+    "source", tiers(fast=[("file",)], slow=[("run",)], exhaustive=[("checkpoint",)])
 )
 def test_the_loaded_model_is_the_trained_one(run, file, source):
     folder, config, training = run
@@ -326,7 +322,9 @@ def test_the_file_is_plain_and_says_it_all(run, file):
 def test_the_loaded_model_moves_and_has_gradients(run, file):
     _, config, training = run
     (fields, times, solar), _ = forecast(config, training, 1)
+    before = torch.get_rng_state()
     model = credit_dp.load(file).float()
+    assert torch.equal(torch.get_rng_state(), before)
     fields = fields.clone().requires_grad_()
     model(fields, times, solar).sum().backward()
     assert fields.grad is not None
@@ -334,12 +332,6 @@ def test_the_loaded_model_moves_and_has_gradients(run, file):
     with torch.no_grad():
         assert model(fields, times, solar).dtype == torch.float32
     assert credit_dp.load(file, device="meta").static.device.type == "meta"
-
-
-def test_loading_draws_no_random_numbers(file):
-    before = torch.get_rng_state()
-    credit_dp.load(file)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.fixture(scope="module")
@@ -490,6 +482,8 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
     assert "is not a readable safetensors file" in refusal(other)
     save_file({"weight": torch.zeros(2)}, other)
     assert "is not a model that this program exported" in refusal(other)
+    shutil.copy(file, tmp_path / "one.safetensors")
+    assert "needs one exported model, got one.safetensors, other.s" in refusal(tmp_path)
 
 
 def test_doctored_metadata_is_one_line(tmp_path, file):
@@ -573,14 +567,6 @@ def test_a_file_is_written_whole_or_not_at_all(run, tmp_path):
         exported(run[0], "--output", str(path))
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.md", "m.safetensors"]
-
-
-def test_the_command_says_what_it_needs():
-    for words in ([], ["export"], ["import", "run"], ["export", "a", "out=b"]):
-        with pytest.raises(
-            UserError, match=r"needs `export` and the folder of a run.*--output FIL"
-        ):
-            checkpoint(words, "credit-dp checkpoint")
 
 
 def test_the_card_says_what_it_is_and_its_block_runs(run, file, tmp_path, monkeypatch):
@@ -688,13 +674,6 @@ def test_an_address_that_no_file_on_the_hub_can_have_is_one_line(monkeypatch):
         fetch_model("hf://weather/small/C:/x")
 
 
-def test_a_folder_with_two_exported_models_is_refused(file, tmp_path):
-    for name in ("a", "b"):
-        shutil.copy(file, tmp_path / f"{name}.safetensors")
-    with pytest.raises(UserError, match=r"needs one exported model, got a\.safetensors, b\."):
-        credit_dp.load(tmp_path)
-
-
 def test_damaged_scores_are_one_line(run, tmp_path):
     for scores in (
         *("", "[]", "[" * 30_000, '{"step": 2}'),
@@ -782,3 +761,8 @@ def test_the_command_line_makes_the_file(run, tmp_path, monkeypatch):
     code, out, err = answer(monkeypatch, "checkpoint", "--help", program="credit-dp")
     assert (code, err) == (0, "")
     assert "export RUN_OR_CHECKPOINT" in out
+    for arguments in ([], ["export"], ["import", "run"], ["export", "a", "out=b"]):
+        with pytest.raises(
+            UserError, match=r"needs `export` and the folder of a run.*--output FIL"
+        ):
+            checkpoint(arguments, "credit-dp checkpoint")

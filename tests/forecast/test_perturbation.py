@@ -36,16 +36,13 @@ def test_each_member_time_seed_and_channel_has_its_own():
             assert np.abs(field - other).max() > 0.5
 
 
-def test_moments():
+def test_moments_and_correlations():
     fields = np.concatenate([draw(member=m, channels=40) for m in range(8)])
     assert np.abs(fields.mean()) < 0.05
     # The same everywhere, including the poles.
     for rows in (slice(0, 1), slice(14, 17), slice(30, 31)):
         assert fields[:, rows].std() == pytest.approx(1, abs=0.1)
-
-
-def test_neighbours_are_correlated_as_the_formula_says():
-    fields = np.concatenate([draw(member=m, channels=40) for m in range(8)])
+    # Neighbours are correlated as the formula says.
     chord = 2 * np.sin(np.deg2rad(6) / 2)
     wanted = np.exp(-(chord**2) / (2 * CORRELATION_LENGTH**2))
     on_the_equator = np.mean(fields[:, 15] * np.roll(fields[:, 15], 1, axis=-1))

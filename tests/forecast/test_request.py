@@ -45,7 +45,9 @@ def test_what_is_no_initial_time():
         assert "\n" not in str(refused.value), text
 
 
-def test_lead_times():
+def test_what_fits():
+    """A model with noise needs no perturbation."""
+    ForecastRequest(**BEGINNING, members=2).check(6, noise=True)
     assert ForecastRequest(**BEGINNING).lead_hours(6) == (6, 12, 18, 24)
     assert ForecastRequest(**{**BEGINNING, "lead": "2d", "every": "1d"}).lead_hours(6) == (24, 48)
 
@@ -76,10 +78,6 @@ def test_what_does_not_fit():
         with pytest.raises(UserError) as refused:
             ForecastRequest(**{**BEGINNING, **keys}).check(6)
         assert str(refused.value).startswith(line), keys
-
-
-def test_members_of_a_model_with_noise_need_no_perturbation():
-    ForecastRequest(**BEGINNING, members=2).check(6, noise=True)
 
 
 def test_every_forecast_is_computed_once_and_ranks_keep_in_step():

@@ -73,7 +73,7 @@ def test_values_are_those_of_the_files(bands):
         assert np.array_equal(own.geopotential.values, file.geopotential.values)
 
 
-def test_a_gap_is_refused(bands, tmp_path):
+def test_gaps_and_overlaps_are_refused(bands, tmp_path):
     for number, (name, line) in enumerate(
         (
             (NORTH, "begins at row 6, but the rows before it end at -1"),
@@ -85,15 +85,11 @@ def test_a_gap_is_refused(bands, tmp_path):
         find_file(folder, name).unlink()
         assert line in refusal(folder), name
         assert not check_forecast(str(folder)).complete, name
-
-
-def test_a_time_without_a_member_is_refused(folder):
+    folder = shutil.copytree(bands, tmp_path / "member")
     for path in folder.glob("2000-01-04T12_member-001*"):
         path.unlink()
     assert "there is no file for the time 2000-01-04T12" in refusal(folder)
-
-
-def test_overlaps_are_refused(folder):
+    folder = shutil.copytree(bands, tmp_path / "twice")
     path = find_file(folder, NORTH)
     shutil.copy(path, path.with_name("again.nc"))
     assert "overlaps" in refusal(folder)

@@ -134,10 +134,6 @@ def _traffic_of_attention(manager):
     assert _sent(manager, lambda: y.sum().backward())[1:] == (2, 2 * input_rows)
 
 
-def test_attention_sends_its_input_and_returns_its_output():
-    on_threads(2, _traffic_of_attention)
-
-
 def _traffic_of_embedding(manager):
     with RANDOM_LOCK:
         torch.manual_seed(0)
@@ -152,7 +148,8 @@ def _traffic_of_embedding(manager):
     assert _sent(manager, lambda: y.sum().backward())[1:] == (messages, size)
 
 
-def test_branches_of_an_embedding_share_one_exchange():
+def test_attention_returns_its_output_and_branches_of_an_embedding_share_one_exchange():
+    on_threads(2, _traffic_of_attention)
     on_threads(2, _traffic_of_embedding)
 
 

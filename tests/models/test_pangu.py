@@ -216,17 +216,14 @@ def test_every_frame_and_forcing_goes_in():
     assert embedding.surface_channels.tolist() == [0, 4, 8, 12, 16]
 
 
-def test_any_grid():
-    for grid in ((32, 64), (9, 7), (5, 5), (121, 24)):
-        assert _pangu(grid)(torch.zeros(1, FIELDS.inputs, *grid)).shape == (1, 8, *grid)
-
-
-def test_the_surface_may_be_without_variables():
+def test_any_grid_also_without_variables_at_the_surface():
     for others in (0, 2):
         fields = Fields(((0, 1),), (), others)
         model = _pangu((8, 8), fields)
         assert (model.embedding.surface is None) == (not others)
         assert model(torch.zeros(1, fields.inputs, 8, 8)).shape == (1, 2, 8, 8)
+    for grid in ((32, 64), (9, 7), (5, 5), (121, 24)):
+        assert _pangu(grid)(torch.zeros(1, FIELDS.inputs, *grid)).shape == (1, 8, *grid)
 
 
 def test_checkpointing_gives_the_same_gradients():

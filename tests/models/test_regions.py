@@ -137,13 +137,6 @@ def test_upsampling_with_replicated_edges_is_that_of_torch():
     torch.testing.assert_close(PeriodicUpsample("replicate", "replicate")(x), expected)
 
 
-def test_columns_beyond_those_that_reflection_can_show():
-    with pytest.raises(ValueError, match="reflect padding it has 3"):
-        pad_columns(torch.zeros(1, 1, 4, 4), 4, "reflect")
-    with pytest.raises(ValueError, match="column_mode has to be one of circular, zeros"):
-        PolePad(1, "zeros", 1, "earth")
-
-
 def test_whole_windows_of_the_crossformer_pad_the_region():
     for edges in EDGES:
         model = _model(CrossFormerConfig(**vars(CROSSFORMER) | {"edges": edges}), (9, 13))
@@ -405,6 +398,10 @@ def test_edges_that_are_unknown_or_that_reflection_can_not_show_are_refused():
             _model(type(config)(**changed | {"edges": "reflect"}), grid)
     with pytest.raises(UserError, match=r"model\.edges"):
         UNetConfig(edges="circular")
+    with pytest.raises(ValueError, match="reflect padding it has 3"):
+        pad_columns(torch.zeros(1, 1, 4, 4), 4, "reflect")
+    with pytest.raises(ValueError, match="column_mode has to be one of circular, zeros"):
+        PolePad(1, "zeros", 1, "earth")
 
 
 def test_only_the_globe_is_advised_to_have_a_finer_grid():

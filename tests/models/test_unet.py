@@ -30,9 +30,9 @@ def _unet(poles="reflect", channels=(4, 8, 8), blocks=1):
 @pytest.mark.parametrize(
     ("ranks", "rows", "poles"),
     tiers(
-        fast=[(3, 32, "reflect"), (3, 61, "earth"), (3, 33, "zeros")],
+        fast=[(3, 61, "earth"), (3, 33, "zeros")],
         slow=[(2, 61, "zeros"), (4, 33, "earth")],
-        exhaustive=[(2, 16, "earth"), (3, 721, "reflect"), (4, 19, "zeros")],
+        exhaustive=[(2, 16, "earth"), (3, 32, "reflect"), (4, 19, "zeros")],
     ),
 )
 def test_sharded_equals_whole(ranks, rows, poles):

@@ -100,6 +100,7 @@ def test_scores_are_those_of_the_values(
             assert found[:3, lead] == pytest.approx(expected, rel=1e-3, abs=1e-6), (name, lead)
 
 
+@pytest.mark.slow
 def test_a_climatology_is_fitted_to_months(tmp_path: Path) -> None:
     """No step of the forecast, from 1 January to 1 February, leads from month to month."""
     observed = truth("2000-01-01", 24, 1900)[[TEMPERATURE]]

@@ -69,6 +69,7 @@ def test_coasts_are_drawn_wherever_the_map_begins() -> None:
             assert np.nanmin(away) < 16, (west, longitude)
 
 
+@pytest.mark.slow
 def test_longitudes_that_fall_or_turn_are_understood() -> None:
     land = np.zeros((6, 8), np.float32)
     land[2:4, 1:3] = 1

@@ -273,6 +273,7 @@ def test_equal_members_share_the_truth_among_their_ranks() -> None:
     assert ranks == pytest.approx(wanted / wanted.sum(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_fair_score_does_not_know_how_many_members_there_are() -> None:
     """Members drawn like the truth score half the mean distance of two draws, for any M."""
     random = torch.Generator().manual_seed(0)

@@ -241,6 +241,7 @@ def test_points_that_lack_one_scored_value_are_left_out(tmp_path: Path) -> None:
         assert card.scores["rmse"][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_truth_in_another_unit_is_converted(tmp_path: Path) -> None:
     """The data of climate models have the sea surface in degrees Celsius."""
     observed = forecasts.truth()
@@ -328,6 +329,7 @@ def test_the_first_sums_of_the_truth_may_lack_hours(tmp_path: Path) -> None:
     assert card.climatology.startswith("fitted to the truth from 2000-01-01T12:00 to")
 
 
+@pytest.mark.slow
 def test_sums_are_over_the_same_span_whichever_leads_are_scored(tmp_path: Path) -> None:
     made = snowfall(forecasts.forecast(forecasts.truth(), members=1))
     forecasts.write(snowfall(forecasts.truth()), tmp_path / "truth.zarr")
@@ -509,6 +511,7 @@ def test_a_region_without_points_is_refused(tmp_path: Path) -> None:
         assert message in refusal(tmp_path, path, regions=regions), regions
 
 
+@pytest.mark.slow
 def test_a_forecast_is_compared_with_years_beyond_those_of_nanoseconds(tmp_path: Path) -> None:
     """The truth goes on to 13 April 2262, so that xarray has its dates as cftime's."""
     observed = forecasts.truth()

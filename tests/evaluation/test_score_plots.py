@@ -210,6 +210,7 @@ def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_loss_curve_is_drawn_of_the_logged_steps(tmp_path: Path) -> None:
     one = log(tmp_path / "one.csv", ["1,0.9,1e-3,1.0,0.1,"])
     draw_loss(one, tmp_path / "one.png")
@@ -293,6 +294,7 @@ def test_channels_that_lack_a_spectrum_are_drawn_only_without_others(tmp_path: P
         draw_spectra(*spectra_of([nowhere]), tmp_path / "spectra.png")
 
 
+@pytest.mark.slow
 def test_points_without_values_are_grey(tmp_path: Path) -> None:
     globe = field((0, 9))
     holes = globe.truth.copy()

@@ -316,6 +316,7 @@ def test_csv_keeps_names_and_reads_all_forms_of_times(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Path) -> None:
     data = xr.load_dataset(folder / "stations.nc").drop_vars("name")
     for dims, values in (((), 0), (("time",), np.arange(data.sizes["time"]))):
@@ -325,6 +326,7 @@ def test_names_that_are_not_of_stations_are_not_used(folder: Path, tmp_path: Pat
         assert seen.names == list(map(str, range(STATIONS))), dims
 
 
+@pytest.mark.slow
 def test_a_file_is_closed_when_it_is_read(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "closed.nc"
     path.write_bytes((folder / "stations.nc").read_bytes())

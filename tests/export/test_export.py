@@ -674,6 +674,7 @@ def test_an_address_that_no_file_on_the_hub_can_have_is_one_line(monkeypatch):
         fetch_model("hf://weather/small/C:/x")
 
 
+@pytest.mark.slow
 def test_damaged_scores_are_one_line(run, tmp_path):
     for scores in (
         *("", "[]", "[" * 30_000, '{"step": 2}'),

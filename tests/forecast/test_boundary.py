@@ -273,6 +273,7 @@ def test_evaluate_refuses_a_rim_that_is_none(by_truth, tmp_path, monkeypatch):
         evaluate([*keys, "boundary=-1"], "evaluate")
 
 
+@pytest.mark.slow
 def test_joined_forecasts_still_say_what_they_were_given(config, tmp_path):
     """Files from two initial times, whose settings differ."""
     (tmp_path / "joined").mkdir()

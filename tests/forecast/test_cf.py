@@ -137,6 +137,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
     assert complaints(path) == []
 
 
+@pytest.mark.slow
 def test_the_checker_finds_what_is_wrong(tmp_path):
     create_file(tmp_path / "f.nc", form(), {}, {}).close()
     with netCDF4.Dataset(tmp_path / "f.nc", "a") as file:

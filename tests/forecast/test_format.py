@@ -89,6 +89,7 @@ def test_plain_xarray_reads_it(whole):
         assert said["checkpoint"].endswith("step-00000002")
 
 
+@pytest.mark.slow
 def test_a_lead_time_now_and_then(config, tmp_path, whole):
     found = forecast(forecast_config(config, tmp_path / "f", every="12h"))
     with xr.open_zarr(found) as data, xr.open_zarr(whole) as wanted:
@@ -156,6 +157,7 @@ def test_points_that_one_training_date_lacked_are_known_to_forecasts(tmp_path):
         assert np.array_equal(data[SEA].values, before, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_rows_and_columns_are_no_cells_to_write_on(config, tmp_path):
     with pytest.raises(UserError, match=r"^grid: source is for data on cells, but .* has rows and"):
         forecast(forecast_config(config, tmp_path / "f.zarr", grid="source"))

@@ -226,6 +226,7 @@ def test_cfgrib_reads_sums_of_members_and_soil(tmp_path):
                 assert_packed(one[None], field[None])
 
 
+@pytest.mark.slow
 def test_forecasts_that_lack_a_field_are_read_without_it(tmp_path):
     path = write(a_format(), tmp_path / "f")
     content = path.read_bytes()
@@ -243,6 +244,7 @@ def test_forecasts_that_lack_a_field_are_read_without_it(tmp_path):
         ForecastStore.open(str(path))
 
 
+@pytest.mark.slow
 def test_units_become_those_of_the_code(tmp_path):
     form = a_format(
         channels=(Channel("snow_depth"), Channel("total_cloud_cover")),

@@ -108,6 +108,7 @@ def test_ranks_start_from_the_same_state(config, data, tmp_path):
             assert close(three[name].values, one[name].values, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_forecast_goes_on_from_its_grib(config, tmp_path):
     keys = {"init": "2000-01-04", "lead": "12h"}
     straight = forecast(forecast_config(config, tmp_path / "f.grib", format="grib", **keys))
@@ -279,6 +280,7 @@ def test_a_reduced_gaussian_grid_is_regridded(config, tmp_path):
     assert np.abs(found - smooth).max() < 1.5
 
 
+@pytest.mark.slow
 def test_cells_are_the_rows_of_a_store_on_the_same_cells(config, tmp_path):
     rows = write_reduced(tmp_path / "a.grib")
     cells = cell_stores.gaussian([len(row) for _, row in rows])
@@ -315,6 +317,7 @@ def test_points_of_a_projection_may_be_in_any_order(tmp_path, kind):
         assert np.abs(found.read().reshape(13, 16) - field).max() < 1e-4, flags
 
 
+@pytest.mark.slow
 def test_messages_may_be_packed_in_any_way(data, store, tmp_path):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)
     for packing in ("grid_simple", "grid_ccsds", "grid_jpeg"):
@@ -355,6 +358,7 @@ def test_fields_come_from_several_files(data, store, tmp_path):
     assert files.initial_time(1, 6) == "2000-01-04T00"
 
 
+@pytest.mark.slow
 def test_fields_that_share_a_message_are_found(data, store, tmp_path):
     """As NCEP writes winds."""
     eccodes = load_eccodes("init_file")

@@ -181,6 +181,7 @@ def test_members_have_the_noise_of_evaluation_on_any_mesh(tmp_path, train_noisy,
     np.testing.assert_allclose(fields, wanted, rtol=3e-7)
 
 
+@pytest.mark.slow
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
     on_the_way = threading.Semaphore(1)
     counted: list[int] = []

@@ -84,6 +84,7 @@ def test_a_file_has_the_winds_of_the_run(tmp_path, kind, along):
     assert np.abs(wanted[0, 0] - other[::-1][2:9]).max() > 0.5
 
 
+@pytest.mark.slow
 def test_winds_of_wrf_have_those_of_a_driver(tmp_path):
     names = ("U10", "V10")
     store = store_of(wind_stores.lambert(True, names), tmp_path, names)
@@ -137,6 +138,7 @@ def test_a_forecast_has_the_winds_of_its_run_on_the_rim_of_a_driver(run, tmp_pat
             assert away.max() < 2e-3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_not_used_with_other_winds(run, tmp_path):
     other = stores.write(wind_stores.lambert(False), tmp_path / "other.zarr")
     moved = replace(run, data=replace(run.data, store=str(other)))

@@ -216,12 +216,14 @@ def test_channels_are_split_in_halves():
         assert sizes == sorted(sizes), channels
 
 
+@pytest.mark.slow
 def test_finer_points_are_equal_at_first():
     made = SubPixelConv(3, 2, 2, "earth")(torch.randn(1, 3, 6, 8))
     coarse = made[..., ::2, ::2]
     torch.testing.assert_close(made, coarse.repeat_interleave(2, -1).repeat_interleave(2, -2))
 
 
+@pytest.mark.slow
 def test_spectral_norm_bounds_all_weights():
     model = _model((16, 16), spectral_norm=True).eval()
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]

@@ -118,6 +118,7 @@ def test_a_turned_state_has_the_turned_forecast():
         assert error < 1e-12, rows
 
 
+@pytest.mark.slow
 def test_degrees_are_those_that_rows_integrate_and_the_coarser_grid_has():
     """Half of 33 rows, rounded up; a third of 60 columns has waves up to 9."""
     assert _model(33, 60, scale=1).outer.functions.shape == (17, 17, 33)

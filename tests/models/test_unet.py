@@ -64,6 +64,7 @@ def test_rows_beyond_the_poles():
     assert pad_poles(x, 1, "earth")[0, 0, -1].tolist() == [10, 11, 8, 9]
 
 
+@pytest.mark.slow
 def test_the_base_preset_fits_era5():
     config = UNetConfig(**_preset("unet_base"))
     with torch.device("meta"):
@@ -100,6 +101,7 @@ def test_a_grid_too_small_for_the_levels_and_even_kernels_are_refused():
         build_model(UNetConfig(channels=[8, 8, 8], groups=4), Fields.flat(2), (4, 64))
 
 
+@pytest.mark.slow
 def test_a_tiny_model_on_a_large_grid_warns(caplog):
     with caplog.at_level(logging.WARNING):
         build_model(UNetConfig(channels=[8, 8], groups=4), Fields.flat(2), (181, 360))

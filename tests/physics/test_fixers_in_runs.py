@@ -247,6 +247,7 @@ def test_coefficients_make_a_dim_called_level_one_of_model_levels(folder, tmp_pa
         np.testing.assert_allclose(found, column, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_dim_called_level_needs_its_coefficients(folder):
     store = str(as_written_by_others(folder))
     for levels, said in (

@@ -207,6 +207,7 @@ def test_longitude_shifts_by_whole_windows():
     torch.testing.assert_close(model(x.roll(window, -1)), model(x).roll(window, -1))
 
 
+@pytest.mark.slow
 def test_channels_are_split_in_halves():
     for channels, parts, shares in ((128, 4, [64, 32, 16, 16]), (6, 2, [3, 3]), (5, 1, [5])):
         assert split_in_halves(channels, parts) == shares

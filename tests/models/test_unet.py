@@ -64,6 +64,11 @@ def test_rows_beyond_the_poles():
     assert pad_poles(x, 1, "earth")[0, 0, -1].tolist() == [10, 11, 8, 9]
 
 
+def test_periodic_conv_has_the_attributes_of_the_seeds():
+    layer = PeriodicConv2d(2, 3, 5)
+    assert (layer.padding, type(layer.conv)) == (2, torch.nn.Conv2d)
+
+
 @pytest.mark.slow
 def test_the_base_preset_fits_era5():
     config = UNetConfig(**_preset("unet_base"))

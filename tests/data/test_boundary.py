@@ -7,6 +7,7 @@ from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.grid import Grid
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.errors import UserError
+from tests.data.tables import each
 
 BOX = Grid(np.linspace(60, 40, 11), (np.arange(13) * 2.0 - 12) % 360)  # 348 to 12 degrees east
 GLOBE = Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0)
@@ -69,7 +70,7 @@ def on_grid(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> np.ndarr
     return PointInterpolation(grid, latitude, longitude)(np.stack([field, -field]))
 
 
-@pytest.mark.parametrize("westward", [False, True])
+@each("westward", [False, True])
 def test_products_of_lines_are_kept_to_rounding(westward):
     random = np.random.default_rng(3)
     latitude, east = random.uniform(40, 60, (4, 5)), random.uniform(-12, 12, (4, 5))
@@ -113,8 +114,8 @@ def test_valid_points_share_the_weight_of_missing_ones():
     assert np.isnan(found[2])
 
 
-@pytest.mark.parametrize(
-    ("latitude", "longitude", "said"),
+@each(
+    "latitude, longitude, said",
     [
         (61.0, 0.0, "covers latitude 60 to 40, but the region has points at 61"),
         (39.5, 0.0, "covers latitude 60 to 40, but the region has points at 39.5"),

@@ -1,5 +1,6 @@
 """Calendars, against cftime's own dates and against straight formulas."""
 
+import itertools
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from credit_dp.data.sources.sums import read_time_bounds
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 OTHERS = ["noleap", "all_leap", "360_day", "julian", "proleptic_gregorian"]
 YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360}
@@ -26,8 +28,7 @@ def dates_in(calendar: str, start: str = "0001-01-01", periods: int = 4000):
     return np.array(index)
 
 
-@pytest.mark.parametrize("start", ["0001-01-01", "1895-02-27"])
-@pytest.mark.parametrize("name", OTHERS)
+@each("name, start", zip(OTHERS, itertools.cycle(["0001-01-01", "1895-02-27"]), strict=False))
 def test_labels_are_those_of_cftime(name, start):
     dates = dates_in(name, start)
     calendar, times = calendar_of(dates), decode_dates(dates)
@@ -43,7 +44,7 @@ def test_labels_are_those_of_cftime(name, start):
     assert (np.array([calendar.parse("init", text) for text in texts]) == times[some]).all()
 
 
-@pytest.mark.parametrize("name", YEAR_LENGTHS)
+@each("name", YEAR_LENGTHS)
 def test_times_count_from_1970_in_years_of_one_length(name):
     calendar = Calendar(name)
     days = YEAR_LENGTHS[name] * (1850 - 1970)
@@ -97,8 +98,8 @@ def test_fractions_of_days_are_rounded_to_seconds():
     assert (seconds == np.arange(100) * 600 + (700000 - 1969 * 365) * 86400).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
+@each(
+    "name, text",
     [
         ("noleap", "2004-02-29"),
         ("360_day", "2001-01-31"),
@@ -117,7 +118,7 @@ def test_dates_that_a_calendar_lacks_are_refused(name, text):
         Calendar(name).parse("data.dates.train", text)
 
 
-@pytest.mark.parametrize(("minutes", "unit"), [(0, "hours"), (30, "minutes")])
+@each("minutes, unit", [(0, "hours"), (30, "minutes")])
 def test_written_times_are_those_of_cftime(minutes, unit):
     calendar = Calendar("noleap")
     dates = dates_in("noleap", "1896-02-27", periods=500) + timedelta(minutes=minutes)
@@ -155,8 +156,16 @@ def test_missing_and_other_values_are_no_dates():
     assert not any(map(are_dates, (dates, np.arange(3.0), np.array("x"))))
 
 
-@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day", "julian", "standard"])
-@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+@each(
+    "name, suffix",
+    [
+        ("noleap", "zarr"),
+        ("all_leap", "nc"),
+        ("360_day", "nc"),
+        ("julian", "zarr"),
+        ("standard", "nc"),
+    ],
+)
 def test_fields_are_found_by_the_dates_of_the_calendar(tmp_path, name, suffix):
     """Twelve times from 27 February of the year 4, in a store as xarray writes it."""
     dates = xr.date_range("0004-02-27", periods=12, freq="6h", calendar=name, use_cftime=True)
@@ -191,9 +200,13 @@ def test_times_that_fall_are_named_in_the_calendar(tmp_path):
         Store.open(stores.config(path))
 
 
-@pytest.mark.parametrize("calendar", ["standard", "proleptic_gregorian"])
-@pytest.mark.parametrize("grid", [None, "6x8"])
-@pytest.mark.parametrize("files_before", [[slice(0, 6)], [slice(0, 3), slice(3, 6)]])
+@each(
+    "calendar, grid, files_before",
+    [
+        ("standard", None, [slice(0, 6)]),
+        ("proleptic_gregorian", "6x8", [slice(0, 3), slice(3, 6)]),
+    ],
+)
 def test_dates_on_both_sides_of_2262_are_joined(tmp_path, calendar, grid, files_before):
     """Up to 2262-04-11 xarray decodes datetime64, later dates as objects of cftime."""
     first = np.datetime64("2262-04-10T12", "h")

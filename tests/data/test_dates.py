@@ -15,6 +15,7 @@ from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 
 def settled(times, step="6h", **dates):
@@ -22,7 +23,7 @@ def settled(times, step="6h", **dates):
     return resolve_dates(config, np.asarray(times, "M8[ns]"))
 
 
-@pytest.mark.parametrize(("name", "last"), [("noleap", "12-31"), ("360_day", "12-30")])
+@each("name, last", [("noleap", "12-31"), ("360_day", "12-30")])
 def test_years_are_those_of_the_calendar(name, last):
     calendar = Calendar(name)
     ends = (calendar.parse("init", text) for text in ("0003-01-01T12", f"0012-{last}T12"))
@@ -63,10 +64,10 @@ def spans(found):
     return [getattr(found.dates, split) for split in SPLITS]
 
 
-@pytest.mark.parametrize(
-    ("times", "step", "expected"),
+@each(
+    "times, step, expected",
     [
-        pytest.param(
+        (  # no whole year: 80, 10 and 10 % of the times
             six_hourly("2001-01-01", 204),
             "6h",
             [
@@ -74,9 +75,8 @@ def spans(found):
                 ["2001-02-11T00", "2001-02-15T18"],
                 ["2001-02-16T00", "2001-02-20T18"],
             ],
-            id="no whole year: 80, 10 and 10 % of the times",
         ),
-        pytest.param(
+        (  # ten years
             days("2000-01-01", "2009-12-31", hour=12),
             "1d",
             [
@@ -84,9 +84,8 @@ def spans(found):
                 ["2008-01-01T12", "2008-12-31T12"],
                 ["2009-01-01T12", "2009-12-31T12"],
             ],
-            id="ten years",
         ),
-        pytest.param(
+        (  # a whole year each
             days("2000-01-01", "2002-12-31"),
             "1d",
             [
@@ -94,9 +93,8 @@ def spans(found):
                 ["2001-01-01T00", "2001-12-31T00"],
                 ["2002-01-01T00", "2002-12-31T00"],
             ],
-            id="a whole year each",
         ),
-        pytest.param(
+        (  # too few whole years for all
             days("2000-01-02", "2002-12-31"),
             "1d",
             [
@@ -104,9 +102,8 @@ def spans(found):
                 ["2002-05-26T00", "2002-09-12T00"],
                 ["2002-09-13T00", "2002-12-31T00"],
             ],
-            id="too few whole years for all",
         ),
-        pytest.param(
+        (  # parts of years at both ends
             days("1999-06-01", "2020-03-01"),
             "1d",
             [
@@ -114,9 +111,8 @@ def spans(found):
                 ["2016-01-01T00", "2017-12-31T00"],
                 ["2018-01-01T00", "2020-03-01T00"],
             ],
-            id="parts of years at both ends",
         ),
-        pytest.param(
+        (  # years that are missing don't count
             np.concatenate([days("2000-01-01", "2003-12-31"), days("2010-01-01", "2010-12-31")]),
             "1d",
             [
@@ -124,7 +120,6 @@ def spans(found):
                 ["2003-01-01T00", "2003-12-31T00"],
                 ["2010-01-01T00", "2010-12-31T00"],
             ],
-            id="years that are missing don't count",
         ),
     ],
 )
@@ -197,9 +192,7 @@ def test_a_limit_keeps_the_first_times_of_each_split():
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "1 in a row of 1 time"), (2, "2 in a row of 2 times")]
-)
+@each("count, words", [(1, "1 in a row of 1 time"), (2, "2 in a row of 2 times")])
 def test_too_few_times_are_refused(count, words):
     with pytest.raises(
         UserError, match=rf"s\.zarr: data\.dates\.train is chosen.*at most {words}\."
@@ -224,8 +217,8 @@ def hours_of(found):
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"),
+@each(
+    "count, expected",
     [
         (10, [[0, 4], [5, 9], [5, 9]]),  # validation, which is not made, has the dates of the test
         (20, [[0, 12], [13, 14], [15, 19]]),  # the test gets from training what it lacks
@@ -302,7 +295,7 @@ def test_a_store_knows_its_dates_when_it_is_open(tmp_path):
     assert "train 2000-01-01T00 to 2000-01-04T18 (16 times)" in store.dates_note
 
 
-@pytest.mark.parametrize(("first", "shared"), [("03T18", 1), ("03", 4), ("04", 0)])
+@each("first, shared", [("03T18", 1), ("03", 4), ("04", 0)])
 def test_times_of_training_in_another_split_are_noted(tmp_path, caplog, first, shared):
     path = stores.write(stores.dataset(steps=20), tmp_path / "s.zarr")
     dates = {"train": ["2000-01-01", "2000-01-03"], "valid": ["2000-01-04", "2000-01-04"]}

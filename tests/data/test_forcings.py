@@ -1,5 +1,7 @@
 """Computed forcings against published values, and against sums over small steps."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from credit_dp.data.forcings import (
     year_fraction,
 )
 from tests.data.region_grids import rotated
+from tests.data.tables import each
 
 HOUR = np.timedelta64(1, "h")
 EVERYWHERE = np.linspace(90, -90, 19)
@@ -39,9 +42,7 @@ def test_sun_stands_where_meeus_has_it():
     assert sun.equation_of_time[0] == pytest.approx(0.059825557, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("solstice", "declination"), [("2020-06-20T21:44", 23.4366), ("2020-12-21T10:02", -23.4366)]
-)
+@each("solstice, declination", [("2020-06-20T21:44", 23.4366), ("2020-12-21T10:02", -23.4366)])
 def test_declination_is_greatest_at_the_solstices(solstice, declination):
     """The obliquity of 2020 by the Astronomical Almanac, and the hours of its solstices."""
     assert np.rad2deg(Sun.at(at(solstice)).declination[0]) == pytest.approx(declination, abs=2e-3)
@@ -129,7 +130,7 @@ def test_local_time_is_noon_where_the_mean_sun_is():
     assert np.allclose(sin, [[0, 1, 0, -1], [1, 0, -1, 0]], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", COMPUTED_FORCINGS)
+@each("name", COMPUTED_FORCINGS)
 def test_computed_forcings_are_of_order_one_on_the_whole_grid(name):
     times = np.datetime64("2020-01-01", "ns") + 31 * HOUR * np.arange(300)
     values = COMPUTED_FORCINGS[name](times, EVERYWHERE, AROUND)
@@ -155,8 +156,7 @@ def days_of(calendar, year, count=None):
     return first + 24 * HOUR * days, days / lengths[calendar.name]
 
 
-@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day", "julian"])
-@pytest.mark.parametrize("year", [1, 1999, 2000])
+@each("name, year", itertools.product(["noleap", "all_leap", "360_day", "julian"], [1, 1999, 2000]))
 def test_the_year_of_a_calendar_has_its_own_length(name, year):
     calendar = Calendar(name)
     times, fractions = days_of(calendar, year)
@@ -194,8 +194,8 @@ def kepler_insolation(days_since_equinox, year, latitude):
     return SOLAR_CONSTANT / np.pi / distance**2 * height
 
 
-@pytest.mark.parametrize(
-    ("name", "year", "equinox"),
+@each(
+    "name, year, equinox",
     [("noleap", 365, 79.5), ("all_leap", 366, 80.5), ("360_day", 360, 80.5)],
 )
 def test_the_sun_of_a_calendar_has_its_equinox_on_21_march(name, year, equinox):
@@ -208,7 +208,7 @@ def test_the_sun_of_a_calendar_has_its_equinox_on_21_march(name, year, equinox):
             assert found == pytest.approx(expected, rel=2e-3, abs=0.5)
 
 
-@pytest.mark.parametrize("name", ["noleap", "all_leap", "360_day"])
+@each("name", ["noleap", "all_leap", "360_day"])
 def test_every_year_of_a_calendar_has_the_same_sun(name):
     calendar = Calendar(name)
     years = [

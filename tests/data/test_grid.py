@@ -3,6 +3,8 @@ import copy
 import json
 import tracemalloc
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from credit_dp.data.grid import Grid, cell_areas, parse_grid, row_weights
 from credit_dp.errors import UserError
 from tests.data import cell_stores
 from tests.data.region_grids import RADIUS, Lambert, polar_stereographic, rotated
+from tests.data.tables import each
 
 
 def test_weights_of_three_rows_by_hand():
@@ -49,7 +52,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@each("case", OTHERS)
 def test_how_two_grids_differ(case):
     latitude, longitude, expected = OTHERS[case]
     assert Grid(LATITUDE, LONGITUDE).difference(Grid(latitude, longitude)) == expected
@@ -59,7 +62,7 @@ def test_grid_of_rows_and_columns():
     assert parse_grid("121x240") == (121, 240)
 
 
-@pytest.mark.parametrize("text", ["121", "121x", "x240", "121,240", "0x240", "12.5x24", "-1x4"])
+@each("text", ["121", "121x", "x240", "121,240", "0x240", "12.5x24", "-1x4"])
 def test_malformed_grid_is_refused(text):
     with pytest.raises(UserError, match=r"data\.grid"):
         parse_grid(text)
@@ -85,19 +88,23 @@ def half_steps(rows):
     return 90 - (np.arange(rows) + 0.5) * 180 / rows
 
 
-ROWS_OF_THE_GLOBE = {
-    "WeatherBench 2, 64x32": half_steps(32),
-    "WeatherBench 2, 240x121": np.linspace(90, -90, 121),
-    "ERA5": np.linspace(-90, 90, 721),
-    "without those on the poles": np.linspace(90, -90, 181)[1:-1],
-    **{f"Gaussian, {n}": np.degrees(np.arcsin(leggauss(n)[0])) for n in (2, 3, 8, 48, 320)},
-    **{f"HEALPix {n}": cell_stores.healpix(n).latitude for n in (1, 2, 16)},
+def gaussian(rows):
+    return np.degrees(np.arcsin(leggauss(rows)[0]))
+
+
+ROWS_OF_THE_GLOBE: dict[str, Callable[[], np.ndarray]] = {
+    "WeatherBench 2, 64x32": lambda: half_steps(32),
+    "WeatherBench 2, 240x121": lambda: np.linspace(90, -90, 121),
+    "ERA5": lambda: np.linspace(-90, 90, 721),
+    "without those on the poles": lambda: np.linspace(90, -90, 181)[1:-1],
+    **{f"Gaussian, {n}": partial(gaussian, n) for n in (2, 3, 8, 48, 320)},
+    **{f"HEALPix {n}": lambda n=n: cell_stores.healpix(n).latitude for n in (1, 2, 16)},
 }
 
 
-@pytest.mark.parametrize("case", ROWS_OF_THE_GLOBE)
+@each("case", ROWS_OF_THE_GLOBE)
 def test_rows_that_reach_the_poles(case):
-    rows, columns = ROWS_OF_THE_GLOBE[case], np.arange(8) * 45.0
+    rows, columns = ROWS_OF_THE_GLOBE[case](), np.arange(8) * 45.0
     assert Grid(rows, columns).is_global
     if len(rows) > 8:  # each half step or more is seen, at either pole
         beyond = 2 if abs(rows[0]) > 89.9 else 1
@@ -116,7 +123,7 @@ COLUMNS_ROUND_THE_GLOBE = {
 }
 
 
-@pytest.mark.parametrize("case", COLUMNS_ROUND_THE_GLOBE)
+@each("case", COLUMNS_ROUND_THE_GLOBE)
 def test_columns_that_go_round_the_globe(case):
     longitude, expected = COLUMNS_ROUND_THE_GLOBE[case]
     grid = Grid(np.array([60.0, 0, -60]), np.array(longitude))
@@ -124,8 +131,7 @@ def test_columns_that_go_round_the_globe(case):
     assert grid.is_global == expected
 
 
-@pytest.mark.parametrize("step", [3e3, 5e4])
-@pytest.mark.parametrize("projection", ["lambert", "polar stereographic"])
+@each("step, projection", [(3e3, "lambert"), (5e4, "lambert"), (5e4, "polar stereographic")])
 def test_areas_on_a_projection_follow_its_map_factor(projection, step):
     y, x = (np.arange(n) * step - n / 2 * step + shift for n, shift in [(21, 4e5), (30, 7e5)])
     if projection == "lambert":
@@ -181,15 +187,15 @@ def text_of(size):
 
 
 DAMAGED = {
-    "another letter": plane_with("<f8?" + plane_with()["latitude"][4:]),
-    "not compressed": plane_with("<f8" + base64.b64encode(bytes(21 * 31 * 8)).decode()),
-    "cut off": plane_with(plane_with()["latitude"][:-400]),
-    "one value more": plane_with(text_of(21 * 31 * 8 + 8)),
-    "one byte more": plane_with(text_of(21 * 31 * 8 + 1)),
-    "one value less": plane_with(text_of(21 * 31 * 8 - 8)),
-    "another shape": plane_with(shape=[21, 32]),
-    "a negative shape": plane_with(shape=[21, -31]),
-    "an immense shape": plane_with(shape=[10**15, 10**15]),
+    "another letter": lambda: plane_with("<f8?" + plane_with()["latitude"][4:]),
+    "not compressed": lambda: plane_with("<f8" + base64.b64encode(bytes(21 * 31 * 8)).decode()),
+    "cut off": lambda: plane_with(plane_with()["latitude"][:-400]),
+    "one value more": lambda: plane_with(text_of(21 * 31 * 8 + 8)),
+    "one byte more": lambda: plane_with(text_of(21 * 31 * 8 + 1)),
+    "one value less": lambda: plane_with(text_of(21 * 31 * 8 - 8)),
+    "another shape": lambda: plane_with(shape=[21, 32]),
+    "a negative shape": lambda: plane_with(shape=[21, -31]),
+    "an immense shape": lambda: plane_with(shape=[10**15, 10**15]),
 }
 
 
@@ -199,10 +205,11 @@ def test_a_plane_is_read_from_json():
     assert np.array_equal(grid.latitude, latitude)
 
 
-@pytest.mark.parametrize("case", DAMAGED)
+@each("case", DAMAGED)
 def test_damaged_json_is_refused(case):
+    fields = DAMAGED[case]()
     with pytest.raises(ValueError):
-        Grid.from_json(DAMAGED[case])
+        Grid.from_json(fields)
 
 
 def test_the_contents_of_damaged_json_do_not_fill_the_memory():
@@ -219,7 +226,7 @@ MERCATOR = np.rad2deg(np.arctan(np.sinh(np.linspace(1.1, 0.36, 60))))  # 53 to 2
 MODEL_E = np.array([90, 88.5, *np.arange(87.5, -88, -1), -88.5, -90])
 
 
-@pytest.mark.parametrize("rows", [MERCATOR, MODEL_E], ids=["Mercator", "ModelE"])
+@each("rows", [MERCATOR, MODEL_E])
 def test_rows_may_stretch(rows):
     Grid(rows, np.arange(16) * 22.5).check("here")
     with pytest.raises(UserError, match="latitude must go in roughly equal steps"):

@@ -29,6 +29,7 @@ from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
 from tests.data.rechunk import requests
+from tests.data.tables import each
 
 ALL = slice(None)
 PLACE = (5, 3, 2)  # time, row, column of the wrong value
@@ -64,7 +65,79 @@ def read_all(config: DataConfig, **ranges: ValueRange) -> np.ndarray:
     return store.read_outputs(store.times[:8], ALL)
 
 
+def replaced(name: str, value: Callable[[xr.Dataset], Any], units: str | None = None) -> Change:
+    """Replace a variable, with or without a unit."""
+
+    def change(data: xr.Dataset) -> None:
+        data[name] = value(data).astype("f4")
+        data[name].attrs = {} if units is None else {"units": units}
+
+    return change
+
+
+def rain(data: xr.Dataset) -> xr.DataArray:
+    """Half a metre, and much more at one of the points."""
+    values = data["2m_temperature"] * 0 + 0.5
+    values[3, 2, 1] = 41
+    return values
+
+
+def celsius(data: xr.Dataset) -> xr.DataArray:
+    return data["2m_temperature"] - 273.15
+
+
+def huge(data: xr.Dataset) -> xr.DataArray:
+    values = data["2m_temperature"].copy()
+    values[3, :2] = -7.7e20
+    return values
+
+
+MESSAGES: list[tuple[Change, list[str], str]] = [
+    (
+        spike("temperature", 9.96921e36, level=850),
+        [],
+        "temperature on level 850 is 9.96921e+36 at 2000-01-02T06:00, row 3, col",
+    ),
+    (spike("temperature", 9.96921e36, level=850), [], "a fill value that no attribute of the st"),
+    (
+        replaced("2m_temperature", huge),
+        [],
+        "a fill value that no attribute of the store declares, which 16 points",
+    ),
+    (
+        replaced("2m_temperature", celsius, "K"),
+        [],
+        "degC, while the store says K: correct its units attribute",
+    ),
+    (
+        replaced("2m_temperature", celsius, ""),
+        [],
+        "degC, and the store gives no unit: set data.variables.2m_temperature.",
+    ),
+    (
+        replaced("mean_sea_level_pressure", lambda data: data["2m_temperature"] + 730, "Pa"),
+        ["mean_sea_level_pressure"],
+        "hPa, while the store says Pa",
+    ),
+    (
+        replaced("total_precipitation", rain, "m"),
+        ["2m_temperature", "total_precipitation"],
+        "looks like a damaged chunk, or mm, while the store says m: correct",
+    ),
+    (replaced("geopotential", lambda data: data["geopotential"] / 9.80665), [], "looks like gpm"),
+    (spike("2m_temperature", np.inf), [], "2m_temperature has infinite values"),
+]
+
+
 class TestMessage:
+    @each("change, names, expected", MESSAGES)
+    def test_what_is_wrong(
+        self, tmp_path: Path, change: Change, names: list[str], expected: str
+    ) -> None:
+        changes = {"prognostic": names} if names else {}
+        config = config_of_changed_store(tmp_path, change, **changes)
+        assert expected in refusal(lambda: read_all(config))
+
     def test_overwritten_bytes_of_a_chunk(self, tmp_path: Path) -> None:
         config = stores.config(stores.write(stores.dataset(), tmp_path / "in.zarr"))
         chunk = tmp_path / "in.zarr/2m_temperature/c/5/0/0"
@@ -77,34 +150,6 @@ class TestMessage:
         assert "16 of 96 points are out of range. It looks like a damaged chunk." in message
         assert "set 'data.limits={2m_temperature:[LOW,HIGH]}', or {2m_temperature:null}" in message
 
-    def test_fill_value_that_is_not_declared(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(tmp_path, spike("temperature", 9.96921e36, level=850))
-        message = refusal(lambda: read_all(config))
-        assert "temperature on level 850 is 9.96921e+36 at 2000-01-02T06:00, row 3, col" in message
-        assert "a fill value that no attribute of the store declares" in message
-
-    def test_any_huge_value_that_comes_again(self, tmp_path: Path) -> None:
-        def change(data: xr.Dataset) -> None:
-            data["2m_temperature"].values[3, :2] = -7.7e20
-
-        message = refusal(lambda: read_all(config_of_changed_store(tmp_path, change)))
-        assert "a fill value that no attribute of the store declares, which 16 points" in message
-
-    @pytest.mark.parametrize(
-        ("units", "advice"),
-        [
-            ("K", "degC, while the store says K: correct its units attribute"),
-            ("", "degC, and the store gives no unit: set data.variables.2m_temperature."),
-        ],
-    )
-    def test_celsius(self, tmp_path: Path, units: str, advice: str) -> None:
-        def change(data: xr.Dataset) -> None:
-            data["2m_temperature"] = data["2m_temperature"] - 273.15
-            data["2m_temperature"].attrs["units"] = units
-
-        message = refusal(lambda: read_all(config_of_changed_store(tmp_path, change)))
-        assert advice in message
-
     def test_the_advised_conversion_works(self, tmp_path: Path) -> None:
         def change(data: xr.Dataset) -> None:
             data["2m_temperature"] = data["2m_temperature"] - 273.15
@@ -113,40 +158,6 @@ class TestMessage:
         advised = {"2m_temperature": VariableConfig(convert="degC->K")}
         assert "convert='degC->K'" in refusal(lambda: read_all(config))
         assert read_all(replace(config, variables=advised)).mean() > 200
-
-    def test_hectopascal(self, tmp_path: Path) -> None:
-        def change(data: xr.Dataset) -> None:
-            data["mean_sea_level_pressure"] = data["2m_temperature"] + 730
-            data["mean_sea_level_pressure"].attrs["units"] = "Pa"
-
-        config = config_of_changed_store(tmp_path, change, prognostic=["mean_sea_level_pressure"])
-        assert "hPa, while the store says Pa" in refusal(lambda: read_all(config))
-
-    def test_millimetres_where_it_rains_much(self, tmp_path: Path) -> None:
-        """Few points are out of range, though all are in another unit."""
-
-        def change(data: xr.Dataset) -> None:
-            data["total_precipitation"] = data["2m_temperature"] * 0 + 0.5
-            data["total_precipitation"].values[3, 2, 1] = 41
-            data["total_precipitation"].attrs["units"] = "m"
-
-        config = config_of_changed_store(
-            tmp_path, change, prognostic=["2m_temperature", "total_precipitation"]
-        )
-        message = refusal(lambda: read_all(config))
-        assert "looks like a damaged chunk, or mm, while the store says m: correct" in message
-
-    def test_height_in_place_of_geopotential(self, tmp_path: Path) -> None:
-        def change(data: xr.Dataset) -> None:
-            data["geopotential"] = data["geopotential"] / 9.80665
-
-        assert "looks like gpm" in refusal(
-            lambda: read_all(config_of_changed_store(tmp_path, change))
-        )
-
-    def test_infinity_is_not_finite_rather_than_out_of_range(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(tmp_path, spike("2m_temperature", np.inf))
-        assert "2m_temperature has infinite values" in refusal(lambda: read_all(config))
 
     def test_rows_are_counted_from_the_north(self, tmp_path: Path) -> None:
         data = stores.dataset()
@@ -159,14 +170,7 @@ class TestMessage:
 
 
 class TestLocation:
-    """The file and the chunk, for every form of store."""
-
-    def test_netcdf(self, tmp_path: Path) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        data.to_netcdf(tmp_path / "in.nc")
-        message = refusal(lambda: read_all(stores.config(tmp_path / "in.nc")))
-        assert message.startswith(f"{tmp_path}/in.nc: 2m_temperature is 0 at 2000-01-02T06:00")
+    """The very chunk; test_store_forms.py has the file, for every form of store."""
 
     def test_chunked_netcdf(self, tmp_path: Path) -> None:
         data = stores.dataset()
@@ -176,34 +180,13 @@ class TestLocation:
         message = refusal(lambda: read_all(stores.config(tmp_path / "in.nc")))
         assert message.startswith(f"{tmp_path}/in.nc, chunk (2, 0, 0): 2m_temperature is 0 at")
 
-    def test_files_along_time(self, tmp_path: Path) -> None:
+    def test_anemoi(self, tmp_path: Path) -> None:
         data = stores.dataset()
         spike("2m_temperature", 0.0)(data)
-        stores.write(data.isel(time=slice(0, 4)), tmp_path / "part-1.zarr")
-        stores.write(data.isel(time=slice(4, None)), tmp_path / "part-2.zarr")
-        config = replace(stores.config(tmp_path / "part-*.zarr"), cache=str(tmp_path / "cache"))
-        message = refusal(lambda: read_all(config))
-        assert f"{tmp_path}/part-2.zarr, chunk 2m_temperature/c/1/0/0" in message
-
-    def test_joined_stores(self, tmp_path: Path) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        upper = stores.write(data.drop_vars("2m_temperature"), tmp_path / "upper.zarr")
-        later = data[["2m_temperature"]].isel(time=slice(1, None))
-        surface = stores.write(later, tmp_path / "surface.zarr")
-        config = replace(stores.config(upper), store=[str(upper), str(surface)])
-        config.dates.train[0] = "2000-01-01T06"
-        message = refusal(lambda: Store.open(config).read_outputs(PLACE_TIME, ALL))
-        assert f"{surface}, chunk 2m_temperature/c/4/0/0: 2m_temperature is 0 at" in message
-
-    @pytest.mark.parametrize("rising", [False, True])
-    def test_anemoi(self, tmp_path: Path, rising: bool) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        data = data.sortby("latitude", ascending=rising)
+        data = data.sortby("latitude")
         path = anemoi_stores.write(data, tmp_path / "in.zarr", chunks=(1, 1, 1, 24))
         message = refusal(lambda: read_all(stores.config(path)))
-        rows_before = (11 - PLACE[1] if rising else PLACE[1]) // 3
+        rows_before = (11 - PLACE[1]) // 3
         assert f"{path}, chunk data/5.0.0.{rows_before}: 2m_temperature is 0 at" in message
 
     def test_prepared(self, tmp_path: Path) -> None:
@@ -221,7 +204,7 @@ PLACE_TIME = stores.times(12)[PLACE[0] : PLACE[0] + 1]
 
 
 class TestWhereValuesEnter:
-    @pytest.mark.parametrize("place", ["value", "masked"])
+    @each("place", ["value", "masked"])
     def test_statistics_and_climatology(self, tmp_path: Path, place: str) -> None:
         fill = {"2m_temperature": VariableConfig(fill="mean")} if place == "masked" else {}
         data = stores.dataset()
@@ -273,7 +256,7 @@ class TestWhereValuesEnter:
             message = refusal(lambda: next(loader))
         assert "geopotential on level 500 is 1e+20 at 2000-01-01T12:00, row 4, column 4" in message
 
-    @pytest.mark.parametrize("name", ["geopotential_at_surface", "land_sea_mask"])
+    @each("name", ["geopotential_at_surface", "land_sea_mask"])
     def test_static(self, tmp_path: Path, name: str) -> None:
         def change(data: xr.Dataset) -> None:
             data[name].values[2, 3] = -32767
@@ -337,7 +320,7 @@ class TestKeys:
         assert "data.limits.2m_temprature: no list" in refusal(lambda: read_all(config))
         assert "Nearest: 2m_temperature" in refusal(lambda: read_all(config))
 
-    @pytest.mark.parametrize("value", [[1], [2, 1], [1, "x"], "cold", 5, [1, True], {"low": 1}])
+    @each("value", [[1], [2, 1], [1, "x"], "cold", 5, [1, True], {"low": 1}])
     def test_what_is_no_range(self, value: Any) -> None:
         message = refusal(lambda: stores.config("in.zarr", limits={"solar": value}))
         assert message.startswith("data.limits.solar: needs [low, high], like [150, 350], or null")
@@ -361,8 +344,8 @@ class TestPhysical:
         assert at_500 is not None
         assert f"{at_500.low:.0f} to {at_500.high:.0f} m2 s-2 |" in page
 
-    @pytest.mark.parametrize(
-        ("level", "usual", "height"),
+    @each(
+        "level, usual, height",
         [(1, 470e3, 48e3), (50, 200e3, 20e3), (250, 102e3, 10.4e3), (500, 56e3, 5.7e3)],
     )
     def test_geopotential_by_level(self, level: int, usual: float, height: float) -> None:
@@ -434,7 +417,7 @@ class TestSampled:
         assert found is not None
         assert found.high < 6e3
 
-    @pytest.mark.parametrize("fill", [9.96921e36, -9999.0, 1e20, np.nan])
+    @each("fill", [9.96921e36, -9999.0, 1e20, np.nan])
     def test_fill_values_in_every_field_do_no_harm(self, fill: float) -> None:
         dates = self.noise()
         for date in dates:
@@ -451,7 +434,7 @@ class TestSampled:
         assert found is not None
         assert 1e3 < found.high < 1e4
 
-    @pytest.mark.parametrize("value", [3.0, np.nan])
+    @each("value", [3.0, np.nan])
     def test_constants_have_no_range(self, value: float) -> None:
         assert self.ranges([np.full((4, 5), value)] * 3) is None
 

@@ -1,4 +1,4 @@
-"""None"""
+"""Batches: what they hold, in which order, and what reading them costs."""
 
 import itertools
 import logging
@@ -22,6 +22,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import all_finite
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 SAMPLES = 7
 WHOLE = slice(0, 12)
@@ -43,7 +44,6 @@ def take(source, count):
     return [next(source) for _ in range(count)]
 
 
-@pytest.mark.slow
 def test_batch_is_what_the_store_holds_normalised(ready):
     store, statistics = ready.store, ready.statistics
     sequence = SampleSequence(SAMPLES, 2, seed=3)
@@ -78,8 +78,7 @@ def test_states_before_are_in_front_of_the_newest(ready):
         assert torch.equal(batch.forcing[sample], every.forcing[place])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_bands_together_are_the_whole_globe(ready, dtype):
     bounds = [0, 3, 4, 12]
     bands = []
@@ -95,7 +94,7 @@ def test_bands_together_are_the_whole_globe(ready, dtype):
             assert torch.equal(parts, getattr(batch, name))
 
 
-@pytest.mark.parametrize(("band", "frames"), [(0, 1), (1, 1), (2, 1), (1, 3)])
+@each("band, frames", [(0, 1), (1, 1), (2, 1), (1, 3)])
 def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band, frames):
     store = ready.store
     rows = slice(band * 4, band * 4 + 4)
@@ -112,19 +111,22 @@ def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band, frames):
     assert first - second == 2 * cells * 4
 
 
-@pytest.mark.parametrize("frames", [1, 2])
-def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path, frames):
+def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
     ready = prepare_training_data(stores.config(path))
-    with loader(ready, prefetch=0, frames=frames) as source:
-        next(source)
-        before = ready.store.chunk_reads
-        next(source)
-    # Of each of two samples: three prognostic variables, and the stored forcing.
-    assert ready.store.chunk_reads - before == 2 * (3 + 1)
+    for source in (
+        loader(ready, prefetch=0, frames=2),
+        rollouts(ready, lambda batch: 3, prefetch=0),
+    ):
+        with source:
+            next(source)
+            before = ready.store.chunk_reads
+            next(source)
+        # Of each of two samples: three prognostic variables, and the stored forcing.
+        assert ready.store.chunk_reads - before == 2 * (3 + 1)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@each("prefetch", [0, 1, 5])
 def test_order_does_not_depend_on_reading_ahead(ready, prefetch):
     sequence = SampleSequence(SAMPLES, 2, seed=3)
     with loader(ready, prefetch=prefetch) as source:
@@ -133,7 +135,7 @@ def test_order_does_not_depend_on_reading_ahead(ready, prefetch):
             assert batch.times.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
+@each("prefetch", [0, 3])
 def test_state_counts_batches_handed_out_not_those_read_ahead(ready, prefetch):
     with loader(ready, prefetch=prefetch) as source:
         take(source, 4)
@@ -158,7 +160,6 @@ def test_data_ranks_share_the_global_batch(ready):
     assert torch.equal(torch.cat(parts), whole.state)
 
 
-@pytest.mark.slow
 def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
@@ -212,7 +213,7 @@ def test_nothing_is_read_after_closing(ready):
         next(source)
 
 
-@pytest.mark.parametrize(("prefetch", "most"), [(0, 2), (1, 2), (3, 4)])
+@each("prefetch, most", [(0, 2), (1, 2), (3, 4)])
 def test_no_more_batches_exist_than_prefetch_allows(ready, monkeypatch, prefetch, most):
     made = []
     allocate = BatchReader.allocate
@@ -241,7 +242,6 @@ def test_several_threads_read_at_once(tmp_path, monkeypatch):
         next(source)
 
 
-@pytest.mark.slow
 def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
     data = stores.dataset(steps=12).isel(time=[0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
     path = stores.write(data, tmp_path / "store.zarr")
@@ -293,15 +293,17 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             assert torch.equal(state, normaliser.normalise_outputs(fields))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frames", [1, 2])
-@pytest.mark.parametrize("chunks", [1, 12])
+@each("chunks, frames", [(1, 2), (12, 1)])
 def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": chunks})
     changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"]}
     ready = prepare_training_data(stores.config(path, **changes))
     with rollouts(ready, lambda batch: 3, frames=frames) as source:
-        assert_steps_of_the_store(ready, next(source), 3, frames)
+        batch = next(source)
+    assert_steps_of_the_store(ready, batch, 3, frames)
+    # Diagnostic channels are in the target only.
+    assert batch.state.shape[1:] == (3 * frames, 12, 8)
+    assert batch.target.shape[1:] == (6 * 3, 12, 8)
 
 
 @pytest.mark.slow
@@ -330,18 +332,8 @@ def test_a_step_of_a_rollout_costs_the_bytes_of_its_fields(ready):
     assert read[1] - read[0] == 2 * (7 + 1) * 12 * 8 * 4
 
 
-def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
-    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
-    ready = prepare_training_data(stores.config(path))
-    with rollouts(ready, lambda batch: 3, prefetch=0) as source:
-        next(source)
-        before = ready.store.chunk_reads
-        next(source)
-    assert ready.store.chunk_reads - before == 2 * (3 + 1)
-
-
-@pytest.mark.parametrize(
-    ("reads", "state", "forcing", "target"),
+@each(
+    "reads, state, forcing, target",
     [
         (BatchSelection(last=False, target=False), 7, 3 * 2, 0),
         (BatchSelection(inputs=False), 7, 0, 3 * 7),
@@ -358,21 +350,6 @@ def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, state, forcing, ta
     for name in ("state", "forcing", "target"):
         found = getattr(batch, name)
         assert not found.shape[1] or torch.equal(found, getattr(whole, name))
-
-
-@pytest.mark.slow
-def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
-    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    ready = prepare_training_data(
-        stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"])
-    )
-    with loader(ready) as source:
-        batch = next(source)
-    assert batch.state.shape == (2, 3, 12, 8)
-    assert batch.target.shape == (2, 6, 12, 8)
-    fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
-    wanted = Normaliser.of(ready, torch.float64).normalise_outputs(fields)
-    assert torch.equal(batch.target, wanted)
 
 
 def test_sequence_of_another_split_is_refused(ready):
@@ -479,8 +456,8 @@ def test_normalising_and_inverting(ready):
     assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)
 
 
-@pytest.mark.parametrize(
-    ("values", "finite"),
+@each(
+    "values, finite",
     [
         ([1.0, 2.0], True),
         ([3e38, 3e38], True),  # their sum is not

@@ -11,6 +11,7 @@ from credit_dp.data.masks import with_masks
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 ROWS, COLUMNS, STEPS = 12, 8, 12
 DIMS = ("time", "latitude", "longitude")
@@ -63,8 +64,10 @@ def read_all(store, places):
     store.read_static(rows)
 
 
-@pytest.mark.parametrize("rows", [slice(None), slice(0, 4), slice(3, 9), slice(8, 12)])
-@pytest.mark.parametrize("rising", [False, True])
+@each(
+    "rows, rising",
+    [(slice(None), True), (slice(0, 4), False), (slice(3, 9), True), (slice(8, 12), False)],
+)
 def test_masks_are_where_there_are_values(tmp_path, rows, rising):
     data = masked_dataset()
     store = opened(tmp_path, data.sortby("latitude", ascending=rising))
@@ -86,6 +89,7 @@ def test_masks_are_where_there_are_values(tmp_path, rows, rising):
     static = store.read_static(rows)
     assert np.array_equal(static[1], data["lake_depth"].values[rows], equal_nan=True)
     assert np.array_equal(static[2], data["land_sea_mask"].values[rows])
+    assert store.valid_mask(slice(0, 2))[3].all()  # a mask, even where all points have values
 
 
 def test_a_band_without_any_value(tmp_path):
@@ -104,11 +108,6 @@ def test_without_a_fill_there_are_no_masks(tmp_path):
     )
 
 
-def test_a_mask_goes_by_the_config_even_where_all_points_have_values(tmp_path):
-    store = opened(tmp_path, masked_dataset())
-    assert store.valid_mask(slice(0, 2))[3].all()
-
-
 def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
     data = masked_dataset()
     data["sea_surface_temperature"].values[3:, 9] = 271
@@ -116,7 +115,7 @@ def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
     assert np.isnan(store.read_states([store.times[5]], slice(8, 12))[0][3]).all()
 
 
-@pytest.mark.parametrize("date", [0, 1, 5, 7])
+@each("date", [0, 5, 7])
 def test_the_mask_is_that_of_all_training_dates(tmp_path, date, caplog):
     """Dates 0 to 5 are training dates; of them one lacks a row of soil."""
     data = masked_dataset()
@@ -146,8 +145,7 @@ def test_the_mask_of_rows_that_are_read_apart_is_the_same(tmp_path, monkeypatch)
     assert not wanted[4, 10].any()
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("date", [0, 3])
+@each("splits, date", [(False, 0), (True, 3)])
 def test_a_date_without_any_value_is_named_with_what_helps(tmp_path, monkeypatch, date, splits):
     if splits:
         monkeypatch.setattr("credit_dp.data.streaming.TIME_BYTES", 500)
@@ -204,7 +202,7 @@ def place_of(name):
     return (9, 2) if name == "soil" else (6, 2)
 
 
-@pytest.mark.parametrize("name", ROLE)
+@each("name", ROLE)
 def test_nan_inside_the_mask_is_refused(tmp_path, name):
     data = masked_dataset()
     data[name].values[7][place_of(name)] = np.nan
@@ -217,7 +215,7 @@ def test_nan_inside_the_mask_is_refused(tmp_path, name):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", [*ROLE, "lake_depth"])
+@each("name", [*ROLE, "lake_depth"])
 def test_without_a_fill_nan_is_refused_by_its_key(tmp_path, name):
     variables = {other: VariableConfig(fill=0) for other in FILLED if other != name}
     store = opened(tmp_path, masked_dataset(), variables=variables)
@@ -227,7 +225,7 @@ def test_without_a_fill_nan_is_refused_by_its_key(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sea_surface_temperature", "lake_depth", "2m_temperature"])
+@each("name", ["sea_surface_temperature", "lake_depth", "2m_temperature"])
 def test_infinite_values_are_refused_whatever_the_fill(tmp_path, name):
     data = masked_dataset()
     data[name].values[..., 3, 4] = np.inf

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import VariableConfig
-from credit_dp.data.cache import cache_folder
+from credit_dp.data.cache import NotComputedError, cache_folder
 from credit_dp.data.inspection import inspect_source
 from credit_dp.data.limits import SPREAD_FACTOR
 from credit_dp.data.loader import Loader
@@ -21,6 +22,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import ensemble_stores, stores
 from tests.data.ensemble_stores import MEMBERS, STATIC
+from tests.data.tables import each
 
 DATA = ensemble_stores.dataset()
 TRAIN = 8  # times
@@ -94,43 +96,28 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request, tmp_path_factory):
-    write, numbers = FORMS[request.param]
-    return write(tmp_path_factory.mktemp("members") / "store.zarr"), numbers
-
-
-def test_a_member_is_read_by_its_number(form):
-    path, numbers = form
-    for index, number in enumerate(numbers):
-        config = stores.config(path, member=number)
-        store = Store.open(config)
-        assert store.num_members == 1
-        assert store.source.where == f"{path}, member {number}"
-        data = ensemble_stores.member(DATA, index)
-        times = stores.times(12)[[1, 7, 8]]
-        wanted = [stores.expected(data, config, time) for time in times]
-        np.testing.assert_array_equal(store.read_states(times, slice(None)), wanted)
-        np.testing.assert_array_equal(
-            store.read_states(times, slice(3, 5)), np.stack(wanted)[:, :, 3:5]
-        )
-        statics = [DATA[name].values for name in STATIC]
-        np.testing.assert_array_equal(store.read_static(slice(None)), statics)
-
-
-def test_without_a_choice_there_are_all(form):
-    path, numbers = form
+@each("name", FORMS)
+def test_members_are_read_by_their_numbers(tmp_path, name):
+    write, numbers = FORMS[name]
+    path = write(tmp_path / "store.zarr")
     store = Store.open(stores.config(path))
     assert store.source.members == numbers
     assert inspect_source(store.source, [1]).members == numbers
+    times = stores.times(12)[[1, 7, 8]]
     for index, number in enumerate(numbers):
         alone = Store.open(stores.config(path, member=number))
-        time = stores.times(1)
-        np.testing.assert_array_equal(
-            store.member(index).read_states(time, WHOLE), alone.read_states(time, WHOLE)
-        )
+        assert alone.num_members == 1
+        assert alone.source.where == f"{path}, member {number}"
+        data = ensemble_stores.member(DATA, index)
+        wanted = np.stack([stores.expected(data, store.config, time) for time in times])
+        for found in (alone, store.member(index)):
+            np.testing.assert_array_equal(found.read_states(times, slice(None)), wanted)
+            np.testing.assert_array_equal(found.read_states(times, slice(3, 5)), wanted[:, :, 3:5])
+        statics = [DATA[name].values for name in STATIC]
+        np.testing.assert_array_equal(alone.read_static(slice(None)), statics)
+    first = ensemble_stores.member(DATA, 0)  # the one that is read without a choice
     np.testing.assert_array_equal(
-        store.read_states(time, WHOLE), store.member(0).read_states(time, WHOLE)
+        store.read_states(times[:1], WHOLE)[0], stores.expected(first, store.config, times[0])
     )
 
 
@@ -273,44 +260,37 @@ def test_statistics_are_of_the_members_or_of_more(tmp_path):
             statistics.check(Store.open(stores.config(where, member=member)), "stats.json")
         return str(raised.value)
 
-    for members, fitting in (
-        (None, (None, [2, 1, 0], 0, 1, [2], [1, 2], [2, 0])),
-        ([1, 0], ([0, 1], [1, 0], 0, 1)),
-        ([0, 1], ([1, 0],)),
-        (1, (1, [1])),
-    ):
-        for member in fitting:
-            file(path, members).check(Store.open(stores.config(path, member=member)), "stats.json")
-    assert "members" not in file(path, 0).input_description
-    file(path, 0).check(Store.open(stores.config(alone)), "stats.json")
-    for members, member, words in (
-        ([1, 0], None, "2 members, 0, 1, but the config has 3 members, 0 to 2"),
-        ([1, 0], 2, "2 members, 0, 1, but the config has member 2"),
-        (0, [0, 1], "a single member, but the config has 2 members, 0, 1"),
+    of_all, of_first, of_pair = file(path), file(path, 0), file(path, [1, 0])
+    for statistics, where, member in (
+        (of_all, path, None), (of_all, path, [2, 1, 0]), (of_all, path, 1), (of_pair, path, [0, 1]),
+        (of_pair, path, 0), (of_first, path, [0]), (of_first, alone, None),
+        # Of members without the file's first one only what all members share is compared.
+        (file(paths[0]), paths[0], 2),
+    ):  # fmt: skip
+        statistics.check(Store.open(stores.config(where, member=member)), "stats.json")
+    assert "members" not in of_first.input_description
+    for statistics, member, words in (
+        (of_pair, None, "2 members, 0, 1, but the config has 3 members, 0 to 2"),
+        (of_pair, 2, "2 members, 0, 1, but the config has member 2"),
+        (of_first, [0, 1], "a single member, but the config has 2 members, 0, 1"),
     ):
         line = f"stats.json: has statistics of {words}. Change data.member or data.statistics."
-        assert refused(file(path, members), path, member) == line
-    assert "3 members, 0 to 2, but the config has no members." in refused(file(path), alone)
-    for member in (None, [2, 0], 0):
-        assert "has other values than in" in refused(file(path), others, member)
-    # Of members without the file's first one only what all members share is compared.
-    file(paths[0]).check(Store.open(stores.config(paths[0], member=2)), "stats.json")
+        assert refused(statistics, path, member) == line
+    assert "3 members, 0 to 2, but the config has no members." in refused(of_all, alone)
+    for member in (None, 0):
+        assert "has other values than in" in refused(of_all, others, member)
     assert "solar has other values than in" in refused(file(paths[0]), paths[1], 2)
 
 
-def test_a_member_may_have_the_scaling_of_the_ensemble(tmp_path):
-    path = stores.write(DATA, tmp_path / "store.zarr")
-    whole = prepare_training_data(stores.config(path))
-    table = StatisticsFile.load(
-        statistics_path(whole.store, cache_folder(stores.config(path).cache))
-    )
+def test_a_member_may_have_the_scaling_of_the_ensemble(ready, tmp_path):
+    config = ready.store.config
+    table = StatisticsFile.load(statistics_path(ready.store, cache_folder(config.cache)))
     table.save(tmp_path / "all.json")
-    one = prepare_training_data(
-        stores.config(path, member=1, statistics=str(tmp_path / "all.json"))
-    )
+    settings = {"member": 1, "statistics": str(tmp_path / "all.json")}
+    one = prepare_training_data(replace(config, **settings))
     assert one.store.num_members == 1
-    np.testing.assert_array_equal(one.statistics.mean, whole.statistics.mean)
-    np.testing.assert_array_equal(one.statistics.std, whole.statistics.std)
+    np.testing.assert_array_equal(one.statistics.mean, ready.statistics.mean)
+    np.testing.assert_array_equal(one.statistics.std, ready.statistics.std)
 
 
 BAD = {
@@ -325,9 +305,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
-def test_bad_members_are_refused(tmp_path, value):
-    path = stores.write(DATA, tmp_path / "store.zarr")
+@each("value", BAD)
+def test_bad_members_are_refused(ready, value):
+    path = ready.store.config.store
     member = list(value) if isinstance(value, tuple) else value
     with pytest.raises(UserError, match=BAD[value]) as raised:
         open_source(stores.config(path, member=member))
@@ -377,8 +357,8 @@ def test_a_store_of_one_member_is_not_of_all(tmp_path):
         np.testing.assert_array_equal(forcing[0, 1], DATA["solar"][1, 0])
 
 
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_store_of_one_member_is_one_without(tmp_path, number):
+def test_a_store_of_one_member_is_one_without(tmp_path):
+    number = 5
     one = DATA.isel(number=[1]).assign_coords(number=[number])
     path = stores.write(one, tmp_path / "one.zarr", chunks={"time": 1})
     alone = stores.write(ensemble_stores.member(DATA, 1), tmp_path / "alone.zarr")
@@ -387,7 +367,7 @@ def test_a_store_of_one_member_is_one_without(tmp_path, number):
     late = stores.write(late, tmp_path / "late.zarr")
     wanted = Store.open(stores.config(alone)).read_states(stores.times(12), WHOLE)
     for where in (str(path), [str(early), str(late)], [str(late), str(early)]):
-        for member in (None, number, [number]):
+        for member in (None, number) if where == str(path) else ([number],):
             store = Store.open(stores.config(path, store=where, member=member))
             assert store.num_members == 1
             assert store.source.members == ()
@@ -437,18 +417,21 @@ def test_static_fields_that_differ_are_refused(tmp_path):
     differing[1, 5, 2] += 0.01
     path = stores.write(DATA.assign(land_sea_mask=differing), tmp_path / "differing.zarr")
 
-    prepare_training_data(stores.config(alike))
-    prepare_training_data(stores.config(path, member=1))
+    def check(where, **changes):
+        prepare_training_data(stores.config(where, **changes), compute=False)
+
     line = "differing.zarr, member 1: land_sea_mask is not that of the other members"
     # Before anything is computed.
     with pytest.raises(UserError, match=line):
-        prepare_training_data(stores.config(path), compute=False)
-    prepare_training_data(stores.config(path, static=["geopotential_at_surface"]))
+        check(path)
+    for where, changes in (
+        (alike, {}), (path, {"member": 1}), (path, {"static": ["geopotential_at_surface"]})
+    ):  # fmt: skip
+        with pytest.raises(NotComputedError):
+            check(where, **changes)
 
 
-def test_static_fields_that_members_share_are_read_once(tmp_path, monkeypatch):
-    path = stores.write(DATA, tmp_path / "store.zarr")
-    ready = prepare_training_data(stores.config(path))
+def test_static_fields_that_members_share_are_read_once(ready, monkeypatch):
     reads = []
     read_static = Store.read_static
     monkeypatch.setattr(

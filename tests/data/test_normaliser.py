@@ -20,6 +20,7 @@ from credit_dp.data.transforms import (
 )
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
+from tests.data.tables import each
 
 EPS = 1e-3
 CHANNELS = Channels(
@@ -66,8 +67,8 @@ def outputs(seed=0):
     return fields.astype("f4")
 
 
-@pytest.mark.parametrize(
-    ("normalise", "shift", "scale"),
+@each(
+    "normalise, shift, scale",
     [("standard", 290, 8), ("std", 0, 8), ("minmax", 271, 39), ("none", 0, 1)],
 )
 def test_each_way_is_its_formula(normalise, shift, scale):
@@ -101,7 +102,7 @@ def test_sqrt_is_the_root_and_then_standardised():
     assert not scaled.denormalise(found)[:, 3].any()
 
 
-@pytest.mark.parametrize("way", ["sqrt", f"log1p({EPS})"])
+@each("way", ["sqrt", f"log1p({EPS})"])
 def test_a_packed_rainless_point_is_as_none(way):
     fields = outputs()
     fields[0, 3, 0, :2] = [-2 * EPS, 0]
@@ -141,8 +142,8 @@ def test_float32_stays_and_is_as_exact_as_it_can_be():
     assert (single.double() - direct).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("normalise", "mean", "zero"),
+@each(
+    "normalise, mean, zero",
     [
         ("standard", 0.0, -0.7 / 0.2),
         ("std", 0.7 / 0.2, 0.0),
@@ -225,7 +226,7 @@ def test_physical_has_gradients():
     assert state.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["flipped", "read-only", "strided"])
+@each("form", ["flipped", "read-only", "strided"])
 def test_any_layout_of_memory_is_read_and_left_alone(form):
     fields = outputs()
     expected = normaliser().normalise_outputs(fields.copy())
@@ -255,8 +256,8 @@ def test_an_unknown_range():
         normaliser(found=found, sst={"normalise": "minmax"})
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
+@each(
+    "name, known",
     [
         ("specific_humidity", True),
         ("total_precipitation", True),
@@ -356,8 +357,8 @@ def test_equal_quantiles_are_one_knot_and_tails_are_not_steep():
             QuantileMap(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(
+    dtype=st.sampled_from([torch.float32, torch.float64]),
     zeros=st.sampled_from([0, 0.3, 0.999]),
     ones=st.sampled_from([0, 0.2]),
     seed=st.integers(0, 99),
@@ -389,7 +390,7 @@ def test_quantiles_have_the_gradient_of_the_map():
     assert torch.autograd.gradcheck(of_amounts.invert, of_amounts(x).detach().requires_grad_())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_a_channel_is_mapped_by_its_quantiles_and_then_standardised(dtype):
     fields = outputs()
     fields[0, 3, 0, 0] = np.nan

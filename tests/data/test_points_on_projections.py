@@ -7,6 +7,7 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.regrid import PointInterpolation, outside_points
 from credit_dp.errors import UserError
 from tests.data.proj import project
+from tests.data.tables import each
 
 # PROJ's projection, its x of columns and its y of rows. The first and the last lie across longitude
 # 180; the second has the pole, columns that go west, and an ellipsoid.
@@ -42,7 +43,7 @@ def bilinear(field: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarr
     return north * (1 - down) + (field[i + 1, j] * (1 - right) + field[i + 1, j + 1] * right) * down
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@each("name", GRIDS)
 def test_points_on_a_projection(name: str) -> None:
     crs, x, y = GRIDS[name]
     random = np.random.default_rng(3)

@@ -42,6 +42,7 @@ from credit_dp.data.quickstart.physical_fields import (
     parabola,
 )
 from credit_dp.errors import UserError
+from tests.data.tables import each
 
 TINY = QuickstartConfig(truncation=10, runs=2, run_days=3, spinup_days=2)
 
@@ -67,7 +68,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("truncation", [5, 10, 21, 42])
+@each("truncation", [5, 10, 21, 42])
 def test_transforms_undo_each_other(truncation):
     grid = GaussianGrid.of(truncation, np.float64)
     coefficients = noise(truncation, 2)
@@ -112,7 +113,7 @@ def test_inversion_undoes_the_definition_of_potential_vorticity():
     np.testing.assert_allclose(model.streamfunction(q), psi, atol=1e-11)
 
 
-@pytest.mark.parametrize("truncation", [10, 21])
+@each("truncation", [10, 21])
 def test_advection_conserves_energy_and_potential_enstrophy(truncation):
     model = QuasiGeostrophic(truncation, dtype=np.float64)
     state = noise(truncation, 3)
@@ -279,6 +280,7 @@ def test_store_is_like_weatherbench(tiny):
     assert set(steps) == {np.timedelta64(6, "h").astype("timedelta64[ns]"), gap}
 
 
+@pytest.mark.slow
 def test_bands_of_two_and_four_ranks_end_on_chunk_edges(tiny):
     array = zarr.open_group(tiny, mode="r")["geopotential"]
     assert array.chunks == (1, 3, 4, 32)
@@ -323,8 +325,8 @@ def test_progress_reaches_the_end(tmp_path):
     assert seen[-1] == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "grid", "key"),
+@each(
+    "config, grid, key",
     [
         (QuickstartConfig(truncation=600), None, "data.quickstart.truncation"),
         (QuickstartConfig(start="soon"), None, "data.quickstart.start"),

@@ -1,8 +1,11 @@
+import itertools
+
 import numpy as np
 import pytest
 
 from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
+from tests.data.tables import each
 
 EXACT = 1e-12
 GRIDS = [(19, 36), (32, 64), (5, 7), (90, 36), (2, 3)]
@@ -22,9 +25,7 @@ def regridder(old: tuple[int, int], new: tuple[int, int], west: float = 0.0) -> 
     return Regridder(layout, regular_grid(*new))
 
 
-@pytest.mark.parametrize("old", GRIDS)
-@pytest.mark.parametrize("new", GRIDS)
-@pytest.mark.parametrize("west", [0.0, -180.0, 1.3])
+@each("old, new, west", itertools.product(GRIDS, GRIDS, [0.0, -180.0, 1.3]))
 def test_global_mean_stays(old: tuple[int, int], new: tuple[int, int], west: float) -> None:
     values = field(*old)
     result = regridder(old, new, west)(values.ravel())
@@ -33,8 +34,7 @@ def test_global_mean_stays(old: tuple[int, int], new: tuple[int, int], west: flo
     assert abs(after - before) <= EXACT * abs(before)
 
 
-@pytest.mark.parametrize("old", GRIDS)
-@pytest.mark.parametrize("new", GRIDS)
+@each("old, new", itertools.product(GRIDS, GRIDS))
 def test_constants_stay_in_float32(old: tuple[int, int], new: tuple[int, int]) -> None:
     values = np.full(old, 273.15, dtype=np.float32)
     result = regridder(old, new)(values.ravel())
@@ -42,7 +42,7 @@ def test_constants_stay_in_float32(old: tuple[int, int], new: tuple[int, int]) -
     assert (result == np.float32(273.15)).all()
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@each("grid", GRIDS)
 def test_the_same_grid_changes_nothing(grid: tuple[int, int]) -> None:
     values = field(*grid)
     np.testing.assert_allclose(regridder(grid, grid)(values.ravel()), values, rtol=EXACT)
@@ -91,7 +91,7 @@ def test_many_fields_one_by_one() -> None:
     assert np.array_equal(result[1, 2], using(values[1, 2]))
 
 
-@pytest.mark.parametrize(("rows", "pole"), [(121, True), (32, False)])
+@each("rows, pole", [(121, True), (32, False)])
 def test_regular_grids_have_poles_if_odd(rows: int, pole: bool) -> None:
     latitude, longitude = regular_grid(rows, 4).latitude, regular_grid(rows, 4).longitude
     assert (latitude[0] == 90) == pole

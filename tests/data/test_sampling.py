@@ -7,6 +7,7 @@ from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 HOUR = np.timedelta64(1, "h")
 
@@ -142,8 +143,8 @@ def test_state_resumes_on_another_mesh():
     assert second.indices(7).tolist() == first.indices(7)[2:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("other", "key"),
+@each(
+    "other, key",
     [
         ({"count": 21}, "data.dates.train and the longest of trainer.rollout"),
         ({"batch_size": 2}, "data.batch_size"),
@@ -157,7 +158,7 @@ def test_state_of_other_samples_is_refused(other, key):
         SampleSequence(**(settings | other)).load_state_dict(state)
 
 
-@pytest.mark.parametrize(("batch", "size"), [(3, 2), (2, 4), (0, 1)])
+@each("batch, size", [(3, 2), (2, 4), (0, 1)])
 def test_batch_that_does_not_divide(batch, size):
     with pytest.raises(UserError, match=r"data\.batch_size") as caught:
         SampleSequence(20, batch, 0, size)

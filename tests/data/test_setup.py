@@ -17,6 +17,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from tests.data import anemoi_stores, prepared_stores, stores
+from tests.data.tables import each
 from tests.ranks import TIMEOUT
 
 
@@ -76,7 +77,7 @@ def test_nothing_is_computed_if_that_is_not_allowed(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"train": ["2000-01-01", "2000-01-02T12"]},
@@ -93,7 +94,7 @@ def test_what_statistics_depend_on_makes_new_ones(path, change):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"batch_size": 3}, {"test": ["2000-01-02", "2000-01-03"]}])
+@each("change", [{"batch_size": 3}, {"test": ["2000-01-02", "2000-01-03"]}])
 def test_what_they_do_not_depend_on_makes_none(path, change):
     prepare_training_data(stores.config(path))
     assert titles_of(stores.config(path, **change))[1] == []
@@ -231,18 +232,13 @@ def test_a_change_in_a_remote_store_is_noticed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["", '{"mean": [1.0', "[]", '{"mean": [1.0]}'])
-def test_damaged_statistics_are_computed_again(path, tmp_path, content):
+def test_damaged_statistics_and_climatology_are_computed_again(path, tmp_path):
     first = prepare_training_data(stores.config(path))
     (file,) = (tmp_path / "cache").glob("statistics-*.json")
-    file.write_text(content)
-    same(first, prepare_training_data(stores.config(path)))
-    assert set(json.loads(file.read_text())) == {"form", "made_from", "channels"}
-
-
-@pytest.mark.slow
-def test_damaged_climatology_is_computed_again(path, tmp_path):
-    first = prepare_training_data(stores.config(path))
+    for content in ("", '{"mean": [1.0', "[]", '{"mean": [1.0]}'):
+        file.write_text(content)
+        same(first, prepare_training_data(stores.config(path)))
+        assert set(json.loads(file.read_text())) == {"form", "made_from", "channels"}, content
     (folder,) = (tmp_path / "cache").glob("climatology-*.zarr")
     (folder / "zarr.json").write_text("{")
     same(first, prepare_training_data(stores.config(path)))

@@ -15,6 +15,7 @@ from credit_dp.data.rechunk.field_selection import FieldSelection
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores
+from tests.data.tables import each
 
 HOUR = np.timedelta64(1, "h")
 START = np.datetime64("2000-01-01", "ns")
@@ -102,8 +103,7 @@ def with_attributes(data, **attributes):
     return data
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".nc"])
-@pytest.mark.parametrize("by", STATED)
+@each("by, suffix", zip(STATED, [".zarr", ".nc", ".zarr"], strict=True))
 def test_what_is_stated_is_used(tmp_path, caplog, by, suffix):
     caplog.set_level(logging.INFO)
     # Sums over 6 hours for every hour are not added up again, those over 3 hours are.
@@ -115,8 +115,7 @@ def test_what_is_stated_is_used(tmp_path, caplog, by, suffix):
     assert "assumes" not in caplog.text
 
 
-@pytest.mark.parametrize("every", [3, 6])
-@pytest.mark.parametrize("by", STATED)
+@each("by, every", zip(STATED, [3, 6, 6], strict=True))
 def test_sums_that_leave_hours_out_are_refused_unless_the_config_says_so(tmp_path, by, every):
     data = STATED[by](rain(every, 1), 1)
     with pytest.raises(UserError) as caught:
@@ -137,7 +136,7 @@ def test_times_may_be_the_start_of_their_cells(tmp_path):
     check(opened(tmp_path, with_bounds(rain(1, 1), 1, starts=True)))
 
 
-@pytest.mark.parametrize(("every", "hours"), [(1, "1 hour"), (3, "3 hours"), (6, "6 hours")])
+@each("every, hours", [(1, "1 hour"), (3, "3 hours"), (6, "6 hours")])
 def test_without_a_word_the_time_since_the_one_before_is_assumed(tmp_path, caplog, every, hours):
     caplog.set_level(logging.INFO)
     check(opened(tmp_path, rain(every, every)))
@@ -176,7 +175,7 @@ def test_a_prepared_store_says_what_its_sums_are(tmp_path, caplog):
     assert "assumes" not in caplog.text
 
 
-@pytest.mark.parametrize("period", [[0, 6], ["0:00:00", "6h"]], ids=str)
+@each("period", [[0, 6], ["0:00:00", "6h"]])
 def test_a_dataset_of_anemoi_says_what_its_sums_are(tmp_path, caplog, period):
     caplog.set_level(logging.INFO)
     path = anemoi_stores.write(

@@ -20,6 +20,7 @@ from credit_dp.data.streaming import ThreadWorkers, TrainingDates
 from credit_dp.data.transforms import QuantileMap, sample_quantiles, weighted_quantiles
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores
+from tests.data.tables import each
 
 
 def direct(fields, weights):
@@ -36,10 +37,7 @@ def direct(fields, weights):
     return np.array(means), np.array(stds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("block_bytes", [1, 10**6])
-@pytest.mark.parametrize("step_hours", [6, 12])
+@each("chunk, block_bytes, step_hours", [(1, 1, 6), (3, 10**6, 12)])
 def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_bytes, step_hours):
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
     data = stores.dataset().sortby("latitude")
@@ -66,24 +64,17 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
     assert np.allclose(found.static_std, std)
 
 
-def test_no_change_is_taken_across_a_gap(tmp_path):
+def test_neither_gaps_nor_constants_spoil_the_scale(tmp_path):
+    """No change is taken across a gap, and a constant forcing or static field keeps its scale."""
     data = stores.dataset().isel(time=[0, 1, 2, 5, 6, 7, 8, 9, 10, 11])
     data["temperature"].values[3:] += 1e6
+    data["solar"].values[:] = 3
+    data["land_sea_mask"].values[:] = 0
     changes = {"levels": [500], "limits": {"temperature": None}}
     config = stores.config(stores.write(data, tmp_path / "store.zarr"), **changes)
     found = prepare_training_data(config).statistics
     assert found.std[2] > 1e5
     assert found.tendency_std[2] < 10
-
-
-@pytest.mark.slow
-def test_constant_forcing_and_static_keep_their_scale(tmp_path):
-    data = stores.dataset()
-    data["solar"].values[:] = 3
-    data["land_sea_mask"].values[:] = 0
-    found = prepare_training_data(
-        stores.config(stores.write(data, tmp_path / "store.zarr"))
-    ).statistics
     assert found.forcing_std[1] == 1
     assert found.static_std[1] == 1
 
@@ -97,7 +88,6 @@ def test_moments_survive_a_mean_far_greater_than_the_spread():
     assert np.isclose(moments.squares, np.square(values - values.mean()).sum(), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_only_the_training_dates_count(tmp_path):
     data = stores.dataset()
     first = stores.write(data, tmp_path / "first.zarr")
@@ -117,11 +107,7 @@ def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     return Statistics.of(merge_moments(store, pieces, found, quantiles), store, "here"), pieces
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "chunk", "chunks_of_piece"),
-    [(1, 1, 1), (1, 1, 3), (1, 5, 1), (2, 1, 1), (3, 1, 3), (3, 2, 1)],
-)
+@each("every, chunk, chunks_of_piece", [(1, 1, 3), (1, 5, 1), (2, 1, 1), (3, 2, 1)])
 def test_any_pieces_and_any_every_equal_the_direct_ones(
     tmp_path, monkeypatch, every, chunk, chunks_of_piece
 ):
@@ -146,7 +132,6 @@ def test_any_pieces_and_any_every_equal_the_direct_ones(
     assert np.allclose(found.tendency_std, direct(changes, weights)[1], rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow
 def test_threads_do_not_change_a_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "PIECE_CHUNKS", 2)
     store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
@@ -200,19 +185,18 @@ def test_points_without_values_have_no_weight(tmp_path):
     assert np.isclose(found.forcing_mean[1], moments(data["solar"].values[:8])[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["log1p(1e-5)", "sqrt"])
-def test_transform_comes_before_the_moments(tmp_path, way):
+def test_transform_comes_before_the_moments(tmp_path):
     data = stores.dataset()
     rain = np.abs(np.random.default_rng(0).normal(size=(12, 12, 8))).astype("f4") * 1e-3
     data["rain"] = (("time", "latitude", "longitude"), rain)
-    variables = {"rain": VariableConfig(normalise=way)}
+    variables = {"rain": VariableConfig(normalise="log1p(1e-5)")}
     path = stores.write(data, tmp_path / "store.zarr")
     names = ["geopotential", "rain", "temperature"]
     found = prepare_training_data(
         stores.config(path, prognostic=names, variables=variables)
     ).statistics
     values = rain[:8].astype(np.float64)[:, None]
-    values = np.sqrt(values) if way == "sqrt" else np.log1p(values / 1e-5)
+    values = np.log1p(values / 1e-5)
     weights = row_weights(np.linspace(90, -90, 12))
     mean, std = direct(values, weights)
     assert np.allclose((found.mean[3], found.std[3]), (mean[0], std[0]), rtol=1e-6)
@@ -232,8 +216,8 @@ def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
         assert np.array_equal(getattr(found, name), getattr(all_of_them, name)[order])
 
 
-@pytest.mark.parametrize(
-    ("role", "normalise", "allowed"),
+@each(
+    "role, normalise, allowed",
     [
         ("prognostic", "standard", False),
         ("prognostic", "none", False),
@@ -317,8 +301,7 @@ def test_quantiles_depend_neither_on_chunks_nor_on_pieces(tmp_path, monkeypatch)
     assert np.array_equal(first["temperature_500"], wanted)
 
 
-@pytest.mark.parametrize("kind", ["box", "lambert"])
-@pytest.mark.parametrize("block_bytes", [1, 10**6])
+@each("kind, block_bytes", [("box", 1), ("lambert", 10**6)])
 def test_the_rim_of_a_region_has_no_weight(kind, block_bytes, tmp_path, monkeypatch):
     """Far-off values at the edges change neither moments, nor ranges, nor quantiles.
 

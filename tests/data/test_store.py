@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from tests.data import stores
+from tests.data.tables import each
 from tests.ranks import TIMEOUT
 
 RENAMED = {"latitude": "lat", "longitude": "lon", "level": "pressure_level"}
@@ -100,8 +101,7 @@ def test_packed_integers_are_unpacked(tmp_path):
     assert np.abs(store.read_states([stores.START], slice(0, 12))[0] - whole).max() < 0.006
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("rising", [False, True])
+@each("ranks, rising", [(3, False), (4, True)])
 def test_a_band_costs_exactly_its_own_bytes(tmp_path, ranks, rising):
     data = stores.dataset(rows=24).sortby("latitude", ascending=rising)
     rows = 24 // ranks
@@ -137,8 +137,7 @@ def test_of_a_shard_only_the_needed_inner_chunks_are_read(tmp_path):
     assert store.chunk_reads == 1
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 12])
-@pytest.mark.parametrize("block_bytes", [1, 1000, 10**6])
+@each("chunk, block_bytes", [(1, 1), (3, 1), (3, 1000), (12, 10**6)])
 def test_blocks_cover_the_span_once_and_in_order(tmp_path, monkeypatch, chunk, block_bytes):
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
     data = stores.dataset()

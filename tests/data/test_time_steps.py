@@ -13,6 +13,7 @@ from credit_dp.data.selection import data_step_indices
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 HOUR = np.timedelta64(1, "h")
 ROWS, COLUMNS = 4, 6
@@ -79,7 +80,7 @@ def test_without_main_hours_steps_count_from_the_first_time(tmp_path):
     assert np.array_equal(store.times, data["time"].values[::2])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 48])
+@each("chunk", [1, 4, 48])
 def test_accumulated_variables_are_added_up_over_the_step(tmp_path, chunk):
     data = hourly()
     store = opened(tmp_path, data, chunk)
@@ -111,7 +112,6 @@ def test_a_sum_that_lacks_an_hour_is_no_date_of_the_run(tmp_path):
     assert store.num_skipped == 1
 
 
-@pytest.mark.slow
 def test_a_store_that_begins_on_a_step_has_no_sum_there(tmp_path):
     store = opened(tmp_path, hourly(start="2000-02-28T00"))
     assert store.times[0] == np.datetime64("2000-02-28T06")
@@ -164,9 +164,10 @@ def test_no_complete_sum_at_all(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 24])
-@pytest.mark.parametrize("block_bytes", [1, 300, 10**6])
-@pytest.mark.parametrize("summed", [False, True])
+@each(
+    "chunk, block_bytes, summed",
+    [(1, 1, True), (4, 300, True), (24, 10**6, True), (4, 1, False), (24, 300, False)],
+)
 def test_blocks_at_a_longer_step_cover_the_span_in_order(
     tmp_path, monkeypatch, chunk, block_bytes, summed
 ):
@@ -182,7 +183,6 @@ def test_blocks_at_a_longer_step_cover_the_span_in_order(
     assert np.array_equal(np.concatenate([block for _, block in blocks]), whole)
 
 
-@pytest.mark.slow
 def test_what_is_done_to_values_is_part_of_what_results_depend_on(tmp_path):
     names = ["total_precipitation"]
     summed = opened(tmp_path, hourly()).description(names)
@@ -207,8 +207,8 @@ def test_windows_are_the_times_of_the_step_before(present, step):
             assert [present[i] for i in window] == wanted
 
 
-@pytest.mark.parametrize(
-    ("minutes", "count", "remedy"),
+@each(
+    "minutes, count, remedy",
     [
         (43830, 5, "Set data.step to a multiple of 1461h."),  # a twelfth of a year
         (90, 5, "Set data.step to a multiple of 3h."),
@@ -222,7 +222,7 @@ def test_the_remedy_is_a_step_in_whole_hours(minutes, count, remedy):
     assert str(caught.value).endswith(remedy)
 
 
-@pytest.mark.parametrize("step", ["730.5h", "90min", "0h"])
+@each("step", ["730.5h", "90min", "0h"])
 def test_steps_are_whole_hours(step):
     with pytest.raises(UserError, match=r"^data.step: needs whole hours or days, like 6h or 1d"):
         DataConfig(name="zarr", store="s.zarr", step=step)

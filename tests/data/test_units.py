@@ -30,6 +30,7 @@ from credit_dp.variable_names import (
     long_name,
     possible_canonical_names,
 )
+from tests.data.tables import each
 
 
 def source(**variables):
@@ -57,8 +58,8 @@ def check(name, units, standard_name="", convert=None):
     check_units(source(**{name: (units, standard_name)}), config(name, convert=convert))
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
+@each(
+    "texts, expected",
     [
         (
             ["m**2 s**-2", "m2 s-2", "m^2/s^2", "m^2 s^-2", "m2/s2", "m2.s-2", "m^{2} s^{-2}"],
@@ -91,8 +92,8 @@ def test_units_that_differ_stay_different():
     assert len({canonical_unit(text) for text in texts}) == len(texts)
 
 
-@pytest.mark.parametrize(
-    ("text", "old", "new"),
+@each(
+    "text, old, new",
     [
         ("hPa->Pa", 1013.25, 101325),
         ("degC->K", -40, 233.15),
@@ -117,7 +118,7 @@ def test_conversions(text, old, new):
     assert old * scale + offset == pytest.approx(new, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["Pa->K", "Pa->hPa", "foo->Pa", "K->degC"])
+@each("text", ["Pa->K", "Pa->hPa", "foo->Pa", "K->degC"])
 def test_an_unknown_conversion_lists_what_is_known(text):
     with pytest.raises(UserError) as caught:
         parse_conversion(text)
@@ -132,7 +133,7 @@ def test_all_conversions_are_found_under_their_own_texts():
         assert parse_conversion(f"{old}->{new}") == CONVERSIONS[old, new]
 
 
-@pytest.mark.parametrize("name", KNOWN_VARIABLES)
+@each("name", KNOWN_VARIABLES)
 def test_what_is_needed_passes(name):
     known = KNOWN_VARIABLES[name]
     for standard_name in ("", "unknown", *known.standard_names):
@@ -147,8 +148,8 @@ def test_the_quickstart_passes():
         check(name, units, standard_name)
 
 
-@pytest.mark.parametrize(
-    ("name", "units", "convert"),
+@each(
+    "name, units, convert",
     [
         ("mean_sea_level_pressure", "hPa", "hPa->Pa"),
         ("surface_pressure", "millibars", "hPa->Pa"),
@@ -181,7 +182,7 @@ def test_another_unit_is_refused_with_the_key_that_helps(name, units, convert):
     assert parse_conversion(convert)
 
 
-@pytest.mark.parametrize("standard_name", ["geopotential", "surface_geopotential"])
+@each("standard_name", ["geopotential", "surface_geopotential"])
 def test_z_may_be_on_levels_or_at_the_surface(standard_name):
     check("z", "m**2 s**-2", standard_name)
 
@@ -196,8 +197,8 @@ def test_an_unknown_unit_is_refused_until_the_config_accepts_it():
     check("temperature", "furlongs", convert="degC->K")
 
 
-@pytest.mark.parametrize(
-    ("name", "standard_name", "units", "convert"),
+@each(
+    "name, standard_name, units, convert",
     [
         ("geopotential", "geopotential_height", "", "gpm->m2 s-2"),
         ("geopotential", "geopotential_height", "m2 s-2", "gpm->m2 s-2"),
@@ -265,8 +266,8 @@ def test_unknown_variables_pass():
     check("temperature", "K", "a_name_of_their_own")
 
 
-@pytest.mark.parametrize(
-    ("units", "convert", "expected"),
+@each(
+    "units, convert, expected",
     [
         (
             "Pa",
@@ -317,7 +318,7 @@ def test_short_names():
     assert set(UPPER_AIR_NAMES.values()) <= set(KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize("name", sorted({*UPPER_AIR_NAMES, *SURFACE_NAMES, *STATIC_NAMES}))
+@each("name", sorted({*UPPER_AIR_NAMES, *SURFACE_NAMES, *STATIC_NAMES}))
 def test_all_names_of_a_variable_share_its_units_and_signs(name):
     """Units, sums and signs."""
     settings = config(name)

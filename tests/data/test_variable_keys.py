@@ -9,6 +9,7 @@ from credit_dp.data.setup import expected_channels
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 
 def composed(*texts: str) -> DataConfig:
@@ -17,8 +18,8 @@ def composed(*texts: str) -> DataConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("texts", "name", "expected"),
+@each(
+    "texts, name, expected",
     [
         (["sst.fill=mean"], "sst", VariableConfig(fill="mean")),
         (["2m_temperature.fill=-1.5"], "2m_temperature", VariableConfig(fill=-1.5)),
@@ -40,18 +41,13 @@ def composed(*texts: str) -> DataConfig:
     ],
 )
 def test_keys_of_a_variable_are_set_one_by_one(texts, name, expected):
-    assert composed(*(f"data.variables.{text}" for text in texts)).variable_config(name) == expected
+    config = composed(*(f"data.variables.{text}" for text in texts))
+    assert config.variable_config(name) == expected
+    assert config.variable_config("geopotential") == VariableConfig()
 
 
-@pytest.mark.slow
-def test_a_variable_without_keys_has_the_defaults():
-    assert (
-        composed("data.variables.sst.fill=mean").variable_config("geopotential") == VariableConfig()
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
+@each(
+    "text, answer",
     [
         ("sst.normalise=log1p(1e-3)", r"needs quotes; write '.*=\"log1p\(1e-3\)\"'"),
         ("2m_t.normalise=log1p(1e-3)", r"write '.*\{2m_t: \{normalise: \"log1p\(1e-3\)\"\}\}'"),
@@ -69,8 +65,8 @@ def test_a_wrong_value_is_refused_by_its_key(text, answer):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("listed", "key", "names"),
+@each(
+    "listed, key, names",
     [
         (["geopotential", "2m_temperature"], "t2m", ["2m_temperature"]),
         (["2t", "msl"], "2m_temperature", ["2t"]),
@@ -88,8 +84,8 @@ def test_a_variable_may_go_by_another_name_here(listed, key, names):
     assert sorted(config.variables) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("listed", "keys", "answer"),
+@each(
+    "listed, keys, answer",
     [
         (["geopotential", "geopotential_at_surface"], ["z"], "z: stands for geopotential and geop"),
         (["2m_temperature"], ["t2m", "2m_temperature"], "t2m: 2m_temperature has another entry"),

@@ -18,6 +18,7 @@ from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import region_grids, stores, wind_stores, wrf_files
 from tests.data.proj import project
+from tests.data.tables import each
 from tests.data.wind_stores import NAMES
 
 STEP = 1e-4  # degrees, of finite differences
@@ -47,7 +48,7 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", PROJECTIONS)
+@each("kind", PROJECTIONS)
 def test_the_angle_is_that_of_proj(kind):
     crs, south, west = PROJECTIONS[kind]
     y, x = METRES[0] + south, METRES[1] + west
@@ -62,7 +63,7 @@ def test_the_angle_is_that_of_proj(kind):
         assert np.abs(np.angle(np.exp(1j * away))).max() < near, (down, left)
 
 
-@pytest.mark.parametrize("kind", wrf_files.PROJECTIONS)
+@each("kind", wrf_files.PROJECTIONS)
 def test_the_angle_is_that_of_wrf(kind):
     """SINALPHA and COSALPHA, which turn `U` and `V` so that `U cos - V sin` is eastward."""
     longitude, latitude = wrf_files.points(kind)
@@ -76,7 +77,7 @@ def test_the_angle_is_that_of_wrf(kind):
     assert np.cos(angle) == pytest.approx(np.cos(alpha), abs=1e-4)
 
 
-@pytest.mark.parametrize("rotated", [False, True])
+@each("rotated", [False, True])
 def test_winds_are_turned_to_east_and_north_and_back(rotated):
     """Along a meridian, from the south at 10 m/s: the shares along axes are those of the map."""
     crs, narrower = PROJECTIONS["polar"][0], 1.0
@@ -166,7 +167,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_a_store_says_how_its_winds_lie(form, tmp_path, monkeypatch):
     write, standard_names, said = FORMS[form]
     path = write(tmp_path)
@@ -200,7 +201,7 @@ VECTORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stated"), VECTORS)
+@each("name, stated", VECTORS)
 def test_the_flag_of_grib_suffices(name, stated):
     grid = Grid(wind_stores.LATITUDE, wind_stores.LONGITUDE)
     expected = VECTORS[name, stated]

@@ -37,7 +37,7 @@ from tests.data.rechunk.requests import (
 )
 from tests.distributed.processes import until
 from tests.ranks import TIMEOUT
-from tests.tier_cases import every
+from tests.tier_cases import tiers
 
 # Stopped and started again
 
@@ -93,8 +93,15 @@ def between_metadata(patch: pytest.MonkeyPatch, number: int) -> None:
 stop(before_the_end)
 
 
-@pytest.mark.parametrize("number", [1, 4])
-@pytest.mark.parametrize("name", every(2, STOPS))
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("before_a_shard_has_its_name", 4),
+        ("in_the_middle_of_a_shard", 1),
+        ("between_metadata", 1),
+        ("before_the_end", 1),
+    ],
+)
 def test_stopped_and_started_again_equals_undisturbed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
@@ -248,10 +255,13 @@ def test_killed_at_random_moments_equals_undisturbed(tmp_path: Path) -> None:
     assert len(partial) > kills // 2, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("to_workers", [False, True], ids=["parent", "group"])
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("number", "code", "to_workers"),
+    tiers(
+        [],
+        [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)],
+        [(signal.SIGHUP, 129, True), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
+    ),
 )
 def test_a_signal_ends_the_command_and_its_workers_with_one_line_at_most(
     tmp_path: Path, number: signal.Signals, code: int, to_workers: bool

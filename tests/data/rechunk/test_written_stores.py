@@ -26,11 +26,13 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.data import layouts, stores
 from tests.data.rechunk.requests import bits, config, prepared, request, variable
+from tests.data.tables import each
+from tests.tier_cases import tiers
 
 # Chunks that fit bands
 
 
-@pytest.mark.parametrize(("height", "ranks"), [(721, 8), (181, 4), (7, 7), (32, 1)])
+@each("height, ranks", [(721, 8), (181, 4), (7, 7), (32, 1)])
 def test_bands_are_those_of_the_ranks(height: int, ranks: int) -> None:
     assert balanced_bounds(height, ranks) == RowPartition.balanced(height, ranks).bounds
 
@@ -59,8 +61,8 @@ def test_a_rank_of_a_quarter_degree_reads_few_other_rows() -> None:
     assert all(max_read_excess(721, (1, 2, 4, 8), more) > 1.05 for more in range(rows + 1, 722))
 
 
-@pytest.mark.parametrize(
-    ("height", "domains", "rows"),
+@each(
+    "height, domains, rows",
     [(32, (1, 2, 4, 8), 4), (32, (1,), 32), (721, (1,), 721), (9, (9,), 1), (35, (1, 7), 5)],
 )
 def test_as_few_chunks_as_bands_allow(height: int, domains: tuple[int, ...], rows: int) -> None:
@@ -74,7 +76,7 @@ def test_chunks_are_not_countless() -> None:
 # What is written
 
 
-@pytest.mark.parametrize("codec", target.CODECS)
+@each("codec", target.CODECS)
 def test_layout_of_the_prepared_form(small: Path, tmp_path: Path, codec: str) -> None:
     out = prepared(small, tmp_path / "out.zarr", codec=codec, domains=(1, 3))
     group = zarr.open_group(out, mode="r")
@@ -113,16 +115,11 @@ def test_channels_are_in_order_and_forcings_that_are_computed_are_left_out(
     assert source.variables["temperature"].levels == (850, 500)
 
 
-FAST_LAYOUTS = ("weatherbench2 64x32", "climate data store", "grib")
+FAST, SLOW = ["weatherbench2 64x32", "climate data store"], ["packed zarr"]
+OTHERS = [name for name in layouts.LAYOUTS if name not in (*FAST, *SLOW)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FAST_LAYOUTS else pytest.param(name, marks=pytest.mark.slow)
-        for name in layouts.LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("name", tiers(zip(FAST), zip(SLOW), zip(OTHERS)))
 def test_each_layout_comes_out_bit_by_bit(name: str, tmp_path: Path) -> None:
     layout = layouts.LAYOUTS[name]
     data = layout.canonical()
@@ -239,8 +236,8 @@ def test_sums_over_the_step_are_stored(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, data["solar"].values[1:7].sum(axis=0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("grid", ["8x6", "5x12"])
-def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
+def test_regridded_on_the_way(small: Path, tmp_path: Path) -> None:
+    grid = "5x12"
     out = prepared(small, tmp_path / "out.zarr", data={"grid": grid}, domains=(1, 2))
     source = PreparedSource.open(str(out))
     rows, columns = map(int, grid.split("x"))
@@ -315,8 +312,8 @@ def lose(fields: Path) -> None:
     (fields / "c.3.0.0.0").unlink()
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
+@each(
+    "fault, message",
     [(damage, "cannot be read"), (swap, "differ from what the store"), (lose, "is missing")],
 )
 def test_verification_detects_faults(

@@ -14,6 +14,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.units import check_units
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 STANDARD_NAMES = {
     "zg": ("geopotential_height", "m"),
@@ -100,8 +101,8 @@ def test_units_of_cmip6_are_refused_with_the_conversion(written):
     np.testing.assert_allclose(read[0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "standard_name"),
+@each(
+    "name, standard_name",
     [("tas", "unknown"), ("tas", ""), ("ts", "tendency_of_air_temperature"), ("ta500", "")],
 )
 def test_another_quantity_of_the_same_name_keeps_it(tmp_path, name, standard_name):

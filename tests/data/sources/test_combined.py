@@ -11,6 +11,7 @@ from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
+from tests.data.tables import each
 
 DATA = stores.dataset(rows=11)
 UPPER = ["geopotential", "temperature", "land_sea_mask"]
@@ -37,7 +38,7 @@ def pair(tmp_path):
 KEPT = [2, 3, 5, 6, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("order", [list(range(8)), [6, 0, 7, 4, 3], [1, 2], [7]], ids=str)
+@each("order", [list(range(8)), [6, 0, 7, 4, 3], [1, 2], [7]])
 def test_fields_of_both_in_the_requested_order(pair, order):
     source = JoinedSource(pair)
     assert np.array_equal(source.times, DATA["time"].values)
@@ -161,7 +162,7 @@ def test_stores_of_different_forms(tmp_path):
     assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(2, 7)), FIELDS[:, :, 2:7])
 
 
-@pytest.mark.parametrize("along_time", [False, True])
+@each("along_time", [False, True])
 def test_a_datasets_own_names_are_found_among_others(tmp_path, along_time):
     halves = [DATA.isel(time=slice(0, 6)), DATA.isel(time=slice(6, 12))]
     parts = halves if along_time else [DATA]
@@ -198,8 +199,8 @@ def test_description_is_of_each_store(pair):
     assert described == [pair[0].description(["temperature"]), pair[1].description(["solar"])]
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
+@each(
+    "change, expected",
     [
         (lambda data: data.isel(latitude=slice(0, 10)), "its grid of 10x8 is not 11x8"),
         (
@@ -233,7 +234,7 @@ def test_regions_side_by_side_are_refused_with_the_cure(tmp_path):
         assert str(caught.value).endswith(cure)
 
 
-@pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's
+@each("offset", [1e-9, 2e-5])  # float64's and float32's
 def test_grids_that_differ_by_rounding_are_joined(tmp_path, offset):
     first = written(DATA[UPPER], tmp_path / "first.zarr")
     data = DATA[SURFACE].assign_coords(longitude=DATA.longitude + offset)
@@ -261,7 +262,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
     entries = [str(path) for path in FORMS[form](tmp_path)]
     settings = stores.config(tmp_path / "none", store=entries if len(entries) > 1 else entries[0])

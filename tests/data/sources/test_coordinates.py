@@ -1,5 +1,6 @@
 """Coordinates are found as the CF conventions say, then by their names."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from credit_dp.data.sources.opening import open_single_source
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
 from tests.data import stores
+from tests.data.tables import each
 
 DATA = stores.dataset(rows=9, columns=8, steps=3)[["temperature", "2m_temperature"]]
 NORTH = {"units": "degrees_north"}
@@ -72,8 +74,7 @@ FORMS: dict[str, xr.Dataset] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["netcdf", "zarr"])
-@pytest.mark.parametrize("form", FORMS)
+@each("form, kind", zip(FORMS, itertools.cycle(["netcdf", "zarr"]), strict=False))
 def test_coordinates_are_found(tmp_path, form, kind):
     source = open_single_source(str(written(FORMS[form], tmp_path, kind)))
     assert np.array_equal(source.times, DATA["time"].values)

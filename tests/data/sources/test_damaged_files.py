@@ -21,12 +21,12 @@ from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.sources.storage import READS_BETWEEN_CHECKS, CountingStore
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 TEMPERATURE = [Channel("temperature", level) for level in stores.LEVELS]
 WHOLE = slice(0, 12)
 BAD = 5  # the time whose chunk is damaged
 DATE = "2000-01-02T06:00"
-BLOSC = zarr.codecs.BloscCodec()
 CRC = zarr.codecs.Crc32cCodec()
 
 
@@ -77,23 +77,15 @@ def opened(path: Path) -> GriddedSource:
     return GriddedSource.open(str(path))
 
 
-@pytest.mark.parametrize(
-    ("version", "compressors"),
-    [
-        (2, None),
-        (3, None),
-        (2, "auto"),
-        (3, "auto"),
-        (2, [numcodecs.Blosc("lz4", 5)]),
-        (3, (BLOSC,)),
-        (3, (CRC,)),
-    ],
+@each(
+    "version, compressors",
+    [(2, None), (3, "auto"), (2, [numcodecs.Blosc("lz4", 5)]), (3, (CRC,))],
 )
 def test_truncated_chunk(tmp_path, version, compressors):
     path = written(tmp_path, version, compressors)
     raw = chunk(path).read_bytes()
     source = opened(path)
-    for length in (0, 1, 10, len(raw) // 2, len(raw) - 1):
+    for length in (0, 10, len(raw) - 1):
         chunk(path).write_bytes(raw[:length])
         assert_names_it(refusal(source))
         assert_names_it(refusal(source, times=np.array([7, 5])))
@@ -102,19 +94,24 @@ def test_truncated_chunk(tmp_path, version, compressors):
     assert np.isfinite(source.read(TEMPERATURE, slice(3, 8), WHOLE)).all()
 
 
-@pytest.mark.parametrize("keep", [0, 0.3, 0.99])
-def test_truncated_shard(tmp_path, keep):
+@each("keep", [None, 0, 0.3, 0.99])
+def test_truncated_or_missing_shard(tmp_path, keep):
     shards = {"time": 2}
     path = stores.write(
         stores.dataset(), tmp_path / "s.zarr", chunks={"time": 1, "latitude": 4}, shards=shards
     )
     shard = path / "temperature" / "c" / "2" / "0" / "0" / "0"
-    shard.write_bytes(shard.read_bytes()[: int(keep * shard.stat().st_size)])
-    with pytest.raises(UserError, match=r"temperature at 2000-01-02T0[06]:00 can't be read"):
+    if keep is None:
+        shard.unlink()
+        expected = "temperature/c/2/0/0/0 is missing"
+    else:
+        shard.write_bytes(shard.read_bytes()[: int(keep * shard.stat().st_size)])
+        expected = r"temperature at 2000-01-02T0[06]:00 can't be read"
+    with pytest.raises(UserError, match=expected):
         opened(path).read(TEMPERATURE, slice(3, 8), slice(0, 4))
 
 
-@pytest.mark.parametrize("keep", [0.2, 0.6])
+@each("keep", [0.2, 0.6])
 def test_range_of_a_shard_that_ends_early_is_no_fill_value(tmp_path, keep):
     """If the index comes first, chunks at the end of the shard are missing."""
     path = written(tmp_path)
@@ -138,7 +135,7 @@ def test_range_of_a_shard_that_ends_early_is_no_fill_value(tmp_path, keep):
     assert "cut short" in str(caught.value)
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_missing_chunk_is_neither_zeros_nor_nan(tmp_path, version):
     path = written(tmp_path, version)
     chunk(path).unlink()
@@ -161,16 +158,6 @@ def test_missing_chunk_of_a_part_of_the_globe(tmp_path):
             assert_names_it(refusal(opened(path)))
 
 
-def test_missing_shard(tmp_path):
-    shards = {"time": 2}
-    path = stores.write(
-        stores.dataset(), tmp_path / "s.zarr", chunks={"time": 1, "latitude": 4}, shards=shards
-    )
-    (path / "temperature" / "c" / "2" / "0" / "0" / "0").unlink()
-    with pytest.raises(UserError, match="temperature/c/2/0/0/0 is missing"):
-        opened(path).read(TEMPERATURE, slice(3, 8), slice(0, 4))
-
-
 def test_missing_chunk_of_packed_integers(tmp_path):
     packing = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 270.0, "_FillValue": -32768}
     encoding = {"temperature": packing | {"chunks": (1, 3, 12, 8)}}
@@ -182,7 +169,7 @@ def test_missing_chunk_of_packed_integers(tmp_path):
         assert_names_it(refusal(opened(path)))
 
 
-@pytest.mark.parametrize("name", ["solar", "TP", "tsi", "convective_available_potential_energy"])
+@each("name", ["solar", "TP", "tsi", "convective_available_potential_energy"])
 def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
     """zarr leaves out chunks of zeros by default, such as sunlight at night."""
     dark = stores.dataset()["solar"].copy()
@@ -192,7 +179,7 @@ def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
     assert np.all(opened(path).read([Channel(name)], slice(BAD, BAD + 1), WHOLE) == 0)
 
 
-@pytest.mark.parametrize("name", ["land_sea_mask", "geopotential_at_surface"])
+@each("name", ["land_sea_mask", "geopotential_at_surface"])
 def test_missing_static_field(tmp_path, name):
     path = written(tmp_path)
     shutil.rmtree(path / name / "c")
@@ -280,7 +267,7 @@ def test_a_failure_that_passes_is_read_again(tmp_path, monkeypatch):
         assert np.array_equal(read, data["temperature"].values[times])
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_store_written_anew_while_it_is_read(tmp_path, version):
     path = written(tmp_path, version)
     source = opened(path)
@@ -311,7 +298,7 @@ def test_store_that_goes_away_while_it_is_read(tmp_path):
     assert "changed" in refusal(source)
 
 
-@pytest.mark.parametrize("length", [100, "half"])
+@each("length", [100, "half"])
 def test_truncated_netcdf(tmp_path, length):
     path = tmp_path / "s.nc"
     encoding = {"temperature": {"zlib": True, "chunksizes": (1, 3, 12, 8)}}
@@ -358,7 +345,7 @@ def test_a_netcdf_file_has_one_handle(tmp_path):
     data.to_netcdf(path)
     link.symlink_to(path)
     first = opened(path)
-    for again in (path, link, path):
+    for again in (path, link):
         second = opened(again)
         values = second.read(TEMPERATURE, slice(BAD, BAD + 1), WHOLE)
         np.testing.assert_array_equal(values[0], data["temperature"].values[BAD])

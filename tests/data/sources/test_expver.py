@@ -11,11 +11,12 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 DATA = stores.dataset(rows=6)[["2m_temperature", "temperature"]]
 
 
-@pytest.mark.parametrize("versions", [[1, 5], [5, 1], ["0001", "0005"]], ids=str)
+@each("versions", [[1, 5], [5, 1], ["0001", "0005"]])
 def test_each_time_has_the_version_with_values(tmp_path, caplog, versions):
     caplog.set_level(logging.INFO)
     is_final = xr.DataArray(np.arange(12) < 7, dims="time")
@@ -36,7 +37,7 @@ def test_each_time_has_the_version_with_values(tmp_path, caplog, versions):
         assert np.array_equal(upper, DATA["temperature"].sel(level=850).values[times])
 
 
-@pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 1, 1, 2, 3]], ids=["unsorted", "twice"])
+@each("order", [[0, 2, 1, 3], [0, 1, 1, 2, 3]])
 def test_the_recipe_for_times_out_of_order_works(tmp_path, order):
     stores.write(DATA.isel(time=order), tmp_path / "a.zarr")
     with pytest.raises(UserError) as caught:

@@ -1,6 +1,7 @@
 """A local folder's store reads what zarr's own reads."""
 
 import asyncio
+import itertools
 import os
 
 import pytest
@@ -9,6 +10,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 from credit_dp.data.sources.storage import SMALL_RANGE, FolderStore
+from tests.data.tables import each
 
 SIZE = 2 * SMALL_RANGE
 RANGES = [
@@ -25,8 +27,10 @@ RANGES = [
 ]
 
 
-@pytest.mark.parametrize("key", ["long", "folder/short", "folder", "none", "long/none"])
-@pytest.mark.parametrize("byte_range", RANGES, ids=str)
+@each(
+    "key, byte_range",
+    itertools.product(["long", "folder/short", "folder", "none", "long/none"], RANGES),
+)
 def test_any_range_is_what_zarr_reads(tmp_path, key, byte_range):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/short").write_bytes(b"short")
@@ -54,7 +58,7 @@ async def _nothing():
     return None
 
 
-@pytest.mark.parametrize("byte_range", [None, RangeByteRequest(0, 1), SuffixByteRequest(4)])
+@each("byte_range", [None, RangeByteRequest(0, 1), SuffixByteRequest(4)])
 def test_a_pipe_in_a_store_is_an_error(tmp_path, byte_range):
     """Opening it would never end."""
     os.mkfifo(tmp_path / "c")

@@ -3,6 +3,7 @@
 The right sums are those of hourly fields, added up here in float64.
 """
 
+import itertools
 import logging
 import pickle
 
@@ -17,6 +18,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.proj import project
+from tests.data.tables import each
 from tests.forecast.grib_files import (
     ECMWF,
     ORDERS,
@@ -27,6 +29,7 @@ from tests.forecast.grib_files import (
     write_projected,
     write_scanned,
 )
+from tests.tier_cases import every, tiers
 
 HOUR = np.timedelta64(1, "h")
 RAIN = "total_precipitation"
@@ -39,7 +42,7 @@ def config(where, cache):
     return stores.config(where, cache=str(cache), static=[], forcing=[])
 
 
-@pytest.mark.parametrize("edition", [1, 2])
+@each("edition", [1, 2])
 def test_fields_of_a_pattern_of_grib_files_are_read(edition, tmp_path):
     data = stores.dataset(steps=6)
     for index, time in enumerate(data["time"].values):
@@ -58,8 +61,7 @@ def test_fields_of_a_pattern_of_grib_files_are_read(edition, tmp_path):
     assert [x for x in sorted(tmp_path.iterdir()) if x.is_file()] == files
 
 
-@pytest.mark.parametrize("west", [0.0, 90.0, -180.0])
-@pytest.mark.parametrize("order", SCANNING)
+@each("order, west", zip(SCANNING, itertools.cycle([0.0, 90.0, -180.0]), strict=False))
 def test_points_may_be_in_any_order(order, west, tmp_path):
     state = stores.dataset().isel(time=0)[["2m_temperature"]]
     state = state.assign_coords(longitude=state["longitude"] + west)
@@ -77,7 +79,7 @@ def test_points_may_be_in_any_order(order, west, tmp_path):
     np.testing.assert_allclose(field[:, columns], state["2m_temperature"].values, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
+@each("kind", ["lambert", "polar_stereographic", "rotated_ll"])
 def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
     keys, latitude, longitude = projected(kind)
     data = stores.dataset(13, 16, 3)[["2m_temperature"]]
@@ -106,12 +108,23 @@ def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
     np.testing.assert_allclose(field, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("edition", [1, 2])
-@pytest.mark.parametrize("kind", ["lambert", "polar_stereographic", "rotated_ll"])
-def test_points_of_a_projection_may_be_in_any_order(kind, edition, tmp_path):
+KINDS = ("lambert", "polar_stereographic", "rotated_ll")
+
+
+@pytest.mark.parametrize(
+    ("kind", "edition", "step"),
+    tiers(
+        [("lambert", 2, 3), ("polar_stereographic", 1, 3), ("rotated_ll", 2, 3)],
+        [],
+        itertools.product(KINDS, [1, 2], [1]),
+    ),
+)
+def test_points_of_a_projection_may_be_in_any_order(kind, edition, step, tmp_path):
+    """In each order, or in every third one, which has each flag of the order once."""
     field = 250 + np.random.default_rng(0).random((13, 16))
     tolerance = {1: 2e-3, 2: 1e-5}[edition]  # GRIB 1 has thousandths of degrees
-    for number, flags in enumerate(x for x in ORDERS if edition == 2 or not [*x.values()][3]):
+    orders = [x for x in ORDERS if edition == 2 or not [*x.values()][3]][::step]
+    for number, flags in enumerate(orders):
         path = tmp_path / f"{number}.grib"
         latitude, longitude = write_projected(path, field, kind, flags, edition)
         source = open_source(config(path, tmp_path / "cache"))
@@ -158,7 +171,7 @@ EARTHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EARTHS)
+@pytest.mark.parametrize("case", every(2, EARTHS, pytest.mark.exhaustive))
 def test_points_of_a_projection_are_where_proj_has_them(case, tmp_path):
     edition, keys, crs = EARTHS[case]
     state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
@@ -174,8 +187,10 @@ def test_points_of_a_projection_are_where_proj_has_them(case, tmp_path):
     np.testing.assert_allclose(east, 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["regular_ll", "rotated_ll"])
-@pytest.mark.parametrize(("edition", "converted"), [(1, False), (1, True), (2, False)])
+@each(
+    "kind, edition, converted",
+    [("regular_ll", 1, True), ("rotated_ll", 1, False), ("regular_ll", 2, False)],
+)
 def test_steps_may_be_less_than_the_unit_of_grib(kind, edition, converted, tmp_path):
     """0.0625 degrees are 62 thousandths in GRIB 1, and stay so if it is converted to GRIB 2."""
     rows, columns = 161, 33
@@ -235,7 +250,7 @@ REFUSED_GRIDS = {
 }
 
 
-@pytest.mark.parametrize("how", REFUSED_GRIDS)
+@each("how", REFUSED_GRIDS)
 def test_points_that_lie_otherwise_are_refused(how, tmp_path):
     kind, changes, line = REFUSED_GRIDS[how]
     samples = {"reduced": "reduced_gg_pl_32_grib2", "rotated_gg": "rotated_gg_pl_grib2"}
@@ -308,8 +323,16 @@ def test_a_damaged_number_of_gaussian_rows_takes_no_memory(tmp_path):
         open_source(config(path, tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("bits", "bitmap"), [(24, 0), (24, 1), (0, 0)])
-@pytest.mark.parametrize("how", HUGE)
+@each(
+    "how, bits, bitmap",
+    [
+        ("a grid of edition 1", 24, 0),
+        ("a grid", 24, 1),
+        ("a smaller grid", 0, 0),
+        ("values", 24, 0),
+        ("values", 0, 0),
+    ],
+)
 def test_damaged_numbers_of_points_take_no_memory(how, bits, bitmap, tmp_path):
     edition, section, octets, line = HUGE[how]
     state = stores.dataset().isel(time=0)[["2m_temperature"]]
@@ -385,15 +408,15 @@ def rain_config(path, tmp_path, **changes):
 # Begin and end of the steps, and the hours between starts of forecasts.
 SUMS = {
     "hourly": ([(hour, hour + 1) for hour in range(12)], 12),
-    "of 6 hours": ([(0, 6), (6, 12)], 12),
-    "of 3 hours": ([(0, 3), (3, 6), (6, 9), (9, 12)], 12),
     "since a start every 6 hours": ([(0, 3), (0, 6)], 6),
     "with an empty one": ([(0, 0), (0, 3), (3, 6)], 6),
 }
 
 
-@pytest.mark.parametrize("edition", [1, 2])
-@pytest.mark.parametrize("kind", SUMS)
+@each(
+    "kind, edition",
+    [("hourly", 2), ("since a start every 6 hours", 1), ("with an empty one", 2)],
+)
 def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     hourly = rain()
@@ -407,9 +430,8 @@ def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
     assert "assumes" not in caplog.text
 
 
-@pytest.mark.parametrize("edition", [1, 2])
-def test_sums_since_the_start_of_long_forecasts_are_refused(edition, tmp_path):
-    path = write_rain(tmp_path / "a.grib", rain(), [(0, x) for x in (6, 12, 18, 24)], edition, 24)
+def test_sums_since_the_start_of_long_forecasts_are_refused(tmp_path):
+    path = write_rain(tmp_path / "a.grib", rain(), [(0, x) for x in (6, 12, 18, 24)], 1, 24)
     with pytest.raises(UserError) as caught:
         Store.open(rain_config(path, tmp_path))
     message = str(caught.value)
@@ -423,16 +445,6 @@ def test_hourly_sums_kept_every_6_hours_are_refused(tmp_path):
     path = write_rain(tmp_path / "a.grib", rain(), [(5, 6), (11, 12)], 2, 12)
     with pytest.raises(UserError, match="has sums over 1 hour by its GRIB steps, and its times"):
         Store.open(rain_config(path, tmp_path))
-
-
-def test_a_file_for_each_time_is_read(tmp_path):
-    data = stores.dataset(steps=3)
-    for index, time in enumerate(data["time"].values):
-        write_grib(tmp_path / f"part{index}.grib", data.sel(time=time))
-    source = open_source(config(tmp_path / "part*.grib", tmp_path / "cache"))
-    np.testing.assert_array_equal(source.times, data["time"].values)
-    surface = source.read([Channel("2m_temperature")], slice(0, 3), slice(None))[:, 0]
-    np.testing.assert_allclose(surface, data["2m_temperature"].values, rtol=1e-6)
 
 
 def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
@@ -452,7 +464,7 @@ def test_the_address_of_a_file_is_shown_once(tmp_path):
     assert open_source(config(path, tmp_path / "cache")).where == str(path)
 
 
-@pytest.mark.parametrize("joined", [True, False])
+@each("joined", [True, False])
 def test_a_netcdf_file_of_forecasts_is_refused_with_its_step(joined, tmp_path):
     data = stores.dataset(steps=6)
     upper, surface = tmp_path / "upper.nc", tmp_path / "surface.nc"

@@ -18,6 +18,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores
 from tests.data.layouts import consolidate
+from tests.data.tables import each
 
 STEPS = 24
 HALF = STEPS // 2
@@ -49,7 +50,7 @@ def check_all_times(where: str, data: xr.Dataset, cache: Path) -> None:
     np.testing.assert_array_equal(fields, data["2m_temperature"].values)
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_all_times_of_an_extended_store_are_read(version, tmp_path, caplog):
     data = stores.dataset(steps=STEPS)
     path = write_outdated(data, tmp_path / "store.zarr", version)
@@ -69,7 +70,7 @@ def test_all_times_of_an_extended_anemoi_dataset_are_read(tmp_path, caplog):
     assert "consolidated metadata are out of date" in caplog.text
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_changed_attributes_are_read(version, tmp_path, caplog):
     data = stores.dataset()
     data["2m_temperature"].attrs["units"] = "degC"
@@ -82,7 +83,7 @@ def test_changed_attributes_are_read(version, tmp_path, caplog):
     assert "2m_temperature has other attributes" in caplog.text
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_no_warning_if_the_metadata_are_up_to_date(version, tmp_path, caplog):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", zarr_format=version)
     consolidate(path)

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import resource
@@ -23,6 +24,7 @@ from credit_dp.data.sources.stacked import TensorStoreReader, open_shard_reader
 from credit_dp.data.sources.storage import declared_size, decode_bounded, open_zarr_store
 from credit_dp.errors import UserError
 from tests.data import stores
+from tests.data.tables import each
 
 SIZE = 200 * 2**20  # of each chunk that is too large; its values have 384 bytes
 ALLOWED = 40 * 2**10  # kB: more than all reads of a small store need, far less than one such chunk
@@ -125,8 +127,8 @@ def results(tmp_path_factory):
     return dict(zip(CASES, json.loads(output), strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.exhaustive
+@each("case", CASES)
 def test_a_chunk_that_expands_too_far_is_refused_before_it_fills_memory(results, case):
     text, rise = results[case]
     assert f"{VARIABLE} at 2000-01-01T00:00 can't be read" in text
@@ -135,20 +137,33 @@ def test_a_chunk_that_expands_too_far_is_refused_before_it_fills_memory(results,
     assert rise < ALLOWED
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_chunk_that_expands_a_little_too_far_is_refused(tmp_path, case):
-    assert "expands to more than its 784 bytes" in refusal(write(tmp_path, *case, 4096))
+FEW = [(2, "gzip"), (3, "zstd"), ("shards", "blosc")]
+few_or_all = pytest.mark.parametrize(
+    "cases", [FEW, pytest.param(CASES, marks=pytest.mark.exhaustive)], ids=["few", "all"]
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_whole_chunk_is_read(tmp_path, case):
+@few_or_all
+def test_a_chunk_that_expands_a_little_too_far_is_refused(tmp_path, cases):
+    for case in cases:
+        line = refusal(write(tmp_path, *case, 4096))
+        assert "expands to more than its 784 bytes" in line, case
+
+
+@few_or_all
+def test_a_whole_chunk_is_read(tmp_path, cases):
+    for case in cases:
+        check_whole_chunk(tmp_path, case)
+
+
+def check_whole_chunk(tmp_path, case):
     source = open_single_source(str(write(tmp_path, *case, 12 * 8 * 4)))
     fields = source.read([Channel(VARIABLE)], slice(0, 1), slice(None))
     np.testing.assert_array_equal(fields, np.zeros((1, 1, 12, 8)))
 
 
-@pytest.mark.parametrize("size", [1, 255, 256, 65791, 65792, 2**20])
-@pytest.mark.parametrize("name", ["zstd", "blosc", "lz4"])
+@pytest.mark.exhaustive
+@each("name, size", itertools.product(["zstd", "blosc", "lz4"], [1, 255, 256, 65791, 65792, 2**20]))
 def test_the_size_in_the_header_is_the_decoded_size(name, size):
     content = CONTENTS[name](size)
     assert declared_size(name, content) == size

@@ -14,6 +14,7 @@ from credit_dp.errors import UserError
 from tests.data import region_stores
 from tests.data.proj import project
 from tests.data.region_stores import projected
+from tests.data.tables import each
 
 # Projections in the words of PROJ, and as files have them.
 NORKYST_CRS = "+proj=stere +ellps=WGS84 +lat_0=90 +lat_ts=60 +lon_0=70 +x_0=3192800 +y_0=1784000"
@@ -107,7 +108,7 @@ PLANES: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("form", PLANES)
+@each("form", PLANES)
 def test_points_are_those_of_the_projection(form: str, tmp_path: Path) -> None:
     make, alone = PLANES[form]
     data = make()
@@ -155,7 +156,7 @@ UNKNOWN: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "expected"), UNKNOWN)
+@each("make, expected", UNKNOWN)
 def test_points_that_are_not_known_are_refused(make: Any, expected: str, tmp_path: Path) -> None:
     make().to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError) as error:

@@ -12,6 +12,7 @@ from credit_dp.data.sources.stacked import StackedArray
 from credit_dp.data.sources.storage import StoreChangeDetector
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
+from tests.data.tables import each
 
 DATA = stores.dataset(rows=11)
 CHANNELS = prepared_stores.channels_of(DATA)
@@ -30,7 +31,7 @@ def opened(path):
     return PreparedSource.open(str(path))
 
 
-@pytest.mark.parametrize("wanted", [[0, 1, 2], [2, 5, 1], [7], [0, 2, 4, 6], list(range(8))])
+@each("wanted", [[0, 1, 2], [2, 5, 1], [7], [0, 2, 4, 6], list(range(8))])
 def test_fields_are_what_was_written(path, wanted):
     source = opened(path)
     for times, rows in product(TIMES, ROWS):
@@ -106,8 +107,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_named(path, damage):
+@each("damage", DAMAGES)
+def test_a_damaged_shard_is_named(tmp_path, damage):
+    path = prepared_stores.write(DATA, tmp_path / "prepared.zarr")
     DAMAGES[damage](path / SHARD)
     source = opened(path)
     for times in (slice(0, 12), np.array([1, 3, 8]), slice(3, 4)):
@@ -177,9 +179,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_other_forms_are_refused_in_one_line(path, case):
+@each("case", BAD)
+def test_other_forms_are_refused_in_one_line(tmp_path, case):
     change, expected = BAD[case]
+    path = prepared_stores.write(DATA, tmp_path / "prepared.zarr")
     change(zarr.open_group(path, mode="r+"))
     with pytest.raises(UserError) as caught:
         opened(path)

@@ -21,6 +21,8 @@ from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.data.sources.stacked import is_raw_float32
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
+from tests.data.tables import each
+from tests.tier_cases import tiers
 
 HEIGHT, WIDTH = 721, 1440
 DOMAINS = [1, 2, 4, 8]
@@ -72,7 +74,7 @@ def ready(stored, reader):
     return prepared(stored)
 
 
-@pytest.mark.parametrize("ranks", DOMAINS)
+@pytest.mark.parametrize("ranks", tiers([(8,)], [], [(1,), (2,), (4,)]))
 def test_a_rank_of_n_reads_an_nth_of_a_prepared_sample(ready, ranks):
     sample = 2 * 2 * HEIGHT * WIDTH * 4  # two channels at two times, in float32
     for first, stop in pairwise(balanced_bounds(HEIGHT, ranks)):
@@ -94,11 +96,11 @@ def bytes_of_process():
     raise AssertionError("no rchar")
 
 
-quick_readers = pytest.mark.parametrize("plain", [True, False])
+quick_readers = each("plain", [True, False])
 
 
 @quick_readers
-@pytest.mark.parametrize("damage", ["missing", "short", "changed", "index"])
+@each("damage", ["missing", "short", "changed", "index"])
 def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, damage):
     monkeypatch.setattr(stacked, "is_raw_float32", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")

@@ -17,11 +17,13 @@ from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import anemoi_stores, region_grids, region_stores, stores
 from tests.data.region_stores import KINDS, ROWS
+from tests.data.tables import each
+from tests.tier_cases import tiers
 
 NAMES = {"box": ("latitude", "longitude"), "lambert": ("latitude", "longitude")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_region_is_read_from_the_north_with_its_coordinates(kind: str, tmp_path: Path) -> None:
     data = region_stores.dataset(kind)
     source = GriddedSource.open(str(region_stores.write(kind, tmp_path)))
@@ -102,7 +104,7 @@ def with_taken_names(data: xr.Dataset) -> xr.Dataset:
     return data
 
 
-@pytest.mark.parametrize("change", [cordex, without_axes, kilometres, with_taken_names])
+@each("change", [cordex, without_axes, kilometres, with_taken_names])
 def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> None:
     data = region_stores.dataset("rotated")
     change(data.copy(deep=True)).to_netcdf(tmp_path / "in.nc")
@@ -120,7 +122,7 @@ def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> No
     assert "bounds" not in projection.rows.attributes
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@each("dtype", ["f4", "f8"])
 def test_small_cuts_of_projections_are_no_boxes(dtype: str) -> None:
     y, x = 7e5 + 3e3 * np.arange(11), 3e3 * np.arange(11)
     latitude, longitude = region_grids.Lambert().coordinates(y, x)
@@ -130,7 +132,7 @@ def test_small_cuts_of_projections_are_no_boxes(dtype: str) -> None:
     assert grid.projection is not None
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@each("dtype", ["f4", "f8"])
 def test_two_dimensional_coordinates_of_a_box_are_lines(dtype: str) -> None:
     lines = 60 - 0.1 * np.arange(11.0), 200 + 0.1 * np.arange(12.0)
     latitude, longitude = np.meshgrid(*lines, indexing="ij")
@@ -164,7 +166,7 @@ def test_a_box_may_lie_over_the_date_line(tmp_path: Path) -> None:
     assert inspect_source(source, [1]).spacing == "1.5 x 1.5 degrees"
 
 
-@pytest.mark.parametrize("across", [1, 7, 15])
+@each("across", [1, 7, 15])
 def test_a_box_cut_at_its_middle_is_refused_with_the_cure(across: int, tmp_path: Path) -> None:
     data = region_stores.dataset("box")
     data = data.assign_coords(longitude=(1.5 * (np.arange(16) - across)) % 360)
@@ -178,7 +180,7 @@ def test_a_box_cut_at_its_middle_is_refused_with_the_cure(across: int, tmp_path:
     assert GriddedSource.open(str(tmp_path / "again.nc")).longitude[0] == 360 - 1.5 * across
 
 
-@pytest.mark.parametrize("is_band", [True, False])
+@each("is_band", [True, False])
 def test_a_band_round_the_globe_is_periodic(is_band: bool, tmp_path: Path) -> None:
     step = 22.5 if is_band else 20.0
     data = region_stores.dataset("box").assign_coords(longitude=step * np.arange(16))
@@ -202,7 +204,10 @@ def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:
     assert np.array_equal(read[:, 0], wanted)
 
 
-@pytest.mark.parametrize(("kind", "known"), [*((kind, True) for kind in KINDS), ("rotated", False)])
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    tiers([("lambert", True), ("rotated", False)], [], [("box", True), ("rotated", True)]),
+)
 def test_a_region_is_prepared(
     kind: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +218,7 @@ def test_a_region_is_prepared(
         data = without_axes(region_stores.dataset("rotated"))
         data.to_netcdf(path := tmp_path / "axes.nc")
     keys = (
+        "workers=1",
         "data=zarr",
         "data.prognostic=[2m_temperature,mean_sea_level_pressure]",
         "data.static=[land_sea_mask]",
@@ -298,7 +304,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "change", "expected"), BAD)
+@each("kind, change, expected", BAD)
 def test_coordinates_that_make_no_grid_are_refused(
     kind: str, change: Any, expected: str, tmp_path: Path
 ) -> None:
@@ -318,7 +324,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_inspect_shows_the_region(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import cell_stores, region_stores, stores
 from tests.data.cell_stores import NAMES, Cells, bounds, means_over_areas
+from tests.data.tables import each
 
 CELLS = {
     "O4": cell_stores.octahedral(4),
@@ -49,8 +50,7 @@ def cell_values(case: str) -> np.ndarray:
     return np.concatenate(parts[::-1], axis=-1)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("case", CELLS)
+@each("case, grid", zip(CELLS, GRIDS, strict=True))
 def test_cells_become_means_over_areas(tmp_path, case, grid):
     source = open_source(cells_config(case, tmp_path, grid="x".join(map(str, grid))))
     assert source.grid.difference(regular_grid(*grid), 0) is None
@@ -61,7 +61,7 @@ def test_cells_become_means_over_areas(tmp_path, case, grid):
         np.testing.assert_allclose(found[time, channel], wanted, rtol=3e-7)
 
 
-@pytest.mark.parametrize("case", ["O4", "HEALPix"])
+@each("case", ["O4", "HEALPix"])
 def test_the_global_mean_of_cells_stays(case):
     cells = CELLS[case]
     layout = CellRows(cells.latitudes, cells.longitudes, "a.zarr").layout
@@ -110,8 +110,7 @@ def regular_store(folder, rising=False, west=0.0, step=1, **options):
     )
 
 
-@pytest.mark.parametrize("case", REGULAR)
-@pytest.mark.parametrize("grid", [(7, 5), (24, 8), (5, 20)])
+@each("case, grid", zip(REGULAR, [(7, 5), (24, 8), (5, 20), (7, 5), (5, 20)], strict=True))
 def test_a_regular_store_becomes_means_over_areas(tmp_path, case, grid):
     data, path = regular_store(tmp_path, **REGULAR[case])
     source = open_source(stores.config(path, grid="x".join(map(str, grid))))
@@ -134,8 +133,15 @@ def test_a_regular_store_becomes_means_over_areas(tmp_path, case, grid):
         np.testing.assert_allclose(is_in, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["conservative", "bilinear"])
-@pytest.mark.parametrize("case", ["O4", "O4 from the south", "HEALPix", "regular", "gaps"])
+@each(
+    "case, method",
+    [
+        ("O4 from the south", "conservative"),
+        ("HEALPix", "bilinear"),
+        ("gaps", "conservative"),
+        ("gaps", "bilinear"),
+    ],
+)
 def test_bands_have_the_bits_of_the_globe(tmp_path, case, method):
     grid = {"grid": "13x10", "regrid": method}
     channels = STATE
@@ -227,7 +233,7 @@ def test_a_message_names_the_chunk_of_a_regridded_value(tmp_path):
     assert source.location(Channel("solar"), 5, 3, 0).endswith("chunk solar/c/5/3/0")
 
 
-@pytest.mark.parametrize("kind", ["box", "lambert"])
+@each("kind", ["box", "lambert"])
 def test_a_region_is_not_regridded(tmp_path, kind):
     path = region_stores.write(kind, tmp_path)
     with pytest.raises(UserError, match=r"data.grid=9x8: a global grid is needed .* Leave data.gr"):

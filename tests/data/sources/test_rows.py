@@ -1,5 +1,7 @@
 """Reduced Gaussian grids and HEALPix as rows. The right values are those of `numpy.interp`."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import UserError
 from tests.data import cell_stores, stores
+from tests.data.tables import each
 
 # Cells, rows and longest row, as ECMWF and the HEALPix papers give them.
 GRIDS = {
@@ -19,16 +22,15 @@ GRIDS = {
 }
 
 
-@pytest.fixture(params=GRIDS)
-def cells(request):
-    return GRIDS[request.param][0]()
+def made(name):
+    return GRIDS[name][0]()
 
 
 def rows_of(cells):
     return CellRows(cells.latitudes, cells.longitudes, "a.zarr")
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@each("name", GRIDS)
 def test_sizes_of_known_grids(name):
     make, (count, height, width) = GRIDS[name]
     cells = make()
@@ -39,9 +41,12 @@ def test_sizes_of_known_grids(name):
     assert np.array_equal(grid.longitude, np.arange(width) * 360 / width)
 
 
-@pytest.mark.parametrize("stored_as", ["f4", "f8"])
-@pytest.mark.parametrize("rising", [False, True])
-def test_rows_are_interpolated_as_by_numpy(cells, rising, stored_as):
+@each(
+    "name, rising, stored_as",
+    zip(GRIDS, itertools.cycle([False, True]), ["f4", "f4", "f8", "f8", "f4"], strict=False),
+)
+def test_rows_are_interpolated_as_by_numpy(name, rising, stored_as):
+    cells = made(name)
     values = np.random.default_rng(0).normal(size=(2, len(cells.latitudes))).astype("f4")
     wanted = np.stack([cells.on_rows(field) for field in values])
     order = np.arange(values.shape[1])
@@ -60,7 +65,9 @@ def test_rows_are_interpolated_as_by_numpy(cells, rising, stored_as):
         assert part.stop - part.start == sum(cells.lengths[band])
 
 
-def test_constants_and_whole_rows_stay_bit_for_bit(cells):
+@each("name", GRIDS)
+def test_constants_and_whole_rows_stay_bit_for_bit(name):
+    cells = made(name)
     rows, whole = rows_of(cells), slice(None)
     constant = np.full((1, len(cells.latitudes)), 273.16, "f4")
     assert np.unique(rows.fields(constant, whole)) == constant[0, :1]
@@ -77,7 +84,7 @@ def test_constants_and_whole_rows_stay_bit_for_bit(cells):
     assert all(found[row].tobytes() == parts[row].tobytes() for row in full)
 
 
-@pytest.mark.parametrize("cells", [cell_stores.octahedral(16), cell_stores.healpix(4)])
+@each("cells", [cell_stores.octahedral(16), cell_stores.healpix(4)])
 def test_a_missing_cell_leaves_its_weight_to_the_other(cells):
     values = np.random.default_rng(2).normal(size=len(cells.latitudes)).astype("f4")
     values[np.random.default_rng(3).random(len(values)) < 0.3] = np.nan
@@ -98,7 +105,7 @@ def test_a_missing_cell_leaves_its_weight_to_the_other(cells):
             np.testing.assert_allclose(found[row, column], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("nside", [2, 4, 16])
+@each("nside", [2, 4, 16])
 def test_nested_cells_are_those_of_ring_order(nside):
     cells, order = cell_stores.healpix(nside), cell_stores.nested(nside)
     if nside == 2:  # as in the documentation of healpy
@@ -173,7 +180,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_cells_without_whole_rows_are_one_line(case):
     make, expected = BAD[case]
     with pytest.raises(UserError) as caught:
@@ -191,7 +198,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_stores_of_cells_are_read_as_rows(tmp_path, form):
     write, cells = FORMS[form]
     source = open_single_source(str(write(tmp_path, cells)))
@@ -208,7 +215,7 @@ def test_stores_of_cells_are_read_as_rows(tmp_path, form):
             np.testing.assert_allclose(found, np.swapaxes(wanted, 0, 1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_only_caches_of_healpix_depend_on_the_areas_of_its_rows(tmp_path, form):
     write, cells = FORMS[form]
     path, width = write(tmp_path, cells), max(cells.lengths)
@@ -229,7 +236,7 @@ def test_a_region_of_cells_is_refused(tmp_path):
         open_single_source(str(tmp_path / "north.nc"))
 
 
-@pytest.mark.parametrize("form", ["N32", "ring", "nested"])
+@each("form", ["N32", "ring", "nested"])
 def test_grib_of_cells_is_read_as_rows(tmp_path, form):
     cells = cell_stores.classic(32) if form == "N32" else cell_stores.healpix(8)
     path = cell_stores.grib(tmp_path, cells, 2, form)

@@ -1,6 +1,5 @@
 """One config reads the same fields from every usual form of store."""
 
-import itertools
 import logging
 import re
 from dataclasses import replace
@@ -16,6 +15,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data.sources import store_forms as forms
+from tests.data.tables import each
 
 DATA = forms.dataset()
 LONG = {
@@ -80,11 +80,13 @@ SHORT = {
 
 
 # Where `z` is the store's own name of a field without levels, it is that one.
-@pytest.mark.parametrize(
-    ("form", "names"),
+@each(
+    "form, names",
     [
-        *itertools.product(["weatherbench2", "cds", "credit", "prepared"], SHORT),
-        *itertools.product(["anemoi", "without levels"], ["miles-credit", "NCAR"]),
+        *zip(["weatherbench2", "cds", "credit", "prepared"], SHORT, strict=True),
+        ("cds", "NCAR"),
+        ("anemoi", "miles-credit"),
+        ("without levels", "NCAR"),
     ],
 )
 def test_a_config_of_short_names_reads_them_too(written, form, names):
@@ -97,7 +99,7 @@ def test_a_config_of_short_names_reads_them_too(written, form, names):
     assert np.array_equal(store.read_static(slice(0, 13))[1], DATA["land_sea_mask"].values)
 
 
-@pytest.mark.parametrize("form", ["weatherbench2", "cds", "anemoi", "without levels", "prepared"])
+@each("form", ["weatherbench2", "cds", "anemoi", "without levels", "prepared"])
 def test_single_levels_are_found_by_name(written, form):
     lists = {"prognostic": ["z_500", "T850"], "diagnostic": [], "static": [], "levels": None}
     store = Store.open(config(written(form), **lists))
@@ -137,8 +139,10 @@ def test_a_missing_variable_is_answered_with_possible_names(written):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("at", [None, "2019-12-30", "1979-01-01", "scalar", "day"])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@each(
+    "at, place",
+    [(None, 0), ("2019-12-30", 1), ("1979-01-01", 2), ("scalar", 1), ("day", 0), (None, 2)],
+)
 def test_static_fields_of_a_file_of_their_own_shorten_nothing(tmp_path, at, place):
     """At any date and position in the list; nothing else is read from this store."""
     static = DATA[[*forms.STATICS]]
@@ -209,7 +213,7 @@ def test_static_fields_alone_are_no_store(tmp_path):
             Store.open(config([entry]))
 
 
-@pytest.mark.parametrize("name", ["date", "Time"])
+@each("name", ["date", "Time"])
 def test_times_of_another_name_have_to_be_dates(tmp_path, name):
     data = DATA[["2m_temperature"]].rename(time=name)
     path = netcdf(data, tmp_path / "fields.nc")
@@ -247,8 +251,8 @@ def test_a_list_of_files_by_year_and_kind_is_joined(tmp_path):
     assert np.array_equal(read, expected(DATA)[[0, 23]])
 
 
-@pytest.mark.parametrize(
-    ("third", "why"),
+@each(
+    "third, why",
     [
         (lambda data: data[["t2m", "d2m"]], "both have t2m"),
         (
@@ -298,7 +302,7 @@ def test_a_description_depends_on_what_a_name_stands_for(written):
     assert source.description(["t2m"]) == again.description(["t2m"])
 
 
-@pytest.mark.parametrize("form", forms.FORMS)
+@each("form", forms.FORMS)
 def test_a_value_out_of_range_is_located_in_its_file(written, form):
     """The message names the file, for zarr the chunk, with the store's name of the variable."""
     names = ("2m_temperature", "temperature", "land_sea_mask")
@@ -334,7 +338,7 @@ def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
         store.read_static(slice(0, 13))
 
 
-@pytest.mark.parametrize(
+@each(
     "lists",
     [
         {"prognostic": ["2m_temperature", "t2m"], "diagnostic": []},

@@ -14,9 +14,10 @@ from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores, wrf_files
 from tests.data.proj import project
+from tests.data.tables import each
 
 
-@pytest.mark.parametrize("kind", ["lambert", "polar", "mercator", "lat-lon"])
+@each("kind", ["lambert", "polar", "mercator", "lat-lon"])
 def test_a_file_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
     data = wrf_files.dataset(kind)
     source = open_single_source(str(wrf_files.write(data, tmp_path)))
@@ -42,7 +43,7 @@ def test_a_file_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
     assert inspect_source(source, [1]).spacing.startswith(spacing)
 
 
-@pytest.mark.parametrize("kind", ["lambert", "polar"])
+@each("kind", ["lambert", "polar"])
 def test_the_grid_mapping_is_the_projection(kind: str, tmp_path: Path) -> None:
     """By PROJ, which puts the points on it in equal steps of the file's DX."""
     source = GriddedSource.open(str(wrf_files.write(wrf_files.dataset(kind), tmp_path)))
@@ -85,7 +86,7 @@ def as_numbers(data: xr.Dataset) -> xr.Dataset:
     return data.assign(Times=(("Time", "DateStrLen"), np.array(letters, np.uint8)))
 
 
-@pytest.mark.parametrize("change", [plain, as_arrays, as_numbers])
+@each("change", [plain, as_arrays, as_numbers])
 def test_other_forms_are_the_same(change: Any, tmp_path: Path) -> None:
     data = wrf_files.dataset("lambert")
     first = GriddedSource.open(str(wrf_files.write(data, tmp_path)))
@@ -96,7 +97,7 @@ def test_other_forms_are_the_same(change: Any, tmp_path: Path) -> None:
     assert np.array_equal(second.times, first.times)
 
 
-@pytest.mark.parametrize(
+@each(
     "attributes",
     [{"MAP_PROJ": 0}, {"MAP_PROJ": [1, 2]}, {"TRUELAT1": "30 N"}, {"STAND_LON": [-98.0, -97.0]}],
 )
@@ -131,8 +132,8 @@ def empty(data: xr.Dataset) -> xr.Dataset:
     return data.isel(Time=slice(0, 0))
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
+@each(
+    "change, expected",
     [
         (moved, "needs the same grid at all times, but XLAT changes, as in a nest that moves"),
         (undated, "Times: needs a date of .*, got 0000-00-00T00:00:00"),

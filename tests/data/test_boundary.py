@@ -125,11 +125,8 @@ def test_valid_points_share_the_weight_of_missing_ones():
     ],
 )
 def test_points_that_a_region_does_not_cover_are_refused(latitude, longitude, said):
+    inside = PointInterpolation(BOX, np.array([60.0005, 39.9995]), np.array([347.9995, 12.0005]))
+    assert inside(np.ones((11, 13))) == pytest.approx([1, 1])  # rounded coordinates are no gap
     points = np.array([50.0, latitude]), np.array([0.0, longitude])
     with pytest.raises(UserError, match=said):
         PointInterpolation(BOX, *points)
-
-
-def test_rounded_coordinates_are_no_gap():
-    inside = PointInterpolation(BOX, np.array([60.0005, 39.9995]), np.array([347.9995, 12.0005]))
-    assert inside(np.ones((11, 13))) == pytest.approx([1, 1])

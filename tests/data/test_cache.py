@@ -151,6 +151,7 @@ def _create(path):
         temporary.touch()
 
 
+@pytest.mark.slow
 def test_another_users_files_are_one_line(tmp_path, monkeypatch):
     # In place of a file without permission, which the superuser could open.
     (tmp_path / "result.lock").mkdir()

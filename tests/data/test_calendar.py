@@ -54,6 +54,7 @@ def test_times_count_from_1970_in_years_of_one_length(name):
     assert starts.tolist() == (YEAR_LENGTHS[name] * years).tolist()
 
 
+@pytest.mark.slow
 def test_julian_years_have_a_leap_day_every_four_years():
     calendar = Calendar("julian")
     starts = calendar.starts(np.arange(-800, 300).astype("M8[Y]"))
@@ -61,6 +62,7 @@ def test_julian_years_have_a_leap_day_every_four_years():
     assert lengths.tolist() == [366 if year % 4 == 0 else 365 for year in range(1170, 2269)]
 
 
+@pytest.mark.slow
 def test_months_of_a_calendar_start_on_their_first_day():
     times = decode_dates(dates_in("360_day"))
     calendar = Calendar("360_day")
@@ -84,6 +86,7 @@ def test_the_standard_calendar_is_that_of_numpy():
     assert STANDARD.parse("init", "1899-12-25T07:00+01:00") == times[0]
 
 
+@pytest.mark.slow
 def test_dates_beyond_nanoseconds_stay_in_their_calendar():
     for name, expected in (("standard", "gregorian"), ("proleptic_gregorian",) * 2):
         dates = dates_in(name, "0850-02-27", periods=10)
@@ -91,6 +94,7 @@ def test_dates_beyond_nanoseconds_stay_in_their_calendar():
         assert calendar_of(dates).text(decode_dates(dates)[0]) == "0850-02-27T00:00"
 
 
+@pytest.mark.slow
 def test_fractions_of_days_are_rounded_to_seconds():
     days = np.arange(100) / 144  # ten minutes, which floating-point numbers of days do not hit
     dates = cftime.num2date(days + 700000.0, "days since 0001-01-01", "noleap")

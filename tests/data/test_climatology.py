@@ -99,6 +99,7 @@ def test_fit_finds_the_seasons_it_was_given(tmp_path, monkeypatch, rising, block
             assert np.array_equal(part[0], whole[channels, 1:4])
 
 
+@pytest.mark.slow
 def test_fit_equals_least_squares_of_noisy_fields(tmp_path):
     data, _ = seasonal(400, noise=3.0)
     ready = opened(data, tmp_path / "store.zarr", "2002-01-30", chunks={"time": 100})

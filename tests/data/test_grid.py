@@ -58,12 +58,9 @@ def test_how_two_grids_differ(case):
     assert Grid(LATITUDE, LONGITUDE).difference(Grid(latitude, longitude)) == expected
 
 
-def test_grid_of_rows_and_columns():
-    assert parse_grid("121x240") == (121, 240)
-
-
 @each("text", ["121", "121x", "x240", "121,240", "0x240", "12.5x24", "-1x4"])
 def test_malformed_grid_is_refused(text):
+    assert parse_grid("121x240") == (121, 240)
     with pytest.raises(UserError, match=r"data\.grid"):
         parse_grid(text)
 
@@ -147,6 +144,7 @@ def test_areas_on_a_projection_follow_its_map_factor(projection, step):
     assert np.allclose(weights, area / area.mean(), rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
 def test_areas_on_a_rotated_pole_are_those_of_its_own_rows():
     rlat, rlon = np.arange(-10.0, 11, 0.5), np.arange(-15.0, 16, 0.5)
     grid = Grid(*rotated(rlat, rlon, (39.25, -162.0)))
@@ -157,7 +155,8 @@ def test_areas_on_a_rotated_pole_are_those_of_its_own_rows():
 
 def test_two_dimensional_coordinates_are_compared_along_circles():
     latitude, longitude = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
-    grid = Grid(latitude, longitude)
+    grid = copy.deepcopy(Grid(latitude, longitude))
+    assert grid.difference(Grid(latitude, longitude), 0) is None
     assert grid.difference(Grid(latitude, longitude % 360)) is None
     moved = latitude.copy()
     moved[3, 4] += 0.1
@@ -167,12 +166,6 @@ def test_two_dimensional_coordinates_are_compared_along_circles():
         "a grid of 21x31 of 2-D coordinates",
         "21x31",
     )
-
-
-def test_grids_are_copied_with_their_coordinates():
-    latitude, longitude = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
-    grid = copy.deepcopy(Grid(latitude, longitude))
-    assert grid.difference(Grid(latitude, longitude), 0) is None
 
 
 def plane_with(latitude=None, shape=None):
@@ -199,19 +192,17 @@ DAMAGED = {
 }
 
 
-def test_a_plane_is_read_from_json():
-    grid = Grid.from_json(json.loads(json.dumps(plane_with())))
-    latitude, _ = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
-    assert np.array_equal(grid.latitude, latitude)
-
-
 @each("case", DAMAGED)
 def test_damaged_json_is_refused(case):
+    latitude, _ = rotated(np.arange(-10.0, 11), np.arange(-15.0, 16), (39.25, 20.0))
+    intact = Grid.from_json(json.loads(json.dumps(plane_with())))
+    assert np.array_equal(intact.latitude, latitude)
     fields = DAMAGED[case]()
     with pytest.raises(ValueError):
         Grid.from_json(fields)
 
 
+@pytest.mark.slow
 def test_the_contents_of_damaged_json_do_not_fill_the_memory():
     fields = plane_with(text_of(10**8))
     tracemalloc.start()

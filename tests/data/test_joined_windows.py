@@ -118,6 +118,7 @@ def test_sums_of_different_periods(tmp_path):
     check_sums(Store.open(config(tmp_path, UPPER, rain, SUMS[[RADIATION]])))
 
 
+@pytest.mark.slow
 def test_netcdf_by_kind_and_day(tmp_path):
     for kind, data in (("pl", UPPER), ("sfc", SUMS)):
         for day, part in data.groupby("time.day"):
@@ -125,6 +126,7 @@ def test_netcdf_by_kind_and_day(tmp_path):
     check_sums(Store.open(config(tmp_path, store=str(tmp_path / "*.nc"))))
 
 
+@pytest.mark.slow
 def test_a_series_that_becomes_hourly(tmp_path):
     """Sums over six hours in the first store are followed by hourly ones in the second."""
     ends = UPPER["time"].values[1:16]

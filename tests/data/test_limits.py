@@ -169,38 +169,35 @@ class TestMessage:
         assert "row 3," in refusal(lambda: store.read_outputs(store.times[5:6], slice(2, 5)))
 
 
-class TestLocation:
+def chunked_netcdf(data: xr.Dataset, path: Path) -> str:
+    encoding = {"2m_temperature": {"chunksizes": (2, 12, 8)}}
+    data.to_netcdf(path.with_suffix(".nc"), encoding=encoding)
+    return str(path.with_suffix(".nc"))
+
+
+def anemoi(data: xr.Dataset, path: Path) -> Path:
+    return anemoi_stores.write(data.sortby("latitude"), path, chunks=(1, 1, 1, 24))
+
+
+@each(
+    "write, chunk",
+    [
+        (chunked_netcdf, "(2, 0, 0)"),
+        (anemoi, f"data/5.0.0.{(11 - PLACE[1]) // 3}"),
+        (prepared_stores.write, "fields/c.5.0.0.0"),
+    ],
+)
+def test_the_chunk_is_named(tmp_path: Path, write: Callable[..., Any], chunk: str) -> None:
     """The very chunk; test_store_forms.py has the file, for every form of store."""
-
-    def test_chunked_netcdf(self, tmp_path: Path) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        chunks = {"2m_temperature": {"chunksizes": (2, 12, 8)}}
-        data.to_netcdf(tmp_path / "in.nc", encoding=chunks)
-        message = refusal(lambda: read_all(stores.config(tmp_path / "in.nc")))
-        assert message.startswith(f"{tmp_path}/in.nc, chunk (2, 0, 0): 2m_temperature is 0 at")
-
-    def test_anemoi(self, tmp_path: Path) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        data = data.sortby("latitude")
-        path = anemoi_stores.write(data, tmp_path / "in.zarr", chunks=(1, 1, 1, 24))
-        message = refusal(lambda: read_all(stores.config(path)))
-        rows_before = (11 - PLACE[1]) // 3
-        assert f"{path}, chunk data/5.0.0.{rows_before}: 2m_temperature is 0 at" in message
-
-    def test_prepared(self, tmp_path: Path) -> None:
-        data = stores.dataset()
-        spike("2m_temperature", 0.0)(data)
-        data["land_sea_mask"].values[0, 0] = 7
-        path = prepared_stores.write(data, tmp_path / "in.zarr")
-        message = refusal(lambda: read_all(stores.config(path)))
-        assert f"{path}, chunk fields/c.5.0.0.0: 2m_temperature is 0 at" in message
+    data = stores.dataset()
+    spike("2m_temperature", 0.0)(data)
+    data["land_sea_mask"].values[0, 0] = 7
+    path = write(data, tmp_path / "in.zarr")
+    message = refusal(lambda: read_all(stores.config(path)))
+    assert f"{path}, chunk {chunk}: 2m_temperature is 0 at" in message
+    if write is prepared_stores.write:
         static = refusal(lambda: Store.open(stores.config(path)).read_static(ALL))
         assert f"{path}, chunk static/c.0.0.0: land_sea_mask is 7 at row 0, column 0, but" in static
-
-
-PLACE_TIME = stores.times(12)[PLACE[0] : PLACE[0] + 1]
 
 
 class TestWhereValuesEnter:
@@ -288,30 +285,21 @@ class TestWhereValuesEnter:
 
 
 class TestKeys:
-    def test_wider_and_none(self, tmp_path: Path) -> None:
+    def test_wider_narrower_and_none(self, tmp_path: Path) -> None:
         config = config_of_changed_store(tmp_path, spike("2m_temperature", 380.0))
         assert "380 at" in refusal(lambda: read_all(config))
         for limits in ([150, 400], None):
             read_all(replace(config, limits={"2m_temperature": limits}))
+        narrower = replace(config, limits={"2m_temperature": [279, 281]})
+        assert "but its limits are 279 to 281" in refusal(lambda: read_all(narrower))
 
-    def test_narrower(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(
-            tmp_path, lambda data: None, limits={"2m_temperature": [279, 281]}
-        )
-        assert "but its limits are 279 to 281" in refusal(lambda: read_all(config))
-
-    def test_one_level(self, tmp_path: Path) -> None:
+    def test_one_level_by_any_name(self, tmp_path: Path) -> None:
         config = config_of_changed_store(tmp_path, spike("temperature", 0.0, level=850))
-        read_all(replace(config, limits={"temperature_850": None}))
-        spoilt = replace(config, limits={"temperature_500": None})
-        assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
-
-    def test_other_names(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(tmp_path, spike("temperature", 0.0, level=850))
-        for name in ("t", "T850", "t_850"):
+        for name in ("temperature_850", "t", "T850", "t_850"):
             read_all(stores.config(config.store, limits={name: None}))
-        spoilt = stores.config(config.store, limits={"t_500": None})
-        assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
+        for name in ("temperature_500", "t_500"):
+            spoilt = stores.config(config.store, limits={name: None})
+            assert "temperature on level 850" in refusal(lambda spoilt=spoilt: read_all(spoilt))
 
     def test_a_variable_that_is_not_read(self, tmp_path: Path) -> None:
         config = config_of_changed_store(
@@ -354,11 +342,6 @@ class TestPhysical:
         assert found.low < usual < found.high
         assert height < found.low
 
-    def test_a_level_may_be_in_the_name(self) -> None:
-        wanted = physical_range("geopotential", VariableInfo(True), 500, "m2 s-2")
-        for name in ("z_500", "z500", "Z500", "geopotential_500"):
-            assert physical_range(name, VariableInfo(True), None, "m2 s-2") == wanted
-
     def test_sums_over_several_days(self, tmp_path: Path) -> None:
         store = Store.open(config_of_changed_store(tmp_path, lambda data: None))
         channel = Channel("toa_incident_solar_radiation")
@@ -377,9 +360,10 @@ class TestPhysical:
             assert physical_range(name, VariableInfo(True), None, "K") == given
         by_standard_name = VariableInfo(True, standard_name="air_pressure_at_mean_sea_level")
         assert physical_range("psl", by_standard_name, None, "Pa") == ValueRange(8e4, 1.2e5)
-        assert physical_range("z", VariableInfo(True), 500, "") == physical_range(
-            "geopotential", VariableInfo(True), 500, ""
-        )
+        at_500 = physical_range("geopotential", VariableInfo(True), 500, "m2 s-2")
+        assert physical_range("z", VariableInfo(True), 500, "") == at_500
+        for name in ("z_500", "z500", "Z500", "geopotential_500"):
+            assert physical_range(name, VariableInfo(True), None, "m2 s-2") == at_500, name
         of_model_levels = VariableInfo(True, model_levels=True)
         found = physical_range("geopotential", of_model_levels, 137, "m2 s-2")
         assert found is not None
@@ -409,19 +393,13 @@ class TestSampled:
         assert found is not None
         np.testing.assert_allclose(found, (5 - 4650, 5 + 4650), rtol=0.05)
 
-    def test_damaged_dates_do_no_harm(self) -> None:
-        dates = self.noise()
-        dates[3][...] = 2e12
-        dates[5][...] = np.nan
-        found = self.ranges(dates)
-        assert found is not None
-        assert found.high < 6e3
-
     @each("fill", [9.96921e36, -9999.0, 1e20, np.nan])
-    def test_fill_values_in_every_field_do_no_harm(self, fill: float) -> None:
+    def test_damaged_dates_and_fill_values_in_every_field_do_no_harm(self, fill: float) -> None:
         dates = self.noise()
         for date in dates:
             date[:14] = fill
+        dates[3][...] = 2e12
+        dates[5][...] = np.nan
         found = self.ranges(dates)
         assert found is not None
         assert found.high < 6e3

@@ -134,6 +134,7 @@ def test_the_mask_is_that_of_all_training_dates(tmp_path, date, caplog):
     assert np.array_equal(np.isnan(fields), ~wanted)
 
 
+@pytest.mark.slow
 def test_the_mask_of_rows_that_are_read_apart_is_the_same(tmp_path, monkeypatch):
     data = masked_dataset()
     data["soil"].values[3, 10] = np.nan
@@ -162,27 +163,14 @@ def test_a_date_without_any_value_is_named_with_what_helps(tmp_path, monkeypatch
     assert np.array_equal(store.valid_mask(slice(None))[4], land())
 
 
-def test_a_field_without_a_fill_and_without_any_value_is_named_as_well(tmp_path):
+@each("dates, value, line", [
+    (1, np.where(land(), np.nan, 0.3), "soil has at no point values at all dates"),
+    (slice(None), np.nan, "soil has no value"),
+])  # fmt: skip
+def test_what_leaves_no_mask_is_refused(tmp_path, dates, value, line):
     data = masked_dataset()
-    data["geopotential"].values[3, 1] = np.nan
-    store = opened(tmp_path, data)
-    with pytest.raises(
-        UserError, match=r"geopotential_.* has no value at all at 2000-01-01T18:00[.] "
-    ):
-        read_all(store, slice(2, 5))
-
-
-def test_points_that_move_leave_no_mask(tmp_path):
-    data = masked_dataset()
-    data["soil"].values[1] = np.where(land(), np.nan, 0.3)
-    with pytest.raises(UserError, match="soil has at no point values at all dates"):
-        opened(tmp_path, data)
-
-
-def test_a_variable_without_any_value_is_refused(tmp_path):
-    data = masked_dataset()
-    data["soil"].values[:] = np.nan
-    with pytest.raises(UserError, match="soil has no value"):
+    data["soil"].values[dates] = value
+    with pytest.raises(UserError, match=line):
         opened(tmp_path, data)
 
 
@@ -278,10 +266,3 @@ def test_units_are_converted_once_however_often_a_field_is_read(tmp_path):
         assert np.allclose(static, masked_dataset()["land_sea_mask"].values, rtol=1e-6)
     assert store.units("sea_surface_temperature") == "K"
     assert found.dtype == np.float32
-
-
-def test_another_unit_is_refused_on_opening(tmp_path):
-    data = masked_dataset()
-    data["sea_surface_temperature"].attrs["units"] = "degC"
-    with pytest.raises(UserError, match=r"data\.variables=\{sea_surface_temperature:\{convert"):
-        opened(tmp_path, data)

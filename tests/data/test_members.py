@@ -282,6 +282,7 @@ def test_statistics_are_of_the_members_or_of_more(tmp_path):
     assert "solar has other values than in" in refused(file(paths[0]), paths[1], 2)
 
 
+@pytest.mark.slow
 def test_a_member_may_have_the_scaling_of_the_ensemble(ready, tmp_path):
     config = ready.store.config
     table = StatisticsFile.load(statistics_path(ready.store, cache_folder(config.cache)))
@@ -402,6 +403,7 @@ def test_members_are_regridded(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_members_that_no_variable_has_are_no_samples(tmp_path):
     data = stores.dataset().assign(spare=DATA["solar"])
     path = stores.write(data, tmp_path / "store.zarr")

@@ -76,6 +76,7 @@ def test_transforms_undo_each_other(truncation):
     np.testing.assert_allclose(grid.project(there), coefficients, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_harmonics_are_orthonormal():
     mu, weights = np.polynomial.legendre.leggauss(40)
     table = legendre(20, 21, mu)
@@ -84,6 +85,7 @@ def test_harmonics_are_orthonormal():
         np.testing.assert_allclose(product, np.eye(21 - m), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_legendre_slope_is_the_derivative():
     mu, h = np.linspace(-0.9, 0.9, 13), 1e-6
     numeric = (legendre(8, 9, mu + h) - legendre(8, 9, mu - h)) / (2 * h)
@@ -91,6 +93,7 @@ def test_legendre_slope_is_the_derivative():
     np.testing.assert_allclose(exact, numeric, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_harmonics_are_eigenfunctions_of_the_laplacian():
     """div(grad psi), computed as the curl of the wind on the grid, has eigenvalues -n (n + 1)."""
     grid = GaussianGrid.of(12, np.float64)
@@ -102,6 +105,7 @@ def test_harmonics_are_eigenfunctions_of_the_laplacian():
     np.testing.assert_allclose(vorticity * mask, -degrees_squared(13) * psi, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_inversion_undoes_the_definition_of_potential_vorticity():
     model = QuasiGeostrophic(10, dtype=np.float64)
     psi = noise(10, 3)
@@ -141,6 +145,7 @@ def test_a_lone_rossby_haurwitz_wave_drifts_at_the_exact_speed():
     np.testing.assert_allclose(tendency, -2 * along_longitude(psi), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_sources_vanish_at_the_climate_relaxed_to():
     """With thicknesses at equilibrium and no wind at the ground, there is no forcing."""
     model = QuasiGeostrophic(10, dtype=np.float64)
@@ -152,6 +157,7 @@ def test_sources_vanish_at_the_climate_relaxed_to():
     assert np.abs(model.sources(state, -1.0)).max() > 1e-6 * np.abs(state).max()
 
 
+@pytest.mark.slow
 def test_a_month_stays_bounded_and_grows_waves():
     model = QuasiGeostrophic(15)
     states = integrate_six_hourly(model, initial_state(model, np.random.default_rng(0)), 0.0)
@@ -181,6 +187,7 @@ def test_winds_are_the_rotational_winds_of_the_streamfunction():
         assert error < 2e-3 * np.abs(found).max()
 
 
+@pytest.mark.slow
 def test_balance_is_the_divergence_of_f_grad_psi():
     psi = noise(9, 1)
     geopotential = balanced_geopotential(psi)
@@ -206,6 +213,7 @@ def test_temperature_is_hydrostatic():
     np.testing.assert_allclose(parabola(500.0)[0], [0, 1, 0], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_temperature_above_the_upper_layer_has_its_mean_anomaly():
     thicker = np.zeros((1, 3, 1, 1), np.float32)
     thicker[:, 0] = 1000
@@ -234,6 +242,7 @@ def test_a_pole_row_is_a_point():
         assert spectrum[1] > 1e3 * np.delete(spectrum, 1).max()
 
 
+@pytest.mark.slow
 def test_fields_agree_where_grids_share_points():
     psi = noise(10, 3)[None] * 1e-3
     coarse, fine = Synthesis(10, (33, 32)).fields(psi), Synthesis(10, (65, 64)).fields(psi)
@@ -242,6 +251,7 @@ def test_fields_agree_where_grids_share_points():
         np.testing.assert_allclose(shared, values, atol=2e-5 * np.abs(values).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_rows_run_from_north_to_south():
     for rows, ends in ((121, [90, -90]), (32, [87.1875, -87.1875])):
         latitude = Synthesis(10, (rows, 16)).latitude
@@ -249,6 +259,7 @@ def test_rows_run_from_north_to_south():
         assert (np.diff(latitude) < 0).all()
 
 
+@pytest.mark.slow
 def test_the_planet_is_not_zonally_symmetric():
     longitude, latitude = np.arange(0.0, 360.0, 5), np.arange(-87.5, 90.0, 5)
     land, height = land_fraction(longitude, latitude), terrain(longitude, latitude)
@@ -350,6 +361,7 @@ def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_worker_may_print_more_errors_than_a_pipe_holds(tmp_path, monkeypatch):
     (tmp_path / "loud_worker.py").write_text(
         "import sys\n"

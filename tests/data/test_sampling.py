@@ -31,6 +31,7 @@ def test_samples_span_no_gap_and_stay_in_their_split(tmp_path):
     assert hours(sample_times(store, "valid"))[-1] == 6 * 26
 
 
+@pytest.mark.slow
 def test_samples_of_a_longer_step(tmp_path):
     store = opened(tmp_path, list(range(40)), step="12h")
     assert hours(sample_times(store, "train")) == [12 * i for i in range(7)]
@@ -92,6 +93,7 @@ def test_lead_that_is_no_whole_number_of_steps(tmp_path):
             initial_times(store, "valid", [6, lead], 6)
 
 
+@pytest.mark.slow
 def test_lead_that_fits_nowhere(tmp_path):
     store = opened(tmp_path, list(range(40)))
     with pytest.raises(UserError, match=r"data\.dates\.valid"):

@@ -67,6 +67,7 @@ def test_a_file_gives_the_statistics_of_the_cache(path, own):
         assert np.array_equal(getattr(given, name), getattr(computed, name))
 
 
+@pytest.mark.slow
 def test_a_file_gives_the_quantiles_of_its_channels(path, tmp_path):
     variables = {name: VariableConfig(normalise="quantile") for name in ("temperature", "solar")}
     file = own_file(path, tmp_path / "stats.json", variables=variables)
@@ -157,6 +158,7 @@ def test_what_is_no_file_of_statistics_is_refused(path, tmp_path, content):
     assert "no such file" in refused(path, str(tmp_path / "absent.json"))
 
 
+@pytest.mark.slow
 def test_damaged_parts_of_a_file_are_no_file(own, tmp_path):
     for part in ("form", "made_from", "channels"):
         content = json.loads(Path(own).read_text())
@@ -256,6 +258,7 @@ def test_statistics_that_are_not_used_are_not_missed(path, tmp_path):
     assert "0.nc: has no mean of 2m_temperature. " in refused(path, files)
 
 
+@pytest.mark.slow
 @each("names", [MILES, ["geopotential", "2t", "temperature", "solar"]])
 def test_a_config_of_short_names_finds_them_too(tmp_path, names):
     renamed = {"geopotential": "z", "2m_temperature": "t2m", "temperature": "T"}
@@ -274,6 +277,7 @@ def test_a_config_of_short_names_finds_them_too(tmp_path, names):
     assert flat.std.tolist() == [float(data[names[0]])]
 
 
+@pytest.mark.slow
 def test_one_dataset_may_have_all(path, tmp_path):
     mean, std = foreign(LONG, 0), foreign(LONG, 1)
     both = xr.merge([mean, std.rename({name: f"{name}_std" for name in LONG})])
@@ -281,6 +285,7 @@ def test_one_dataset_may_have_all(path, tmp_path):
     assert found.std[0] == float(std["geopotential"].sel(level=500))
 
 
+@pytest.mark.slow
 def test_single_levels_by_name(path, tmp_path):
     flat = {"Z500": 5e4, "T500": 260.0, "t2m": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
@@ -289,6 +294,7 @@ def test_single_levels_by_name(path, tmp_path):
     assert found.tendency_std.tolist() == [50002, 272, 262]
 
 
+@pytest.mark.slow
 def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
     flat = {"z": 4.0, "z_500": 5e4, "t_500": 260.0, "2t": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
@@ -314,6 +320,7 @@ def test_what_foreign_files_lack_is_named(path, tmp_path, change, parts):
     assert any(part in text for part in parts.split("|"))
 
 
+@pytest.mark.slow
 def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
     files = [written(foreign(LONG, seed) / (2 - seed), tmp_path / f"{seed}.nc") for seed in (0, 1)]
     with pytest.raises(UserError, match=r"the mean of .* is 14.*Change data\.statistics"):
@@ -335,6 +342,7 @@ def test_only_files_can_be_given(path, value):
         stores.config(path, statistics=value)
 
 
+@pytest.mark.slow
 def test_digests_do_not_depend_on_the_path(path, tmp_path):
     copy = tmp_path / "copy.zarr"
     shutil.copytree(path, copy)

@@ -74,6 +74,7 @@ def test_a_six_hourly_run_has_the_main_hours_and_the_leap_day(tmp_path):
     assert store.num_skipped == 0
 
 
+@pytest.mark.slow
 def test_without_main_hours_steps_count_from_the_first_time(tmp_path):
     data = hourly(count=9, start="2000-02-28T03", every=6)
     store = opened(tmp_path, data, diagnostic=[], forcing=[], step="12h")
@@ -130,6 +131,7 @@ def test_the_config_says_what_is_accumulated(tmp_path):
     assert np.allclose(again.read_states(again.times[3:4], slice(0, ROWS))[0, 0], total)
 
 
+@pytest.mark.slow
 def test_short_names_are_added_up_too(tmp_path):
     data = hourly().rename(total_precipitation="tp", surface_solar_radiation_downwards="ssrd")
     store = opened(tmp_path, data, diagnostic=["tp"], forcing=["ssrd"])
@@ -142,6 +144,7 @@ def test_short_names_are_added_up_too(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_sums_over_a_named_time_are_not_added_up(tmp_path):
     data = hourly().rename(total_precipitation="total_precipitation_6hr")
     store = opened(tmp_path, data, diagnostic=["total_precipitation_6hr"], forcing=[])
@@ -183,6 +186,7 @@ def test_blocks_at_a_longer_step_cover_the_span_in_order(
     assert np.array_equal(np.concatenate([block for _, block in blocks]), whole)
 
 
+@pytest.mark.slow
 def test_what_is_done_to_values_is_part_of_what_results_depend_on(tmp_path):
     names = ["total_precipitation"]
     summed = opened(tmp_path, hourly()).description(names)

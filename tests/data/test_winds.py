@@ -212,6 +212,7 @@ def test_the_flag_of_grib_suffices(name, stated):
         assert bool(lies_along_grid(found, grid)) == (expected[0] != expected[flag])
 
 
+@pytest.mark.slow
 def test_degrees_of_a_rotated_pole_may_go_on_from_359_to_0():
     rlat, rlon = 6 - 1.0 * np.arange(13), 1.0 * np.arange(16) - 9
     points = region_grids.rotated(rlat, rlon, (39.25, -162.0))

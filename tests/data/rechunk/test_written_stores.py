@@ -49,11 +49,13 @@ def test_rows_touched_by_counting() -> None:
             assert (found[::-1] if south else found) == counted
 
 
+@pytest.mark.slow
 def test_amplification_of_whole_globes_is_the_number_of_ranks() -> None:
     assert row_amplification(32, 4, 32) == 4
     assert row_amplification(32, 4, 8) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_quarter_degree_reads_few_other_rows() -> None:
     rows = choose_chunk_rows(721, (1, 2, 4, 8))
     assert rows > 1
@@ -69,6 +71,7 @@ def test_as_few_chunks_as_bands_allow(height: int, domains: tuple[int, ...], row
     assert choose_chunk_rows(height, domains) == rows
 
 
+@pytest.mark.slow
 def test_chunks_are_not_countless() -> None:
     assert -(-3601 // choose_chunk_rows(3601, (1, 2, 4, 8))) <= 1024
 
@@ -177,6 +180,7 @@ def channel_of(source: PreparedSource, name: str) -> Channel:
     return Channel(name, levels[0] if levels else None)
 
 
+@pytest.mark.slow
 def test_a_time_without_any_value_is_a_shard_too(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, columns=4, steps=4)[["2m_temperature"]]
     data["2m_temperature"][-1] = np.nan
@@ -214,6 +218,7 @@ def test_dates_step_and_units_are_those_of_the_request(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_times_keep_their_minutes(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, columns=4, steps=4)
     data = data.assign_coords(time=data["time"] + np.timedelta64(30, "m"))
@@ -264,6 +269,7 @@ def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     assert fields.blocks(1) == [(n, n + 1) for n in range(16)]
 
 
+@pytest.mark.slow
 def test_batches_hold_all_blocks_once() -> None:
     blocks = [(n, n + 1) for n in range(5003)]
     for workers in (1, 3, 2000):
@@ -275,6 +281,7 @@ def test_batches_hold_all_blocks_once() -> None:
 # Codecs
 
 
+@pytest.mark.slow
 def test_all_codecs_are_measured_and_the_fastest_taken() -> None:
     measured = target.measure_codecs(
         np.random.default_rng(0).normal(size=(3, 9, 8)).astype("f4"), 3, list(target.CODECS), 1e9

@@ -167,6 +167,7 @@ def test_what_is_refused_in_one_line(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @each("cells, name", [(40320, "O96"), (40321, "irregular")])
 def test_reduced_grids_are_known_by_their_cells(tmp_path, cells, name):
     arrays = {
@@ -181,6 +182,7 @@ def test_reduced_grids_are_known_by_their_cells(tmp_path, cells, name):
         opened(path)
 
 
+@pytest.mark.slow
 def test_units_that_the_dataset_does_not_give_are_those_of_the_long_names(tmp_path):
     path = anemoi_stores.write(stores.dataset(), tmp_path / "a.zarr")
     own = {"prognostic": ["2t", "z_500"], "forcing": [], "static": ["lsm"]}

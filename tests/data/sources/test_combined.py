@@ -80,6 +80,7 @@ def test_columns_of_files_may_begin_at_another_meridian(tmp_path):
     assert np.array_equal(later, DATA["longitude"].values)
 
 
+@pytest.mark.slow
 def test_columns_of_a_region_stay_where_they_are(tmp_path):
     upper = DATA[UPPER].isel(longitude=slice(0, 4))
     surface = DATA[SURFACE].isel(longitude=slice(1, 5))
@@ -119,21 +120,16 @@ def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
     assert alone.levels == [850, 1000]
 
 
-def test_bytes_add_up(pair):
-    source = JoinedSource(pair)
-    assert (source.bytes_read, source.chunk_reads) == (0, 0)
-    source.read([Channel("solar"), Channel("temperature", 500)], slice(2, 3), slice(0, 11))
-    assert pair[0].bytes_read == 3 * 11 * 8 * 4
-    assert source.bytes_read == (3 + 1) * 11 * 8 * 4
-    assert source.chunk_reads == 2
-
-
-def test_groups_keep_the_order(pair):
+def test_groups_bytes_and_descriptions_are_those_of_both(pair):
     source = JoinedSource(pair)
     order = [CHANNELS[place] for place in (0, 1, 6, 3, 4)]
     groups = source.group_by_chunk(order)
     assert groups == [order[:2], order[2:3], order[3:]]
     assert source.times_per_file(CHANNELS[0]) == 1
+    described = source.description(["solar", "temperature"])
+    assert described == [pair[0].description(["temperature"]), pair[1].description(["solar"])]
+    source.read([Channel("solar"), Channel("temperature", 500)], slice(2, 3), slice(0, 11))
+    assert (source.bytes_read, source.chunk_reads) == ((3 + 1) * 11 * 8 * 4, 2)
     assert source.chunk_shape(CHANNELS[0]) == pair[0].chunk_shape(CHANNELS[0])
 
 
@@ -193,12 +189,6 @@ def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):
     ]
 
 
-def test_description_is_of_each_store(pair):
-    source = JoinedSource(pair)
-    described = source.description(["solar", "temperature"])
-    assert described == [pair[0].description(["temperature"]), pair[1].description(["solar"])]
-
-
 @each(
     "change, expected",
     [
@@ -222,6 +212,7 @@ def test_other_grids_are_refused(tmp_path, change, expected):
     assert message.endswith("change data.store, or regrid one with `credit-dp data prepare`.")
 
 
+@pytest.mark.slow
 def test_regions_side_by_side_are_refused_with_the_cure(tmp_path):
     west, east = (
         written(DATA[UPPER].isel(longitude=columns), tmp_path / f"{columns.start}.zarr")
@@ -241,6 +232,7 @@ def test_grids_that_differ_by_rounding_are_joined(tmp_path, offset):
     assert JoinedSource([first, written(data, tmp_path / "other.zarr")]).grid == (11, 8)
 
 
+@pytest.mark.slow
 def test_no_times_in_common(tmp_path):
     parts = [
         written(DATA[UPPER].isel(time=slice(0, 6)), tmp_path / "first.zarr"),

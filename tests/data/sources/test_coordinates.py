@@ -88,14 +88,6 @@ def test_coordinates_are_found(tmp_path, form, kind):
     assert np.array_equal(found, wanted[:, :, 2:7])
 
 
-def test_hybrid_levels_are_found_by_their_standard_name(tmp_path):
-    levels = [1, 2, 3]
-    data = named({"level": "lev"}, lev=HYBRID).assign_coords(lev=("lev", levels, HYBRID))
-    variable = open_single_source(str(written(data, tmp_path, "netcdf"))).variables["temperature"]
-    assert variable.levels == tuple(levels)
-    assert variable.model_levels
-
-
 def test_levels_in_other_units_of_pressure(tmp_path):
     for unit, scale in (("Pa", 100), ("millibar", 1), ("kPa", 0.1)):
         values = DATA["level"].values * scale
@@ -141,11 +133,15 @@ def test_forecasts_are_found_by_their_standard_names(tmp_path):
     assert np.array_equal(store.lead_times, lead)
 
 
-def test_of_two_coordinates_that_of_the_fields_is_taken():
+def test_of_two_coordinates_that_of_the_fields_is_taken(tmp_path):
     """Fields on four levels, and one on the edges between them, as CAM writes."""
     edges: dict[str, Any] = {"ilev": ("ilev", np.arange(4.0), HYBRID)}
     data = named({"level": "lev"}, lev=HYBRID).assign_coords(edges)
     assert find_coordinates(data)["level"] == "lev"
+    data = data.assign_coords(lev=("lev", [1, 2, 3], HYBRID))
+    variable = open_single_source(str(written(data, tmp_path, "netcdf"))).variables["temperature"]
+    assert variable.levels == (1, 2, 3)
+    assert variable.model_levels  # by its standard name
 
 
 def written(data: xr.Dataset, folder: Path, kind: str) -> Path:

@@ -229,6 +229,7 @@ def refuse_access(monkeypatch) -> None:
     monkeypatch.setattr(LocalStore, "get", refused)
 
 
+@pytest.mark.slow
 def test_slow_store_is_read_right_by_several_threads(tmp_path, monkeypatch):
     data = stores.dataset()
     path = written(tmp_path)
@@ -278,24 +279,21 @@ def test_store_written_anew_while_it_is_read(tmp_path, version):
         read_often(source)
 
 
+def resize(path):
+    zarr.open_group(path)["temperature"].resize((3, 3, 12, 8))
+
+
+@each("change", [resize, shutil.rmtree])
+def test_store_changed_while_it_is_read(tmp_path, change):
+    path = written(tmp_path)
+    source = opened(path)
+    change(path)
+    assert "has changed since it was opened" in refusal(source, times=slice(5, 6))
+
+
 def read_often(source: GriddedSource) -> None:
     for _ in range(READS_BETWEEN_CHECKS):
         source.read(TEMPERATURE, slice(0, 1), WHOLE)
-
-
-def test_store_resized_while_it_is_read(tmp_path):
-    path = written(tmp_path)
-    source = opened(path)
-    zarr.open_group(path)["temperature"].resize((3, 3, 12, 8))
-    message = refusal(source, times=slice(5, 6))
-    assert "has changed since it was opened" in message
-
-
-def test_store_that_goes_away_while_it_is_read(tmp_path):
-    path = written(tmp_path)
-    source = opened(path)
-    shutil.rmtree(path)
-    assert "changed" in refusal(source)
 
 
 @each("length", [100, "half"])
@@ -334,6 +332,7 @@ def test_netcdf_file_replaced_while_it_is_read(tmp_path):
         read_often(source)
 
 
+@pytest.mark.slow
 def test_a_netcdf_file_has_one_handle(tmp_path):
     """With a second handle, closed meanwhile, HDF5 crashed at a file with a variable of text."""
 
@@ -376,6 +375,7 @@ def test_a_file_that_is_neither(tmp_path):
         open_single_source(str(tmp_path / "s.grib"))
 
 
+@pytest.mark.slow
 def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
     """The collector may close a file in another thread, which crashes the netCDF library."""
     seen = []

@@ -171,7 +171,7 @@ EARTHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", every(2, EARTHS, pytest.mark.exhaustive))
+@pytest.mark.parametrize("case", every(3, EARTHS))
 def test_points_of_a_projection_are_where_proj_has_them(case, tmp_path):
     edition, keys, crs = EARTHS[case]
     state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
@@ -212,6 +212,7 @@ def test_steps_may_be_less_than_the_unit_of_grib(kind, edition, converted, tmp_p
     np.testing.assert_allclose(east, 0.0625 * np.arange(columns), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_longitudes_of_grib_1_go_round_the_globe(tmp_path):
     """The last of 1/64 degree is 359.984 there, whose distance from 360 is 2 % too long."""
     keys = {"Ni": 360 * 64, "Nj": 2, "iDirectionIncrementInDegrees": 1 / 64} | {
@@ -263,6 +264,7 @@ def test_points_that_lie_otherwise_are_refused(how, tmp_path):
         open_source(config(tmp_path / "a.grib", tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_the_earth_may_be_an_ellipsoid(tmp_path):
     keys = projected("lambert")[0] | {"shapeOfTheEarth": 5}  # WGS 84
     state = stores.dataset(13, 16, 1)[["2m_temperature"]].isel(time=0)
@@ -430,21 +432,24 @@ def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
     assert "assumes" not in caplog.text
 
 
-def test_sums_since_the_start_of_long_forecasts_are_refused(tmp_path):
-    path = write_rain(tmp_path / "a.grib", rain(), [(0, x) for x in (6, 12, 18, 24)], 1, 24)
+@each(
+    "steps, begins, expected",
+    [
+        ([6, 12, 18, 24], 0, "has sums over 6 to 24 hours by its GRIB steps"),
+        ([6, 12], 1, "has sums over 1 hour by its GRIB steps, and its times"),
+    ],
+)
+def test_sums_that_do_not_fill_the_step_are_refused(steps, begins, expected, tmp_path):
+    """Since the start of long forecasts, and over an hour of six."""
+    ranges = [(end - 1 if begins else 0, end) for end in steps]
+    path = write_rain(tmp_path / "a.grib", rain(), ranges, 1 + begins, max(steps))
     with pytest.raises(UserError) as caught:
         Store.open(rain_config(path, tmp_path))
     message = str(caught.value)
-    assert f"{RAIN} has sums over 6 to 24 hours by its GRIB steps" in message
-    assert "do not fill the 6h of data.step" in message
+    assert f"{RAIN} {expected}" in message
     assert "\n" not in message
     assert message.count(str(path)) == 1
-
-
-def test_hourly_sums_kept_every_6_hours_are_refused(tmp_path):
-    path = write_rain(tmp_path / "a.grib", rain(), [(5, 6), (11, 12)], 2, 12)
-    with pytest.raises(UserError, match="has sums over 1 hour by its GRIB steps, and its times"):
-        Store.open(rain_config(path, tmp_path))
+    assert begins or "do not fill the 6h of data.step" in message
 
 
 def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
@@ -457,11 +462,7 @@ def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
     source = open_source(config(path, tmp_path / "cache"))
     source.read([Channel("2m_temperature")], slice(0, 1), slice(None))
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_address_of_a_file_is_shown_once(tmp_path):
-    path = write_grib(tmp_path / "a.grib", stores.dataset().isel(time=0))
-    assert open_source(config(path, tmp_path / "cache")).where == str(path)
+    assert source.where == str(path)
 
 
 @each("joined", [True, False])

@@ -120,6 +120,7 @@ def address(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_extended_store_that_can_not_be_listed_is_refused(address, tmp_path):
     path = write_outdated(stores.dataset(steps=STEPS), tmp_path / "store.zarr", 2)
     where = f"{address}/{path.name}"

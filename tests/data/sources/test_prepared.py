@@ -65,6 +65,7 @@ def test_statics(path):
     assert np.array_equal(fields, [expected])
 
 
+@pytest.mark.slow
 def test_no_statics_at_all(tmp_path):
     source = opened(prepared_stores.write(DATA, tmp_path / "s.zarr", static=False))
     assert "land_sea_mask" not in source.variables
@@ -81,6 +82,7 @@ def test_a_band_on_chunk_edges_reads_its_own_bytes_only_and_once(path):
     assert source.chunk_reads == 4
 
 
+@pytest.mark.slow
 def test_many_threads_read_at_once(path):
     source = opened(path)
     with ThreadPoolExecutor(8) as threads:

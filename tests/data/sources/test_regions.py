@@ -57,6 +57,7 @@ def test_the_projection_is_kept(tmp_path: Path) -> None:
     assert projection.columns.attributes["units"] == "m"
 
 
+@pytest.mark.slow
 def test_columns_may_come_before_rows(tmp_path: Path) -> None:
     data = region_stores.dataset("lambert")
     swapped = data.transpose("projection_x_coordinate", "projection_y_coordinate", "time")
@@ -122,6 +123,7 @@ def test_projections_are_found_in_other_forms(change: Any, tmp_path: Path) -> No
     assert "bounds" not in projection.rows.attributes
 
 
+@pytest.mark.slow
 @each("dtype", ["f4", "f8"])
 def test_small_cuts_of_projections_are_no_boxes(dtype: str) -> None:
     y, x = 7e5 + 3e3 * np.arange(11), 3e3 * np.arange(11)
@@ -132,6 +134,7 @@ def test_small_cuts_of_projections_are_no_boxes(dtype: str) -> None:
     assert grid.projection is not None
 
 
+@pytest.mark.slow
 @each("dtype", ["f4", "f8"])
 def test_two_dimensional_coordinates_of_a_box_are_lines(dtype: str) -> None:
     lines = 60 - 0.1 * np.arange(11.0), 200 + 0.1 * np.arange(12.0)

@@ -79,6 +79,7 @@ def test_the_global_mean_of_cells_stays(case):
         np.testing.assert_allclose(constant, 273.15, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_rows_of_healpix_have_the_area_of_their_cells():
     for nside in (1, 2, 8, 64):
         cells = cell_stores.healpix(nside)
@@ -227,6 +228,7 @@ def test_stores_on_different_grids_are_joined_on_one(tmp_path):
         Store.open(replace(config, grid=None))
 
 
+@pytest.mark.slow
 def test_a_message_names_the_chunk_of_a_regridded_value(tmp_path):
     _, path = regular_store(tmp_path, chunks={"time": 1, "latitude": 3})
     source = open_source(stores.config(path, grid="4x8"))

@@ -121,6 +121,7 @@ def test_nested_cells_are_those_of_ring_order(nside):
         assert order[found.cell(row, column)] == rows_of(cells).cell(row, column)
 
 
+@pytest.mark.slow
 def test_a_store_of_nested_cells_is_read_as_one_in_ring_order(tmp_path, caplog):
     data = cell_stores.waves(cell_stores.healpix(4))
     data.to_netcdf(tmp_path / "ring.nc")
@@ -215,6 +216,7 @@ def test_stores_of_cells_are_read_as_rows(tmp_path, form):
             np.testing.assert_allclose(found, np.swapaxes(wanted, 0, 1), rtol=1e-6)
 
 
+@pytest.mark.slow
 @each("form", FORMS)
 def test_only_caches_of_healpix_depend_on_the_areas_of_its_rows(tmp_path, form):
     write, cells = FORMS[form]

@@ -50,7 +50,7 @@ def written(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("form", forms.FORMS)
+@each("form", forms.FORMS)
 def test_one_config_reads_them_all(written, form, caplog):
     caplog.set_level(logging.INFO, "credit_dp")
     store = Store.open(config(written(form)))
@@ -166,6 +166,7 @@ def test_static_fields_of_a_file_of_their_own_shorten_nothing(tmp_path, at, plac
     assert np.array_equal(store.read_static(slice(0, 13)), statics)
 
 
+@pytest.mark.slow
 def test_what_only_a_file_of_one_time_has_is_no_field_in_time(tmp_path):
     once = DATA[["2m_temperature"]].isel(time=[3])
     entries = [netcdf(DATA[[*forms.ON_LEVELS]], tmp_path / "upper.nc")]
@@ -225,6 +226,7 @@ def test_times_of_another_name_have_to_be_dates(tmp_path, name):
         Store.open(config([path]))
 
 
+@pytest.mark.slow
 def test_times_without_values_are_refused(tmp_path):
     path = netcdf(DATA[["2m_temperature"]].drop_vars("time"), tmp_path / "fields.nc")
     with pytest.raises(UserError, match="has time, latitude, longitude; time has no values"):
@@ -276,6 +278,7 @@ def test_ambiguous_kinds_of_files_are_refused(tmp_path, third, why):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_a_level_that_is_only_a_coordinate_counts(tmp_path):
     """A file with a single level has no dim for it."""
     one = DATA[[*forms.ON_LEVELS]].sel(level=500).rename(geopotential="z", temperature="t")
@@ -330,6 +333,7 @@ def test_a_value_out_of_range_is_located_in_its_file(written, form):
         assert 3 <= int(re.search(r"row (\d+)", message)[1]) < 9
 
 
+@pytest.mark.slow
 def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
     odd = DATA[["land_sea_mask"]].rename(land_sea_mask="my_mask")
     files = [netcdf(DATA, tmp_path / "era5.nc"), netcdf(odd, tmp_path / "odd.nc")]

@@ -150,6 +150,7 @@ def test_chunks_outside_the_own_folder_need_permission(references, tmp_path, mon
                 assert np.array_equal(first_field(references), expected)
 
 
+@pytest.mark.slow
 def test_virtual_chunks_of_a_repository_need_permission_too(tmp_path, monkeypatch):
     import icechunk
 
@@ -176,6 +177,7 @@ def test_virtual_chunks_of_a_repository_need_permission_too(tmp_path, monkeypatc
     assert np.array_equal(first_field(folders[0]), values[0])
 
 
+@pytest.mark.slow
 def test_an_address_of_references_is_allowed_by_its_beginning(references, monkeypatch):
     monkeypatch.setenv("CREDIT_DP_CHUNKS", "https://localhost:1/a")
     for target in ("https://localhost:1/ab/chunk", "https://localhost:1/a/%2e%2e/chunk"):
@@ -184,6 +186,7 @@ def test_an_address_of_references_is_allowed_by_its_beginning(references, monkey
             first_field(references)
 
 
+@pytest.mark.slow
 def test_a_missing_target_is_named_with_its_date(references):
     shutil.rmtree(references.parent / "chunks.zarr/2m_temperature")
     with pytest.raises(UserError, match="2m_temperature at 2000-01-01T00:00 can't be read") as said:
@@ -191,6 +194,7 @@ def test_a_missing_target_is_named_with_its_date(references):
     assert "\n" not in str(said.value)
 
 
+@pytest.mark.slow
 def test_targets_that_change_are_noticed(references):
     def described() -> list[object]:
         return open_single_source(str(references)).description(["2m_temperature"])
@@ -241,6 +245,7 @@ def test_files_that_store_a_variable_in_different_ways_are_refused(tmp_path, for
     assert re.search("a.nc and .*b.nc. Set data.store to the files", said)
 
 
+@pytest.mark.slow
 @each("form", ["json", "icechunk"])
 def test_times_of_files_that_count_from_other_dates_are_refused(tmp_path, form):
     """If the times of the second file, 2001, were counted as the first's, they would be 2010's."""

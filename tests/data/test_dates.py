@@ -229,11 +229,6 @@ def test_few_times_are_enough_for_each_split(count, expected):
     assert hours_of(few(count, NEEDED)) == expected
 
 
-def test_the_first_times_are_enough_for_a_large_batch():
-    needed = NEEDED | {"train": TimesNeeded(30, 2), "valid": TimesNeeded(1, 1)}
-    assert hours_of(few(36, needed)) == [[0, 29], [30, 30], [31, 35]]
-
-
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 45))
 def test_a_longer_store_gives_no_split_fewer_times(train, valid, test):
     numbers = zip(SPLITS, (train, valid, test), strict=True)

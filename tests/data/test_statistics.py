@@ -140,18 +140,6 @@ def test_threads_do_not_change_a_bit(tmp_path, monkeypatch):
         assert np.array_equal(getattr(one, name), getattr(three, name))
 
 
-def test_all_of_a_piece_but_its_last_pair_is_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 4)
-    store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
-    before = store.chunk_reads
-    dates = streaming.TrainingDates.of(store)
-    for piece in streaming.all_pieces(store, dates):
-        for _ in streaming.stream_windows(store, dates, piece):
-            pass
-    # 4 variables at 8 times, in two pieces: the first one's last pair ends in the second one.
-    assert store.chunk_reads - before == 4 * (8 + 1)
-
-
 def test_points_without_values_have_no_weight(tmp_path):
     data = stores.dataset()
     land = np.random.default_rng(3).random((12, 8)) < 0.4

@@ -78,29 +78,6 @@ def test_channels_are_named_in_config_order(tmp_path):
     assert (store.channels.fields().inputs, store.channels.num_outputs) == (9, 5)
 
 
-def test_day_of_year_forcing_is_zero_at_new_year_and_one_after_a_quarter(tmp_path):
-    data = stores.dataset().assign_coords(
-        time=np.datetime64("2001-01-01", "ns") + np.arange(12) * np.timedelta64(365 * 3, "h")
-    )
-    path = stores.write(data, tmp_path / "s.zarr")
-    spans = {split: ["2001-01-01", "2001-12-31"] for split in ("train", "valid", "test")}
-    names = ["day_of_year_sin", "day_of_year_cos"]
-    config = stores.config(path, forcing=names, step="1095h", **spans)
-    fields = Store.open(config).read_forcing(data["time"].values[[0, 2]], slice(0, 2))
-    assert fields.shape == (2, 2, 2, 8)
-    assert np.allclose(fields[:, :, 0, 0], [[0, 1], [1, 0]], atol=1e-6)
-
-
-def test_packed_integers_are_unpacked(tmp_path):
-    data = stores.dataset()
-    path = tmp_path / "s.zarr"
-    packing = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 270.0, "_FillValue": -32768}
-    data.to_zarr(path, zarr_format=2, encoding={"temperature": packing})
-    store = Store.open(stores.config(path, prognostic=["temperature"]))
-    whole = stores.expected(data, store.config, stores.START)
-    assert np.abs(store.read_states([stores.START], slice(0, 12))[0] - whole).max() < 0.006
-
-
 @each("ranks, rising", [(3, False), (4, True)])
 def test_a_band_costs_exactly_its_own_bytes(tmp_path, ranks, rising):
     data = stores.dataset(rows=24).sortby("latitude", ascending=rising)
@@ -113,13 +90,6 @@ def test_a_band_costs_exactly_its_own_bytes(tmp_path, ranks, rising):
         store.read_states([stores.START], slice(rank * rows, (rank + 1) * rows))
         assert store.bytes_read - before == 7 * rows * 8 * 4
         assert store.chunk_reads - chunks == 3
-
-
-def test_a_chunk_with_both_times_of_a_sample_is_read_once(tmp_path):
-    path = stores.write(stores.dataset(), tmp_path / "s.zarr", chunks={"time": 4, "latitude": 6})
-    store = Store.open(stores.config(path))
-    store.read_states(stores.times(12)[[1, 2]], slice(6, 12))
-    assert store.bytes_read == 4 * 7 * 6 * 8 * 4
 
 
 def test_of_a_shard_only_the_needed_inner_chunks_are_read(tmp_path):

@@ -7,7 +7,6 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
 from credit_dp.data.sources.gridded import GriddedSource
-from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
@@ -100,11 +99,6 @@ def test_a_time_that_a_store_lacks_is_never_read_from_it(pair):
             source.read(upper, times, slice(0, 11))
 
 
-def test_statics_of_both(pair):
-    fields = JoinedSource(pair).read(STATICS, slice(0, 1), slice(0, 11))
-    assert np.array_equal(fields[0], [DATA[channel.variable].values for channel in STATICS])
-
-
 def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
     names = ["geopotential", "temperature"]
     paths = [
@@ -149,13 +143,6 @@ def test_the_first_store_that_has_a_variable_wins(tmp_path):
     assert np.array_equal(fields[0], other["2m_temperature"].values[4])
     assert np.array_equal(fields[1], DATA["solar"].values[4])
     assert np.array_equal(fields[2], DATA["geopotential"].sel(level=850).values[4])
-
-
-def test_stores_of_different_forms(tmp_path):
-    some = DATA[["2m_temperature", "temperature"]]
-    path = prepared_stores.write(some, tmp_path / "p.zarr", static=False)
-    source = JoinedSource([PreparedSource.open(str(path)), written(DATA, tmp_path / "g.zarr")])
-    assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(2, 7)), FIELDS[:, :, 2:7])
 
 
 @each("along_time", [False, True])

@@ -142,18 +142,6 @@ def test_damaged_statics_are_named(path):
         opened(path).read([Channel("land_sea_mask")], slice(0, 1), slice(0, 11))
 
 
-def test_a_gap_in_values_is_nan(tmp_path):
-    data = DATA.copy(deep=True)
-    data["solar"][4, 2:6] = np.nan
-    for name in DATA.data_vars:
-        if "time" in data[name].dims:
-            data[name][5] = np.nan
-    source = opened(prepared_stores.write(data, tmp_path / "s.zarr"))
-    fields = source.read([Channel("solar")], slice(4, 6), slice(0, 11))
-    assert np.array_equal(np.isnan(fields[0, 0]).all(axis=1), [0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0])
-    assert np.isnan(fields[1]).all()
-
-
 def attributes(**changes):
     return lambda group: group.attrs.update(
         {METADATA_ATTRIBUTE: {**dict(group.attrs[METADATA_ATTRIBUTE]), **changes}}

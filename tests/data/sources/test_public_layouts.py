@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources import address
 from credit_dp.data.sources.combined import FilesSource
-from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source
 from credit_dp.data.store import Store
@@ -123,15 +122,6 @@ def test_coordinates_and_samples_of_a_run_are_bit_identical(written, name):
     assert np.array_equal(np.concatenate(bands, axis=1)[0], renamed[static].values)
 
 
-@pytest.mark.slow
-def test_packed_integers_are_unpacked_as_xarray_does(tmp_path):
-    layout = LAYOUTS["climate data store, before 2024"]
-    path = layout.write(layout.canonical(), tmp_path / "s.nc")
-    read = GriddedSource.open(str(path)).read([Channel("t2m")], slice(0, 3), slice(0, 19))
-    with xr.open_dataset(path) as data:
-        assert np.array_equal(read[:, 0], data["t2m"].values.astype("f4"))
-
-
 @each("kind", ["f2", "i2"])
 def test_other_types_are_read_as_numbers(tmp_path, kind):
     data = stores.dataset()
@@ -178,15 +168,6 @@ def test_yearly_files_by_pattern_are_one_store(tmp_path, suffix):
         read = source.read(channels, times, slice(2, 9))
         assert np.array_equal(read, whole["temperature"].values[times][:, :, 2:9])
     assert np.all(source.read([Channel("land_sea_mask")], slice(0, 1), slice(0, 12)) == 0.5)
-
-
-def test_bytes_of_all_files_are_counted(tmp_path):
-    yearly(tmp_path, "zarr")
-    source = opened(tmp_path / "era5_*.zarr")
-    assert source.bytes_read == 0
-    source.read([Channel("2m_temperature")], slice(3, 7), slice(0, 12))
-    assert source.bytes_read == 4 * 12 * 8 * 4
-    assert source.chunk_reads == 4
 
 
 def test_files_that_overlap_are_refused(tmp_path):

@@ -164,9 +164,7 @@ def test_missing_and_other_values_are_no_dates():
     "name, suffix",
     [
         ("noleap", "zarr"),
-        ("all_leap", "nc"),
         ("360_day", "nc"),
-        ("julian", "zarr"),
         ("standard", "nc"),
     ],
 )

@@ -88,6 +88,7 @@ def test_moments_survive_a_mean_far_greater_than_the_spread():
     assert np.isclose(moments.squares, np.square(values - values.mean()).sum(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_the_training_dates_count(tmp_path):
     data = stores.dataset()
     first = stores.write(data, tmp_path / "first.zarr")
@@ -107,7 +108,7 @@ def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     return Statistics.of(merge_moments(store, pieces, found, quantiles), store, "here"), pieces
 
 
-@each("every, chunk, chunks_of_piece", [(1, 1, 3), (1, 5, 1), (2, 1, 1), (3, 2, 1)])
+@each("every, chunk, chunks_of_piece", [(1, 1, 3), (3, 2, 1)])
 def test_any_pieces_and_any_every_equal_the_direct_ones(
     tmp_path, monkeypatch, every, chunk, chunks_of_piece
 ):
@@ -208,8 +209,6 @@ def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
     "role, normalise, allowed",
     [
         ("prognostic", "standard", False),
-        ("prognostic", "none", False),
-        ("diagnostic", "standard", False),
         ("diagnostic", "none", True),
     ],
 )

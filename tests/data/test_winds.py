@@ -20,6 +20,7 @@ from tests.data import region_grids, stores, wind_stores, wrf_files
 from tests.data.proj import project
 from tests.data.tables import each
 from tests.data.wind_stores import NAMES
+from tests.tier_cases import every
 
 STEP = 1e-4  # degrees, of finite differences
 
@@ -167,7 +168,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@each("form", FORMS)
+@pytest.mark.parametrize("form", every(2, FORMS))
 def test_a_store_says_how_its_winds_lie(form, tmp_path, monkeypatch):
     write, standard_names, said = FORMS[form]
     path = write(tmp_path)

@@ -79,7 +79,7 @@ def test_chunks_are_not_countless() -> None:
 # What is written
 
 
-@each("codec", target.CODECS)
+@each("codec", ["lz4", "zstd-plain"])
 def test_layout_of_the_prepared_form(small: Path, tmp_path: Path, codec: str) -> None:
     out = prepared(small, tmp_path / "out.zarr", codec=codec, domains=(1, 3))
     group = zarr.open_group(out, mode="r")

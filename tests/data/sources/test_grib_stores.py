@@ -409,7 +409,6 @@ def rain_config(path, tmp_path, **changes):
 
 # Begin and end of the steps, and the hours between starts of forecasts.
 SUMS = {
-    "hourly": ([(hour, hour + 1) for hour in range(12)], 12),
     "since a start every 6 hours": ([(0, 3), (0, 6)], 6),
     "with an empty one": ([(0, 0), (0, 3), (3, 6)], 6),
 }
@@ -417,7 +416,7 @@ SUMS = {
 
 @each(
     "kind, edition",
-    [("hourly", 2), ("since a start every 6 hours", 1), ("with an empty one", 2)],
+    [("since a start every 6 hours", 1), ("with an empty one", 2)],
 )
 def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
     caplog.set_level(logging.INFO)

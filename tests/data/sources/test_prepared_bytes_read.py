@@ -74,7 +74,7 @@ def ready(stored, reader):
     return prepared(stored)
 
 
-@pytest.mark.parametrize("ranks", tiers([(8,)], [], [(1,), (2,), (4,)]))
+@pytest.mark.parametrize("ranks", tiers([], [(8,)], [(1,), (2,), (4,)]))
 def test_a_rank_of_n_reads_an_nth_of_a_prepared_sample(ready, ranks):
     sample = 2 * 2 * HEIGHT * WIDTH * 4  # two channels at two times, in float32
     for first, stop in pairwise(balanced_bounds(HEIGHT, ranks)):

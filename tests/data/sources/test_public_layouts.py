@@ -65,6 +65,7 @@ def fields_of(data: xr.Dataset, name: str) -> np.ndarray:
     return array.transpose("time", "level", "latitude", "longitude").values
 
 
+@pytest.mark.slow
 @each("name", LAYOUTS)
 @settings(deadline=None, max_examples=3)
 @given(data=st.data())

@@ -305,7 +305,7 @@ def test_a_description_depends_on_what_a_name_stands_for(written):
     assert source.description(["t2m"]) == again.description(["t2m"])
 
 
-@each("form", forms.FORMS)
+@each("form", ["weatherbench2", "cds", "cfgrib", "credit", "anemoi", "prepared", "icechunk"])
 def test_a_value_out_of_range_is_located_in_its_file(written, form):
     """The message names the file, for zarr the chunk, with the store's name of the variable."""
     names = ("2m_temperature", "temperature", "land_sea_mask")

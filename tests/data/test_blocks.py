@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.loader import BatchMemory, BatchReader, BatchSelection, Loader, Normaliser
+from credit_dp.data.loader import BatchReader, BatchSelection, Loader, Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources import stacked
@@ -224,29 +224,6 @@ def test_memory_of_batches_is_used_again_when_nothing_refers_to_them(plain):
     for loss, (*_, square) in zip(losses, copies, strict=True):
         (gradient,) = torch.autograd.grad(loss, weight)
         assert torch.allclose(gradient.double(), 2 * square)
-
-
-@each(
-    "dtype, shape",
-    [
-        (torch.float32, (2, 3, 4, 5)),
-        (torch.float64, (2, 0, 4, 5)),
-        (torch.bfloat16, (2, 3, 4, 5)),
-    ],
-)
-def test_memory_of_any_type_and_size(dtype, shape):
-    memory = BatchMemory()
-    tensor = memory.empty(shape, dtype)
-    assert (tensor.shape, tensor.dtype, tensor.device.type) == (shape, dtype, "cpu")
-    assert tensor.is_contiguous()
-    assert torch.equal(tensor.fill_(3), torch.full(shape, 3, dtype=dtype))
-    if tensor.numel():
-        address, view = tensor.data_ptr(), tensor[1, 1:]
-        del tensor
-        other = memory.empty(shape, dtype)
-        assert other.data_ptr() != address
-        del view
-        assert memory.empty(shape, dtype).data_ptr() == address
 
 
 DAMAGES = {

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import Store
 from tests.data import stores
@@ -119,14 +118,6 @@ def test_sums_of_different_periods(tmp_path):
 
 
 @pytest.mark.slow
-def test_netcdf_by_kind_and_day(tmp_path):
-    for kind, data in (("pl", UPPER), ("sfc", SUMS)):
-        for day, part in data.groupby("time.day"):
-            write(part, tmp_path / f"{kind}_{day}.nc")
-    check_sums(Store.open(config(tmp_path, store=str(tmp_path / "*.nc"))))
-
-
-@pytest.mark.slow
 def test_a_series_that_becomes_hourly(tmp_path):
     """Sums over six hours in the first store are followed by hourly ones in the second."""
     ends = UPPER["time"].values[1:16]
@@ -164,14 +155,6 @@ def test_statistics_and_climatology(tmp_path):
     noon = train[(train - train.astype("M8[D]")) == 12 * HOUR]
     found = data.climatology.fields(noon[:1], slice(1, 2), slice(0, 4))[0, 0]
     assert np.allclose(found, sums(RAIN, noon).mean(axis=0), rtol=1e-5)
-
-
-def test_prepared_stores(tmp_path):
-    selected = SelectedFields.open(FieldSelection(config(tmp_path, UPPER, SUMS)))
-    assert selected.shape[0] == 4 * DAYS - 1
-    fields = selected.fields(0, selected.shape[0])
-    assert np.allclose(fields[:, 1], sums(RAIN, selected.times), rtol=1e-6)
-    assert np.allclose(fields[:, 2], sums(RADIATION, selected.times), rtol=1e-6)
 
 
 def test_only_sums(tmp_path):

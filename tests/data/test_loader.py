@@ -356,11 +356,6 @@ def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, state, forcing, ta
         assert not found.shape[1] or torch.equal(found, getattr(whole, name))
 
 
-def test_sequence_of_another_split_is_refused(ready):
-    with pytest.raises(ValueError, match="7 samples, not 9"):
-        loader(ready, sequence=SampleSequence(9, 2))
-
-
 def test_batches_move_to_a_device_and_static_fields_once(ready, monkeypatch):
     moves = []
     move = torch.Tensor.to

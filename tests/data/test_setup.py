@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from omegaconf import OmegaConf
 
-from credit_dp.config import DataConfig
 from credit_dp.data import setup
 from credit_dp.data.cache import NotComputedError
 from credit_dp.data.setup import prepare_training_data
@@ -314,18 +312,3 @@ def test_the_pass_reads_every_training_byte_once(path):
     # 8 training times of 7 prognostic channels and 1 stored forcing, and 2 statics, in float32; the
     # first time once more, for the digest by which the store is known again.
     assert ready.store.bytes_read == ((8 + 1) * (7 + 1) + 2) * 12 * 8 * 4
-
-
-@pytest.mark.slow
-def test_config_for_a_users_store_fits_the_schema(path):
-    file = Path(__file__).parents[2] / "conf" / "data" / "zarr.yaml"
-    settings = OmegaConf.load(file)
-    assert settings.pop("defaults") == ["schema", "_self_"]
-    assert OmegaConf.missing_keys(settings) == {"store"}
-    names = ["store", "dates", "prognostic", "static"]
-    given = {name: getattr(stores.config(path), name) for name in [*names, "cache"]}
-    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), settings, given)
-    assert (
-        prepare_training_data(OmegaConf.to_object(merged)).store.channels.fields().inputs
-        == 7 + 2 + 2
-    )

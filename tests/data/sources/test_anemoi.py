@@ -168,21 +168,6 @@ def test_what_is_refused_in_one_line(tmp_path, case):
 
 
 @pytest.mark.slow
-@each("cells, name", [(40320, "O96"), (40321, "irregular")])
-def test_reduced_grids_are_known_by_their_cells(tmp_path, cells, name):
-    arrays = {
-        "latitudes": np.linspace(90, -90, cells),
-        "longitudes": np.zeros(cells),
-        "data": np.zeros((12, 10, 1, cells), "f4"),
-    }
-    path = anemoi_stores.write(
-        DATA, tmp_path / "a.zarr", arrays=arrays, field_shape=[cells], resolution=None
-    )
-    with pytest.raises(UserError, match=rf"\b{name} .*{cells} cells"):
-        opened(path)
-
-
-@pytest.mark.slow
 def test_units_that_the_dataset_does_not_give_are_those_of_the_long_names(tmp_path):
     path = anemoi_stores.write(stores.dataset(), tmp_path / "a.zarr")
     own = {"prognostic": ["2t", "z_500"], "forcing": [], "static": ["lsm"]}

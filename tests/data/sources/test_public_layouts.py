@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources import address
-from credit_dp.data.sources.combined import FilesSource
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source
 from credit_dp.data.store import Store
@@ -206,11 +205,6 @@ def test_a_variable_that_a_file_lacks_or_has_otherwise_is_refused_when_selected(
     assert "other levels" in source.variables["temperature"].problem
     assert "other units" in source.variables["2m_temperature"].problem
     assert source.variables["land_sea_mask"].problem == ""
-
-
-def test_a_pattern_of_one_file_is_that_file(tmp_path):
-    stores.write(stores.dataset(), tmp_path / "era5_2000.zarr")
-    assert not isinstance(opened(tmp_path / "era5_*.zarr"), FilesSource)
 
 
 def test_one_bad_file_of_many_is_named(tmp_path):

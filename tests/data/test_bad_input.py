@@ -206,6 +206,7 @@ def test_the_time_that_units_count_from_is_not_missing(good):
     assert store.read_states(store.times, slice(None)).shape[0] == 12
 
 
+@pytest.mark.slow
 @each("several", ["pattern", "list"])
 def test_one_file_of_many_in_another_calendar(tmp_path, several):
     paths = []
@@ -220,6 +221,7 @@ def test_one_file_of_many_in_another_calendar(tmp_path, several):
     assert "era5_2000.zarr of the standard calendar" in message
 
 
+@pytest.mark.slow
 @each(
     "change",
     [
@@ -299,12 +301,14 @@ def test_step_that_the_store_does_not_have(good):
         prepare_training_data(stores.config(good, step="5h"))
 
 
+@pytest.mark.slow
 def test_split_without_two_times_a_step_apart(good):
     config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
     with pytest.raises(UserError, match=r"data\.dates\.valid"):
         sample_times(prepare_training_data(config).store, "valid")
 
 
+@pytest.mark.slow
 def test_channel_that_never_changes(tmp_path):
     data = stores.dataset()
     data["temperature"].values[:, 1] = 250.1

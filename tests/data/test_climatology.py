@@ -54,9 +54,8 @@ def opened(data, path, last, **options):
     return prepare_training_data(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "year"), [("360_day", 360), pytest.param("noleap", 365, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@each("name, year", [("noleap", 365), ("360_day", 360)])
 def test_seasons_are_those_of_the_calendar_s_year(tmp_path, name, year):
     data, coefficients = seasonal(400)
     dates = xr.date_range("0001-01-01", periods=400, calendar=name, use_cftime=True)

@@ -94,7 +94,7 @@ ROWS_OF_THE_GLOBE: dict[str, Callable[[], np.ndarray]] = {
     "WeatherBench 2, 240x121": lambda: np.linspace(90, -90, 121),
     "ERA5": lambda: np.linspace(-90, 90, 721),
     "without those on the poles": lambda: np.linspace(90, -90, 181)[1:-1],
-    **{f"Gaussian, {n}": partial(gaussian, n) for n in (2, 3, 8, 48, 320)},
+    **{f"Gaussian, {n}": partial(gaussian, n) for n in (2, 3, 8, 48, 160)},
     **{f"HEALPix {n}": lambda n=n: cell_stores.healpix(n).latitude for n in (1, 2, 16)},
 }
 

@@ -241,6 +241,7 @@ class TestWhereValuesEnter:
         message = refusal(lambda: prepare_training_data(config))
         assert message.startswith(f"{files[0]}, {files[1]}: the mean of 2m_temperature is 7, but")
 
+    @pytest.mark.slow
     def test_loader(self, tmp_path: Path) -> None:
         """A store that is damaged after its statistics were computed."""
         config = config_of_changed_store(tmp_path, lambda data: None)

@@ -215,6 +215,7 @@ def test_without_a_fill_nan_is_refused_by_its_key(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @each("name", ["sea_surface_temperature", "lake_depth"])
 def test_infinite_values_are_refused_whatever_the_fill(tmp_path, name):
     data = masked_dataset()

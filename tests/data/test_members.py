@@ -369,6 +369,7 @@ def test_a_store_of_one_member_is_not_of_all(tmp_path):
         np.testing.assert_array_equal(forcing[0, 1], DATA["solar"][1, 0])
 
 
+@pytest.mark.slow
 def test_a_store_of_one_member_is_one_without(tmp_path):
     number = 5
     one = DATA.isel(number=[1]).assign_coords(number=[number])

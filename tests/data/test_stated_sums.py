@@ -135,6 +135,7 @@ def test_times_may_be_the_start_of_their_cells(tmp_path):
     check(opened(tmp_path, with_bounds(rain(1, 1), 1, starts=True)))
 
 
+@pytest.mark.slow
 @each("every, hours", [(1, "1 hour"), (3, "3 hours"), (6, "6 hours")])
 def test_without_a_word_the_time_since_the_one_before_is_assumed(tmp_path, caplog, every, hours):
     caplog.set_level(logging.INFO)

@@ -174,6 +174,7 @@ def test_points_without_values_have_no_weight(tmp_path):
     assert np.isclose(found.forcing_mean[1], moments(data["solar"].values[:8])[0], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_transform_comes_before_the_moments(tmp_path):
     data = stores.dataset()
     rain = np.abs(np.random.default_rng(0).normal(size=(12, 12, 8))).astype("f4") * 1e-3

@@ -327,6 +327,7 @@ def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
         check_statistics_files(Store.open(stores.config(path, statistics=files, levels=[850])))
 
 
+@pytest.mark.slow
 @each("name", ["temperature", "solar", "land_sea_mask"])
 def test_files_of_others_do_not_know_transforms(path, tmp_path, name):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
@@ -351,6 +352,7 @@ def test_digests_do_not_depend_on_the_path(path, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_file_is_of_the_points_inside_a_rim(tmp_path):
     """A file from before rims has no `boundary`, and is of all points."""
     path = tmp_path / "box.zarr"

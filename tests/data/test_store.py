@@ -107,6 +107,7 @@ def test_of_a_shard_only_the_needed_inner_chunks_are_read(tmp_path):
     assert store.chunk_reads == 1
 
 
+@pytest.mark.slow
 @each("chunk, block_bytes", [(1, 1), (3, 1), (3, 1000), (12, 10**6)])
 def test_blocks_cover_the_span_once_and_in_order(tmp_path, monkeypatch, chunk, block_bytes):
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)

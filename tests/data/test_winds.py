@@ -168,7 +168,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", every(2, FORMS))
+@pytest.mark.parametrize("form", every(3, FORMS))
 def test_a_store_says_how_its_winds_lie(form, tmp_path, monkeypatch):
     write, standard_names, said = FORMS[form]
     path = write(tmp_path)

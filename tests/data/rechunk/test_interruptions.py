@@ -118,6 +118,7 @@ def test_stopped_and_started_again_equals_undisturbed(
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Object at .lock is not recognized")  # zarr's, of a listing
 def test_a_lock_file_that_a_kill_left_in_a_complete_store_disturbs_nobody(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_layout_of_the_prepared_form(small: Path, tmp_path: Path, codec: str) ->
     assert opened["time"].values.tolist() == stores.times(7).tolist()
 
 
+@pytest.mark.slow
 def test_rows_are_padded_to_whole_chunks(small: Path, tmp_path: Path) -> None:
     out = prepared(small, tmp_path / "out.zarr", domains=(2,))
     fields = zarr.open_group(out, mode="r")["fields"]
@@ -118,7 +119,7 @@ def test_channels_are_in_order_and_forcings_that_are_computed_are_left_out(
     assert source.variables["temperature"].levels == (850, 500)
 
 
-FAST, SLOW = ["weatherbench2 64x32", "climate data store"], ["packed zarr"]
+FAST, SLOW = ["weatherbench2 64x32"], ["climate data store", "packed zarr"]
 OTHERS = [name for name in layouts.LAYOUTS if name not in (*FAST, *SLOW)]
 
 

@@ -30,6 +30,7 @@ def rows_of(cells):
     return CellRows(cells.latitudes, cells.longitudes, "a.zarr")
 
 
+@pytest.mark.slow
 @each("name", GRIDS)
 def test_sizes_of_known_grids(name):
     make, (count, height, width) = GRIDS[name]
@@ -65,6 +66,7 @@ def test_rows_are_interpolated_as_by_numpy(name, rising, stored_as):
         assert part.stop - part.start == sum(cells.lengths[band])
 
 
+@pytest.mark.slow
 @each("name", GRIDS)
 def test_constants_and_whole_rows_stay_bit_for_bit(name):
     cells = made(name)

@@ -62,6 +62,7 @@ def test_a_version_is_read_as_it_was_committed(tmp_path):
         assert len(open_single_source(f"{tmp_path}/era5{version}").times) == count
 
 
+@pytest.mark.slow
 def test_what_a_branch_has_moved_on_from_is_not_taken_for_the_same(tmp_path):
     repository = virtual_stores.repository(tmp_path / "era5")
     repository.create_tag("v1", commit(repository, DATA))

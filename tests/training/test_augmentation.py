@@ -18,15 +18,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.augmentation import _check_signs, build_augmentation, changes_sign
 from tests.physics import atmospheres as air
 from tests.ranks import on_threads
-from tests.training.meshes import (
-    ONE,
-    Mesh,
-    assert_same_trajectory,
-    run_on_mesh,
-    train_from_checkpoint,
-    train_from_start,
-)
-from tests.training.runs import alone, tiny_unet
+from tests.training.runs import alone, built, tiny_unet, train_on
 
 FORCING = ["day_of_year_sin", "hour_of_day_sin", "insolation"]
 STATIC = ["geopotential_at_surface", "latitude_sin", "latitude_cos"]
@@ -86,24 +78,24 @@ def parts(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: getattr(batch, name) for name in ("state", "forcing", "static", "target")}
 
 
-@pytest.mark.parametrize("north", [90, 30])
-def test_a_turned_sample_has_all_fields_some_columns_further(folder, data, north):
+def test_a_turned_sample_has_all_fields_some_columns_further(folder, data):
     """On the globe and in a band of latitudes."""
-    data = on_grid(data, Grid(data.store.latitude * north / 90, data.store.longitude))
-    before, after = augmented(alone(), config_of(folder, {"shift_longitude": True}), data)
-    found = set()
-    for sample in range(len(SAMPLES)):
-        shifts = [
-            shift
-            for shift in range(air.COLUMNS)
-            if all(
-                torch.equal(field[sample].roll(shift, -1), getattr(after, name)[sample])
-                for name, field in parts(before).items()
-            )
-        ]
-        assert len(shifts) == 1
-        found.update(shifts)
-    assert len(found) > 2
+    for north in (90, 30):
+        there = on_grid(data, Grid(data.store.latitude * north / 90, data.store.longitude))
+        before, after = augmented(alone(), config_of(folder, {"shift_longitude": True}), there)
+        found = set()
+        for sample in range(len(SAMPLES)):
+            shifts = [
+                shift
+                for shift in range(air.COLUMNS)
+                if all(
+                    torch.equal(field[sample].roll(shift, -1), getattr(after, name)[sample])
+                    for name, field in parts(before).items()
+                )
+            ]
+            assert len(shifts) == 1, north
+            found.update(shifts)
+        assert len(found) > 2, north
 
 
 def in_units(data: TrainingData, part: str, fields: torch.Tensor) -> np.ndarray:
@@ -133,27 +125,21 @@ def test_a_mirrored_sample_is_the_other_hemisphere(folder, data):
         assert any(name in odd for name in of_part)
 
 
-@pytest.mark.parametrize(
-    ("names", "odd"),
-    [
-        (
-            "v v_500 v10 10m_v_component_of_neutral_wind v10n V10N v_component_stokes_drift "
-            "relative_vorticity absolute_vorticity pv meridional_wind nsss viwvn latitude "
-            "northward_turbulent_surface_stress sin_latitude streamfunction coriolis_parameter "
-            "sin_julian_day cos_julian_day solar_declination vas va VGRD10m V500 VAR_10V",
-            True,
-        ),
-        (
-            "u10 t divergence cos_latitude longitude vertical_velocity wind_speed viwve "
-            "sin_local_time insolation tsi uas vapour_pressure lsm U500",
-            False,
-        ),
-    ],
-)
-def test_the_sign_of_variables_by_their_names(names, odd):
-    for name in names.split():
-        assert changes_sign(name, VariableConfig()) == odd, name
-        assert changes_sign(name, VariableConfig(sign_changes=not odd)) != odd
+SIGNS = {
+    True: "v v_500 v10 10m_v_component_of_neutral_wind v10n V10N v_component_stokes_drift "
+    "relative_vorticity absolute_vorticity pv meridional_wind nsss viwvn latitude "
+    "northward_turbulent_surface_stress sin_latitude streamfunction coriolis_parameter "
+    "sin_julian_day cos_julian_day solar_declination vas va VGRD10m V500 VAR_10V",
+    False: "u10 t divergence cos_latitude longitude vertical_velocity wind_speed viwve "
+    "sin_local_time insolation tsi uas vapour_pressure lsm U500",
+}
+
+
+def test_the_sign_of_variables_by_their_names():
+    for odd, names in SIGNS.items():
+        for name in names.split():
+            assert changes_sign(name, VariableConfig()) == odd, name
+            assert changes_sign(name, VariableConfig(sign_changes=not odd)) != odd, name
 
 
 def test_directions_can_not_be_mirrored(folder, data):
@@ -204,11 +190,10 @@ def test_noise_has_the_asked_size_and_changes_inputs_only(folder, data):
 ALL = {"shift_longitude": True, "mirror": 0.5, "input_noise": 0.1}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bands_are_those_of_the_globe(folder, data, ranks):
+def test_bands_are_those_of_the_globe(folder, data):
     config = config_of(folder, ALL)
     _, wanted = augmented(alone(), config, data)
-    found = [after for _, after in on_threads(ranks, augmented, config, data)]
+    found = [after for _, after in on_threads(3, augmented, config, data)]
     for name, whole in parts(wanted).items():
         assert torch.equal(torch.cat([getattr(part, name) for part in found], dim=2), whole)
 
@@ -229,25 +214,12 @@ def test_points_without_values_get_no_noise(folder):
     assert points.sum() == len(SAMPLES) * FRAMES
 
 
-MESHES = [Mesh(1, 1, 3), Mesh(1, 2, 2), Mesh(1, 2, 2, "fsdp2"), Mesh(2, 1, 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_training_is_the_same_on_every_mesh(folder, mesh):
-    config = config_of(folder, {**ALL, "steps": 3})
-    wanted = run_on_mesh(ONE, train_from_start, config, None)
-    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
-    plain = run_on_mesh(ONE, train_from_start, config_of(folder, {"steps": 3}), None)
-    assert plain[0] != wanted[0]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_draws_the_same(folder, tmp_path):
-    config = config_of(folder, {**ALL, "steps": 4})
-    wanted = run_on_mesh(ONE, train_from_start, config, tmp_path / "half")
-    found = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path / "half")
-    assert found[0] == wanted[0][2:]
+def test_training_augments_its_samples(folder):
+    losses = []
+    for augment in ({}, *({key: value} for key, value in ALL.items())):
+        training = built(config_of(folder, {**augment, "steps": 1}), alone())
+        losses.append(train_on(training)[0])
+    assert len(set(losses)) == 4
 
 
 def test_what_can_not_be_turned_is_refused(folder, data):

@@ -61,9 +61,8 @@ def by_hand(
     return loss, state
 
 
-@pytest.mark.parametrize("members", [1, 3])
-def test_a_rollout_goes_on_from_the_given_rim(members):
-    model = network()
+def test_a_rollout_goes_on_from_the_given_rim():
+    model, members = network(), 3
     truth, forcing = normal(0, 4, 2, STATES, ROWS, COLUMNS), normal(1, 4, 2, 1, ROWS, COLUMNS)
     static = normal(2, 2, 1, ROWS, COLUMNS)
     loss, wanted = by_hand(model, truth, forcing, static)
@@ -160,27 +159,28 @@ def test_scores_leave_out_the_rim(config):
         assert np.isnan(found).sum() == found.size - found[INTERIOR].size
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_bands_that_are_all_rim_change_nothing(config, ranks):
+def assert_same_scores(config: Config) -> None:
+    """Compare the scores, maps and errors of three bands with those of one process."""
     wanted, field, last = scored(alone(), config)
-    for scores, other, diagnostics in on_processes(ranks, scored, config):
+    for scores, other, diagnostics in on_processes(3, scored, config):
         for name, values in wanted.scores.items():
             assert scores.scores[name] == pytest.approx(values, rel=1e-10)
         assert other.forecast == pytest.approx(field.forecast, rel=1e-10, nan_ok=True)
         assert diagnostics.rmse == pytest.approx(last.rmse, rel=1e-10, nan_ok=True)
 
 
+def test_bands_that_are_all_rim_change_nothing(config):
+    assert_same_scores(config)
+
+
 def test_the_rim_of_a_band_of_latitudes_is_rows(tmp_path):
     config = run_on(tmp_path, 360 / BOX_COLUMNS)
-    wanted, field, last = scored(alone(), config)
+    _, field, last = scored(alone(), config)
     for found in (field.forecast, last.rmse, last.bias):
         assert np.isfinite(found[RIM:-RIM]).all()
         assert np.isnan(found[:RIM]).all()
         assert np.isnan(found[-RIM:]).all()
-    for scores, other, _ in on_processes(3, scored, config):
-        for name, values in wanted.scores.items():
-            assert scores.scores[name] == pytest.approx(values, rel=1e-10)
-        assert other.forecast == pytest.approx(field.forecast, rel=1e-10, nan_ok=True)
+    assert_same_scores(config)
 
 
 def test_a_run_resumes_with_its_own_rim(config):

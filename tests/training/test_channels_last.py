@@ -8,7 +8,9 @@ from torch import nn
 
 from credit_dp.config import LionConfig, MuonConfig, SoapConfig
 from credit_dp.errors import UserError
+from tests.tier_cases import every
 from tests.training.meshes import (
+    HALF_WAY,
     MODELS,
     ONE,
     STEPS,
@@ -21,22 +23,17 @@ from tests.training.meshes import (
 )
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
-MESHES = {
-    "one": ONE,
-    "domain": Mesh(1, 1, 2),
-    "data": Mesh(1, 2, 1),
-    "pipeline": Mesh(2, 1, 1),
-}
 OPTIMIZERS = {
-    "lion": LionConfig(lr=1e-3),
     "muon": MuonConfig(lr=1e-2),
+    "lion": LionConfig(lr=1e-3),
     "soap": SoapConfig(lr=1e-2),
 }
+MODELS_BESIDES = ("crossformer", "pangu")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return make_store(tmp_path_factory.mktemp("store"), 33)
+    return make_store(tmp_path_factory.mktemp("store"), 17)
 
 
 def both(config):
@@ -48,52 +45,41 @@ def both(config):
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"),
-    [
-        ("unet", "one"),
-        ("unet", "domain"),
-        *(
-            pytest.param(model, mesh, marks=pytest.mark.slow)
-            for model in ("unet", "crossformer", "pangu")
-            for mesh in MESHES
-            if (model, mesh) not in {("unet", "one"), ("unet", "domain")}
-        ),
-    ],
+    "model", ["unet", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS_BESIDES)]
 )
-def test_a_run_is_the_same_and_its_checkpoints_serve_both(store, tmp_path, model, mesh):
+def test_a_run_is_the_same_and_its_checkpoints_serve_both(store, tmp_path, model):
+    """On one process; `test_features.py` compares it with ranks."""
     config = make_config(store, tmp_path / "run", MODELS[model], steps=STEPS)
     contiguous, channels_last = both(config)
     wanted = run_on_mesh(ONE, train_from_start, contiguous, tmp_path / "contiguous")
-    found = run_on_mesh(MESHES[mesh], train_from_start, channels_last, tmp_path / "channels_last")
+    found = run_on_mesh(ONE, train_from_start, channels_last, tmp_path / "channels_last")
     assert_same_trajectory(found, wanted)
-    half = wanted[0][-len(wanted[0]) // 2 :]
+    half = wanted[0][HALF_WAY:]
     for folder, other in (("contiguous", channels_last), ("channels_last", contiguous)):
-        numbers, weights = run_on_mesh(
-            MESHES[mesh], train_from_checkpoint, other, tmp_path / folder
-        )
+        numbers, weights = run_on_mesh(ONE, train_from_checkpoint, other, tmp_path / folder)
         assert_same_trajectory((numbers, weights), (half, wanted[1]))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", every(3, OPTIMIZERS, pytest.mark.exhaustive))
 def test_optimizers_update_channels_last_weights_alike(store, tmp_path, name):
     config = replace(
-        make_config(store, tmp_path, tiny_unet(upsample="transpose"), steps=STEPS),
+        make_config(store, tmp_path, tiny_unet(upsample="transpose"), steps=3),
         optimizer=replace(OPTIMIZERS[name], ema=0.9),
     )
     wanted, found = (run_on_mesh(ONE, train_from_start, c, None) for c in both(config))
     assert_same_trajectory(found, wanted)
 
 
-@pytest.mark.parametrize("value", [False, True])
-def test_the_key_sets_the_format_of_convolutions(store, tmp_path, value):
-    config = make_config(store, tmp_path, tiny_unet(upsample="transpose"), channels_last=value)
-    trainer = built(config, alone()).trainer
-    kinds = nn.Conv2d, nn.ConvTranspose2d
-    modules = [module for part in trainer.state.parts for module in part.modules()]
-    for kind in kinds:
-        weights = [m.weight for m in modules if isinstance(m, kind)]
-        assert any(not w.is_contiguous() for w in weights) is value
-        assert not value or all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+def test_the_key_sets_the_format_of_convolutions(store, tmp_path):
+    for value in (False, True):
+        model = tiny_unet(upsample="transpose")
+        trainer = built(make_config(store, tmp_path, model, channels_last=value), alone()).trainer
+        modules = [module for part in trainer.state.parts for module in part.modules()]
+        for kind in (nn.Conv2d, nn.ConvTranspose2d):
+            weights = [m.weight for m in modules if isinstance(m, kind)]
+            assert any(not w.is_contiguous() for w in weights) is value, kind
+            last = all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+            assert last or not value, kind
 
 
 def test_fsdp2_is_refused(store, tmp_path):

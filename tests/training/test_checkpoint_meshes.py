@@ -27,6 +27,7 @@ from credit_dp.training.checkpoint import (
 from credit_dp.training.checkpoint_shards import Shape, TensorPart
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.runs import alone
 from tests.training.states import COLUMNS, FIELDS, ROWS, full_tensors, state_on
 
@@ -65,7 +66,7 @@ def start(model: str, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("model", "first", "second"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
+    tiers(FAST, LONG[:1], LONG[1:]),
 )
 def test_a_checkpoint_goes_round_all_meshes(tmp_path, model, first, second):
     wanted = start(model, tmp_path / "0")
@@ -128,7 +129,7 @@ def count_what_a_save_takes(
     return sum(tensor.nbytes for tensor in full_tensors(state).values()), found
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_only_writers_copy_and_only_the_first_rank_lists(tmp_path, shared):
     ranks = on_processes(2, count_what_a_save_takes, tmp_path, shared, domain=1 if shared else 2)
     total = ranks[0][0]
@@ -190,7 +191,7 @@ def test_another_model_is_refused_by_all_stages_alike(tmp_path):
     assert "which the model has. Change the model" in line
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damaged_shard_is_refused_by_all_ranks_alike(tmp_path):
     start("unet", tmp_path)
     (shard,) = tmp_path.glob("*/*.safetensors")
@@ -211,7 +212,7 @@ def save_steps(manager: DomainParallelManager, folder: Path, shared: bool) -> No
 
 @pytest.mark.parametrize(
     ("domain", "pipeline", "shared"),
-    [(1, 1, True), pytest.param(1, 2, False, marks=pytest.mark.slow)],
+    [(1, 1, True), pytest.param(1, 2, False, marks=pytest.mark.exhaustive)],
 )
 def test_the_shard_of_one_rank_from_another_step_is_refused(tmp_path, domain, pipeline, shared):
     on_processes(2, save_steps, tmp_path, shared, domain=domain, pipeline=pipeline)
@@ -264,7 +265,7 @@ def test_a_rank_that_cannot_write_ends_all_with_the_previous_checkpoint(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
-def own_disk(manager: DomainParallelManager, folder: Path, resume: str) -> list[str]:
+def own_disk(manager: DomainParallelManager, folder: Path) -> list[str]:
     """Save, and look for a checkpoint, where each rank has a disk of its own."""
     own = folder / str(manager.rank)
     own.mkdir()
@@ -277,16 +278,16 @@ def own_disk(manager: DomainParallelManager, folder: Path, resume: str) -> list[
         with pytest.raises(UserError) as error:
             save_checkpoint(Path("here"), state_on(manager, "unet", 1, False), "")
         lines.append(str(error.value))
-        with pytest.raises(UserError) as error:
-            find_checkpoint(resume, Path())
-        lines.append(str(error.value))
+        for resume in ("auto", "step-00000003"):
+            with pytest.raises(UserError) as error:
+                find_checkpoint(resume, Path())
+            lines.append(str(error.value))
     return lines
 
 
-@pytest.mark.parametrize("resume", ["auto", "step-00000003"])
-def test_ranks_that_do_not_share_a_disk_are_all_told(tmp_path, resume):
-    found = on_processes(2, own_disk, tmp_path, resume)
-    assert found[0] == found[1]
-    assert "has to be on a disk that all machines share, but rank 1" in found[0][0]
-    assert "resume: " in found[0][1]
+def test_ranks_that_do_not_share_a_disk_are_all_told(tmp_path):
+    first, second = on_processes(2, own_disk, tmp_path)
+    assert first == second
+    assert "has to be on a disk that all machines share, but rank 1" in first[0]
+    assert all(line.startswith("resume: ") for line in first[1:])
     assert not list(tmp_path.glob("*/here/step*"))

@@ -120,7 +120,7 @@ LEAST = Counter(all_reduce=1)
 LOGGED = LEAST + Counter([GATHER])  # times and bytes of all ranks
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(WORLD - 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, pytest.param(WORLD - 1, marks=pytest.mark.exhaustive)])
 def test_a_step_of_many_ranks_has_one_message_of_all(config, rank):
     with one_of_many(rank) as manager:
         assert counts_of_steps(manager, config) == [LOGGED, LEAST, LOGGED]

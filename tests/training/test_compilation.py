@@ -1,5 +1,6 @@
 """Compiled models train like uncompiled ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from credit_dp.config import AdamWConfig, Config, DiffusionConfig, StandardLossConfig
@@ -17,6 +16,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.physics.atmospheres import atmosphere_config
 from tests.ranks import close_pools, on_processes
+from tests.tier_cases import tiers
 from tests.training.meshes import (
     HALF_WAY,
     ONE,
@@ -51,7 +51,7 @@ def config(tmp_path_factory) -> Config:
 
 
 def compiled(manager: DomainParallelManager, config: Config) -> Trajectory:
-    training = built(config, manager)
+    training = built(replace(config, compile=True), manager)
     model = training.trainer.state.parts[0]
     blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     if isinstance(model, FSDPModule):
@@ -74,14 +74,6 @@ def new_ranks():
     close_pools()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("new_ranks")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 1, 2, "fsdp2")], ids=str)
-def test_a_compiled_model_trains_the_same(config, mesh):
-    assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
-
-
 def uncompiled_by_torch_2_11(manager: DomainParallelManager, config: Config) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "__version__", type(torch.__version__)("2.11.0"))
@@ -89,6 +81,7 @@ def uncompiled_by_torch_2_11(manager: DomainParallelManager, config: Config) -> 
     assert training.trainer.state.parts[0]._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_a_sharded_model_runs_uncompiled_on_torch_2_11(config):
     on_mesh = replace(config, parallel=replace(config.parallel, domain=2))
     on_processes(2, uncompiled_by_torch_2_11, on_mesh)
@@ -103,7 +96,7 @@ def in_whole_graphs(manager: DomainParallelManager, config: Config) -> None:
         record_trajectory(built(config, manager))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("new_ranks")
 @pytest.mark.parametrize("model", ["unet", "crossformer", "pangu", "swin"])
 def test_blocks_of_shards_are_whole_graphs(config, tmp_path, model):
@@ -132,18 +125,12 @@ def compiled_and_recomputed(manager: DomainParallelManager, config: Config) -> T
     return trajectory
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("new_ranks")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
-def test_compiled_steps_that_are_computed_again_train_the_same(config):
-    found = run_on_mesh(Mesh(1, 1, 2), compiled_and_recomputed, config)
-    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
-
-
 def compiled_with_aot_eager(
     manager: DomainParallelManager, config: Config, backend: str = "aot_eager"
 ) -> Trajectory:
     """Train with the compiler's graphs, but without its code for the CPU, which takes minutes."""
+    from torch._dynamo.utils import counters  # takes seconds
+
     torch._dynamo.reset()
     counters.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -153,6 +140,8 @@ def compiled_with_aot_eager(
 
 def compiled_to_whole_graphs(manager: DomainParallelManager, config: Config) -> Trajectory:
     """Train, and check that no graph is cut."""
+    from torch._dynamo.utils import counters
+
     trajectory = compiled_with_aot_eager(manager, config)
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] > 0
@@ -167,37 +156,13 @@ def compiled_in_all_versions(manager: DomainParallelManager, config: Config) -> 
         return compiled_with_aot_eager(manager, config, "eager")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("new_ranks")
-def test_each_block_of_a_cut_graph_is_compiled(config):
-    """Blocks share code, but not what is compiled: their layers have plans of their own."""
-    config = replace(config, model=InterpolatingConfig(), compile=False)
-    found = run_on_mesh(Mesh(1, 1, 2), compiled_in_all_versions, config)
-    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+def compiled_in_parts(manager: DomainParallelManager, config: Config) -> Trajectory:
+    """Train with graphs that are cut where DDP sends gradients.
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("new_ranks")
-@pytest.mark.parametrize("mesh", [Mesh(1, 1, 2, "fsdp2"), Mesh(1, 2, 1, "fsdp2")], ids=str)
-def test_compiled_blocks_of_several_sizes_are_computed_again(config, mesh):
-    """Blocks of all levels share code: each finds again what was compiled for its own size."""
-    trainer = replace(config.trainer, rollout={0: 2}, checkpoint_activations="step")
-    config = replace(config, model=tiny_unet(), trainer=trainer)
-    found = run_on_mesh(mesh, compiled_with_aot_eager, config)
-    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("new_ranks")
-def test_graphs_are_cut_where_ddp_sends_gradients(config):
-    """The first bucket of DDP has 1 MB. Exchanges keep their order over the parts of the graph."""
-    model = replace(tiny_unet(), channels=[96])
-    config = replace(config, model=model, compile=False)
-    # Which, like torch's default, does not pass the order on as tensors: "aot_eager" does, and
-    # torch 2.13 takes these for outputs of the parts.
-    backend = "aot_eager_decomp_partition"
-    found = run_on_mesh(Mesh(1, 1, 2), compiled_with_aot_eager, config, backend)
-    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+    The backend, like torch's default, does not pass the order on as tensors: "aot_eager" does, and
+    torch 2.13 takes these for outputs of the parts.
+    """
+    return compiled_with_aot_eager(manager, config, "aot_eager_decomp_partition")
 
 
 def resumed_uncompiled_and_back(
@@ -230,53 +195,83 @@ ENSEMBLE = {
     "model": replace(tiny_unet(noise=4), channels=[8]),
     "loss": StandardLossConfig(name="crps", level_weight=True),
 }
-COMPILED: dict[str, tuple[Mesh, dict[str, Any], dict[str, Any]]] = {
-    "rollouts": (Mesh(1, 2, 2, "fsdp2"), {"rollout": {0: 1, 1: 2}, "accumulate": 2}, {}),
+Run = Callable[[DomainParallelManager, Config], Trajectory]
+IN_STEPS = {"rollout": {0: 2}, "checkpoint_activations": "step"}
+# How to train, the mesh, and keys of the trainer and of the config.
+COMPILED: dict[str, tuple[Run, Mesh, dict[str, Any], dict[str, Any]]] = {
+    "whole model": (compiled, Mesh(1, 1, 2), {}, {}),
+    "rollouts": (
+        compiled_to_whole_graphs,
+        Mesh(1, 2, 2, "fsdp2"),
+        {"rollout": {0: 1, 1: 2}, "accumulate": 2},
+        {},
+    ),
+    "blocks": (compiled, Mesh(1, 1, 2, "fsdp2"), {}, {}),
+    "computed again": (compiled_and_recomputed, Mesh(1, 1, 2), {}, {}),
+    # Blocks share code, but not what is compiled: their layers have plans of their own.
+    "cut graphs": (compiled_in_all_versions, Mesh(1, 1, 2), {}, {"model": InterpolatingConfig()}),
+    # Each block finds again what was compiled for its own size.
+    "sizes on bands": (
+        compiled_with_aot_eager, Mesh(1, 1, 2, "fsdp2"), IN_STEPS, {"model": tiny_unet()}
+    ),
+    "sizes": (compiled_with_aot_eager, Mesh(1, 2, 1, "fsdp2"), IN_STEPS, {"model": tiny_unet()}),
+    # The first bucket of DDP has 1 MB. Exchanges keep their order over the parts of the graph.
+    "parts": (
+        compiled_in_parts, Mesh(1, 1, 2), {}, {"model": replace(tiny_unet(), channels=[96])}
+    ),
     "diffusion": (
+        compiled_to_whole_graphs,
         Mesh(1, 1, 2),
         {},
         {"model": DiffusionConfig(channels=[8], groups=4, noise=4)},
     ),
     "ensemble": (
+        compiled_to_whole_graphs,
         Mesh(1, 1, 2, "fsdp2", ensemble=2),
         {"members": 2, "checkpoint_activations": "step"},
         ENSEMBLE,
     ),
     "ensemble of crossformers": (
+        compiled_to_whole_graphs,
         Mesh(1, 1, 2),
         {"members": 2},
         {**ENSEMBLE, "model": tiny_crossformer(noise=4)},
     ),
     "stochastic depth": (
+        compiled_to_whole_graphs,
         Mesh(1, 1, 2, "fsdp2"),
         {"accumulate": 2},
         {"model": tiny_pangu(patch=[2, 3, 4], stochastic_depth=0.4)},
     ),
     "tall kernels": (
+        compiled_to_whole_graphs,
         Mesh(1, 1, 3),
         {},
         {"model": tiny_unet(block="global_depthwise", kernel=[25, 3])},
     ),
     "average": (
+        compiled_to_whole_graphs,
         Mesh(1, 2, 1, "fsdp2"),
         {"freeze": ["stem.*"]},
         {"optimizer": AdamWConfig(lr=1e-2, warmup_steps=1, ema=0.9)},
     ),
-}
+}  # fmt: skip
+SLOW = ("whole model", "rollouts")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("new_ranks")
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_models_train_the_same_with_other_keys(config, name):
-    mesh, trainer, changes = COMPILED[name]
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
+@pytest.mark.parametrize(
+    "name", tiers([], [(x,) for x in SLOW], [(x,) for x in COMPILED if x not in SLOW])
+)
+def test_a_compiled_model_trains_the_same(config, name):
+    train, mesh, trainer, changes = COMPILED[name]
     changes = {**changes, "trainer": replace(config.trainer, **trainer), "compile": False}
     config = replace(config, **changes)
-    found = run_on_mesh(mesh, compiled_to_whole_graphs, config)
-    assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
+    assert_same_trajectory(run_on_mesh(mesh, train, config), run_on_mesh(ONE, plain, config))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("new_ranks")
 def test_compiled_models_with_fixers_train_the_same(tmp_path):
     fixers = ["nonnegative", "dry_air", "water", "energy"]
@@ -285,7 +280,7 @@ def test_compiled_models_with_fixers_train_the_same(tmp_path):
     assert_same_trajectory(found, run_on_mesh(ONE, plain, config))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("new_ranks")
 def test_compiled_blocks_round_gradients_as_uncompiled_ones(config, tmp_path):
     """Backward runs without autocast. In it, weights would differ by 1e-3 after two steps."""
@@ -304,7 +299,7 @@ def _is_compiled(manager: DomainParallelManager, config: Config) -> bool:
     return built(config, manager).trainer.state.parts[0]._compiled_call_impl is not None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sharded_model_that_recomputes_blocks_runs_uncompiled(config):
     recomputing = replace(config, model=replace(config.model, activation_checkpointing=True))
     mesh = on_mesh(recomputing, Mesh(1, 1, 2))

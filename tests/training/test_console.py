@@ -32,16 +32,13 @@ def test_a_terminal_gets_a_bar_with_counts_and_note():
     assert "loss 0.1" in text.getvalue()
 
 
-def test_parts_are_announced_when_they_begin():
+def test_parts_are_announced_when_they_begin_and_are_bars_on_a_terminal():
     screen, text = shown(terminal=False)
     with screen.report() as report:
         for part in ("climate", "statistics"):
             for done in range(101):
                 report(part, done / 100)
     assert text.getvalue().splitlines() == ["climate 0 %", "statistics 0 %"]
-
-
-def test_parts_are_bars_on_a_terminal():
     screen, text = shown(terminal=True)
     with screen.report() as report:
         report("climate", 1.0)
@@ -55,16 +52,13 @@ def test_paths_are_neither_wrapped_nor_taken_for_markup():
     assert text.getvalue() == "checkpoint [/tmp/a very/long path/of a run]/checkpoint.pt\n"
 
 
-def test_other_ranks_are_silent(capsys):
+def test_other_ranks_tell_only_of_preparations_that_they_make(capsys):
     screen = Screen(None)
     screen.show("hello")
     with screen.bar("training", 10) as bar, screen.report():
         bar(10)
     assert capsys.readouterr().out == ""
-
-
-def test_any_rank_tells_of_preparations_that_it_makes(capsys):
-    with Screen(None).report() as report:
+    with screen.report() as report:
         report("climate", 0.5)
     assert capsys.readouterr().out == "climate 50 %\n"
 

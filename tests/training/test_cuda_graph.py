@@ -1,6 +1,7 @@
 """A replayed step equals the step itself; on CPUs a replay computes it again on the same memory."""
 
 import random
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.replicas import local_tensor
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import (
     TINY_MODELS,
@@ -31,7 +33,7 @@ from tests.training.runs import (
     tiny_unet,
 )
 
-ROWS, WARM_UP = 33, 3
+ROWS, WARM_UP, STEPS = 13, 2, 5
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +102,18 @@ def trained(manager, config, graph):
 
 
 CASES = {
-    "plain": ({}, {}),
-    "draws": ({"stochastic_depth": 0.4, "dropout": 0.2}, {}),
-    "members": ({"noise": 4}, {"members": 2}),
-    "micro-batches": ({"stochastic_depth": 0.4}, {"accumulate": 2}),
-    "rollouts": ({"stochastic_depth": 0.4}, {"rollout": {0: 1, 6: 2}, "steps": 14}),
-    "late check": ({}, {"check_finite": "late", "log_every": 4}),
+    "draws in micro-batches, a late check": (
+        {"stochastic_depth": 0.4, "dropout": 0.2},
+        {"accumulate": 2, "check_finite": "late", "log_every": 2},
+    ),
+    "members of rollouts": ({"noise": 4}, {"members": 2, "rollout": {0: 1, 4: 2}, "steps": 8}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_steps_equal_the_steps(store, tmp_path, name):
     model, trainer = CASES[name]
-    config = make_config(store, tmp_path)
+    config = make_config(store, tmp_path, steps=STEPS)
     loss = replace(config.loss, name="crps") if "noise" in model else config.loss
     config = replace(
         config, model=tiny_unet(**model), trainer=replace(config.trainer, **trainer), loss=loss
@@ -125,19 +126,18 @@ def test_replayed_steps_equal_the_steps(store, tmp_path, name):
     assert found[2] == (graphs, config.trainer.steps - graphs * WARM_UP)
 
 
-MESHES = [
-    Mesh(1, 1, 2),
-    Mesh(1, 2, 1, "fsdp2"),
-    *(pytest.param(Mesh(1, *two), marks=pytest.mark.slow) for two in ((2, 1), (2, 2), (1, 3))),
-    pytest.param(Mesh(1, 1, 2, "fsdp2"), marks=pytest.mark.slow),
-]
+MESHES = tiers(
+    [(Mesh(1, 1, 2),)],
+    [(Mesh(1, 2, 1, "fsdp2"),)],
+    [(Mesh(1, *two),) for two in ((2, 1), (2, 2), (1, 3), (1, 2, "fsdp2"))],
+)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_replayed_steps_of_ranks_equal_the_steps(store, tmp_path, mesh):
     """Their messages are counted, too."""
     model = replace(TINY_MODELS["crossformer"], activation_checkpointing=True)
-    config = on_mesh(make_config(store, tmp_path, model), mesh)
+    config = on_mesh(make_config(store, tmp_path, model, steps=STEPS), mesh)
     wanted, found = (
         on_processes(mesh.ranks, trained, config, graph, domain=mesh.domain)
         for graph in (False, True)
@@ -167,33 +167,26 @@ def test_the_origin_of_a_nan_is_found_without_the_graph(store, tmp_path):
 
 
 def test_what_cannot_be_captured_is_said(store, tmp_path):
-    def refuse(work):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    training = built(make_config(store, tmp_path), alone())
-    trainer = training.trainer
-    trainer.graph = StepGraph(trainer.forward_backward, [], [], refuse)
-    line = r"cuda_graph: this step can't be captured \(operation not .* capturing\). Set trainer"
-    with training.loader, pytest.raises(UserError, match=line):
-        list(step_records(training))
-
-
-def test_the_first_error_is_said_of_two(store, tmp_path):
     """If an operation ends a capture, torch raises another error, of the end of the capture."""
 
     def refuse(work):
         try:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    with pytest.raises(UserError, match="operation not permitted"):
+    line = r"cuda_graph: this step can't be captured \(operation not .* capturing\)\. Set trainer"
+    with pytest.raises(UserError, match=line):
         train_captured(store, tmp_path, refuse)
+    own = torch.zeros(2, 3)
+    for draws in ((own, None), (own, torch.ones(1, 3)), (None, own)):
+        with pytest.raises(RuntimeError, match="other draws"):
+            cuda_graph._copy_draws(*draws)
 
 
 def train_captured(store, tmp_path, capture, change=lambda training: None):
     """Train with a graph of this capture; a function changes the run before."""
-    training = built(make_config(store, tmp_path), alone())
+    training = built(make_config(store, tmp_path, steps=STEPS), alone())
     trainer = training.trainer
     parameters = trainer.state.trainable_parameters.values()
     trainer.graph = StepGraph(trainer.forward_backward, parameters, [], capture)
@@ -242,14 +235,42 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_step_that_changes_the_host_is_refused(store, tmp_path, change):
-    def hook(training):
-        model = training.trainer.state.parts[0]
-        model.register_forward_pre_hook(lambda module, inputs: change(module))
+def test_a_step_that_changes_the_host_is_refused(store, tmp_path):
+    training = built(make_config(store, tmp_path, steps=STEPS), alone())
+    trainer, loss = training.trainer, training.trainer.forward_backward.loss
+    model = trainer.state.parts[0]
+    parameters = trainer.state.trainable_parameters.values()
 
-    with pytest.raises(UserError, match=f"captured .{CHANGES[change]}"):
-        train_captured(store, tmp_path, lambda work: (list, work()), hook)
+    def line_of(batch):
+        trainer.graph = StepGraph(
+            trainer.forward_backward, parameters, [], lambda work: (list, work())
+        )
+        for _ in range(WARM_UP):
+            trainer.train_step(batch)
+        with pytest.raises(UserError) as error:
+            trainer.train_step(batch)
+        return str(error.value)
+
+    with training.loader:
+        trainer.start()
+        batch = next(training.loader)
+    for change, said in CHANGES.items():
+        hook = model.register_forward_pre_hook(lambda module, inputs, change=change: change(module))
+        assert re.search(f"captured .{said}", line_of(batch)), change
+        hook.remove()
+    loss.plugin_error = loss.pointwise = CountingError()
+    assert "(it changes loss.calls on the host" in line_of(batch)
+
+
+class CountingError:
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, forecast, truth):
+        self.calls += 1
+        return (forecast - truth).square() / self.calls
 
 
 def refusal(manager, config):
@@ -270,33 +291,13 @@ def refusal(manager, config):
 
 
 def test_all_ranks_refuse_what_one_refuses(store, tmp_path):
-    config = on_mesh(make_config(store, tmp_path), Mesh(1, 1, 2))
+    config = on_mesh(make_config(store, tmp_path, steps=STEPS), Mesh(1, 1, 2))
     for line in on_processes(2, refusal, config, domain=2):
         assert "it changes calls on the host" in line
 
 
-class CountingError:
-    """A loss that counts its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, forecast, truth):
-        self.calls += 1
-        return (forecast - truth).square() / self.calls
-
-
-def test_a_loss_that_counts_is_refused(store, tmp_path):
-    def change(training):
-        loss = training.trainer.forward_backward.loss
-        loss.plugin_error = loss.pointwise = CountingError()
-
-    with pytest.raises(UserError, match=r"it changes loss\.calls on the host"):
-        train_captured(store, tmp_path, lambda work: (list, work()), change)
-
-
 def test_weights_in_other_memory_are_captured_again(store, tmp_path):
-    training = built(make_config(store, tmp_path), alone())
+    training = built(make_config(store, tmp_path, steps=2 * STEPS), alone())
     trainer, capture = training.trainer, ComputedAgain(training)
     parameters = trainer.state.trainable_parameters.values()
     trainer.graph = StepGraph(trainer.forward_backward, parameters, [], capture)
@@ -305,15 +306,6 @@ def test_weights_in_other_memory_are_captured_again(store, tmp_path):
             if record.step == WARM_UP + 1:
                 replace_weights(trainer.state.parts[0])
     assert (capture.captures, capture.replays) == (2, trainer.config.steps - 2 * WARM_UP)
-
-
-def test_other_draws_than_the_captured_ones_are_an_error():
-    own = torch.zeros(2, 3)
-    for new in (None, torch.ones(1, 3)):
-        with pytest.raises(RuntimeError, match="other draws"):
-            cuda_graph._copy_draws(own, new)
-    with pytest.raises(RuntimeError, match="other draws"):
-        cuda_graph._copy_draws(None, own)
 
 
 def test_a_run_frees_its_graph_before_it_scores(store, tmp_path, monkeypatch):
@@ -335,7 +327,7 @@ def test_a_run_frees_its_graph_before_it_scores(store, tmp_path, monkeypatch):
     monkeypatch.setattr(training_run, "build_training", build)
     monkeypatch.setattr(training_run._Run, "score", score)
     with pytest.raises(UserError, match="scored"):
-        training_run.run(make_config(store, tmp_path), RankInfo(0, 1))
+        training_run.run(make_config(store, tmp_path, steps=STEPS), RankInfo(0, 1))
     assert graphs[0].capture.replays
     assert steps == [None]
 
@@ -366,25 +358,19 @@ def test_the_own_stream_waits_for_the_default_one(monkeypatch):
     assert current == [own]
 
 
-def test_it_needs_a_gpu(store, tmp_path):
+def test_what_it_can_not_serve_is_refused(store, tmp_path):
     config = make_config(store, tmp_path, cuda_graph=True)
     with pytest.raises(UserError, match=r"trainer\.cuda_graph: needs a GPU, got device=cpu"):
         built(config, alone())
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "line"),
-    [
+    config = on_mesh(make_config(store, tmp_path, dtype="float32"), Mesh(1, 2, 1, "fsdp2"))
+    for key, value, line in (
         ("cpu_offload", True, "cpu_offload=false, got true"),
         ("param_dtype", "bfloat16", "param_dtype=null, got bfloat16"),
         ("reduce_dtype", "bfloat16", "reduce_dtype=null, got bfloat16"),
-    ],
-)
-def test_options_of_fsdp2_are_refused(store, tmp_path, key, value, line):
-    config = on_mesh(make_config(store, tmp_path, dtype="float32"), Mesh(1, 2, 1, "fsdp2"))
-    parallel = replace(config.parallel, **{key: value})
-    with pytest.raises(UserError, match=rf"cuda_graph: needs parallel\.{line}"):
-        replace(config, parallel=parallel, trainer=replace(config.trainer, cuda_graph=True))
+    ):
+        parallel = replace(config.parallel, **{key: value})
+        with pytest.raises(UserError, match=rf"cuda_graph: needs parallel\.{line}"):
+            replace(config, parallel=parallel, trainer=replace(config.trainer, cuda_graph=True))
 
 
 GPU_MODELS = {
@@ -415,12 +401,12 @@ def on_gpu(store, folder, graph=True, model=None, change=lambda training: None):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", GPU_MODELS)
-def test_a_cuda_graph_equals_the_steps(store, tmp_path, name):
-    _, wanted = on_gpu(store, tmp_path, False, GPU_MODELS[name])
-    training, found = on_gpu(store, tmp_path, True, GPU_MODELS[name])
-    assert training.trainer.graph._step is not None
-    assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted]
+def test_a_cuda_graph_equals_the_steps(store, tmp_path):
+    for name, model in GPU_MODELS.items():
+        _, wanted = on_gpu(store, tmp_path, False, model)
+        training, found = on_gpu(store, tmp_path, True, model)
+        assert training.trainer.graph._step is not None, name
+        assert found == [pytest.approx(pair, rel=1e-10) for pair in wanted], name
 
 
 @needs_gpu
@@ -443,15 +429,16 @@ def wait_for_gpu(model):
 
 
 @needs_gpu
-@pytest.mark.parametrize("change", [*CHANGES, wait_for_gpu], ids=lambda change: change.__name__)
-def test_a_cuda_graph_of_a_step_that_changes_the_host_is_refused(store, tmp_path, change):
-    def hook(training):
-        model = training.trainer.state.parts[0]
-        model.register_forward_pre_hook(lambda module, inputs: change(module))
+def test_a_cuda_graph_of_a_step_that_changes_the_host_is_refused(store, tmp_path):
+    for change in (*CHANGES, wait_for_gpu):
 
-    reason = CHANGES.get(change, "operation not permitted when stream is capturing")
-    with pytest.raises(UserError, match=rf"captured .*{reason}.*\. Set trainer"):
-        on_gpu(store, tmp_path, change=hook)
+        def hook(training, change=change):
+            model = training.trainer.state.parts[0]
+            model.register_forward_pre_hook(lambda module, inputs: change(module))
+
+        reason = CHANGES.get(change, "operation not permitted when stream is capturing")
+        with pytest.raises(UserError, match=rf"captured .*{reason}.*\. Set trainer"):
+            on_gpu(store, tmp_path, change=hook)
 
 
 @needs_gpu

@@ -13,7 +13,7 @@ from credit_dp.config import Config, DataConfig, DiffusionConfig, VariableConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
-from credit_dp.training.data_description import check_data, describe_data
+from credit_dp.training.data_description import DataDescription, check_data, describe_data
 from tests.checkpoints import save_checkpoint
 from tests.training.masked_stores import SEA, SOIL, sea_config
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
@@ -25,69 +25,66 @@ def config(tmp_path_factory):
     return make_config(make_store(folder, 12), folder / "run")
 
 
-def refusal(saved: Config, data: DataConfig, path: Path) -> str:
-    save_checkpoint(path, built(saved, alone()).trainer.state, "")
-    state = built(replace(saved, data=data), alone()).trainer.state
+@pytest.fixture(scope="module")
+def description(config):
+    return describe_data(prepare_training_data(config.data), config.model)
+
+
+def refusal(saved: DataDescription, config: Config) -> str:
+    """Return why a run can't resume from a checkpoint with a description."""
+    own = describe_data(prepare_training_data(config.data), config.model)
     with pytest.raises(UserError) as error:
-        load_checkpoint(path, state)
+        check_data(saved, own)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-@pytest.mark.slow
-def test_a_run_on_the_same_data_resumes(config, tmp_path):
+def test_a_checkpoint_is_loaded_on_the_same_data_only(config, tmp_path):
     save_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state, "")
     load_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state)
+    levels = replace(config.data, levels=[1000, 500, 850])  # shapes of weights are the same
+    state = built(replace(config, data=levels), alone()).trainer.state
+    said = r"^resume: .* data\.levels=\[500,850,1000\], the config has \[1000,500,850\]"
+    with pytest.raises(UserError, match=said):
+        load_checkpoint(tmp_path / "checkpoint", state)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        (
-            "prognostic",
-            ["2m_temperature", "geopotential", "temperature"],
-            "data.prognostic=[geopotential,2m_temperature,temperature], the config has "
-            "[2m_temperature,geopotential,temperature]",
-        ),
-        ("levels", [1000, 500, 850], "data.levels=[500,850,1000], the config has [1000,500,850]"),
-        ("forcing", ["solar", "day_of_year_sin"], "data.forcing=[day_of_year_sin,solar]"),
-        (
-            "static",
-            ["land_sea_mask", "geopotential_at_surface"],
-            "data.static=[geopotential_at_surface,land_sea_mask]",
-        ),
-        ("step", "12h", "data.step=6h, the config has 12h"),
-    ],
+DATA = (
+    (
+        {"prognostic": ["2m_temperature", "geopotential", "temperature"]},
+        "data.prognostic=[geopotential,2m_temperature,temperature], the config has "
+        "[2m_temperature,geopotential,temperature]",
+    ),
+    ({"levels": [1000, 500, 850]}, "data.levels=[500,850,1000], the config has [1000,500,850]"),
+    ({"forcing": ["solar", "day_of_year_sin"]}, "data.forcing=[day_of_year_sin,solar]"),
+    (
+        {"static": ["land_sea_mask", "geopotential_at_surface"]},
+        "data.static=[geopotential_at_surface,land_sea_mask]",
+    ),
+    ({"step": "12h"}, "data.step=6h, the config has 12h"),
 )
-def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, said):
-    message = refusal(config, replace(config.data, **{key: value}), tmp_path / "checkpoint")
-    assert message.startswith(f"resume: the checkpoint was trained with {said}")
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ({"frames": 2}, "model.frames=1, the config has 2. Set model.frames to"),
-        ({"residual": False}, "model.residual=true, the config has false. Set model.residual to"),
-        (
-            {"fixers": ["nonnegative"]},
-            "model.fixers=[], the config has [nonnegative]. Set model.fixers to",
-        ),
-        ({"bounds": {"temperature": [1.0, 9.0]}}, "model.bounds={}, the config has {temperature:"),
-        ({"channels": [8, 24]}, "model.channels=[8,16], the config has [8,24]. Set model.channels"),
-        # The same shapes of weights, but another model.
-        ({"groups": 2}, "model.groups=4, the config has 2. Set model.groups"),
-        ({"upsample": "nearest"}, "model.upsample=bilinear, the config has nearest. Set model."),
-    ],
+MODEL = (
+    ({"frames": 2}, "model.frames=1, the config has 2. Set model.frames to"),
+    ({"residual": False}, "model.residual=true, the config has false. Set model.residual to"),
+    (
+        {"fixers": ["nonnegative"]},
+        "model.fixers=[], the config has [nonnegative]. Set model.fixers to",
+    ),
+    ({"bounds": {"temperature": [1.0, 9.0]}}, "model.bounds={}, the config has {temperature:"),
+    ({"channels": [8, 24]}, "model.channels=[8,16], the config has [8,24]. Set model.channels"),
+    # The same shapes of weights, but another model.
+    ({"groups": 2}, "model.groups=4, the config has 2. Set model.groups"),
+    ({"upsample": "nearest"}, "model.upsample=bilinear, the config has nearest. Set model."),
 )
-def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
-    path = tmp_path / "checkpoint"
-    save_checkpoint(path, built(config, alone()).trainer.state, "")
-    state = built(replace(config, model=replace(tiny_unet(), **option)), alone()).trainer.state
-    with pytest.raises(UserError, match=r"^resume: ") as error:
-        load_checkpoint(path, state)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+
+
+def test_another_sample_or_model_is_refused_by_its_key(config, description):
+    for option, said in DATA:
+        line = refusal(description, replace(config, data=replace(config.data, **option)))
+        assert line.startswith(f"resume: the checkpoint was trained with {said}"), option
+    for option, said in MODEL:
+        line = refusal(description, replace(config, model=replace(tiny_unet(), **option)))
+        assert said in line, option
 
 
 def test_a_diffusion_model_resumes_with_its_own_scale(config):
@@ -99,11 +96,10 @@ def test_a_diffusion_model_resumes_with_its_own_scale(config):
         check_data(describe_data(data, config.model), own)
 
 
-@pytest.mark.slow
-def test_another_grid_is_refused(config, tmp_path):
+def test_another_grid_is_refused(config, description, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
-    message = refusal(config, data, tmp_path / "checkpoint")
-    assert "data.grid=12x16, the config has 14x16" in message
+    line = refusal(description, replace(config, data=data))
+    assert "data.grid=12x16, the config has 14x16" in line
 
 
 def moved(config: Config, path: Path, **coords: NDArray[np.float64]) -> DataConfig:
@@ -116,34 +112,30 @@ def moved(config: Config, path: Path, **coords: NDArray[np.float64]) -> DataConf
 LONGITUDES = np.arange(16) * 22.5  # of the store; half a cell is 11.25 degrees
 
 
-@pytest.mark.parametrize(
-    ("coords", "said"),
-    [
-        ({"longitude": LONGITUDES + 180}, "longitude 0 at index 0, but data.store has 180"),
-        ({"longitude": LONGITUDES + 11.25}, "longitude 0 at index 0, but data.store has 11.25"),
+def test_another_origin_of_the_grid_is_refused(config, description, tmp_path):
+    for name, values, said in (
+        ("longitude", LONGITUDES + 180, "longitude 0 at index 0, but data.store has 180"),
+        ("longitude", LONGITUDES + 11.25, "longitude 0 at index 0, but data.store has 11.25"),
         (
-            {"latitude": 90 - 7.5 - 15.0 * np.arange(12)},
+            "latitude",
+            90 - 7.5 - 15.0 * np.arange(12),
             "latitude 90 at index 0, but data.store has 82.5",
         ),
-    ],
-)
-def test_another_origin_of_the_grid_is_refused(config, tmp_path, coords, said):
-    data = moved(config, tmp_path / "moved.zarr", **coords)
-    assert refusal(config, data, tmp_path / "checkpoint") == (
-        f"resume: the checkpoint was trained with {said}. Set data.store to that of the "
-        "checkpoint, or start a new run."
-    )
+    ):
+        data = moved(config, tmp_path / f"{said[-5:]}.zarr", **{name: values})
+        assert refusal(description, replace(config, data=data)) == (
+            f"resume: the checkpoint was trained with {said}. Set data.store to that of the "
+            "checkpoint, or start a new run."
+        )
 
 
-def test_longitudes_from_minus_180_may_be_written_from_180(config, tmp_path):
-    own = describe_data(prepare_training_data(config.data), config.model)
+def test_longitudes_from_minus_180_may_be_written_from_180(config, description, tmp_path):
     data = moved(config, tmp_path / "turned.zarr", longitude=LONGITUDES - 360)
-    check_data(own, describe_data(prepare_training_data(data), config.model))
+    check_data(description, describe_data(prepare_training_data(data), config.model))
 
 
-def test_another_unit_and_other_model_levels_are_refused(config):
-    own = describe_data(prepare_training_data(config.data), config.model)
-    fields = own["fields"]
+def test_another_unit_and_other_model_levels_are_refused(description):
+    own, fields = description, description["fields"]
 
     def check(saved: dict[str, object], present: dict[str, object]) -> None:
         check_data({**own, "fields": {**fields, **saved}}, {**own, "fields": {**fields, **present}})
@@ -160,25 +152,18 @@ def test_another_unit_and_other_model_levels_are_refused(config):
             check({"hybrid": levels}, {"hybrid": {**levels, "b": b}})
 
 
-@pytest.mark.slow
-def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
+def test_other_fields_are_refused_by_their_statistics(config, description, tmp_path):
     # As many samples as before, so that nothing but the fields themselves tells the difference.
     dates = replace(config.data.dates, train=["2000-01-01T06", "2000-01-04T00"])
-    data = replace(config.data, dates=dates)
-    message = refusal(config, data, tmp_path / "checkpoint")
-    assert "data.store or data.dates.train differs" in message
-
-
-@pytest.mark.slow
-def test_another_store_of_the_same_form_is_refused(config, tmp_path):
     fields = xr.open_zarr(config.data.store, chunks=None, consolidated=False).load()
     other = tmp_path / "other.zarr"
     (fields * 1.001).to_zarr(other, zarr_format=3, consolidated=False)
-    message = refusal(config, replace(config.data, store=str(other)), tmp_path / "checkpoint")
-    assert "another mean of the fields" in message
+    for changes in ({"dates": dates}, {"store": str(other)}):
+        line = refusal(description, replace(config, data=replace(config.data, **changes)))
+        assert "another mean of the fields: data.store or data.dates.train differs" in line, changes
 
 
-def test_other_quantiles_are_refused(config):
+def test_other_quantiles_are_refused(config, description):
     variables = {"temperature": VariableConfig(normalise="quantile")}
     data = replace(config.data, variables=variables)
     own = describe_data(prepare_training_data(data), config.model)
@@ -192,12 +177,11 @@ def test_other_quantiles_are_refused(config):
         else:
             with pytest.raises(UserError, match="with other quantiles of the fields"):
                 check_data(other, own)
-    plain = describe_data(prepare_training_data(config.data), config.model)
-    assert not any(name.endswith("quantiles") for name in plain["statistics"])
+    assert not any(name.endswith("quantiles") for name in description["statistics"])
 
 
-def test_the_last_digits_may_differ(config):
-    own = describe_data(prepare_training_data(config.data), config.model)
+def test_the_last_digits_may_differ(description):
+    own = description
     saved = {name: np.array(values) for name, values in own["statistics"].items()}
     rounded = {name: (values * (1 + 1e-12)).tolist() for name, values in saved.items()}
     check_data({**own, "statistics": rounded}, own)

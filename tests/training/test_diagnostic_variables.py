@@ -12,7 +12,6 @@ from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, ModelConfig, StandardLossConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.fields import Fields
@@ -24,7 +23,7 @@ from credit_dp.training.loss import channel_weights
 from credit_dp.training.run_folder import resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_threads
 from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 from tests.training.runs import (
     alone,
@@ -34,7 +33,6 @@ from tests.training.runs import (
     tiny_swin,
     tiny_unet,
     train_on,
-    weights,
 )
 
 FIELDS = Fields(((0, 1, 2), (4, 5, 6)), (3,), others=2, frames=2, diagnostic=3)
@@ -46,37 +44,32 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def test_channels_are_counted_on_each_side():
-    assert (FIELDS.states, FIELDS.outputs, FIELDS.inputs) == (7, 10, 2 * 7 + 2)
-    assert (Fields.flat(3).diagnostic, Fields.flat(3).outputs) == (0, 3)
-
-
 def model_of(name: str, rows: int) -> torch.nn.Module:
     return build_model(MODELS[name], FIELDS, (rows, 16))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", list(MODELS))
 def test_sharded_equals_whole(name):
     case = (model_of, (name, 19), (1, FIELDS.inputs, 19, 16), MODEL)
     on_threads(2, assert_same_as_whole_globe, *case)
 
 
-@pytest.mark.parametrize("surface", [(), (2,)])
-def test_pangu_makes_them_with_or_without_a_surface(surface):
-    fields = Fields(((0, 1),), surface, diagnostic=2)
-    model = build_model(replace(MODELS["pangu"], frames=1), fields, (12, 12))
-    x = torch.randn(1, fields.inputs, 12, 12)
-    made = model(x)
-    assert made.shape == (1, fields.inputs + 2, 12, 12)
-    assert made[:, -2:].abs().sum(dim=(2, 3)).min() > 0
-    # The states are those that this model would make without the others.
-    head = model.recovery.surface[0]
-    with torch.no_grad():
-        head.weight[:, -2:] += 1
-    changed = (model(x) - made).abs().amax(dim=(0, 2, 3))
-    assert changed[:-2].max() == 0
-    assert changed[-2:].min() > 0
+def test_pangu_makes_them_with_or_without_a_surface():
+    for surface in ((), (2,)):
+        fields = Fields(((0, 1),), surface, diagnostic=2)
+        model = build_model(replace(MODELS["pangu"], frames=1), fields, (12, 12))
+        x = torch.randn(1, fields.inputs, 12, 12)
+        made = model(x)
+        assert made.shape == (1, fields.inputs + 2, 12, 12)
+        assert made[:, -2:].abs().sum(dim=(2, 3)).min() > 0
+        # The states are those that this model would make without the others.
+        head = model.recovery.surface[0]
+        with torch.no_grad():
+            head.weight[:, -2:] += 1
+        changed = (model(x) - made).abs().amax(dim=(0, 2, 3))
+        assert changed[:-2].max() == 0, surface
+        assert changed[-2:].min() > 0, surface
 
 
 def test_only_the_state_is_added_to_and_goes_in_again():
@@ -105,12 +98,11 @@ def test_diagnostic_variables_have_weights_of_level_and_variable():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    config = sea_config(tmp_path_factory.mktemp("sea"), tiny_unet(frames=2), steps=4)
+    config = sea_config(tmp_path_factory.mktemp("sea"), tiny_unet(frames=2), steps=2)
     prepare_training_data(config.data)
     return config
 
 
-@pytest.mark.slow
 def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
     training = built(config, alone())
     loss = training.trainer.forward_backward.loss
@@ -128,36 +120,6 @@ def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
         )
     assert torch.equal(made[:, channels.num_states :], output[:, channels.num_states :])
     assert not torch.equal(made[:, : channels.num_states], output[:, : channels.num_states])
-
-
-def train_all(
-    manager: DomainParallelManager, config: Config
-) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    training = built(config, manager)
-    return train_on(training), weights(training)
-
-
-CASES = [
-    pytest.param("unet", 2, 2, 1),
-    pytest.param("unet", 4, 2, 2, marks=pytest.mark.slow),
-    pytest.param("pangu", 2, 2, 1, marks=pytest.mark.slow),
-    pytest.param("crossformer", 2, 2, 1, marks=pytest.mark.slow),
-    pytest.param("next state", 2, 1, 2, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "domain", "pipeline"), CASES)
-def test_training_is_the_same_on_any_mesh(config, name, ranks, domain, pipeline):
-    chosen = {**MODELS, "next state": tiny_unet(residual=False)}[name]
-    config = replace(config, model=chosen)
-    numbers, vector = train_all(alone(), config)
-    parallel = replace(config.parallel, domain=domain, pipeline=pipeline)
-    config = replace(config, parallel=parallel)
-    for found in on_processes(ranks, train_all, config, domain=domain, pipeline=pipeline):
-        assert np.array(found[0]) == pytest.approx(np.array(numbers), rel=1e-10, abs=0)
-        if pipeline == 1:
-            assert (found[1] - vector).norm() <= 1e-10 * vector.norm()
 
 
 def test_what_is_described_is_checked_on_resuming(config):
@@ -209,8 +171,7 @@ def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], to
     return (states, times, solar), dates.denormalise(made)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["file", "run"])
+@pytest.mark.parametrize("source", ["file", pytest.param("run", marks=pytest.mark.exhaustive)])
 def test_a_file_gives_them_as_training_does(exported, source):
     config, training, file = exported
     model = credit_dp.load(str(file if source == "file" else config.run.dir))

@@ -1,7 +1,6 @@
 """Ensembles in training: their loss, and members that differ in noise, the same on every mesh."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -24,20 +23,16 @@ from credit_dp.training.loss import almost_fair_crps, channel_weights, members_s
 from credit_dp.training.monitoring import Validation
 from credit_dp.training.summary import batch_line, members_bytes
 from tests.ranks import on_processes
-from tests.tier_cases import tiers
+from tests.tier_cases import every, tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
-    HALF_WAY,
     ONE,
     Gradients,
     Mesh,
-    assert_resuming_changes_no_bit,
     assert_same_gradients,
-    assert_same_trajectory,
     first_gradients,
     on_mesh,
     run_on_mesh,
-    train_from_checkpoint,
     train_from_start,
 )
 from tests.training.runs import (
@@ -55,7 +50,6 @@ ROWS, MEMBERS, NOISE = 13, 4, 5  # rows: no multiple of 2 or 3
 CRPS = StandardLossConfig(name="crps", alpha=0.9, level_weight=True, spectrum=0.1)
 MODELS = {
     "unet": tiny_unet(noise=NOISE),
-    "depthwise": tiny_unet(noise=NOISE, block="global_depthwise", kernel=[5, 5]),
     "pangu": tiny_pangu(noise=NOISE, patch=[2, 3, 4]),
     "crossformer": tiny_crossformer(noise=NOISE),
     "swin": tiny_swin(noise=NOISE),
@@ -147,22 +141,22 @@ def gradient_by_hand(config: Config) -> Gradients:
     return total.item(), {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])
-@pytest.mark.parametrize("members", [1, 2, 5])
-def test_the_score_is_that_of_the_definition(alpha, members):
-    generator = torch.Generator().manual_seed(members)
-    errors = torch.randn(2, members, 3, 4, generator=generator, dtype=torch.float64)
-    errors[0, :, 0, 0] = 0  # equal members
-    errors.requires_grad_()
-    found = almost_fair_crps(errors, alpha)
-    zero = torch.zeros(2, 3, 4, dtype=torch.float64)
-    single = errors[:, 0].abs()
-    wanted = crps(list(errors.unbind(1)), zero, alpha) if members > 1 else single
-    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
-    gradients = [
-        torch.autograd.grad(score.sum(), errors, retain_graph=True)[0] for score in (found, wanted)
-    ]
-    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-14)
+def test_the_score_is_that_of_the_definition():
+    for alpha, members in product((0.0, 0.95, 1.0), (1, 2, 5)):
+        generator = torch.Generator().manual_seed(members)
+        errors = torch.randn(2, members, 3, 4, generator=generator, dtype=torch.float64)
+        errors[0, :, 0, 0] = 0  # equal members
+        errors.requires_grad_()
+        found = almost_fair_crps(errors, alpha)
+        zero = torch.zeros(2, 3, 4, dtype=torch.float64)
+        single = errors[:, 0].abs()
+        wanted = crps(list(errors.unbind(1)), zero, alpha) if members > 1 else single
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-14)
+        gradients = [
+            torch.autograd.grad(score.sum(), errors, retain_graph=True)[0]
+            for score in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-14)
 
 
 def test_the_fair_score_of_a_sample_does_not_depend_on_the_number_of_members():
@@ -174,8 +168,7 @@ def test_the_fair_score_of_a_sample_does_not_depend_on_the_number_of_members():
         assert mean == pytest.approx(expected, abs=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "rollout", "sea"])
+@pytest.mark.parametrize("kind", ["rollout", pytest.param("sea", marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
     plain = sea_config(tmp_path) if kind == "sea" else make_config(store, tmp_path / "run")
     config = of_members(plain, rollout={0: 2} if kind == "rollout" else {0: 1})
@@ -186,76 +179,20 @@ def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
     assert_same_gradients(gradient_of_first_batch(alone(), parts), wanted)
 
 
-@pytest.fixture(scope="module")
-def reference(store):
-    """Ten steps of each model on one process, and their trajectory."""
-
-    @cache
-    def get(model: str) -> Any:
-        config = make_config(store, store.parent / model)
-        # A pipeline trains on no rollouts.
-        rollout = {0: 1} if model == "pangu" else {0: 1, 2: 2}
-        config = of_members(config, model, accumulate=2, rollout=rollout)
-        return config, run_on_mesh(ONE, train_from_start, config, None)
-
-    return get
+RECOMPUTED = tiers(
+    [("depth", "step")], [("unet", "blocks")], [("unet", "step"), ("depth", "blocks")]
+)
 
 
-FAST = [("unet", Mesh(1, 1, 2)), ("unet", Mesh(1, 1, 1, ensemble=2))]
-SLOW = [  # each model, each mode, and 2, 3 and 4 bands; members on 2 and 4 ranks
-    ("unet", Mesh(1, 1, 1, ensemble=4)),
-    ("unet", Mesh(1, 1, 2, ensemble=2)),
-    ("unet", Mesh(1, 2, 1, "fsdp2", ensemble=2)),
-    ("depthwise", Mesh(1, 2, 1, ensemble=2)),
-    ("depth", Mesh(1, 1, 2, "fsdp2", ensemble=2)),
-    ("crossformer", Mesh(1, 1, 1, "fsdp2", ensemble=2)),
-    ("pangu", Mesh(2, 1, 1, ensemble=2)),
-    ("pangu", Mesh(2, 1, 1, "fsdp2", ensemble=2)),
-    ("unet", Mesh(1, 2, 1)),
-    ("unet", Mesh(1, 1, 4)),
-    ("depthwise", Mesh(1, 1, 3)),
-    ("depth", Mesh(1, 2, 2, "fsdp2")),
-    ("crossformer", Mesh(1, 1, 3, "fsdp2")),
-    ("crossformer", Mesh(1, 2, 2)),
-    ("pangu", Mesh(1, 1, 3)),
-    ("pangu", Mesh(2, 1, 1)),
-    ("pangu", Mesh(2, 1, 2, "fsdp2")),
-]
-
-
-@pytest.mark.parametrize(("model", "mesh"), tiers(FAST, SLOW))
-def test_members_train_as_on_one_process(reference, model, mesh):
-    config, wanted = reference(model)
-    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["unet", "depth"])
-@pytest.mark.parametrize("kind", ["step", "blocks"])
-def test_what_is_computed_again_has_the_noise_of_its_own_step(reference, model, kind):
-    config, (numbers, trained) = reference(model)
+@pytest.mark.parametrize(("model", "kind"), RECOMPUTED)
+def test_what_is_computed_again_has_the_noise_of_its_own_step(store, tmp_path, model, kind):
+    config = make_config(store, tmp_path)
+    config = of_members(config, model, steps=2, accumulate=2, rollout={0: 2})
+    numbers, trained = run_on_mesh(ONE, train_from_start, config, None)
     trainer = replace(config.trainer, checkpoint_activations=kind)
     found = run_on_mesh(ONE, train_from_start, replace(config, trainer=trainer), None)
     assert found[0] == numbers
     assert all(np.array_equal(found[1][name], weight) for name, weight in trained.items())
-
-
-def test_resuming_changes_no_bit(store, tmp_path):
-    config = of_members(make_config(store, tmp_path / "run"), steps=4)
-    assert_resuming_changes_no_bit(config, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_continues_on_other_numbers_of_ranks_for_its_members(store, tmp_path):
-    config = of_members(make_config(store, tmp_path / "run"), steps=4)
-    shared = Mesh(1, 1, 1, ensemble=2)
-    wanted = run_on_mesh(shared, train_from_start, config, tmp_path)
-    numbers, trained = run_on_mesh(shared, train_from_checkpoint, config, tmp_path)
-    assert numbers == wanted[0][HALF_WAY:]
-    assert all(np.array_equal(trained[name], weight) for name, weight in wanted[1].items())
-    for mesh in (ONE, Mesh(1, 1, 1, "fsdp2", ensemble=4)):
-        found = run_on_mesh(mesh, train_from_checkpoint, config, tmp_path)
-        assert_same_trajectory(found, (wanted[0][HALF_WAY:], wanted[1]))
 
 
 def exchange_of_first_batch(manager: DomainParallelManager, config: Config) -> tuple[int, int]:
@@ -271,7 +208,7 @@ def exchange_of_first_batch(manager: DomainParallelManager, config: Config) -> t
     return traffic.messages - before[0], traffic.bytes - before[1]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_send_each_others_channels_once_there_and_back(store, tmp_path, ranks):
     steps, samples = 2, 4
     config = make_config(store, tmp_path / "run")
@@ -316,7 +253,9 @@ def output(training: Training, batch: Any) -> torch.Tensor:
         return training.forecast_step(batch.state, batch.forcing, batch.static)
 
 
-@pytest.mark.parametrize("model", ["unet", "pangu", "crossformer", "swin"])
+@pytest.mark.parametrize(
+    "model", every(4, ["pangu", "unet", "crossformer", "swin"], pytest.mark.exhaustive)
+)
 def test_without_noise_it_is_the_model_that_has_none(store, tmp_path, model):
     plain = make_config(store, tmp_path / "run", replace(MODELS[model], noise=0))
     without, noisy = built(plain, alone()), built(of_members(plain, model), alone())
@@ -375,21 +314,30 @@ def test_ensembles_have_their_scores(store, tmp_path):
             assert np.array(found[1][name]) == pytest.approx(np.array(values), rel=1e-10, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("model", "loss", "members", "line"),
-    [
-        (MODELS["unet"], "mse", 2, r"^trainer\.members: 2 members need loss=crps, got loss=mse"),
-        (MODELS["unet"], "crps", 1, r"^loss: crps needs trainer\.members of at least 2, got 1"),
+def test_noise_members_and_loss_come_together(store, tmp_path):
+    config, noisy = make_config(store, tmp_path / "run"), MODELS["unet"]
+    for model, loss, members, line in (
+        (noisy, "mse", 2, r"^trainer\.members: 2 members need loss=crps, got loss=mse"),
+        (noisy, "crps", 1, r"^loss: crps needs trainer\.members of at least 2, got 1"),
         (tiny_unet(), "crps", 2, r"^trainer\.members: .* but unet has none\. Set model\.noise"),
-        (MODELS["unet"], "mse", 1, r"^model\.noise: 5 needs trainer\.members of at least 2"),
-    ],
-)
-def test_noise_members_and_loss_come_together(store, tmp_path, model, loss, members, line):
-    config = make_config(store, tmp_path / "run")
-    trainer = replace(config.trainer, members=members)
-    with pytest.raises(UserError, match=line) as error:
-        replace(config, model=model, loss=StandardLossConfig(name=loss), trainer=trainer)
-    assert "\n" not in str(error.value)
+        (noisy, "mse", 1, r"^model\.noise: 5 needs trainer\.members of at least 2"),
+    ):
+        keys = {"loss": StandardLossConfig(name=loss)}
+        keys["trainer"] = replace(config.trainer, members=members)
+        with pytest.raises(UserError, match=line) as error:
+            replace(config, model=model, **keys)
+        assert "\n" not in str(error.value)
+    for keys, line in (  # what makes members alike
+        ({"gradient": 0.5}, "loss.gradient: can't be added to loss=crps"),
+        (
+            {"sphere_spectrum": 0.5, "sphere_error": "amse"},
+            "loss.sphere_error=amse: can't be added to loss=crps",
+        ),
+        ({"variable_error": {"a": "mae"}}, "loss.variable_error: needs loss=mse, mae or huber"),
+    ):
+        with pytest.raises(UserError, match=line):
+            StandardLossConfig(name="crps", **keys)
+    StandardLossConfig(name="crps", sphere_spectrum=0.5)
 
 
 def test_forecasts_without_noise_have_no_members(store, tmp_path):
@@ -402,7 +350,7 @@ def test_forecasts_without_noise_have_no_members(store, tmp_path):
     assert (len(training.ensemble.members), training.trainer.forward_backward.members) == (6, 4)
 
 
-def test_ranks_of_an_ensemble_divide_its_members(store, tmp_path):
+def test_ranks_divide_members_and_recomputed_draws_are_not_compiled(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
     line = r"^parallel\.ensemble: 3 ranks need trainer\.members to be a multiple of 3, got 4\. Ch"
     with pytest.raises(UserError, match=line):
@@ -416,22 +364,14 @@ def test_ranks_of_an_ensemble_divide_its_members(store, tmp_path):
         UserError, match=r"^trainer\.evaluate_members: the 2 ranks of .* got 3\. Ch"
     ):
         on_mesh(of_members(config, evaluate_members=3), Mesh(1, 1, 1, ensemble=2))
-
-
-def test_blocks_with_draws_are_not_compiled_and_recomputed(store, tmp_path):
-    config = make_config(store, tmp_path / "run")
-    assert replace(of_members(config, "unet"), compile=True).compile
+    assert replace(config, compile=True).compile
     with pytest.raises(UserError, match=r"^compile: needs model\.activation_checkpointing=false"):
         replace(of_members(config, "depth"), compile=True)
 
 
-def test_a_run_says_how_many_members_it_has(store, tmp_path):
+def test_a_run_and_its_plan_count_members_as_samples(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
     assert batch_line(config, alone()) == "4 samples, 4 members of each"
-
-
-def test_a_plan_counts_members_as_samples(store, tmp_path):
-    config = of_members(make_config(store, tmp_path / "run"))
     config = replace(config, data=replace(config.data, grid="33x16"))
     assert model_and_shape(config, 2)[1][0] == 2 * MEMBERS
 
@@ -465,20 +405,3 @@ def test_a_plan_of_a_pipeline_shows_what_its_last_stage_sends_for_the_loss(store
     assert (first.sent["members"], last.sent["members"]) == (0, sent)
     heading = next(line for line in sent_table([first, last]) if "a rank sends" in line)
     assert "members" in heading.split()
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ({"gradient": 0.5}, "loss.gradient: can't be added to loss=crps"),
-        (
-            {"sphere_spectrum": 0.5, "sphere_error": "amse"},
-            "loss.sphere_error=amse: can't be added to loss=crps",
-        ),
-        ({"variable_error": {"a": "mae"}}, "loss.variable_error: needs loss=mse, mae or huber"),
-    ],
-)
-def test_errors_that_make_members_alike_are_refused(keys, line):
-    with pytest.raises(UserError, match=line):
-        StandardLossConfig(name="crps", **keys)
-    StandardLossConfig(name="crps", sphere_spectrum=0.5)

@@ -10,6 +10,7 @@ from credit_dp.config import Config, DatesConfig
 from credit_dp.data.store import Store
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import TrainingMonitor
+from tests.tier_cases import every
 from tests.training.runs import alone, built, make_store, step_records
 
 
@@ -41,7 +42,7 @@ def losses(config: Config, steps: int | None = None) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fast", "debug", "scaling"])
+@pytest.mark.parametrize("name", every(3, ["fast", "debug", "scaling"], pytest.mark.exhaustive))
 def test_few_times_of_any_store_are_used(tmp_path, name):
     """Whatever its grid, and however long it is; of the quickstart it is what it was."""
     store = make_store(tmp_path, 12, steps=204)
@@ -70,7 +71,6 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("debug", []),
         ("overfit_one_batch", []),
         ("finetune", ["init_from=/run"]),
         ("ensemble", ["init_from=/run", "data.batch_size=4"]),  # of 4 samples with 8 steps each

@@ -3,16 +3,17 @@
 import contextlib
 import sys
 import threading
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from torch.utils import tensorboard
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
 from credit_dp.training import loggers
 from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
 from tests.full_disk import full_disk
+from tests.tier_cases import every
 from tests.training.log_messages import captured_warnings
 
 MOMENTS = ("init", "log", "summary", "finish")
@@ -61,21 +62,21 @@ def three_steps(config, folder):
     return warnings, (folder / "metrics.csv").read_text().splitlines()[1:]
 
 
-@pytest.mark.parametrize("mode", ["offline", "online"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_wandb_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch, moment, mode):
-    wandb = FailingWandb(moment)
+def test_wandb_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    warnings, rows = three_steps(LoggerConfig(wandb=mode), tmp_path)
-    assert len(rows) == 3
-    assert warnings == [
-        "Weights & Biases: disabled for the rest of the run (ConnectionError: no network). "
-        "Training continues."
-    ]
-    if moment == "log":
-        assert wandb.calls.count("log") == 1
-    assert moment == "init" or wandb.calls[-1] == "finish"
+    for mode, moment in product(("offline", "online"), MOMENTS):
+        wandb = FailingWandb(moment)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        (tmp_path / mode / moment).mkdir(parents=True)
+        warnings, rows = three_steps(LoggerConfig(wandb=mode), tmp_path / mode / moment)
+        assert len(rows) == 3, (mode, moment)
+        assert warnings == [
+            "Weights & Biases: disabled for the rest of the run (ConnectionError: no network). "
+            "Training continues."
+        ], (mode, moment)
+        if moment == "log":
+            assert wandb.calls.count("log") == 1
+        assert moment == "init" or wandb.calls[-1] == "finish"
 
 
 def test_a_login_that_raises_leaves_it_to_the_start(tmp_path, monkeypatch):
@@ -86,12 +87,10 @@ def test_a_login_that_raises_leaves_it_to_the_start(tmp_path, monkeypatch):
     assert wandb.calls.count("log") == 3
 
 
-@pytest.mark.parametrize("moment", ["__init__", "add_scalar", "close"])
-def test_tensorboard_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch, moment):
-    real = tensorboard.SummaryWriter
+def test_tensorboard_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch):
+    from torch.utils import tensorboard
 
-    class Failing(real):
-        pass
+    real = tensorboard.SummaryWriter
 
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
@@ -100,14 +99,15 @@ def test_tensorboard_that_raises_is_left_out_with_one_warning(tmp_path, monkeypa
         real.close(writer)
         fail()
 
-    setattr(Failing, moment, close if moment == "close" else fail)
-    monkeypatch.setattr(tensorboard, "SummaryWriter", Failing)
-    warnings, rows = three_steps(LoggerConfig(trackers=["tensorboard"]), tmp_path)
-    assert len(rows) == 3
-    assert len(warnings) == 1
-    assert warnings[0].startswith(
-        "TensorBoard: disabled for the rest of the run (OSError: [Errno 28]"
-    )
+    for moment in ("__init__", "add_scalar", "close"):
+        failing = type("Failing", (real,), {moment: close if moment == "close" else fail})
+        monkeypatch.setattr(tensorboard, "SummaryWriter", failing)
+        (tmp_path / moment).mkdir()
+        warnings, rows = three_steps(LoggerConfig(trackers=["tensorboard"]), tmp_path / moment)
+        assert len(rows) == 3, moment
+        [line] = warnings
+        said = "TensorBoard: disabled for the rest of the run (OSError: [Errno 28]"
+        assert line.startswith(said), moment
 
 
 def test_one_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_the_end_waits_for_a_while_only():
     sink.go.set()
 
 
-@pytest.mark.parametrize("error", [None, UserError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", every(3, [UserError("full"), None, KeyboardInterrupt()]))
 def test_trackers_learn_that_a_run_has_failed(tmp_path, monkeypatch, error):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     wandb = FailingWandb("never")

@@ -1,8 +1,8 @@
 """Errors of whole fields: their definitions, and the ranks' shares, which add up to the globe's."""
 
 from dataclasses import replace
+from itertools import product
 from math import factorial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,15 +17,8 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.field_errors import FLOOR
 from credit_dp.training.loss import build_loss, channel_weights
-from tests.ranks import on_threads
-from tests.training.meshes import (
-    ONE,
-    Mesh,
-    assert_same_trajectory,
-    run_on_mesh,
-    train_from_start,
-)
-from tests.training.runs import alone, make_config, make_store
+from tests.ranks import PROCESSES, on_threads
+from tests.training.runs import alone
 
 ROWS, COLUMNS = 13, 14
 LATITUDE = np.linspace(90, -90, ROWS)
@@ -41,9 +34,6 @@ EVERY = StandardLossConfig(
     variable_error={"geopotential": "mae"},
     variable_weight={"geopotential": 2.0},
 )
-# Trajectories have no absolute errors: their gradient jumps where an error is 0, and near such a
-# point a change of the last digit of any weight changes later steps by 1e-10.
-SMOOTH = replace(EVERY, variable_error={"geopotential": "huber"}, variable_weight={})
 
 
 def fields(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,34 +77,28 @@ def synthesised(seed: int) -> tuple[torch.Tensor, dict[tuple[int, int], np.ndarr
     return torch.from_numpy(total), coefficients
 
 
-@pytest.mark.parametrize("error", ["amplitude", "amse"])
-def test_spectra_on_the_sphere_are_those_of_the_coefficients(error: str) -> None:
+def test_spectra_on_the_sphere_are_those_of_the_coefficients() -> None:
     (forecast, a), (target, b) = synthesised(1), synthesised(2)
-    config = StandardLossConfig(sphere_spectrum=0.7, sphere_error=error)
     scale = SCALE[:, 0, 0].numpy()
-    wanted = np.zeros((3, 2))
+    wanted, coherence = np.zeros((3, 2)), np.zeros((3, 2))
     for degree in range(DEGREES):
         orders = [(order, 2 if order else 1) for order in range(degree + 1)]
 
-        def product(x: dict, y: dict, degree: int = degree, orders: list = orders) -> np.ndarray:
+        def shared(x: dict, y: dict, degree: int = degree, orders: list = orders) -> np.ndarray:
             parts = [n * (x[m, degree] * np.conj(y[m, degree])).real for m, n in orders]
             return sum(parts) / scale**2
 
-        f, t, both = product(a, a) + FLOOR, product(b, b) + FLOOR, product(a, b) + FLOOR
+        f, t, both = shared(a, a) + FLOOR, shared(b, b) + FLOOR, shared(a, b) + FLOOR
         wanted += (np.sqrt(f) - np.sqrt(t)) ** 2
-        if error == "amse":
-            wanted += 2 * np.maximum(f, t) * (1 - both / np.sqrt(f * t))
-    assert added(config, forecast, target) == pytest.approx(0.7 * wanted.mean(axis=0), rel=1e-10)
-
-
-def test_the_powers_of_all_degrees_are_the_mean_square() -> None:
-    """Against zero, the squared amplitudes: the mean square over the globe."""
-    forecast, _ = synthesised(3)
+        coherence += 2 * np.maximum(f, t) * (1 - both / np.sqrt(f * t))
+    for error, values in (("amplitude", wanted), ("amse", wanted + coherence)):
+        config = StandardLossConfig(sphere_spectrum=0.7, sphere_error=error)
+        found = added(config, forecast, target)
+        assert found == pytest.approx(0.7 * values.mean(axis=0), rel=1e-10), error
+    # Against zero, the squared amplitudes of all degrees: the mean square over the globe.
     found = added(StandardLossConfig(sphere_spectrum=1.0), forecast, 0 * forecast)
-    _, coefficients = synthesised(3)
-    squares = sum(abs(a) ** 2 * (2 if m else 1) for (m, _), a in coefficients.items())
-    wanted = squares.mean(axis=0) / SCALE[:, 0, 0].numpy() ** 2
-    assert found == pytest.approx(wanted, rel=1e-3)  # the floor is under the roots
+    squares = sum(abs(x) ** 2 * (2 if m else 1) for (m, _), x in a.items())
+    assert found == pytest.approx(squares.mean(axis=0) / scale**2, rel=1e-3)  # but for the floor
 
 
 def test_the_spectrum_of_an_ensemble_is_that_of_each_member() -> None:
@@ -133,46 +117,37 @@ def masked(seed: int = 4) -> torch.Tensor:
     return valid
 
 
-@pytest.mark.parametrize("north", [90, 30])
-@pytest.mark.parametrize("with_points", [False, True])
-def test_gradients_are_differences_to_the_next_point(with_points: bool, north: int) -> None:
+def test_gradients_are_differences_to_the_next_point() -> None:
     """On the globe, and in a band of latitudes, whose columns go round as well."""
-    latitude = LATITUDE * north / 90
-    half = (latitude[0] - latitude[1]) / 2
-    edges = np.radians(np.clip([latitude[0] + half, *(latitude - half)], -90, 90))
-    area = -np.diff(np.sin(edges))
-    area /= area.mean()
-    forecast, target = fields()
-    valid = masked() if with_points else torch.ones(2, ROWS, COLUMNS, dtype=torch.bool)
-    error = ((forecast - target) / SCALE).numpy()
-    wanted = np.zeros(2)
-    for c in range(2):
-        for i in range(ROWS):
-            for j in range(COLUMNS):
-                east, south = (i, (j + 1) % COLUMNS), (i + 1, j)
-                for other, weight in (
-                    (east, area[i]),
-                    (south, (area[i] + area[i + 1]) / 2 if i + 1 < ROWS else 0),
-                ):
-                    if other[0] < ROWS and valid[c, i, j] and valid[(c, *other)]:
-                        step = error[:, c, other[0], other[1]] - error[:, c, i, j]
-                        wanted[c] += weight * (step**2).mean()
-        wanted[c] /= (area[:, None] * valid[c].numpy()).sum()
-    if with_points:
-        target[:, ~valid] = float("nan")
-    losses = [
-        build_loss(
-            StandardLossConfig(gradient=weight),
-            CHANNELS,
-            Grid(latitude, np.arange(COLUMNS) * 360 / COLUMNS),
-            slice(0, ROWS),
-            SCALE,
-            ValidPoints(valid) if with_points else None,
-        ).by_channel(forecast, target)
-        for weight in (0.4, 0.0)
-    ]
-    found = 2 * (losses[0] - losses[1]).numpy()  # both channels have half of the weight
-    assert found == pytest.approx(0.4 * wanted, rel=1e-12)
+    for north, with_points in product((90, 30), (False, True)):
+        latitude = LATITUDE * north / 90
+        half = (latitude[0] - latitude[1]) / 2
+        edges = np.radians(np.clip([latitude[0] + half, *(latitude - half)], -90, 90))
+        area = -np.diff(np.sin(edges))
+        area /= area.mean()
+        forecast, target = fields()
+        valid = masked() if with_points else torch.ones(2, ROWS, COLUMNS, dtype=torch.bool)
+        error = ((forecast - target) / SCALE).numpy()
+        wanted = np.zeros(2)
+        for c, i, j in np.ndindex(2, ROWS, COLUMNS):
+            south_area = (area[i] + area[i + 1]) / 2 if i + 1 < ROWS else 0
+            for other, weight in (((i, (j + 1) % COLUMNS), area[i]), ((i + 1, j), south_area)):
+                if other[0] < ROWS and valid[c, i, j] and valid[(c, *other)]:
+                    step = error[:, c, other[0], other[1]] - error[:, c, i, j]
+                    wanted[c] += weight * (step**2).mean()
+        wanted /= [(area[:, None] * valid[c].numpy()).sum() for c in range(2)]
+        if with_points:
+            target[:, ~valid] = float("nan")
+        grid = Grid(latitude, np.arange(COLUMNS) * 360 / COLUMNS)
+        points = ValidPoints(valid) if with_points else None
+        with_gradient, without = (
+            build_loss(
+                StandardLossConfig(gradient=weight), CHANNELS, grid, slice(0, ROWS), SCALE, points
+            ).by_channel(forecast, target)
+            for weight in (0.4, 0.0)
+        )
+        found = 2 * (with_gradient - without).numpy()  # both channels have half of the weight
+        assert found == pytest.approx(0.4 * wanted, rel=1e-12), (north, with_points)
 
 
 def test_each_variable_may_have_its_own_error() -> None:
@@ -211,18 +186,15 @@ def share(
     return parts.detach(), own.grad
 
 
-@pytest.mark.parametrize("with_points", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("error", ["amplitude", "amse"])
-def test_bands_have_the_loss_and_the_gradient_of_the_globe(
-    ranks: int, error: str, with_points: bool
-) -> None:
-    config = replace(EVERY, sphere_error=error)
-    whole, gradient = share(alone(), config, with_points)
-    found = on_threads(ranks, share, config, with_points)
-    torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=1e-15)
-    together = torch.cat([part for _, part in found], dim=2)
-    torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-14)
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_bands_have_the_loss_and_the_gradient_of_the_globe(ranks: int) -> None:
+    for error, with_points in product(("amplitude", "amse"), (False, True)):
+        config = replace(EVERY, sphere_error=error)
+        whole, gradient = share(alone(), config, with_points)
+        found = on_threads(ranks, share, config, with_points)
+        torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=1e-15)
+        together = torch.cat([part for _, part in found], dim=2)
+        torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-14)
 
 
 def test_the_gradient_of_all_errors_is_right() -> None:
@@ -242,48 +214,15 @@ def test_equal_fields_have_no_error_and_no_gradient() -> None:
     assert own.grad.abs().max() < 1e-12
 
 
-MESHES = (
-    Mesh(1, 1, 2),
-    Mesh(1, 1, 3),
-    Mesh(1, 1, 4),
-    Mesh(1, 2, 2),
-    Mesh(1, 1, 2, "fsdp2"),
-    Mesh(2, 1, 2),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_ten_steps_are_the_same_on_any_mesh(tmp_path: Path, mesh: Mesh) -> None:
-    """With two micro-batches; on a pipeline the ranks of the last stage compute the loss."""
-    store = make_store(tmp_path, 17)
-    config = make_config(store, tmp_path / "run", accumulate=2)
-    config = replace(config, loss=SMOOTH)
-    wanted = run_on_mesh(ONE, train_from_start, config, None)
-    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
-
-
-@pytest.mark.slow
-def test_rollouts_are_the_same_on_bands(tmp_path: Path) -> None:
-    store = make_store(tmp_path, 17)
-    config = make_config(store, tmp_path / "run", rollout={0: 2}, checkpoint_activations=True)
-    config = replace(config, loss=SMOOTH)
-    wanted = run_on_mesh(ONE, train_from_start, config, None)
-    assert_same_trajectory(run_on_mesh(Mesh(1, 1, 3), train_from_start, config, None), wanted)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_wrong_keys_are_refused() -> None:
+    for options, said in (
         ({"gradient": -1.0}, r"loss\.gradient: .* at least 0, got -1"),
         ({"sphere_spectrum": float("nan")}, r"loss\.sphere_spectrum: .* at least 0, got nan"),
         ({"sphere_error": "phase"}, r"loss\.sphere_error: .*amplitude, amse, got 'phase'"),
         ({"variable_error": {"rain": "ame"}}, r"loss\.variable_error\.rain: .*mse, mae, huber"),
-    ],
-)
-def test_wrong_keys_are_refused(options: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        StandardLossConfig(**options)
+    ):
+        with pytest.raises(UserError, match=said):
+            StandardLossConfig(**options)
 
 
 def test_unknown_variables_and_other_rows_are_refused() -> None:

@@ -19,15 +19,11 @@ def test_the_tendency_is_added_in_normalised_units():
     assert later[0, :, 0, 0].tolist() == [2.5, 4.0]
 
 
-def test_the_tendency_is_added_to_the_newest_of_several_states():
+def test_the_tendency_is_added_to_the_newest_state_unless_the_model_predicts_it():
     now = torch.tensor([1.0, 2.0, 30.0, 40.0]).view(1, 4, 1, 1)
     step = ForecastStep(lambda x: x[:, :2], torch.tensor([1.0, 10.0]).view(2, 1, 1))
     nothing = torch.zeros(1, 0, 1, 1)
     assert step(now, nothing, nothing).flatten().tolist() == [31, 60]
-
-
-def test_a_model_may_predict_the_next_state_itself():
-    now, nothing = torch.ones(1, 1, 2, 2), torch.zeros(1, 0, 2, 2)
     step = ForecastStep(lambda x: 5 * x, torch.full((1, 1, 1), 0.1), residual=False)
     assert torch.equal(step(now, nothing, nothing), 5 * now)
 

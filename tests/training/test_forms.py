@@ -1,10 +1,14 @@
-"""Runs on every form of store, from inspection to scores, and what is special to some of them."""
+"""Runs on every form of store, from inspection to scores, and what is special to some of them.
+
+Commands run in this process, but those that start ranks.
+"""
 
 import json
 import runpy
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import cftime
 import numpy as np
@@ -14,17 +18,31 @@ import xarray as xr
 
 import credit_dp
 import credit_dp.forecast
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.config import Config
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint_files import locate_checkpoint
-from credit_dp.training.checkpoint_shards import Checkpoint
-from credit_dp.training.state import MODEL_PREFIX
-from tests.data import cell_stores, region_stores, stores
-from tests.training.command_runs import CommandRuns
-from tests.training.forms import FORMS, Form
+from credit_dp.training.data_description import check_data, describe_data
+from tests.cli.invocation import answer
+from tests.data import cell_stores, stores
+from tests.tier_cases import tiers
+from tests.training.command_runs import TRAIN, CommandRuns
+from tests.training.forms import FORMS, Form, InRegion, OnCells
+from tests.training.meshes import (
+    ONE,
+    Mesh,
+    Trajectory,
+    assert_same_trajectory,
+    run_on_mesh,
+    train_from_start,
+)
 
 DAY = timedelta(hours=24)
-REGIONS = ("box", "Lambert zarr", "rotated netCDF")  # beside Lambert netCDF, in the long tier
 FAST = ("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", "icechunk")
+HUGE = ("O96 anemoi", "N320 anemoi")
+SLOW = tuple(name for name in FORMS if name not in FAST + HUGE)
+REGIONS = ("box", "Lambert zarr", "rotated netCDF")
 
 
 @dataclass(frozen=True)
@@ -40,63 +58,138 @@ class FormRuns(CommandRuns):
             x for x in self.keys if x.startswith("data") and "batch" not in x and "dates" not in x
         ]
 
+    def run(self, *words: str) -> CompletedProcess[str]:
+        """Run a command in this process, unless it starts ranks."""
+        if "--check" not in words and any(word.startswith("parallel.domain=") for word in words):
+            return super().run(*words)
+        program, *arguments = words
+        if program == "python":
+            program, arguments = "train", arguments[1:]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setenv("CREDIT_DP_CACHE", str(self.folder / "cache"))
+            code, out, err = answer(patch, *arguments, program=program)
+        return CompletedProcess(words, code, out, err)
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in FORMS],
-)
-def trained(request, tmp_path_factory) -> FormRuns:
-    """Runs of six steps on one rank and of four on two, and a forecast of the second."""
+    def forecast(self, name: str, *keys: str) -> xr.Dataset:
+        """Forecast one day from the run."""
+        words = ("checkpoint=run1", "lead=24h", f"out={name}.zarr", *keys)
+        self.command("credit-dp", "forecast", *words)
+        return self.opened(name)
+
+    def config(self, *keys: str) -> Config:
+        """Return the config of a training of three steps."""
+        words = (*self.training[2:], f"data.cache={self.folder / 'cache'}", "trainer.steps=3")
+        parsed = parse_overrides([*words, *keys])
+        return Composer("train").compose_config([str(word.input_line) for word in parsed])
+
+    def description(self, *keys: str) -> dict[str, Any]:
+        """Return what a checkpoint of a run knows of its data."""
+        config = self.config(*keys)
+        return describe_data(prepare_training_data(config.data), config.model)
+
+
+@pytest.fixture(scope="module")
+def stored(request, tmp_path_factory) -> FormRuns:
+    """Return a form's store."""
     form = FORMS[request.param]
     folder = tmp_path_factory.mktemp("form")
-    made = FormRuns(folder, form.write(folder), form.keys, form)
-    made.train("run1", "trainer.steps=6")
-    made.train("run2", "trainer.steps=4", "parallel.domain=2")
-    made.forecast("forecast", form.init, "parallel.domain=2")
-    return made
+    return FormRuns(folder, form.write(folder), form.keys, form)
 
 
-def only(*fast: str, slow: tuple[str, ...] = ()):
-    """Run a test on some forms, and on others in the long tier."""
-    others = [name for name in slow if name not in fast]
-    cases = [*fast, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
-    return pytest.mark.parametrize("trained", cases, indirect=True)
+@pytest.fixture(scope="module")
+def on_bands(stored) -> Trajectory:
+    """Return the trajectory of a run on three bands."""
+    return run_on_mesh(Mesh(1, 1, 3), train_from_start, stored.config(), None)
 
 
-def test_inspection_and_check_show_the_store(trained):
-    words = (f"store='{trained.store}'", *trained.form.on_grid)
-    text = trained.command("credit-dp", "data", "inspect", *words)
-    assert all(shown in text for shown in (str(trained.store), *trained.form.shown))
-    text = trained.command(*trained.training, "--check")
-    height, width = trained.form.rows(trained.form.names[0]).shape[1:]
+@pytest.fixture(scope="module")
+def trained(stored) -> FormRuns:
+    """Return a run of two steps, and its forecast."""
+    stored.train("run1", "trainer.steps=2")
+    stored.forecast("forecast", stored.form.init)
+    return stored
+
+
+def only(*fast: str, slow: tuple[str, ...] = (), exhaustive: tuple[str, ...] = ()):
+    """Run a test on some forms, and on others in the longer tiers."""
+    met: list[str] = []
+    lists = []
+    for names in (fast, slow, exhaustive):
+        lists.append([(name,) for name in names if name not in met])
+        met += names
+    return pytest.mark.parametrize("stored", tiers(*lists), indirect=True)
+
+
+every_form = only(*FAST, slow=SLOW, exhaustive=HUGE)
+
+
+@every_form
+def test_inspection_check_and_statistics_are_those_of_numpy(stored):
+    form = stored.form
+    text = stored.command("credit-dp", "data", "inspect", f"store='{stored.store}'", *form.on_grid)
+    assert all(shown in text for shown in (str(stored.store), *form.shown))
+    text = stored.command(*stored.training, "--check")
+    height, width = form.rows(form.names[0]).shape[1:]
     assert f"{height} x {width} points" in text
-    assert f"samples {trained.form.train_times - 1} for training" in text
-    assert trained.form.checked in text
-
-
-def test_two_ranks_have_the_log_of_one(trained):
-    one, two = trained.log("run1"), trained.log("run2")
-    assert (len(one), len(two)) == (6, 4)
-    assert two == pytest.approx(one[:4], rel=1e-10)
-
-
-def test_statistics_are_those_of_numpy(trained):
-    form = trained.form
-    [state] = sorted(trained.folder.glob("run1/**/state.json"))[-1:]
-    found = json.loads(state.read_text())["data"]["statistics"]
+    assert f"samples {form.train_times - 1} for training" in text
+    assert form.checked in text
+    found = stored.description()["statistics"]
     for index, name in enumerate(form.names):
         fields = form.rows(name)[: form.train_times]
         mean = form.mean(fields)
         std = np.sqrt(form.mean((fields - mean) ** 2))
         assert found["mean"][index] == pytest.approx(mean, rel=1e-6, abs=form.tolerance * std)
         assert found["std"][index] == pytest.approx(std, rel=form.tolerance)
+    if isinstance(form, InRegion):
+        land = form.mean(form.rows("land_sea_mask"))
+        assert found["static_mean"][0] == pytest.approx(land, abs=1e-4)
 
 
-def test_a_run_resumes_on_three_ranks_as_on_one(trained):
-    trained.train("resumed", "resume=run2", "trainer.steps=6", "parallel.domain=3")
-    assert trained.log("resumed") == pytest.approx(trained.log("run1")[4:], rel=1e-10)
+@every_form
+def test_bands_train_as_one_process(stored, on_bands):
+    assert_same_trajectory(on_bands, run_on_mesh(ONE, train_from_start, stored.config(), None))
 
 
+@only(
+    *("O16 on 17x16", "Lambert netCDF", "noleap zarr"),
+    slow=("regular on 12x24",),
+    exhaustive=(*REGIONS, "360_day netCDF"),
+)
+def test_training_on_a_prepared_copy_is_the_same_in_every_bit(stored, on_bands):
+    words = (f"store={stored.store}", "out=copy.zarr", *stored.selection)
+    stored.command("credit-dp", "data", "prepare", *words)
+    keys = ("data.name=prepared", f"data.store={stored.folder / 'copy.zarr'}", "data.grid=null")
+    copied = run_on_mesh(Mesh(1, 1, 3), train_from_start, stored.config(*keys), None)
+    assert copied[0] == on_bands[0]
+    assert all(np.array_equal(copied[1][name], weight) for name, weight in on_bands[1].items())
+    times = xr.open_zarr(stored.folder / "copy.zarr", consolidated=False)["time"].to_index()
+    assert times.equals(stored.form.data["time"].to_index())  # in its calendar
+
+
+@only(slow=("O16 on 17x16", "Lambert netCDF"), exhaustive=tuple(FORMS))
+def test_ranks_of_commands_do_as_one_process(trained):
+    """They train, resume on another number of ranks, and forecast."""
+    trained.train("longer", "trainer.steps=4")
+    trained.train("run2", "trainer.steps=2", "parallel.domain=2")
+    trained.train("run3", "resume=run2", "trainer.steps=4", "parallel.domain=3")
+    ranks = trained.log("run2") + trained.log("run3")
+    assert ranks == pytest.approx(trained.log("longer"), rel=1e-10)
+    keys = ("grid=source",) if isinstance(trained.form, OnCells) else ()
+    one, three = (
+        trained.forecast(f"by{number}", trained.form.init, *keys, *on_ranks)
+        for number, on_ranks in ((1, ()), (3, ("parallel.domain=3",)))
+    )
+    for name in trained.form.names:
+        np.testing.assert_allclose(three[name], one[name], rtol=1e-6)
+    assert "complete" in trained.command("credit-dp", "forecast", "check", "by3.zarr")
+
+
+@only(
+    *("O16 on 17x16", "Lambert netCDF"),
+    slow=("O16 anemoi", "noleap zarr", "icechunk"),
+    exhaustive=tuple(FORMS),
+)
 def test_scores_are_those_of_numpy(trained):
     form = trained.form
     truths = [(f"truth='{trained.store}'", *form.on_grid)]
@@ -122,7 +215,7 @@ def test_scores_are_those_of_numpy(trained):
             assert found == pytest.approx(rmse, rel=form.tolerance)
 
 
-@only("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", slow=tuple(FORMS))
+@only(slow=("O16 on 17x16", "noleap zarr"), exhaustive=tuple(FORMS))
 def test_a_forecast_starts_from_a_file_of_the_form(trained):
     form = trained.form
     state = form.data.sel(time=slice(form.last, form.last)).drop_encoding()
@@ -139,18 +232,14 @@ def test_a_forecast_starts_from_a_file_of_the_form(trained):
 # Cells
 
 
-@only("O16 anemoi", "O16 on 17x16", slow=("O16 netCDF", "HEALPix zarr", "N32 GRIB"))
+@only("O16 on 17x16", slow=("O16 anemoi",), exhaustive=("O16 netCDF", "HEALPix zarr", "N32 GRIB"))
 def test_forecasts_go_back_to_the_cells(trained):
     """By numpy: first along the rows around a cell, then between them."""
     form, on_grid = trained.form, trained.opened("forecast")
-    one, three = (
-        trained.forecast(f"cells{ranks}", form.init, "grid=source", f"parallel.domain={ranks}")
-        for ranks in (1, 3)
-    )
+    one = trained.forecast("cells", form.init, "grid=source")
     latitudes, longitudes = form.cells.latitudes, form.cells.longitudes
-    for found in (one, three):
-        np.testing.assert_allclose(found["latitude"], latitudes, atol=1e-5)
-        np.testing.assert_allclose(found["longitude"], longitudes, atol=1e-5)
+    np.testing.assert_allclose(one["latitude"], latitudes, atol=1e-5)
+    np.testing.assert_allclose(one["longitude"], longitudes, atol=1e-5)
     np.testing.assert_allclose(on_grid["latitude"], form.latitude, rtol=1e-15)
     height, width = form.shape
     south = np.clip(np.searchsorted(-form.latitude, -latitudes), 1, height - 1)
@@ -159,7 +248,6 @@ def test_forecasts_go_back_to_the_cells(trained):
     columns = np.arange(width) * 360 / width
     for name in form.names:
         assert one[name].dims == ("time", "prediction_timedelta", "cell")
-        np.testing.assert_allclose(three[name], one[name], rtol=1e-6)
         for time, lead in ((0, 0), (2, 3)):
             rows = on_grid[name].isel(time=time, prediction_timedelta=lead).values.astype(float)
             along = np.array([np.interp(longitudes, columns, row, period=360) for row in rows])
@@ -167,19 +255,18 @@ def test_forecasts_go_back_to_the_cells(trained):
             wanted = (1 - share) * along[south - 1, at] + share * along[south, at]
             found = one[name].isel(time=time, prediction_timedelta=lead)
             np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert "complete" in trained.command("credit-dp", "forecast", "check", "cells3.zarr")
 
 
-@only(slow=("HEALPix zarr",))
+@only(exhaustive=("HEALPix zarr",))
 def test_healpix_is_not_written_as_grib(trained):
-    words = ("checkpoint=run2", trained.form.init, "lead=12h", "grid=source", "format=grib")
+    words = ("checkpoint=run1", trained.form.init, "lead=12h", "grid=source", "format=grib")
     line = trained.refusal("credit-dp", "forecast", *words, "out=cells.grib")
     assert "format: GRIB is written on reduced Gaussian grids from longitude 0" in line
 
 
-@only("O16 anemoi")
+@only(slow=("O16 anemoi",))
 def test_forecasts_on_cells_are_grib_of_their_grid(trained):
-    words = ("checkpoint=run2", "init=2000-01-09", "lead=12h", "grid=source")
+    words = ("checkpoint=run1", "init=2000-01-09", "lead=12h", "grid=source")
     trained.command("credit-dp", "forecast", *words, "format=grib", "out=cells.grib")
     trained.command("credit-dp", "forecast", *words, "out=same.zarr")
     assert "complete" in trained.command("credit-dp", "forecast", "check", "cells.grib")
@@ -198,80 +285,35 @@ def test_forecasts_on_cells_are_grib_of_their_grid(trained):
         np.testing.assert_allclose(found[short], fields, atol=np.ptp(fields) / 2**15)
 
 
-@only("O16 anemoi", "O16 on 17x16", slow=("HEALPix zarr",))
-def test_other_cells_are_one_line(trained, tmp_path):
-    store = cell_stores.anemoi(tmp_path, cell_stores.octahedral(17))
-    words = (*trained.training, f"data.store={store}", "run.dir=other", "resume=run1")
-    expected = "trained with another mean of the fields"
-    if trained.form.grid is None:
-        expected = f"trained with data.grid={'x'.join(map(str, trained.form.shape))}"
-    assert f"resume: the checkpoint was {expected}" in trained.refusal(*words)
-
-
-@only("O16 on 17x16", slow=("regular on 12x24",))
-def test_another_grid_or_way_is_one_line(trained):
-    height, width = trained.form.grid
-    cases = {
-        f"data.grid={height + 1}x{width}": f"was trained with data.grid={height}x{width}",
-        "data.regrid=bilinear": "was trained with another mean of the fields",
-        "data.grid=null": f"was trained with data.grid={height}x{width}",
-    }
-    for key, expected in cases.items():
-        assert expected in trained.refusal(*trained.training, key, "run.dir=other", "resume=run1")
-
-
-@only("O16 on 17x16", slow=("regular on 12x24",))
-def test_a_prepared_copy_trains_as_the_store_does(trained):
-    words = (f"store={trained.store}", "out=copy.zarr", *trained.selection)
-    trained.command("credit-dp", "data", "prepare", *words)
-    keys = ("data.name=prepared", "data.store=copy.zarr", "data.grid=null", "trainer.steps=6")
-    trained.train("copied", *keys)
-    assert trained.log("copied") == trained.log("run1")
+@only("O16 on 17x16", slow=("O16 anemoi",), exhaustive=("HEALPix zarr", "regular on 12x24"))
+def test_other_cells_another_grid_or_way_are_refused(stored, tmp_path):
+    form, cells = stored.form, cell_stores.anemoi(tmp_path, cell_stores.octahedral(17))
+    height, width = form.shape
+    trained_with = f"resume: the checkpoint was trained with data.grid={height}x{width}"
+    cases = {f"data.store={cells}": trained_with}
+    if form.grid is not None:
+        another_mean = "was trained with another mean of the fields"
+        cases = {
+            f"data.store={cells}": another_mean,
+            f"data.grid={height + 1}x{width}": trained_with,
+            "data.regrid=bilinear": another_mean,
+            "data.grid=null": trained_with,
+        }
+    own = stored.description()
+    check_data(own, own)
+    for key, said in cases.items():
+        with pytest.raises(UserError) as error:
+            check_data(own, stored.description(key))
+        assert said in str(error.value), key
 
 
 # Regions
 
 
-@only("Lambert netCDF", slow=REGIONS)
-def test_static_fields_have_statistics_of_the_cells(trained):
-    [state] = sorted(trained.folder.glob("run1/**/state.json"))[-1:]
-    found = json.loads(state.read_text())["data"]["statistics"]["static_mean"][0]
-    land = trained.form.mean(trained.form.rows("land_sea_mask"))
-    assert found == pytest.approx(land, abs=1e-4)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the last checkpoint of a run."""
-    checkpoint = Checkpoint.open("run", locate_checkpoint("run", str(folder)))
-    found = {
-        name: torch.empty(shape, dtype=checkpoint.dtype(name))
-        for name, shape in checkpoint.shapes.items()
-        if name.startswith(MODEL_PREFIX)
-    }
-    checkpoint.read(found)
-    return found
-
-
-@only("Lambert netCDF", slow=REGIONS)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_training_on_a_prepared_copy_is_the_same_in_every_bit(trained, ranks):
-    copy, steps = trained.folder / "copy.zarr", {1: 6, 2: 4}[ranks]
-    if not copy.exists():
-        words = (f"store={trained.store}", f"out={copy}", *trained.selection)
-        trained.command("credit-dp", "data", "prepare", *words)
-    keys = (f"data.store={copy}", f"parallel.domain={ranks}", f"trainer.steps={steps}")
-    trained.train(f"copy{ranks}", *keys)
-    assert trained.log(f"copy{ranks}") == trained.log(f"run{ranks}")
-    found, wanted = (tensors(trained.folder / f"{name}{ranks}") for name in ("copy", "run"))
-    assert found
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@only("Lambert netCDF", slow=REGIONS)
+@only("Lambert netCDF", exhaustive=REGIONS)
 def test_an_exported_model_makes_the_first_step_of_forecasts(trained):
     form, forecast = trained.form, trained.opened("forecast")
-    trained.command("credit-dp", "checkpoint", "export", "run2", "--output", "model.safetensors")
+    trained.command("credit-dp", "checkpoint", "export", "run1", "--output", "model.safetensors")
     model = credit_dp.load(str(trained.folder / "model.safetensors"))
     names = ("latitude", "longitude") if form.kind != "rotated" else ("lat", "lon")
     for name, degrees in zip(names, (model.latitude, model.longitude), strict=True):
@@ -285,14 +327,13 @@ def test_an_exported_model_makes_the_first_step_of_forecasts(trained):
         np.testing.assert_allclose(found[:, index], wanted, rtol=1e-6)
 
 
-@only("Lambert netCDF", slow=REGIONS)
+@only(slow=("Lambert netCDF",), exhaustive=REGIONS)
 @pytest.mark.parametrize("form", ["zarr", "netcdf", "netcdf_file"])
 def test_forecasts_have_the_coordinates_of_the_store(trained, form):
-    out = "forecast.zarr"
+    out = {"zarr": "forecast.zarr", "netcdf": "netcdf", "netcdf_file": "file.nc"}[form]
     if form != "zarr":
-        out = f"{form}.nc" if form == "netcdf_file" else form
-        words = ("checkpoint=run2", "init=2020-01-05", "lead=24h", f"format={form}", f"out={out}")
-        trained.command("credit-dp", "forecast", *words, "parallel.domain=2")
+        words = ("checkpoint=run1", "init=2020-01-05", "lead=24h", f"format={form}", f"out={out}")
+        trained.command("credit-dp", "forecast", *words)
     assert "complete" in trained.command("credit-dp", "forecast", "check", out)
     path = trained.folder / out
     if form == "netcdf":
@@ -318,63 +359,30 @@ def test_forecasts_have_the_coordinates_of_the_store(trained, form):
             assert found[dim].attrs["standard_name"] == expected[dim].attrs["standard_name"]
 
 
-@only("Lambert netCDF", slow=REGIONS)
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
-def test_grib_has_the_fields_and_points_of_a_forecast(trained, ranks):
-    """By cfgrib, whose points ecCodes computes."""
-    keys = ("checkpoint=run2", f"init={trained.form.first}", "lead=24h", "format=grib")
-    trained.command("credit-dp", "forecast", *keys, f"parallel.domain={ranks}", f"out={ranks}.grib")
-    assert "complete" in trained.command("credit-dp", "forecast", "check", f"{ranks}.grib")
-    path, kind = trained.folder / f"{ranks}.grib", trained.form.kind
-    options = {"filter_by_keys": {"shortName": "2t"}, "indexpath": ""}
-    data = xr.open_dataset(path, engine="cfgrib", backend_kwargs=options, decode_timedelta=True)
-    # On a cone from the south, as ecCodes needs it.
-    order = slice(None, None, -1 if kind == "lambert" else 1)
-    names = ("lat", "lon") if kind == "rotated" else ("latitude", "longitude")
-    for name, axis in zip(names, ("latitude", "longitude"), strict=True):
-        apart = (data[axis].values[order] - trained.form.northern[name].values + 180) % 360 - 180
-        np.testing.assert_allclose(apart, 0, atol=3e-6)
-    wanted = trained.opened("forecast")["2m_temperature"].sel(time=data["time"].values).values
-    step = np.ptp(wanted, axis=(1, 2), keepdims=True) / 65535
-    assert (np.abs(data["t2m"].values[:, order] - wanted) < step + 1e-4).all()
-    text = trained.command("credit-dp", "data", "inspect", f"store={ranks}.grib")
-    spacing = ", 1.5 x 1.5 degrees" if kind == "box" else ""
-    assert f"{region_stores.ROWS} x {region_stores.COLUMNS} region{spacing}" in text
-
-
-REFUSED = {
-    "loss.spectrum=1": "loss.spectrum: a global grid is needed here, but this is a region of",
-    "loss.sphere_spectrum=1": "Set loss.sphere_spectrum=0.",
-    "trainer.shift_longitude=true": "Leave trainer.shift_longitude out.",
-    "trainer.mirror=0.5": "trainer.mirror: a global grid is needed here",
-}
-
-
-@only("Lambert netCDF", slow=REGIONS)
-@pytest.mark.parametrize("check", [[], ["--check"]], ids=["run", "check"])
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_needs_the_globe_is_one_line(trained, key, check):
-    assert REFUSED[key] in trained.refusal(*trained.training, "run.dir=other", key, *check)
-
-
-@only("Lambert netCDF")
-@pytest.mark.parametrize("check", [[], ["--check"]], ids=["run", "check"])
-def test_more_ranks_than_rows_of_the_coarsest_level_are_one_line(trained, check):
-    """The rows of a store are known when it is open."""
-    words = ("run.dir=other", "model.channels=[8,8,8,8]", "parallel.domain=3", *check)
-    said = "parallel.domain: the model's coarsest level has 2 of the grid's 13 rows, too few for 3"
-    assert said in trained.refusal(*trained.training, *words)
+@only("Lambert netCDF", exhaustive=REGIONS)
+def test_what_needs_the_globe_or_more_rows_is_one_line(stored):
+    """A run and its check say it before anything else; the rows are known from the store."""
+    rows = "the model's coarsest level has 2 of the grid's 13 rows, too few for 3"
+    cases = {
+        ("loss.spectrum=1",): "loss.spectrum: a global grid is needed here, but this is a region",
+        ("loss.sphere_spectrum=1",): "Set loss.sphere_spectrum=0.",
+        ("trainer.shift_longitude=true", "--check"): "Leave trainer.shift_longitude out.",
+        ("trainer.mirror=0.5", "--check"): "trainer.mirror: a global grid is needed here",
+        ("model.channels=[8,8,8,8]", "parallel.domain=3", "--check"): f"parallel.domain: {rows}",
+    }
+    for keys, said in cases.items():
+        assert said in stored.refusal(*stored.training, "run.dir=other", *keys), keys
 
 
 # Calendars
 
 
-@only("noleap zarr", slow=("360_day netCDF",))
+@only(slow=("noleap zarr",), exhaustive=("360_day netCDF",))
 def test_forecasts_have_the_calendar_of_the_store(trained):
     form, forecast = trained.form, trained.opened("forecast")
     options = {"freq": "12h", "calendar": form.calendar, "use_cftime": True}
     expected = xr.date_range(form.first, form.last, **options)
-    words = ("checkpoint=run2", form.init, "lead=24h", "parallel.domain=2")
+    words = ("checkpoint=run1", form.init, "lead=24h")
     for out, kind in {"file.nc": "netcdf_file", "bands": "netcdf"}.items():
         trained.command("credit-dp", "forecast", *words, f"out={out}", f"format={kind}")
     file = xr.open_dataset(trained.folder / "file.nc", decode_timedelta=True)
@@ -385,9 +393,9 @@ def test_forecasts_have_the_calendar_of_the_store(trained):
         assert data["time"].encoding["units"] == "hours since 1900-01-01"
 
 
-@only("noleap zarr", slow=("360_day netCDF",))
+@only(slow=("noleap zarr",), exhaustive=("360_day netCDF",))
 def test_an_exported_model_forecasts_in_the_calendar(trained, monkeypatch):
-    words = ("export", "run2", "--output", "model.safetensors")
+    words = ("export", "run1", "--output", "model.safetensors")
     trained.command("credit-dp", "checkpoint", *words)
     file = trained.folder / "model.safetensors"
     model = credit_dp.load(file)
@@ -410,20 +418,7 @@ def test_an_exported_model_forecasts_in_the_calendar(trained, monkeypatch):
     assert runpy.run_path(str(script))["later"].isfinite().all()
 
 
-@only("noleap zarr", slow=("360_day netCDF",))
-def test_a_prepared_store_has_the_calendar(trained):
-    form = trained.form
-    dates = f"dates=[{form.first},{form.last}]"
-    words = (f"store={trained.store}", "out=prepared.zarr", dates, *trained.selection)
-    trained.command("credit-dp", "data", "prepare", *words)
-    expected = form.data.sel(time=slice(form.first, form.last))
-    prepared = xr.open_zarr(trained.folder / "prepared.zarr", consolidated=False)
-    assert prepared["time"].to_index().equals(expected["time"].to_index())
-    text = trained.command("credit-dp", "data", "inspect", "store=prepared.zarr")
-    assert f"{form.calendar} calendar" in text
-
-
-@only("noleap zarr", slow=("360_day netCDF",))
+@only(slow=("noleap zarr",), exhaustive=("360_day netCDF",))
 def test_the_climatology_is_by_day_of_the_calendars_year(trained):
     """As xarray groups it."""
     form = trained.form
@@ -448,14 +443,14 @@ def test_the_climatology_is_by_day_of_the_calendars_year(trained):
         assert found == pytest.approx(np.mean(correlation), rel=1e-4)
 
 
-@only("noleap zarr", slow=("360_day netCDF",))
+@only(slow=("noleap zarr",), exhaustive=("360_day netCDF",))
 def test_other_calendars_are_one_line(trained, tmp_path):
     form = trained.form
     other = FORMS["360_day netCDF" if form.calendar == "noleap" else "noleap zarr"]
     store = other.write(tmp_path)
     here, there = f"{form.calendar} calendar", f"{other.calendar} calendar"
-    kept = CommandRuns(trained.folder, store, other.keys)
-    line = kept.refusal(*kept.training, "run.dir=other", "resume=run1")
+    words = ("python", str(TRAIN), f"data.store='{store}'", *other.keys)
+    line = trained.refusal(*words, "run.dir=other", "resume=run1")
     assert line.startswith("error: resume: the checkpoint was trained with dates of the ")
     assert f"{here}, but {store} has those of the {there}" in line
     forecast = ("credit-dp", "forecast", "checkpoint=run1", form.init, "lead=6h")
@@ -475,13 +470,10 @@ def test_other_calendars_are_one_line(trained, tmp_path):
 # Icechunk and kerchunk
 
 
-@only("icechunk", slow=("kerchunk", "icechunk, virtual", "kerchunk, parquet"))
-def test_runs_and_scores_are_those_of_a_zarr_store(trained):
-    plain = stores.write(trained.form.data, trained.folder / "plain.zarr")
-    trained.train("plain", f"data.store={plain}", "trainer.steps=6")
-    assert trained.log("plain") == trained.log("run1")
-    for out, truth in (("of_store", trained.store), ("of_plain", plain)):
-        words = ("forecast=forecast.zarr", f"truth='{truth}'", f"out={out}")
-        trained.command("credit-dp", "evaluate", *words)
-    found, expected = (trained.folder / x / "scores.csv" for x in ("of_store", "of_plain"))
-    assert found.read_text() == expected.read_text()
+@only("icechunk", slow=("kerchunk", "icechunk, virtual"), exhaustive=("kerchunk, parquet",))
+def test_a_run_is_that_of_a_zarr_store(stored, on_bands):
+    plain = stores.write(stored.form.data, stored.folder / "plain.zarr")
+    config = stored.config(f"data.store={plain}")
+    found = run_on_mesh(Mesh(1, 1, 3), train_from_start, config, None)
+    assert found[0] == on_bands[0]
+    assert all(np.array_equal(found[1][name], weight) for name, weight in on_bands[1].items())

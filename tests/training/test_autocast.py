@@ -72,8 +72,8 @@ def test_blocks_computed_again_are_the_same(config):
 
 
 MESHES = tiers(
-    [("unet", Mesh(1, 1, 3))],
-    [("crossformer", Mesh(2, 1, 1, "fsdp2", "interleaved"))],
+    [],
+    [("unet", Mesh(1, 1, 3)), ("crossformer", Mesh(2, 1, 1, "fsdp2", "interleaved"))],
     [
         ("crossformer", Mesh(1, 1, 2)),
         ("sfno", Mesh(1, 1, 2)),

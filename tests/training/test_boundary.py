@@ -173,6 +173,7 @@ def test_bands_that_are_all_rim_change_nothing(config):
     assert_same_scores(config)
 
 
+@pytest.mark.slow
 def test_the_rim_of_a_band_of_latitudes_is_rows(tmp_path):
     config = run_on(tmp_path, 360 / BOX_COLUMNS)
     _, field, last = scored(alone(), config)

@@ -28,7 +28,6 @@ OPTIMIZERS = {
     "lion": LionConfig(lr=1e-3),
     "soap": SoapConfig(lr=1e-2),
 }
-MODELS_BESIDES = ("crossformer", "pangu")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,9 @@ def both(config):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["unet", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in MODELS_BESIDES)]
+    "model", every(3, ["unet", "crossformer", "pangu"], pytest.mark.exhaustive)
 )
 def test_a_run_is_the_same_and_its_checkpoints_serve_both(store, tmp_path, model):
     """On one process; `test_features.py` compares it with ranks."""

@@ -127,8 +127,8 @@ def test_replayed_steps_equal_the_steps(store, tmp_path, name):
 
 
 MESHES = tiers(
-    [(Mesh(1, 1, 2),)],
-    [(Mesh(1, 2, 1, "fsdp2"),)],
+    [],
+    [(Mesh(1, 1, 2),), (Mesh(1, 2, 1, "fsdp2"),)],
     [(Mesh(1, *two),) for two in ((2, 1), (2, 2), (1, 3), (1, 2, "fsdp2"))],
 )
 
@@ -290,6 +290,7 @@ def refusal(manager, config):
         return str(error)
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_what_one_refuses(store, tmp_path):
     config = on_mesh(make_config(store, tmp_path, steps=STEPS), Mesh(1, 1, 2))
     for line in on_processes(2, refusal, config, domain=2):

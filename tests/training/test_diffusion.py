@@ -493,6 +493,7 @@ def test_a_run_scores_several_members(store, tmp_path):
     assert Validation(config, ready, training, alone())() == scores
 
 
+@pytest.mark.slow
 def test_fixers_correct_samples_not_targets(store, tmp_path):
     config = make_config(store, tmp_path / "run")
     name = config.data.prognostic[0]

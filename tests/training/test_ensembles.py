@@ -168,7 +168,8 @@ def test_the_fair_score_of_a_sample_does_not_depend_on_the_number_of_members():
         assert mean == pytest.approx(expected, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", ["rollout", pytest.param("sea", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "sea"])
 def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
     plain = sea_config(tmp_path) if kind == "sea" else make_config(store, tmp_path / "run")
     config = of_members(plain, rollout={0: 2} if kind == "rollout" else {0: 1})
@@ -305,10 +306,8 @@ def test_ensembles_have_their_scores(store, tmp_path):
     ratio = validation["validation_spread_skill"]
     assert 0 < ratio < 1
     assert 0 < validation["validation_crps"] < validation["validation_rmse"]
-    bands = on_processes(2, scores, on_mesh(config, Mesh(1, 1, 2)), domain=2)
-    members = Mesh(1, 1, 1, ensemble=2)
-    shares = on_processes(2, scores, on_mesh(config, members), domain=1, ensemble=2)
-    for found in (*bands, *shares):
+    config = on_mesh(config, Mesh(1, 1, 2, ensemble=2))
+    for found in on_processes(4, scores, config, domain=2, ensemble=2):
         assert found[0] == pytest.approx(validation, rel=1e-10)
         for name, values in final.items():
             assert np.array(found[1][name]) == pytest.approx(np.array(values), rel=1e-10, abs=1e-12)
@@ -392,6 +391,7 @@ def test_a_plan_knows_the_ranks_that_share_members(store, tmp_path):
     assert not alone_budget.sent["members"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_pipeline_shows_what_its_last_stage_sends_for_the_loss(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"))
     config = replace(config, data=replace(config.data, grid=f"{ROWS}x16"))

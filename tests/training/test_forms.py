@@ -39,9 +39,11 @@ from tests.training.meshes import (
 )
 
 DAY = timedelta(hours=24)
-FAST = ("O16 anemoi", "O16 on 17x16", "Lambert netCDF", "noleap zarr", "icechunk")
-HUGE = ("O96 anemoi", "N320 anemoi")
-SLOW = tuple(name for name in FORMS if name not in FAST + HUGE)
+FAST = ("O16 on 17x16", "Lambert netCDF", "noleap zarr")
+SLOW = (
+    *("O16 anemoi", "HEALPix GRIB", "box", "rotated netCDF", "WRF", "360_day netCDF", "icechunk"),
+    "kerchunk",
+)
 REGIONS = ("box", "Lambert zarr", "rotated netCDF")
 
 
@@ -121,7 +123,7 @@ def only(*fast: str, slow: tuple[str, ...] = (), exhaustive: tuple[str, ...] = (
     return pytest.mark.parametrize("stored", tiers(*lists), indirect=True)
 
 
-every_form = only(*FAST, slow=SLOW, exhaustive=HUGE)
+every_form = only(*FAST, slow=SLOW, exhaustive=tuple(FORMS))
 
 
 @every_form
@@ -152,9 +154,8 @@ def test_bands_train_as_one_process(stored, on_bands):
 
 
 @only(
-    *("O16 on 17x16", "Lambert netCDF", "noleap zarr"),
-    slow=("regular on 12x24",),
-    exhaustive=(*REGIONS, "360_day netCDF"),
+    slow=("O16 on 17x16", "Lambert netCDF", "noleap zarr"),
+    exhaustive=(*REGIONS, "360_day netCDF", "regular on 12x24"),
 )
 def test_training_on_a_prepared_copy_is_the_same_in_every_bit(stored, on_bands):
     words = (f"store={stored.store}", "out=copy.zarr", *stored.selection)
@@ -185,11 +186,7 @@ def test_ranks_of_commands_do_as_one_process(trained):
     assert "complete" in trained.command("credit-dp", "forecast", "check", "by3.zarr")
 
 
-@only(
-    *("O16 on 17x16", "Lambert netCDF"),
-    slow=("O16 anemoi", "noleap zarr", "icechunk"),
-    exhaustive=tuple(FORMS),
-)
+@only("O16 on 17x16", slow=("Lambert netCDF", "noleap zarr", "icechunk"), exhaustive=tuple(FORMS))
 def test_scores_are_those_of_numpy(trained):
     form = trained.form
     truths = [(f"truth='{trained.store}'", *form.on_grid)]
@@ -310,7 +307,7 @@ def test_other_cells_another_grid_or_way_are_refused(stored, tmp_path):
 # Regions
 
 
-@only("Lambert netCDF", exhaustive=REGIONS)
+@only(slow=("Lambert netCDF",), exhaustive=REGIONS)
 def test_an_exported_model_makes_the_first_step_of_forecasts(trained):
     form, forecast = trained.form, trained.opened("forecast")
     trained.command("credit-dp", "checkpoint", "export", "run1", "--output", "model.safetensors")
@@ -470,7 +467,7 @@ def test_other_calendars_are_one_line(trained, tmp_path):
 # Icechunk and kerchunk
 
 
-@only("icechunk", slow=("kerchunk", "icechunk, virtual"), exhaustive=("kerchunk, parquet",))
+@only(slow=("icechunk", "kerchunk"), exhaustive=("icechunk, virtual", "kerchunk, parquet"))
 def test_a_run_is_that_of_a_zarr_store(stored, on_bands):
     plain = stores.write(stored.form.data, stored.folder / "plain.zarr")
     config = stored.config(f"data.store={plain}")

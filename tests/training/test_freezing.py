@@ -77,6 +77,7 @@ def test_frozen_weights_stay_and_others_do_not(config):
     assert not any(".exp_avg" in n and "stem" in n for n in training.trainer.state.tensors())
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_may_be_frozen_on_resume_and_the_other_way_round(config, tmp_path):
     free = replace(config, trainer=replace(config.trainer, freeze=[]))
     for first, second in ((free, config), (config, free)):

@@ -96,8 +96,8 @@ def test_a_mean_over_own_rows_is_off_by_the_number_of_ranks():
     assert sum(mean for _, mean in shares).item() == pytest.approx(3 * whole.item(), rel=1e-13)
 
 
-FAST = [("huber", False, Mesh(1, 2, 2, "fsdp2"))]
 SLOW = [
+    ("huber", False, Mesh(1, 2, 2, "fsdp2")),
     ("huber", True, Mesh(1, 1, 3, "ddp")),
     ("mae", False, Mesh(2, 1, 2, "ddp")),
 ]
@@ -107,7 +107,7 @@ EXHAUSTIVE = [
     ("mse", True, Mesh(1, 2, 2, "ddp")),
     ("huber", True, Mesh(2, 1, 2, "fsdp2")),
 ]
-CASES = tiers(FAST, SLOW, EXHAUSTIVE)
+CASES = tiers([], SLOW, EXHAUSTIVE)
 
 Gradients = dict[str, np.ndarray]
 

@@ -129,6 +129,7 @@ def count_what_a_save_takes(
     return sum(tensor.nbytes for tensor in full_tensors(state).values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_only_writers_copy_and_only_the_first_rank_lists(tmp_path, shared):
     ranks = on_processes(2, count_what_a_save_takes, tmp_path, shared, domain=1 if shared else 2)

@@ -309,6 +309,7 @@ def test_weights_in_other_memory_are_captured_again(store, tmp_path):
     assert (capture.captures, capture.replays) == (2, trainer.config.steps - 2 * WARM_UP)
 
 
+@pytest.mark.slow
 def test_a_run_frees_its_graph_before_it_scores(store, tmp_path, monkeypatch):
     """It is gone before the process groups are: nccl's communicators need not outlive it."""
     graphs, steps = [], []

@@ -188,6 +188,7 @@ def test_the_last_digits_may_differ(description):
         check_data({**own, "statistics": moved}, own)
 
 
+@pytest.mark.slow
 def test_values_on_other_points_are_refused(tmp_path):
     config = sea_config(tmp_path)
     own = describe_data(prepare_training_data(config.data), config.model)

@@ -181,7 +181,7 @@ def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
 
 
 RECOMPUTED = tiers(
-    [("depth", "step")], [("unet", "blocks")], [("unet", "step"), ("depth", "blocks")]
+    [], [("depth", "step"), ("unet", "blocks")], [("unet", "step"), ("depth", "blocks")]
 )
 
 

@@ -13,7 +13,6 @@ from credit_dp.errors import UserError
 from credit_dp.training import loggers
 from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
 from tests.full_disk import full_disk
-from tests.tier_cases import every
 from tests.training.log_messages import captured_warnings
 
 MOMENTS = ("init", "log", "summary", "finish")
@@ -164,7 +163,8 @@ def test_the_end_waits_for_a_while_only():
     sink.go.set()
 
 
-@pytest.mark.parametrize("error", every(3, [UserError("full"), None, KeyboardInterrupt()]))
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [None, UserError("full"), KeyboardInterrupt()])
 def test_trackers_learn_that_a_run_has_failed(tmp_path, monkeypatch, error):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     wandb = FailingWandb("never")

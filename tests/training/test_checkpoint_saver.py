@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import torch
 from credit_dp.config import TrainerConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.training import checkpoint_shards
 from credit_dp.training.checkpoint import (
     CheckpointSaver,
     find_checkpoint,
     load_checkpoint,
 )
 from credit_dp.training.checkpoint_files import list_checkpoints
+from credit_dp.training.checkpoint_shards import TensorPart
 from credit_dp.training.state import TrainingState
 from tests.full_disk import full_disk
 from tests.ranks import on_processes
@@ -40,16 +42,16 @@ def trainer(**changes: Any) -> TrainerConfig:
 
 @contextmanager
 def slow_disk() -> Iterator[threading.Event]:
-    """Block writes of other threads until the event is set."""
-    ready, fsync = threading.Event(), os.fsync
+    """Block writes of other threads, before their first byte, until the event is set."""
+    ready, write_shard = threading.Event(), checkpoint_shards.write_shard
 
-    def late(descriptor: int) -> None:
+    def late(path: Path, parts: Sequence[TensorPart]) -> dict[str, Any]:
         if threading.current_thread() is not threading.main_thread():
             assert ready.wait(60)
-        fsync(descriptor)
+        return write_shard(path, parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", late)
+        patch.setattr("credit_dp.training.checkpoint.write_shard", late)
         try:
             yield ready
         finally:

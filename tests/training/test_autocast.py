@@ -48,6 +48,7 @@ def numbers_of(manager: DomainParallelManager, config: Config) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_are_close_to_those_without(config):
     plain = replace(config, trainer=replace(config.trainer, autocast=None))
     found, exact = numbers_of(alone(), config), numbers_of(alone(), plain)

@@ -20,7 +20,7 @@ from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.replicas import local_tensor
 from tests.ranks import on_processes
-from tests.tier_cases import tiers
+from tests.tier_cases import every, tiers
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import (
     TINY_MODELS,
@@ -110,7 +110,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES, pytest.mark.slow))
 def test_replayed_steps_equal_the_steps(store, tmp_path, name):
     model, trainer = CASES[name]
     config = make_config(store, tmp_path, steps=STEPS)

@@ -171,6 +171,7 @@ def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], to
     return (states, times, solar), dates.denormalise(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", pytest.param("run", marks=pytest.mark.exhaustive)])
 def test_a_file_gives_them_as_training_does(exported, source):
     config, training, file = exported

@@ -65,6 +65,7 @@ def config(tmp_path_factory):
     return replace(config, optimizer=optimizer, data=data, trainer=trainer)
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_and_others_do_not(config):
     training = built(config, alone())
     parameters = training.trainer.state.parameters

@@ -256,7 +256,7 @@ COMPILED: dict[str, tuple[Run, Mesh, dict[str, Any], dict[str, Any]]] = {
         {"optimizer": AdamWConfig(lr=1e-2, warmup_steps=1, ema=0.9)},
     ),
 }  # fmt: skip
-SLOW = ("whole model", "rollouts")
+SLOW = ("rollouts",)
 
 
 @pytest.mark.usefixtures("new_ranks")

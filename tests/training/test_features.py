@@ -262,4 +262,5 @@ def test_a_run_continues_on_another_mesh(reference, tmp_path, feature, first, se
     config, (numbers, trained), _ = reference(feature)
     run_on_mesh(first, train, config, tmp_path)
     found = run_on_mesh(second, train_from_checkpoint, config, tmp_path)
-    assert_same_trajectory(found, (numbers[HALF_WAY:], trained))
+    weights = {name: trained[name] for name in found[1]}  # without averages
+    assert_same_trajectory(found, (numbers[HALF_WAY:], weights))

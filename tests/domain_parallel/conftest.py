@@ -3,8 +3,7 @@
 import pytest
 
 from credit_dp.domain_parallel.layers import base
-
-SMALL_BAND_ENTRIES = base.SMALL_BAND_ENTRIES  # before it is replaced
+from tests.domain_parallel.equality import SMALL_BAND_ENTRIES
 
 
 @pytest.fixture(autouse=True)

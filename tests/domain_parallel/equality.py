@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
@@ -31,6 +35,41 @@ _PLANNED: WeakKeyDictionary[ThreadWorld, tuple[int, DomainParallelManager, nn.Mo
 
 OPERATOR = 1e-12
 MODEL = 1e-11
+
+# Threads: of three ranks one has two neighbours. Other numbers show nothing that three do not.
+THREADS = [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 4, 8))]
+SMALL_BAND_ENTRIES = base.SMALL_BAND_ENTRIES  # before it is replaced
+
+
+@contextmanager
+def entry(name: object) -> Iterator[None]:
+    """Name the entry of a table that fails."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"entry: {name}")
+        raise
+
+
+@contextmanager
+def halos_travel(*, meanwhile: bool) -> Iterator[None]:
+    """Convolve bands while their halo travels, as large ones, or fetch it first, as small ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "SMALL_BAND_ENTRIES", 0 if meanwhile else SMALL_BAND_ENTRIES)
+        with entry(f"halos travel meanwhile: {meanwhile}"):
+            yield
+
+
+def in_both_ways(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in both ways, of large bands and of small ones."""
+
+    @functools.wraps(test)
+    def both(*args: Any, **kwargs: Any) -> None:
+        for meanwhile in (True, False):
+            with halos_travel(meanwhile=meanwhile):
+                test(*args, **kwargs)
+
+    return both
 
 
 def assert_same_as_whole_globe(

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.domain_parallel import (
-    DomainParallelConv1d,
     DomainParallelConv2d,
-    DomainParallelConv3d,
-    convert_to_domain_parallel,
+    DomainParallelPeriodicConv2d,
+    shard_tensor,
 )
-from credit_dp.domain_parallel.convert import _needs_halo_conv2d, _needs_halo_conv3d
+from credit_dp.domain_parallel.layers import base
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.domain_parallel.models import MOVE, MOVE_BACK, Moved
-from tests.ranks import PROCESSES, on_processes, on_threads, seeded
+from credit_dp.models.unet import PeriodicConv2d
+from tests.domain_parallel.equality import (
+    THREADS,
+    assert_same_as_whole_globe,
+    entry,
+    halos_travel,
+    in_both_ways,
+)
+from tests.domain_parallel.models import Moved
+from tests.ranks import DEVICE, on_threads
 
-RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 # Sizes of the other dimensions than the rows': columns last, times or levels first.
 OTHERS = {1: (), 2: (6,), 3: (5, 6)}
@@ -34,9 +39,9 @@ def _along(spatial, row, others):
 
 
 @st.composite
-def cases(draw, spatial):
+def cases(draw, spatial, ranks):
     """Options, and a height at which no rank is without an output row; often some has only one."""
-    ranks, mode = draw(RANKS), draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
+    mode = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
     kernel, stride, dilation = (draw(st.integers(1, n)) for n in (6, 4, 3))
     padding = draw(st.integers(0, 5))
     others = [[draw(st.integers(a, b)) for _ in OTHERS[spatial]] for a, b in ((1, 3), (1, 2))]
@@ -55,11 +60,10 @@ def cases(draw, spatial):
         options |= {"padding": named} | ({"stride": 1} if named == "same" else {})
         padding = dilation * (kernel - 1) // 2 if named == "same" else 0
     least = (ranks - 1) * stride + dilation * (kernel - 1) + 1 - 2 * padding
-    height = max(ranks, least, padding + 2) + draw(st.integers(0, 12))
-    return ranks, options, height
+    return options, max(ranks, least, padding + 2) + draw(st.integers(0, 12))
 
 
-def _shape(spatial, height, batch):
+def _shape(spatial, height, batch=(2,)):
     """The input's shape; a 1d convolution's rows are in columns, which it gets as samples."""
     others = OTHERS[spatial] or (3,)
     return (*batch, 2, *others[:-1], height, others[-1])
@@ -79,175 +83,150 @@ def _exists(spatial, options, shape, ranks):
     return made.shape[-2] >= ranks
 
 
-def _assert_exact(spatial, case, batch=(2,)):
-    ranks, options, height = case
-    shape = _shape(spatial, height, batch)
-    on_threads(ranks, assert_same_as_whole_globe, _conv, (spatial, options), shape)
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("ranks", THREADS)
 @pytest.mark.parametrize("spatial", [1, 2, 3])
-@given(data=st.data())
-def test_conv(spatial, data):
-    ranks, options, height = case = data.draw(cases(spatial))
-    assume(_exists(spatial, options, _shape(spatial, height, (2,)), ranks))
-    _assert_exact(spatial, case)
+@given(meanwhile=st.booleans(), data=st.data())
+def test_conv(ranks, spatial, meanwhile, data):
+    options, height = data.draw(cases(spatial, ranks))
+    shape = _shape(spatial, height)
+    assume(_exists(spatial, options, shape, ranks))
+    with halos_travel(meanwhile=meanwhile):
+        on_threads(ranks, assert_same_as_whole_globe, _conv, (spatial, options), shape)
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("mode", ["zeros", "circular"])
-def test_without_a_batch(mode, stride):
-    options = {"kernel_size": 3, "stride": stride, "padding": 1, "padding_mode": mode}
-    _assert_exact(2, (3, options, 11), batch=())
+# Padding of every kind around bands of one row, which need rows of all others; no batch.
+NARROW = [
+    ({"kernel_size": 7, "padding": 3, "padding_mode": mode}, 4, (2,))
+    for mode in ("zeros", "circular", "reflect", "replicate")
+] + [({"kernel_size": 3, "stride": 2, "padding": 1, "padding_mode": "circular"}, 11, ())]
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("spatial", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_one_row_per_rank(spatial, mode, ranks):
-    options = {"kernel_size": 7, "padding": 3, "padding_mode": mode}
-    if spatial == 3:
-        options = {"kernel_size": (1, 7, 1), "padding": (0, 3, 0), "padding_mode": mode}
-    _assert_exact(spatial, (ranks, options, ranks))
+@in_both_ways
+def test_one_row_per_rank_and_no_batch():
+    for options, height, batch in NARROW:
+        shape = _shape(2, height, batch)
+        with entry((options, height)):
+            on_threads(4, assert_same_as_whole_globe, _conv, (2, options), shape)
 
 
-def _fixed(kind, *args, **options):
-    return nn.Sequential(kind(2, 4, *args, **options), nn.SiLU(), nn.Conv2d(4, 2, 3, padding=1))
+# A convolution that pads around the globe, with its rows' and columns' edges.
+EDGES = [
+    *((poles, "circular") for poles in ("reflect", "zeros", "mirror", "earth")),
+    *((edges, edges) for edges in ("replicate", "reflect", "zeros")),  # of regions
+]
 
 
-def _fixed_3d(*args, **options):
-    return nn.Conv3d(2, 3, *args, **options)
+class _Model(nn.Sequential):
+    """A model whose table of rules names its layer."""
+
+    row_rules = {PeriodicConv2d: "periodic_conv"}  # noqa: RUF012
 
 
-CASES = {
-    "dilated": (3, 1, 2, 2),
-    "even kernel": (4, 1, 1),
-    "no padding": (3, 1, 0),
-    "much padding": (3, 1, 2),
-    "strided": (3, 2, 1),
-    "strided, even kernel": (4, 2, 1),
-    "patches": (4, 4),
-    "stride beyond the kernel": (2, 3),
-    "wide": (15, 1, 7),
-}
+def _periodic(kernel, stride, edges):
+    return _Model(PeriodicConv2d(2, 3, kernel, stride, *edges))
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_on_gloo_ranks(ranks, name):
-    # Rows that no number of ranks divides, and whose bands no stride does.
-    args = (_fixed, (nn.Conv2d, *CASES[name]), (2, 2, 37, 5))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
+@pytest.mark.parametrize("ranks", THREADS)
+@given(
+    height=st.integers(5, 20),
+    kernel=st.sampled_from([1, 3, 5, 7]),
+    stride=st.integers(1, 3),
+    edges=st.sampled_from(EDGES),
+    meanwhile=st.booleans(),
+)
+def test_periodic_conv(ranks, height, kernel, stride, edges, meanwhile):
+    assume((height - 1) // stride + 1 >= ranks)
+    args = (_periodic, (kernel, stride, edges), (2, 2, height, 7))
+    with halos_travel(meanwhile=meanwhile):
+        on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
-def test_padding_modes_on_gloo_ranks(mode):
-    args = (_padded, (mode,), (2, 2, 18, 5))
-    on_processes(4, assert_same_as_whole_globe, *args)
+@in_both_ways
+def test_rows_beyond_every_kind_of_edge():
+    for edges in EDGES:
+        with entry(edges):
+            args = (_periodic, (7, 1, edges), (1, 2, 8, 7))
+            on_threads(4, assert_same_as_whole_globe, *args)
 
 
-def _padded(mode):
-    return _fixed(nn.Conv2d, 3, padding="same", padding_mode=mode)
+class _EvenAndDilated(nn.Module):
+    """Pads as the original does, before any convolution that doesn't pad."""
+
+    def __init__(self, padding, *args):
+        super().__init__()
+        self.padding, self.conv = padding, nn.Conv2d(2, 3, *args)
+
+    def forward(self, x):
+        x = F.pad(x, (self.padding, self.padding, 0, 0), mode="circular")
+        return self.conv(F.pad(x, (0, 0, self.padding, self.padding), mode="reflect"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_conv3d_and_conv1d_on_gloo_ranks(ranks):
-    args = (_fixed_3d, ((1, 3, 3), (1, 2, 2), (0, 1, 1)), (1, 2, 3, 21, 6))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
-    args = (_conv, (1, {"kernel_size": 5, "stride": 2, "padding": 1}), (2, 2, 21, 3))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
+class _Others(nn.Sequential):
+    row_rules = {_EvenAndDilated: "periodic_conv"}  # noqa: RUF012
 
 
+class _PerRow(nn.Module):
+    """Convolves over levels and longitudes of every row; rows are among the samples."""
+
+    row_rules = {PeriodicConv2d: "periodic_conv"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.conv = PeriodicConv2d(2, 3)
+
+    def forward(self, x):
+        y = self.conv(x.permute(0, 3, 1, 2, 4).flatten(0, 1))
+        return y.unflatten(0, (len(x), x.shape[3])).permute(0, 2, 3, 1, 4)
+
+
+@in_both_ways
+def test_any_convolution_inside_of_a_periodic_one():
+    for args in [(1, 4), (2, 4, 2), (3, 3, 2, 0, 2), (0, 5), (2, (5, 1), (1, 3)), (1, 1)]:
+        with entry(args):
+            build = (lambda *args: _Others(_EvenAndDilated(*args)), args, (2, 2, 14, 7))
+            on_threads(3, assert_same_as_whole_globe, *build)
+    on_threads(3, assert_same_as_whole_globe, _PerRow, (), (2, 2, 4, 9, 6))
+
+
+def test_a_periodic_conv_that_pads_twice_is_refused():
+    layer = PeriodicConv2d(1, 1)
+    layer.conv.padding = (1, 1)
+    with pytest.raises(UserError, match="leave padding to the module around it"):
+        DomainParallelPeriodicConv2d(layer)
+
+
+MOVED = [
+    ("samples", lambda: nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular")),
+    ("samples", lambda: nn.Conv1d(2, 4, 3, stride=2)),
+    ("tokens", lambda: nn.Conv1d(2, 4, 5, padding=2)),
+    ("turned", lambda: nn.Conv2d(2, 4, (3, 1), padding=(1, 0), padding_mode="circular")),
+    ("times", lambda: nn.Conv3d(2, 4, (1, 1, 3), padding=(0, 0, 1))),
+    ("times", lambda: nn.Conv3d(2, 4, (1, 1, 3), stride=(1, 2, 1), padding=(0, 1, 1))),
+    ("columns", lambda: nn.Conv1d(2, 4, 1)),
+    ("nothing", lambda: nn.Conv2d(2, 4, (1, 3), padding=(0, 1), padding_mode="circular")),
+    ("nothing", lambda: nn.Conv2d(2, 4, 1, padding=1)),
+    ("samples", lambda: nn.ConvTranspose1d(2, 4, 4, 2)),
+    ("turned", lambda: nn.ConvTranspose2d(2, 4, (4, 1), (2, 1))),
+    ("times", lambda: nn.ConvTranspose3d(2, 4, (1, 1, 3))),
+    ("nothing", lambda: nn.ConvTranspose2d(2, 4, (1, 3))),
+]
+
+
+def test_rows_elsewhere_than_where_the_kernel_is():
+    for move, conv in MOVED:
+        with entry((move, conv())):
+            build = (lambda conv, move: Moved(conv(), move), (conv, move), (2, 2, 9, 6))
+            on_threads(3, assert_same_as_whole_globe, *build)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("height", [181, 721])
 def test_rows_of_real_grids(height):
-    args = (_fixed, (nn.Conv2d, 3, 2, 1), (1, 2, height, 4), 1e-11)
-    on_threads(8, assert_same_as_whole_globe, *args)
-
-
-@pytest.mark.parametrize(
-    ("move", "conv"),
-    [
-        ("samples", nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular")),
-        ("samples", nn.Conv1d(2, 4, 3, stride=2)),
-        ("tokens", nn.Conv1d(2, 4, 5, padding=2)),
-        ("turned", nn.Conv2d(2, 4, (3, 1), padding=(1, 0), padding_mode="circular")),
-        ("times", nn.Conv3d(2, 4, (1, 1, 3), padding=(0, 0, 1))),
-        ("times", nn.Conv3d(2, 4, (1, 1, 3), stride=(1, 2, 1), padding=(0, 1, 1))),
-        ("columns", nn.Conv1d(2, 4, 1)),
-        ("nothing", nn.Conv2d(2, 4, (1, 3), padding=(0, 1), padding_mode="circular")),
-        ("nothing", nn.Conv2d(2, 4, 1, padding=1)),
-    ],
-)
-@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_rows_elsewhere_than_where_the_kernel_is(ranks, move, conv):
     def build():
-        return Moved(copy.deepcopy(conv), move)
+        return nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.SiLU(), nn.Conv2d(4, 2, 3, padding=1))
 
-    on_threads(ranks, assert_same_as_whole_globe, build, (), (2, 2, 9, 6))
-
-
-@pytest.mark.parametrize(
-    ("move", "conv", "message"),
-    [
-        ("turned", nn.Conv2d(2, 4, 3, padding=1), "conv: DomainParallelConv2d: rows are in dim"),
-        ("turned", nn.Conv2d(2, 4, (1, 3)), "aten.convolution: mixes rows"),
-        ("times", nn.Conv3d(2, 4, (3, 1, 1)), "aten.convolution: mixes rows"),
-        ("times", nn.Conv3d(2, 4, (3, 3, 1)), "conv: DomainParallelConv3d: rows are in dim"),
-        ("channels", nn.Conv2d(9, 9, 1), "mixes rows"),
-    ],
-)
-def test_rows_under_another_side_of_the_kernel_are_refused(move, conv, message):
-    def refused(manager):
-        with pytest.raises(UserError, match=message) as caught:
-            convert_to_domain_parallel(
-                Moved(copy.deepcopy(conv), move),
-                manager,
-                input_shape=(2, 2, 9, 6),
-                whole_ops="refuse",
-            )
-        assert "\n" not in str(caught.value)
-
-    on_threads(3, refused)
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([nn.Conv2d(2, 2, 4, 4)], "0: 3 rows can't be shared by 4 ranks. Lower parallel.domain to"),
-        ([nn.Identity(), nn.Conv2d(2, 2, 11)], "1: 2 rows can't be shared by 4 ranks"),
-        ([nn.ConvTranspose2d(2, 2, 1, padding=5)], "0: 2 rows can't be shared by 4 ranks"),
-    ],
-)
-def test_fewer_output_rows_than_ranks_are_refused(layers, message):
-    def refused(manager):
-        model = nn.Sequential(*copy.deepcopy(layers))
-        with pytest.raises(UserError, match=message):
-            convert_to_domain_parallel(
-                model, manager, input_shape=(1, 2, 12, 12), whole_ops="refuse"
-            )
-
-    on_threads(4, refused)
-
-
-class _OwnForward(nn.Conv2d):
-    def forward(self, x):
-        return super().forward(x.flip(-1))
-
-
-def test_a_subclass_is_not_taken_for_its_parent():
-    def refused(manager):
-        model = nn.Sequential(_OwnForward(2, 2, 3, padding=1))
-        with pytest.raises(UserError, match=r"test_conv.py:\d+: aten.convolution: mixes rows"):
-            convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 6), whole_ops="refuse")
-
-    on_threads(2, refused)
+    on_threads(8, assert_same_as_whole_globe, build, (), (1, 2, height, 4), 1e-11)
 
 
 def _twice():
@@ -255,81 +234,117 @@ def _twice():
     return nn.Sequential(conv, nn.SiLU(), nn.Sequential(conv))
 
 
-@pytest.mark.usefixtures("overlap")
-def test_a_layer_under_two_names():
+class _Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 5, padding="same")
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+def _residual():
+    """The sibling's cotangent is the layer's own: whoever writes into it spoils both."""
+    return nn.Sequential(_Residual(), nn.GroupNorm(2, 4), _Residual(), nn.SiLU(), _Residual())
+
+
+@in_both_ways
+def test_a_layer_under_two_names_and_a_residual_that_keeps_its_cotangent():
     on_threads(3, assert_same_as_whole_globe, _twice, (), (2, 2, 9, 6))
+    on_threads(3, assert_same_as_whole_globe, _residual, (), (2, 4, 9, 5), 1e-11)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "halo"), [(3, 1, 1, 1), (4, 2, 1, 1), (32, 2, 15, 15)]
-)
-def test_halo_width(kernel, stride, padding, halo):
-    conv = nn.Conv2d(1, 1, kernel, stride, padding)
-    layer = DomainParallelConv2d(conv)
-    assert layer.halo_width == halo
-    assert layer.halo_exchange.halo_width == halo
-    assert layer.conv is conv
-    assert layer.weight is conv.weight
-    assert layer.bias is conv.bias
-    assert layer.shard_dim == -2
+# --- a band is convolved while its halo travels --------------------------------------------
 
 
-def test_attributes_and_rules():
-    conv = nn.Conv3d(1, 1, (3, 5, 1))
-    layer = DomainParallelConv3d(conv)
-    assert (layer.shard_dim, layer.dim, layer.halo_exchange.halo_width) == (3, -2, 2)
-    assert layer.conv is conv
-    line = DomainParallelConv1d(nn.Conv1d(1, 1, 3))
-    assert (line.shard_dim, line.dim, line.halo_exchange.dim) == (-1, -1, -1)
-    assert _needs_halo_conv3d(conv)
-    assert not _needs_halo_conv3d(nn.Conv3d(1, 1, (3, 1, 3)))
-    assert _needs_halo_conv2d(nn.Conv2d(1, 1, (3, 1)))
-    assert not _needs_halo_conv2d(nn.Conv2d(1, 1, (1, 3)))
+class _Log(TorchDispatchMode):
+    """Records convolutions of whole bands, and messages started and waited for."""
+
+    def __init__(self, transport, rows):
+        super().__init__()
+        self.notes, self.rows, self.start = [], rows, transport._start
+        transport._start = self.started
+
+    def started(self, send, receive):
+        self.notes.append("start")
+        finish = self.start(send, receive)
+
+        def wait():
+            self.notes.append("wait")
+            finish()
+
+        return wait
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.startswith("convolution") and args[0].shape[-2] == self.rows:
+            self.notes.append(name)
+        return func(*args, **(kwargs or {}))
 
 
-def test_wrappers_shard_rows_only():
-    for wrong in (-1, 3, -3):
-        with pytest.raises(UserError, match="only latitude rows, its dimension -2"):
-            DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=wrong)
-    with pytest.raises(UserError, match="only latitude rows, its dimension -1"):
-        DomainParallelConv1d(nn.Conv1d(1, 1, 3), shard_dim=-2)
-    with pytest.raises(UserError, match="only latitude rows"):
-        DomainParallelConv3d(nn.Conv3d(1, 1, 3), shard_dim=2)
-    assert DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=2).dim == -2
-    assert DomainParallelConv1d(nn.Conv1d(1, 1, 3), shard_dim=2).dim == -1
+def _overlap(manager):
+    x = torch.randn(1, 2, 12, 6)
+    layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1), manager=manager)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    layer(band)  # learns the bands
+    with _Log(manager.transport, band.shape[-2]) as log:
+        layer(band).sum().backward()
+    forward, backward = ["start", "convolution", "wait"], ["start", "convolution_backward", "wait"]
+    assert log.notes == forward + backward
 
 
-def _by_hand(manager, wrapper, conv, rows, shape):
-    """Build a wrapper without the converter, on bands that differ from the balanced ones."""
-    generator = seeded(0)
-    x = torch.randn(shape, dtype=torch.float64, generator=generator)
-    layer = wrapper(conv, manager=manager)
-    cut = {2: (0, 9, shape[rows]), 3: (0, 1, 7, shape[rows])}[manager.domain_parallel_size]
-    start, stop = cut[manager.domain_rank : manager.domain_rank + 2]
-    y, expected = layer(x.narrow(rows, start, stop - start)), conv(x)
-    made = manager.bands[expected.shape[rows]].rows(manager.domain_rank)
-    mine = expected.narrow(rows, made.start, made.stop - made.start)
-    torch.testing.assert_close(y, mine, rtol=1e-12, atol=1e-12)
+def test_bands_are_convolved_while_halos_travel():
+    on_threads(3, _overlap)
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("wrapper", "conv", "rows", "shape"),
-    [
-        (DomainParallelConv1d, nn.Conv1d(2, 4, 4, 2, 1), -1, (2, 2, 16)),
-        (DomainParallelConv1d, nn.Conv1d(2, 4, 3, 3, padding_mode="circular"), -1, (2, 16)),
-        (DomainParallelConv2d, nn.Conv2d(2, 4, 3, 2, 1), -2, (1, 2, 16, 4)),
-        (DomainParallelConv2d, nn.Conv2d(2, 4, 3, 3), -2, (1, 2, 15, 4)),
-        (DomainParallelConv3d, nn.Conv3d(2, 4, 3, 3, 1), -2, (1, 2, 3, 15, 4)),
-        (DomainParallelConv3d, nn.Conv3d(2, 4, 3, 1, 1), -2, (2, 3, 15, 4)),
-    ],
-)
-def test_wrappers_built_by_hand_take_any_bands(ranks, wrapper, conv, rows, shape):
-    on_threads(ranks, _by_hand, wrapper, conv.double(), rows, shape)
+def _overlaps(manager):
+    """Return whether the convolution of bands of 4 and 3 rows, 48 and 36 entries, overlaps."""
+    layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1), manager=manager)
+    y = layer(shard_tensor(torch.randn(1, 2, 7, 6), manager=manager))
+    return {"_BandConvBackward": True, "ConvolutionBackward0": False}[y.grad_fn.name()]
 
 
-def test_moves_undo_each_other():
-    x = torch.randn(2, 3, 5, 4)
-    for name in MOVE:
-        assert torch.equal(MOVE_BACK[name](x, MOVE[name](x)), x)
+def test_ranks_agree_whether_bands_are_small(monkeypatch):
+    for entries in (36, 47, 48):
+        monkeypatch.setattr(base, "SMALL_BAND_ENTRIES", entries)
+        assert on_threads(2, _overlaps) == [entries < 48] * 2, entries
+
+
+def _wide(manager, width):
+    """Return the most rows of a tensor that a dilated convolution keeps, and its messages.
+
+    They are the exchanges and collectives in forward, one of which is for the bands, and backward.
+    """
+    x = torch.randn(1, 2, 12, 6)
+    conv = nn.Conv2d(2, 2, 3, padding=width, dilation=width)
+    layer = DomainParallelConv2d(conv, manager=manager)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    layer(band)  # learns the bands
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        calls = manager.transport.calls
+        y = layer(band)
+        forward = manager.transport.calls - calls
+    y.sum().backward()
+    return max(y.shape[-2] for y in kept), forward, manager.transport.calls - calls - forward
+
+
+def test_a_halo_wider_than_the_band_is_fetched_again():
+    for width, expected in [(4, (8, 2, 1)), (5, (4, 2, 2))]:
+        assert on_threads(3, _wide, width) == [expected] * 3, width
+
+
+def _dtype(manager, dtype):
+    x = torch.randn(1, 2, 12, 6, dtype=dtype)
+    layer = DomainParallelConv2d(nn.Conv2d(2, 2, 3, padding=1).to(dtype), manager=manager)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert layer(band).dtype == layer.conv(x).dtype
+    layer(band).sum().backward()
+    assert band.grad.dtype == layer.weight.grad.dtype == dtype
+
+
+@in_both_ways
+def test_types_are_those_of_the_whole_layer():
+    for dtype in (torch.float32, torch.bfloat16):
+        on_threads(2, _dtype, dtype)

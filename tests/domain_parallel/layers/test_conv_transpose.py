@@ -11,24 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import (
-    DomainParallelConvTranspose1d,
     DomainParallelConvTranspose2d,
-    DomainParallelConvTranspose3d,
     convert_from_domain_parallel,
     convert_to_domain_parallel,
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.convert import (
-    _needs_halo_conv_transpose2d,
-    _needs_halo_conv_transpose3d,
-    replan,
-)
+from credit_dp.domain_parallel.convert import replan
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
 from tests.domain_parallel.models import Moved
-from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
+from tests.ranks import DEVICE, on_threads, seeded
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Settings along the other dimensions: columns last, times or levels first.
@@ -50,9 +44,8 @@ def _settings(spatial, **along_rows):
 
 
 @st.composite
-def cases(draw, spatial):
+def cases(draw, spatial, ranks):
     """Options, and a height at which no rank is without a row, going in or coming out."""
-    ranks = draw(st.sampled_from([2, 3, 4, 8]))
     kernel, stride, dilation = (
         draw(st.integers(1, 6)),
         draw(st.integers(1, 4)),
@@ -70,7 +63,7 @@ def cases(draw, spatial):
     options |= {"groups": draw(st.sampled_from([1, 2])), "bias": draw(st.booleans())}
     added = dilation * (kernel - 1) + 1 + extra - 2 * padding
     least = max(ranks, -(-(ranks - added) // stride) + 1)
-    return ranks, options, least + draw(st.integers(0, 10))
+    return options, least + draw(st.integers(0, 10))
 
 
 def _conv(spatial, options):
@@ -82,89 +75,26 @@ def _shape(spatial, height, batch=(2,)):
     return (*batch, 2, *(2,) * (spatial - 2), height, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data())
-def test_conv_transpose(spatial, data):
-    ranks, options, height = data.draw(cases(spatial))
+def test_conv_transpose(ranks, spatial, data):
+    options, height = data.draw(cases(spatial, ranks))
     args = (_conv, (spatial, options), _shape(spatial, height))
     on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
-@pytest.mark.parametrize("spatial", [1, 2, 3])
-@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (2, 5), (7, 1)])
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_one_row_per_rank(spatial, kernel, stride, ranks):
-    options = _settings(spatial, kernel_size=kernel, stride=stride)
-    args = (_conv, (spatial, options), _shape(spatial, ranks))
-    on_threads(ranks, assert_same_as_whole_globe, *args)
-
-
-def test_bands_that_no_input_reaches():
-    options = _settings(2, kernel_size=1, stride=1, dilation=5, output_padding=4)
-    on_threads(8, assert_same_as_whole_globe, _conv, (2, options), _shape(2, 8))
-
-
-def test_without_a_batch():
-    options = _settings(2, kernel_size=4, stride=2, padding=1)
-    on_threads(3, assert_same_as_whole_globe, _conv, (2, options), _shape(2, 11, ()))
-
-
-CASES = {
-    "even kernel, no padding": (4, 2, 0),
-    "odd kernel": (3, 2, 1),
-    "upsampling": (2, 2),
-    "output padding": (3, 2, 1, 1),
-    "dilated": (3, 2, 1, 1, 1, True, 2),
-    "stride beyond the kernel": (2, 5, 1, 3),
-    "more padding than kernel": (2, 3, 4),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_on_gloo_ranks(ranks, name):
-    args = (nn.ConvTranspose2d, (2, 4, *CASES[name]), (2, 2, 17, 5))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_conv_transpose_3d_and_1d_on_gloo_ranks(ranks):
-    args = (nn.ConvTranspose3d, (2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 13, 3))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
-    args = (_conv, (1, {"kernel_size": 5, "stride": 3}), (1, 2, 13, 3))
-    on_processes(ranks, assert_same_as_whole_globe, *args)
-
-
-@pytest.mark.parametrize(
-    ("move", "conv"),
-    [
-        ("samples", lambda: nn.ConvTranspose1d(2, 4, 4, 2)),
-        ("turned", lambda: nn.ConvTranspose2d(2, 4, (4, 1), (2, 1))),
-        ("times", lambda: nn.ConvTranspose3d(2, 4, (1, 1, 3))),
-        ("nothing", lambda: nn.ConvTranspose2d(2, 4, (1, 3))),
-    ],
-)
-def test_rows_elsewhere_than_where_the_kernel_is(move, conv):
-    on_threads(3, assert_same_as_whole_globe, lambda: Moved(conv(), move), (), (2, 2, 9, 6))
-
-
-@pytest.mark.parametrize(
-    "conv",
-    [nn.ConvTranspose2d(2, 4, (1, 2), (1, 2)), nn.ConvTranspose2d(2, 4, 1, (1, 2), 0, (0, 1))],
-)
-def test_rows_under_another_side_of_the_kernel_are_refused(conv):
-    def refused(manager):
-        with pytest.raises(UserError, match="mixes rows"):
-            convert_to_domain_parallel(
-                Moved(copy.deepcopy(conv), "turned"),
-                manager,
-                input_shape=(2, 2, 9, 6),
-                whole_ops="refuse",
-            )
-
-    on_threads(3, refused)
+def test_narrow_bands_bands_that_no_input_reaches_and_no_batch():
+    for ranks, settings, height, batch in [
+        (4, {"kernel_size": 4, "stride": 2}, 4, (2,)),
+        (4, {"kernel_size": 2, "stride": 5}, 4, (2,)),
+        (4, {"kernel_size": 7, "stride": 1}, 4, (2,)),
+        (8, {"kernel_size": 1, "stride": 1, "dilation": 5, "output_padding": 4}, 8, (2,)),
+        (3, {"kernel_size": 4, "stride": 2, "padding": 1}, 11, ()),
+    ]:
+        args = (_conv, (2, _settings(2, **settings)), _shape(2, height, batch))
+        with entry(settings):
+            on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
 def _sent(manager, conv, shape):
@@ -176,17 +106,14 @@ def _sent(manager, conv, shape):
     return manager.transport.traffic.messages
 
 
-@pytest.mark.parametrize(
-    ("conv", "shape", "messages"),
-    [
+def test_what_is_sent():
+    # Of three ranks, the one in the middle: to both sides, forward and backward, or to none.
+    for conv, shape, messages in [
         (nn.ConvTranspose2d(2, 4, 2, 2), (1, 2, 9, 3), 0),
         (nn.ConvTranspose3d(2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 9, 3), 0),
         (nn.ConvTranspose3d(2, 4, (2, 4, 4), (2, 2, 4), (0, 1, 0)), (1, 2, 2, 9, 3), 4),
-    ],
-)
-def test_what_is_sent(conv, shape, messages):
-    # Of three ranks, the one in the middle: to both sides, forward and backward, or to none.
-    assert on_threads(3, _sent, conv, shape)[1] == messages
+    ]:
+        assert on_threads(3, _sent, conv, shape)[1] == messages, conv
 
 
 UPSAMPLING = [
@@ -216,17 +143,12 @@ def _left_alone(manager, conv, shape, sizes, is_alone):
     assert type(model[0]) is type(conv)
 
 
-@pytest.mark.parametrize(("conv", "shape"), UPSAMPLING)
-@pytest.mark.parametrize(
-    ("sizes", "is_alone"),
-    [
-        ((10, 10, 10), True),
-        ((9, 11, 10), True),
-        ((28, 1, 1), False),  # its output has balanced bands
-    ],
-)
-def test_rows_that_do_not_overlap_are_left_to_torch(conv, shape, sizes, is_alone):
-    on_threads(3, _left_alone, conv, shape, sizes, is_alone)
+def test_rows_that_do_not_overlap_are_left_to_torch():
+    for conv, shape in UPSAMPLING:
+        for sizes in [(10, 10, 10), (9, 11, 10), (28, 1, 1)]:
+            is_alone = sizes != (28, 1, 1)  # its output has balanced bands
+            with entry((conv, sizes)):
+                on_threads(3, _left_alone, conv, shape, sizes, is_alone)
 
 
 def _left_alone_for_one_shape(manager):
@@ -301,15 +223,15 @@ def test_a_plan_keeps_what_the_user_put_in_place_of_a_layer():
     on_threads(3, _taken_out)
 
 
-@pytest.mark.parametrize(
-    "conv",
-    [nn.ConvTranspose2d(2, 4, 2, 2, output_padding=1), nn.ConvTranspose2d(2, 4, 4, 4, 2)],
-)
-def test_rows_beyond_an_edge_are_not_left_to_torch(conv):
+def test_rows_beyond_an_edge_are_not_left_to_torch():
     def converted(manager):
-        model = nn.Sequential(copy.deepcopy(conv))
-        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
-        assert type(model[0]) is DomainParallelConvTranspose2d
+        for conv in (
+            nn.ConvTranspose2d(2, 4, 2, 2, output_padding=1),
+            nn.ConvTranspose2d(2, 4, 4, 4, 2),
+        ):
+            model = nn.Sequential(conv)
+            convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 3))
+            assert type(model[0]) is DomainParallelConvTranspose2d, conv
 
     on_threads(3, converted)
 
@@ -334,15 +256,3 @@ def _half_precision(manager):
 
 def test_the_type_of_numbers_is_that_of_the_layer():
     on_threads(4, _half_precision)
-
-
-def test_attributes_and_rules():
-    up = DomainParallelConvTranspose2d(nn.ConvTranspose2d(1, 1, 4, 2, 1))
-    assert (up.halo_width, up.halo_exchange.halo_width, up.shard_dim) == (1, 1, -2)
-    patches = DomainParallelConvTranspose3d(nn.ConvTranspose3d(1, 1, (2, 4, 4), (2, 4, 4)))
-    assert (patches.halo_width, patches.shard_dim, patches.dim) == (0, 3, -2)
-    assert DomainParallelConvTranspose1d(nn.ConvTranspose1d(1, 1, 4, 2)).dim == -1
-    assert not _needs_halo_conv_transpose3d(patches.conv)
-    assert _needs_halo_conv_transpose3d(nn.ConvTranspose3d(1, 1, (1, 3, 1)))
-    assert _needs_halo_conv_transpose2d(up.conv)
-    assert not _needs_halo_conv_transpose2d(nn.ConvTranspose2d(1, 1, 2, 2))

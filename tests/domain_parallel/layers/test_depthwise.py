@@ -27,8 +27,9 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import RANDOM_LOCK, assert_same_as_whole_globe
-from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
+from tests.domain_parallel.equality import RANDOM_LOCK, THREADS, assert_same_as_whole_globe, entry
+from tests.ranks import DEVICE, on_processes, on_threads
+from tests.tier_cases import tiers
 
 BYTES = 8  # float64
 TRANSPOSE_MOVES_LESS = DepthwiseLayer._transpose_moves_less
@@ -54,8 +55,8 @@ def _distributed(channels, kernel, groups, bias):
     return DistributedDepthwiseConv2d(channels, kernel, groups, bias, device=DEVICE)
 
 
+@pytest.mark.parametrize("ranks", THREADS[:-1])
 @given(
-    ranks=st.sampled_from([2, 3, 4]),
     height=st.integers(4, 14),
     channels=st.integers(2, 5),
     multiplier=st.sampled_from([1, 1, 2]),
@@ -84,8 +85,8 @@ def _same(ranks, build, args, shape):
     on_threads(ranks, assert_same_as_whole_globe, build, args, shape)
 
 
+@pytest.mark.parametrize("ranks", THREADS[:-1])
 @given(
-    ranks=st.sampled_from([2, 3, 4]),
     height=st.integers(4, 14),
     groups=st.sampled_from([1, 2, 3, 6]),
     kernel=st.tuples(st.integers(2, 30), st.integers(1, 4)),
@@ -98,17 +99,16 @@ def test_distributed_depthwise(ranks, height, groups, kernel, bias, transpose):
         _same(ranks, _distributed, (6, kernel, groups, bias), (2, 6, height, 5))
 
 
-@pytest.mark.parametrize("transpose", [True, False])
-def test_a_tensor_without_batch(transpose):
-    with _forced_to(transpose):
-        _same(3, _conv, (4, 2, (9, 3), 1, "same", 1, "zeros"), (4, 8, 5))
+def test_a_tensor_without_batch():
+    for transpose in (True, False):
+        with _forced_to(transpose), entry(transpose):
+            _same(3, _conv, (4, 2, (9, 3), 1, "same", 1, "zeros"), (4, 8, 5))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "rows", "channels"), [(2, 9, 5), (3, 11, 2), (4, 7, 2)])
-def test_kernels_as_large_as_the_globe_on_gloo_ranks(ranks, rows, channels):
-    args = (channels, 1, (2 * rows - 1, 3), 1, "same", 1, "zeros")
-    on_processes(ranks, assert_same_as_whole_globe, _conv, args, (2, channels, rows, 6))
+def test_kernels_as_large_as_the_globe_on_gloo_ranks():
+    args = (2, 1, (21, 3), 1, "same", 1, "zeros")
+    on_processes(3, assert_same_as_whole_globe, _conv, args, (2, 2, 11, 6))
 
 
 def _planned_later(manager):
@@ -156,9 +156,8 @@ class _Block(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_recomputation_with_fewer_channels_than_ranks(ranks):
-    on_processes(ranks, assert_same_as_whole_globe, _Block, (), (2, 2, 13, 4))
+def test_recomputation_with_fewer_channels_than_ranks():
+    on_processes(3, assert_same_as_whole_globe, _Block, (), (2, 2, 13, 4))
 
 
 def _step(manager, kernel, channels, rows):
@@ -187,7 +186,8 @@ def _transpose_traffic(ranks, rank, rows, channels):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "channels"), [(2, 9, 4), (3, 11, 5), (4, 14, 4), (4, 7, 2)]
+    ("ranks", "rows", "channels"),
+    tiers(fast=[(3, 11, 5)], slow=[], exhaustive=[(4, 7, 2), (2, 9, 4), (4, 14, 4)]),
 )
 def test_traffic_of_a_transpose(ranks, rows, channels):
     kernel = (2 * rows - 1, 3)
@@ -208,32 +208,31 @@ def test_traffic_of_a_transpose(ranks, rows, channels):
     assert report.levels[0].excess == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("kernel", [3, 13, 17, 31])
-def test_all_ranks_choose_what_sends_less(ranks, kernel):
-    args = ((kernel, 1), 4, 24)
-    chosen = on_threads(ranks, _step, *args)
-    sent = {}
-    for transpose in (True, False):
-        with _forced_to(transpose):
-            sent[transpose] = sum(step[0][1] for step in on_threads(ranks, _step, *args))
-    assert sum(step[0][1] for step in chosen) == min(sent.values())
-    choices = {step[2] for step in chosen}
-    assert choices == {sent[True] <= sent[False]}
-    assert {step[3].split()[1] for step in chosen} == {
-        "(transpose)" if True in choices else "(halo)"
-    }
+@pytest.mark.parametrize("ranks", THREADS[:-1])
+def test_all_ranks_choose_what_sends_less(ranks):
+    for kernel in (3, 17, 31):
+        args = ((kernel, 1), 4, 24)
+        chosen = on_threads(ranks, _step, *args)
+        sent = {}
+        for transpose in (True, False):
+            with _forced_to(transpose):
+                sent[transpose] = sum(step[0][1] for step in on_threads(ranks, _step, *args))
+        assert sum(step[0][1] for step in chosen) == min(sent.values()), kernel
+        choices = {step[2] for step in chosen}
+        assert choices == {sent[True] <= sent[False]}, kernel
+        title = "(transpose)" if True in choices else "(halo)"
+        assert {step[3].split()[1] for step in chosen} == {title}, kernel
 
 
-@pytest.mark.parametrize(("ranks", "smallest"), [(4, 363), (16, 93), (32, 47)])
-def test_smallest_kernel_that_transposes(ranks, smallest):
+def test_smallest_kernel_that_transposes():
     """The numbers that the documentation gives for 721 rows."""
-    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
-    for kernel, transposes in ((smallest - 2, False), (smallest, True)):
-        conv = nn.Conv2d(64, 64, (kernel, 1), padding="same", groups=64, device="meta")
-        layer = DomainParallelDepthwiseConv2d(conv, manager=manager)
-        layer.set_plan(-2, {721: 721})
-        assert layer.transposes(721) is transposes
+    for ranks, smallest in [(4, 363), (16, 93), (32, 47)]:
+        manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+        for kernel, transposes in ((smallest - 2, False), (smallest, True)):
+            conv = nn.Conv2d(64, 64, (kernel, 1), padding="same", groups=64, device="meta")
+            layer = DomainParallelDepthwiseConv2d(conv, manager=manager)
+            layer.set_plan(-2, {721: 721})
+            assert layer.transposes(721) is transposes, (ranks, kernel)
 
 
 def test_the_choice_is_logged_and_reported(caplog):

@@ -11,13 +11,11 @@ from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.layers import DomainParallelPad, DomainParallelPolePad
-from credit_dp.errors import UserError
 from credit_dp.models.blocks import POLE_PADDINGS, PolePad
-from tests.domain_parallel.equality import assert_same_as_whole_globe, error
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry, error
 from tests.domain_parallel.models import Moved
-from tests.ranks import PROCESSES, RankError, cpu_only, on_processes, on_threads
+from tests.ranks import DEVICE, RankError, on_threads
 
-RANKS = st.sampled_from([2, 3, 4, 8])
 KINDS = ["Zero", "Constant", "Reflection", "Replication", "Circular"]
 MOVES = {1: "columns", 2: "nothing", 3: "times"}
 
@@ -26,9 +24,8 @@ def _model(kind, args, move="nothing"):
     return Moved(kind(*args), move)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     kind=st.sampled_from(KINDS),
     spatial=st.integers(1, 3),
     more=st.integers(0, 8),
@@ -52,25 +49,17 @@ def test_pad(ranks, kind, spatial, more, data):
     on_threads(ranks, assert_same_as_whole_globe, _model, model, (2, 2, height, 4))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_pad_on_processes(kind, ranks):
-    """Rows of two bands beyond each pole; of four ranks three have a single row."""
-    sides = (1, 2, 3, 2)
-    args = (sides, -0.5) if kind == "Constant" else (sides,)
-    for planned in (True, False):
-        on_processes(
-            ranks, assert_same_as_whole_globe, _model, (getattr(nn, f"{kind}Pad2d"), args),
-            (2, 2, 5, 5), 1e-12, 0.0, planned,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["Zero", "Reflection", "Replication"])
-@pytest.mark.parametrize("move", ["channels", "samples"])
-def test_rows_apart(kind, move):
-    spatial = 1 if move == "samples" else 2
-    model = (getattr(nn, f"{kind}Pad{spatial}d"), (1,), move)
-    on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 7, 4))
+def test_rows_apart_and_wider_than_two_bands():
+    for kind in KINDS:
+        args = ((1, 2, 3, 2), -0.5) if kind == "Constant" else ((1, 2, 3, 2),)
+        model = (getattr(nn, f"{kind}Pad2d"), args)
+        with entry(kind):  # of four ranks three have a single row
+            on_threads(4, assert_same_as_whole_globe, _model, model, (2, 2, 5, 5))
+    for kind in ("Zero", "Reflection", "Replication"):
+        for move, spatial in (("channels", 2), ("samples", 1)):
+            model = (getattr(nn, f"{kind}Pad{spatial}d"), (1,), move)
+            with entry((kind, move)):
+                on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 7, 4))
 
 
 def _padded(manager, x, cotangent, args):
@@ -80,34 +69,29 @@ def _padded(manager, x, cotangent, args):
     return gather_tensor(made.detach(), manager=manager), gather_tensor(band.grad, manager=manager)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ((1, 2, 3, 4),),
-        ((0, 0, 3, 4), "constant", -torch.inf),
-        ((0, 0, -2, 1), "reflect"),
-        ((2, 2, 8, 0), "circular"),
-        ((0, 0, 9, 9, 1, 0), "replicate"),
-        ((0, 0, 0, 0, 2, 1, 1, 0),),  # channels and samples too
-        ((2, 2),),  # columns only
-    ],
-)
-def test_pad_by_hand(args):
-    x = torch.randn(2, 3, 8, 5, dtype=torch.float64)
-    if len(args[0]) == 6 and len(args) > 1:
-        x = x[:, :, None].repeat(1, 1, 2, 1, 1)
-    y = x.clone().requires_grad_()
-    whole = F.pad(y, *args)
-    cotangent = torch.randn_like(whole)
-    whole.backward(cotangent)
-    for made, grad in on_threads(4, _padded, x, cotangent, args):
-        assert torch.equal(made, whole.detach())
-        assert error(grad, y.grad) < 1e-14
+BY_HAND = [
+    ((1, 2, 3, 4),),
+    ((0, 0, 3, 4), "constant", -torch.inf),
+    ((0, 0, -2, 1), "reflect"),
+    ((2, 2, 8, 0), "circular"),
+    ((0, 0, 9, 9, 1, 0), "replicate"),
+    ((0, 0, 0, 0, 2, 1, 1, 0),),  # channels and samples too
+    ((2, 2),),  # columns only
+]
 
 
-def test_pad_refuses_unknown_modes():
-    with pytest.raises(UserError, match="mode must be one of constant"):
-        DomainParallelPad((1, 1), "symmetric")
+def test_pad_by_hand():
+    for args in BY_HAND:
+        x = torch.randn(2, 3, 8, 5, dtype=torch.float64)
+        if len(args[0]) == 6 and len(args) > 1:
+            x = x[:, :, None].repeat(1, 1, 2, 1, 1)
+        y = x.clone().requires_grad_()
+        whole = F.pad(y, *args)
+        cotangent = torch.randn_like(whole)
+        whole.backward(cotangent)
+        for made, grad in on_threads(4, _padded, x, cotangent, args):
+            assert torch.equal(made, whole.detach()), args
+            assert error(grad, y.grad) < 1e-14, args
 
 
 def test_circular_pad_refuses_what_wraps_twice():
@@ -129,9 +113,8 @@ class _PolePadded(nn.Module):
         return self.conv(self.pad(x))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     poles=st.sampled_from(POLE_PADDINGS),
     more=st.integers(0, 6),
     columns=st.sampled_from([None, 0, 2]),
@@ -146,34 +129,26 @@ def test_pole_pad(ranks, poles, more, columns, longitudes, data):
     on_threads(ranks, assert_same_as_whole_globe, _PolePadded, args, (2, 2, height, longitudes))
 
 
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_pole_pad_as_a_custom_converter_on_processes(ranks):
-    on_processes(ranks, assert_same_as_whole_globe, _PolePadded, (3, "earth"), (2, 2, 4, 6))
-    x = torch.randn(1, 1, 5, 6)
-    for made in on_processes(ranks, _converted, x):
-        assert torch.equal(made, PolePad(2, "earth")(x))
-
-
-@pytest.mark.parametrize(
-    "poles",
-    [
-        "earth",
-        "mirror",
-        pytest.param("replicate", marks=cpu_only("torch makes copies on GPUs")),
-        "zeros",
-    ],
-)
-def test_padding_keeps_channels_last(poles):
-    x = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
-    y = PolePad(2, poles)(x)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(y, PolePad(2, poles)(x.contiguous()))
-
-
 def _converted(manager, x):
     converters = {PolePad: DomainParallelPolePad}
     model = convert_to_domain_parallel(PolePad(2, "earth"), manager, custom_converters=converters)
     return gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
+
+
+def test_pole_pad_as_a_custom_converter():
+    x = torch.randn(1, 1, 5, 6)
+    for made in on_threads(3, _converted, x):
+        assert torch.equal(made, PolePad(2, "earth")(x))
+
+
+def test_pole_padding_keeps_channels_last():
+    for poles in ("earth", "mirror", "replicate", "zeros"):
+        if poles == "replicate" and DEVICE != "cpu":
+            continue  # torch makes copies on GPUs
+        x = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
+        y = PolePad(2, poles)(x)
+        assert y.is_contiguous(memory_format=torch.channels_last), poles
+        assert torch.equal(y, PolePad(2, poles)(x.contiguous())), poles
 
 
 def test_a_walk_across_the_pole():
@@ -185,23 +160,18 @@ def test_a_walk_across_the_pole():
     assert made[0].tolist() == [9, 10, 11, 6, 7, 8]
     assert made[6].tolist() == [21, 22, 23, 18, 19, 20]
     assert PolePad(1)(x)[0, 0, 0].tolist() == [5, 0, 1, 2, 3, 4, 5, 0]
+    # Of odd longitudes half a column less.
+    odd = torch.arange(5.0).view(1, 1, 1, 5)
+    assert PolePad(1, "earth", 0)(odd)[0, 0, 0].tolist() == [3, 4, 0, 1, 2]
 
 
-def test_odd_longitudes_are_turned_by_half_a_column_less():
-    x = torch.arange(5.0).view(1, 1, 1, 5)
-    assert PolePad(1, "earth", 0)(x)[0, 0, 0].tolist() == [3, 4, 0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [((1, "north"), "poles has to be one of"), ((-1,), "widths can't be negative")],
-)
-def test_pole_pad_refuses(args, message):
-    with pytest.raises(ValueError, match=message):
-        PolePad(*args)
-
-
-@pytest.mark.parametrize(("poles", "width"), [("earth", 5), ("mirror", 5), ("reflect", 4)])
-def test_pole_pad_refuses_more_rows_than_there_are(poles, width):
-    with pytest.raises(ValueError, match=f"{width} rows beyond each pole"):
-        PolePad(width, poles, 1)(torch.zeros(1, 1, 4, 6))
+def test_pole_pad_refuses_what_there_is_not():
+    for args, message in [
+        ((1, "north"), "poles has to be one of"),
+        ((-1,), "widths can't be negative"),
+        ((5, "earth", 1), "5 rows beyond each pole"),
+        ((5, "mirror", 1), "5 rows beyond each pole"),
+        ((4, "reflect", 1), "4 rows beyond each pole"),
+    ]:
+        with entry(args), pytest.raises(ValueError, match=message):
+            PolePad(*args)(torch.zeros(1, 1, 4, 6))

@@ -18,9 +18,10 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.models.unet import PeriodicConv2d
-from tests.domain_parallel.equality import RANDOM_LOCK, error
+from tests.domain_parallel.equality import RANDOM_LOCK, error, in_both_ways
 from tests.domain_parallel.models import Moved
 from tests.ranks import on_processes, on_threads, seeded
+from tests.tier_cases import tiers
 
 # The old forms set `weight` in a hook before every forward; the new ones make a type of their own.
 NORMS = {
@@ -30,6 +31,7 @@ NORMS = {
     "old spectral": nn.utils.spectral_norm,
     "old weight": nn.utils.weight_norm,
 }
+OTHERS = [("weight",), ("orthogonal",), ("old spectral",)]
 SHAPE = (2, 2, 9, 6)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
@@ -122,25 +124,10 @@ def _assert_same(manager, name):
         assert error(sums[key], parameter.grad, 1e-3 * largest) < 1e-11, key
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", tiers(fast=[("spectral",), ("old weight",)], slow=OTHERS))
+@in_both_ways
 def test_norms_of_weights(name):
     on_threads(3, _assert_same, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        ("spectral", 2),
-        ("old spectral", 8),
-        ("weight", 4),
-        ("old weight", 2),
-        ("orthogonal", 4),
-    ],
-)
-def test_norms_of_weights_on_more_ranks(name, ranks):
-    on_threads(ranks, _assert_same, name)
 
 
 @pytest.mark.slow
@@ -148,7 +135,9 @@ def test_norms_of_weights_on_gloo_ranks():
     on_processes(2, _assert_same, "old spectral")
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    "name", tiers(fast=[("old spectral",), ("weight",)], slow=[("orthogonal",)])
+)
 def test_checkpoints_move_both_ways(name):
     def loads(manager):
         whole = _model(name)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.layers import (
     DomainParallelAvgPool,
     DomainParallelMaxPool,
-    DomainParallelPowerPool,
     pool,
 )
-from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
 from tests.domain_parallel.models import Moved
-from tests.ranks import PROCESSES, on_processes, on_threads, seeded
+from tests.ranks import on_threads, seeded
 
-RANKS = st.sampled_from([2, 3, 4, 8])
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 POWER = (nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
@@ -79,24 +77,27 @@ def _assert_pool(ranks, model, height):
     on_threads(ranks, assert_same_as_whole_globe, _model, model, shape)
 
 
-@given(ranks=RANKS, model=windows(MAX), height=st.integers(8, 24))
+@pytest.mark.parametrize("ranks", THREADS)
+@given(model=windows(MAX), height=st.integers(8, 24))
 def test_max_pool(ranks, model, height):
     _assert_pool(ranks, model, height)
 
 
-@given(ranks=RANKS, model=windows(AVG), height=st.integers(8, 24))
+@pytest.mark.parametrize("ranks", THREADS)
+@given(model=windows(AVG), height=st.integers(8, 24))
 def test_avg_pool(ranks, model, height):
     _assert_pool(ranks, model, height)
 
 
-@given(ranks=st.sampled_from([2, 3]), model=windows(POWER), height=st.integers(8, 24))
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
+@given(model=windows(POWER), height=st.integers(8, 24))
 def test_power_pool(ranks, model, height):
     kind, options, move = model
     _assert_pool(ranks, (kind, {"norm_type": 2, **options}, move), height)
 
 
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     kind=st.sampled_from(["Avg", "Max"]),
     spatial=st.integers(1, 3),
     height=st.integers(8, 24),
@@ -116,6 +117,7 @@ def _indices(manager, kind, options, x, move):
     return gather_tensor(made, manager=manager), gather_tensor(indices, manager=manager)
 
 
+VALUES = ["random", "ties", "all -inf"]
 CASES_OF_INDICES = [
     (nn.MaxPool2d, {"kernel_size": 3, "stride": 2, "padding": 1}),
     (nn.MaxPool2d, {"kernel_size": (3, 2), "stride": (2, 1), "dilation": (2, 1)}),
@@ -128,76 +130,53 @@ CASES_OF_INDICES = [
 ]
 
 
-@pytest.mark.parametrize("values", ["random", "ties", "all -inf"])
-@pytest.mark.parametrize(("kind", "options"), CASES_OF_INDICES)
-def test_positions_of_maxima_are_those_on_the_globe(kind, options, values):
-    shape = (2, 3, 13, 6) if "2d" in kind.__name__ else (2, 2, 3, 13, 6)
-    x = torch.randn(shape)
-    if values == "ties":
-        x = x.round()
-    if values == "all -inf":
-        x = torch.full_like(x, -torch.inf)
-    options = options | {"return_indices": True}
-    whole, places = kind(**options)(x)
-    for made, indices in on_threads(4, _indices, kind, options, x, "nothing"):
-        assert torch.equal(made, whole)
-        assert torch.equal(indices, places)
+def test_positions_of_maxima_are_those_on_the_globe():
+    for (kind, options), values in itertools.product(CASES_OF_INDICES, VALUES):
+        shape = (2, 3, 13, 6) if "2d" in kind.__name__ else (2, 2, 3, 13, 6)
+        x = torch.randn(shape)
+        if values == "ties":
+            x = x.round()
+        if values == "all -inf":
+            x = torch.full_like(x, -torch.inf)
+        settings = options | {"return_indices": True}
+        whole, places = kind(**settings)(x)
+        for made, indices in on_threads(4, _indices, kind, settings, x, "nothing"):
+            assert torch.equal(made, whole), (kind, options, values)
+            assert torch.equal(indices, places), (kind, options, values)
 
 
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_pools_on_processes(ranks, planned):
-    """Seven rows become four: some ranks have one, all four ranks do."""
+def test_one_row_per_rank():
+    """Seven rows become four, and all four ranks have one."""
     options = {"kernel_size": 3, "stride": 2, "padding": 1}
-    for kind in (nn.MaxPool2d, nn.AvgPool2d):
-        on_processes(
-            ranks, assert_same_as_whole_globe, _model, (kind, options), (2, 2, 7, 5), 1e-12, 0.0,
-            planned,
-        )  # fmt: skip
-    for kind in (nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d):
-        on_processes(
-            ranks, assert_same_as_whole_globe, _model, (kind, {"output_size": (5, 2)}),
-            (2, 2, 7, 5), 1e-12, 0.0, planned,
-        )  # fmt: skip
+    for kind, settings in [
+        (nn.MaxPool2d, options),
+        (nn.AvgPool2d, options),
+        (nn.AdaptiveMaxPool2d, {"output_size": (5, 2)}),
+        (nn.AdaptiveAvgPool2d, {"output_size": (5, 2)}),
+    ]:
+        for planned in (True, False):
+            args = (_model, (kind, settings), (2, 2, 7, 5), 1e-12, 0.0, planned)
+            with entry((kind, planned)):
+                on_threads(4, assert_same_as_whole_globe, *args)
 
 
-@pytest.mark.parametrize("kind", [nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d])
-@pytest.mark.parametrize("move", ["channels", "times", "turned"])
-def test_rows_in_other_dimensions(kind, move):
-    options = {"kernel_size": 2, "stride": 1}
-    if kind is nn.LPPool2d:
-        options["norm_type"] = 2
-    if move == "times":
-        kind = getattr(nn, f"{kind.__name__[:-2]}3d")
-        options = {**options, "kernel_size": (2, 1, 2)}
-    on_threads(3, assert_same_as_whole_globe, _model, (kind, options, move), (2, 3, 9, 5))
-
-
-@pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
-@pytest.mark.parametrize("move", ["channels", "turned"])
-def test_adaptive_pools_of_rows_in_other_dimensions(kind, move):
-    model = (kind, {"output_size": (4, 5)}, move)
-    on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 9, 5))
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
-        self.pools = nn.Sequential(
-            nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False),
-            nn.Upsample(scale_factor=1.7, mode="bilinear"), nn.ReflectionPad2d(2),
-            nn.ConstantPad2d(1, 2.0), nn.AdaptiveMaxPool2d((9, 5)), nn.AdaptiveAvgPool2d((8, 5)),
-        )  # fmt: skip
-
-    def forward(self, x):
-        # Thread ranks share one random state: putting it back would spoil what another one draws.
-        return checkpoint(self.pools, self.conv(x), use_reentrant=False, preserve_rng_state=False)
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_recomputation_repeats_the_same_exchanges_on_every_rank(planned):
-    on_threads(4, assert_same_as_whole_globe, _Checkpointed, (), (2, 2, 13, 6), 1e-12, 0.0, planned)
+def test_rows_in_other_dimensions():
+    window = {"kernel_size": 2, "stride": 1}
+    cases = [(kind, window) for kind in (nn.MaxPool2d, nn.AvgPool2d)]
+    cases += [(nn.LPPool2d, window | {"norm_type": 2})]
+    models = [(*case, move) for case in cases for move in ("channels", "turned")]
+    models += [
+        (getattr(nn, f"{kind.__name__[:-2]}3d"), options | {"kernel_size": (2, 1, 2)}, "times")
+        for kind, options in cases
+    ]
+    models += [
+        (kind, {"output_size": (4, 5)}, move)
+        for kind in (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+        for move in ("channels", "turned")
+    ]
+    for model in models:
+        with entry(model):
+            on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 9, 5))
 
 
 def _kept(manager, dimensions):
@@ -221,9 +200,9 @@ def _kept(manager, dimensions):
     return [z.dtype for z in kept]
 
 
-@pytest.mark.parametrize("dimensions", [2, 3])
-def test_max_pools_keep_no_copy_of_their_input(dimensions):
-    assert on_threads(2, _kept, dimensions) == [[torch.int64]] * 2
+def test_max_pools_keep_no_copy_of_their_input():
+    for dimensions in (2, 3):
+        assert on_threads(2, _kept, dimensions) == [[torch.int64]] * 2, dimensions
 
 
 def _averaged(manager, x, cotangent):
@@ -251,13 +230,3 @@ def test_padded_averages_of_channels_last_have_the_gradient_of_contiguous_ones(w
     outputs, gradients = zip(*on_threads(3, _averaged, x.detach(), cotangent), strict=True)
     torch.testing.assert_close(torch.cat(outputs, -2), y.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat(gradients, -2), x.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_infinite_power_is_refused():
-    with pytest.raises(UserError, match="norm_type has to be finite"):
-        DomainParallelPowerPool(nn.LPPool2d(float("inf"), 2))
-
-
-def test_columns_cannot_be_sharded():
-    with pytest.raises(UserError, match="only latitude rows"):
-        DomainParallelAvgPool(nn.AvgPool2d(2), -1)

@@ -15,10 +15,9 @@ from credit_dp.domain_parallel.layers.reduce import (
     DomainParallelMean,
     DomainParallelSum,
 )
-from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads, seeded
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
+from tests.ranks import on_threads, seeded
 
-RANKS = st.sampled_from([2, 3, 4, 8])
 REDUCTIONS = {
     torch.mean: DomainParallelMean,
     torch.sum: DomainParallelSum,
@@ -59,9 +58,8 @@ class _Reduces(nn.Module):
         return self.reduce(x), x.sin()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     height=st.integers(8, 17),
     function=st.sampled_from(list(REDUCTIONS)),
     dims=st.sampled_from([(), (-2,), (2, 3), (-1, -2), (0, 2), (1, -2, 3), (3,), (-3, 0)]),
@@ -89,8 +87,8 @@ def _pool(kind, size, ties):
 SIZES = {2: [1, (1, 1), (1, None), (1, 4)], 3: [1, (1, 1, 1), (None, 1, 2), (2, 1, None)]}
 
 
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     height=st.integers(8, 17),
     kind=st.sampled_from(["mean", "max"]),
     space=st.sampled_from([2, 3]),
@@ -113,9 +111,9 @@ class _PoolsTokens(nn.Module):
         return self.pool(x.flatten(2))
 
 
-@pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d])
-def test_pools_of_tokens(kind):
-    on_threads(3, assert_same_as_whole_globe, _PoolsTokens, (kind,), (2, 3, 10, 4))
+def test_pools_of_tokens():
+    for kind in (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d):
+        on_threads(3, assert_same_as_whole_globe, _PoolsTokens, (kind,), (2, 3, 10, 4))
 
 
 def _indices(manager, space, size):
@@ -127,9 +125,10 @@ def _indices(manager, space, size):
         assert torch.equal(made, expected)
 
 
-@pytest.mark.parametrize(("space", "size"), [(2, 1), (2, (1, 3)), (3, 1), (3, (2, 1, 3))])
-def test_indices_are_those_of_the_globe(space, size):
-    on_threads(3, _indices, space, size)
+def test_indices_are_those_of_the_globe():
+    for space, size in [(2, 1), (2, (1, 3)), (3, 1), (3, (2, 1, 3))]:
+        with entry((space, size)):
+            on_threads(3, _indices, space, size)
 
 
 class _SqueezeExcitation(nn.Module):
@@ -169,13 +168,12 @@ def _excited(kind):
     return nn.Sequential(convs[0], gate(), convs[1])
 
 
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("kind", ["mean", "max", "linear"])
-def test_squeeze_and_excitation(kind, planned):
-    on_threads(7, assert_same_as_whole_globe, _excited, (kind,), (2, 2, 14, 5), 1e-11, 0.0, planned)
-    on_processes(
-        3, assert_same_as_whole_globe, _excited, (kind,), (2, 2, 13, 5), 1e-11, 0.0, planned
-    )
+def test_squeeze_and_excitation():
+    for kind in ("mean", "max", "linear"):
+        for planned in (True, False):
+            args = (_excited, (kind,), (2, 2, 14, 5), 1e-11, 0.0, planned)
+            with entry((kind, planned)):  # of seven ranks each has a row after the stride
+                on_threads(7, assert_same_as_whole_globe, *args)
 
 
 def _classifier():
@@ -184,14 +182,12 @@ def _classifier():
     return nn.Sequential(nn.Conv2d(2, 4, 3), pool, nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_head_on_the_pooled_globe(ranks):
-    on_threads(ranks, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
+def test_a_head_on_the_pooled_globe():
+    on_threads(3, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     height=st.integers(8, 17),
     kind=st.sampled_from([nn.Softmax, nn.LogSoftmax, nn.Softmin]),
     dim=st.sampled_from([2, -2, 1, -1]),
@@ -227,9 +223,9 @@ class _Masked(nn.Module):
         return y.masked_fill(y.isinf(), 0.0)
 
 
-@pytest.mark.parametrize("kind", [nn.Softmax, nn.LogSoftmax])
-def test_softmax_of_masked_rows(kind):
-    on_threads(8, assert_same_as_whole_globe, _Masked, (kind,), (1, 2, 16, 4))
+def test_softmax_of_masked_rows():
+    for kind in (nn.Softmax, nn.LogSoftmax):  # of eight ranks some have masked rows only
+        on_threads(8, assert_same_as_whole_globe, _Masked, (kind,), (1, 2, 16, 4))
 
 
 class _SoftmaxOfTokens(nn.Module):
@@ -241,52 +237,6 @@ class _SoftmaxOfTokens(nn.Module):
         return self.softmax(x.flatten(2)).unflatten(2, x.shape[2:])
 
 
-@pytest.mark.parametrize("dim", [-1, 1])
-def test_softmax_of_tokens(dim):
-    on_processes(3, assert_same_as_whole_globe, _SoftmaxOfTokens, (dim,), (2, 3, 10, 4))
-
-
-def _counts_collectives(manager, layer, shape):
-    model = convert_to_domain_parallel(nn.Sequential(layer), manager, input_shape=shape)
-    traffic = manager.transport.traffic
-    x = shard_tensor(torch.randn(shape), manager=manager).requires_grad_()
-    before = traffic.collectives
-    y = model(x)
-    forward = traffic.collectives - before
-    y.sum().backward()
-    return forward, traffic.collectives - before - forward, traffic.messages
-
-
-@pytest.mark.parametrize(
-    ("layer", "collectives"),
-    [
-        (lambda: nn.Softmax(-2), 1),
-        (lambda: nn.Softmax(1), 0),
-        (lambda: nn.Softmax2d(), 0),
-        (lambda: nn.AdaptiveAvgPool2d(1), 1),
-        (lambda: nn.AdaptiveMaxPool2d(1), 1),
-    ],
-)
-def test_collectives(layer, collectives):
-    def count(manager):
-        return _counts_collectives(manager, layer(), (1, 3, 9, 4))
-
-    assert on_threads(3, count) == 3 * [(collectives, collectives, 0)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "layer", [lambda: nn.AdaptiveAvgPool2d(1), lambda: nn.Softmax(-2), lambda: nn.LogSoftmax(-2)]
-)
-def test_half_precision_is_as_exact_as_torch(layer, dtype):
-    def close(manager):
-        generator = seeded(0)
-        x = (1 + torch.randn(1, 3, 40, 8, generator=generator)).to(dtype)
-        model = convert_to_domain_parallel(nn.Sequential(layer()), manager, input_shape=x.shape)
-        y = model(shard_tensor(x, manager=manager))
-        exact = layer()(x.double())
-        exact = exact if exact.shape == y.shape else shard_tensor(exact, manager=manager)
-        assert y.dtype == dtype
-        assert ((y - exact).abs() / exact.abs()).max() <= torch.finfo(dtype).eps
-
-    on_threads(3, close)
+def test_softmax_of_tokens():
+    for dim in (-1, 1):
+        on_threads(3, assert_same_as_whole_globe, _SoftmaxOfTokens, (dim,), (2, 3, 10, 4))

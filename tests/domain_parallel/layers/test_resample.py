@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,13 +17,11 @@ from credit_dp.domain_parallel.layers import (
     resample,
 )
 from credit_dp.domain_parallel.layers.resample import ANTIALIASED_MODES, AntialiasedUpsample
-from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicUpsample
-from tests.domain_parallel.equality import assert_same_as_whole_globe, error
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry, error
 from tests.domain_parallel.models import Moved
-from tests.ranks import DEVICE, PROCESSES, RankError, on_processes, on_threads
+from tests.ranks import DEVICE, RankError, on_threads
 
-RANKS = st.sampled_from([2, 3, 4, 8])
 MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
 
 
@@ -44,7 +40,8 @@ def targets(draw, ranks, height, columns=1):
     return {"scale_factor": (rows, draw(st.sampled_from([0.5, 1.0, 1.3, 2.0]))), **recompute}
 
 
-@given(ranks=RANKS, mode=st.sampled_from(MODES), more=st.integers(0, 20), data=st.data())
+@pytest.mark.parametrize("ranks", THREADS)
+@given(mode=st.sampled_from(MODES), more=st.integers(0, 20), data=st.data())
 def test_upsample(ranks, mode, more, data):
     height = ranks + more
     antialias = mode in ANTIALIASED_MODES and data.draw(st.booleans())
@@ -55,8 +52,8 @@ def test_upsample(ranks, mode, more, data):
     on_threads(ranks, assert_same_as_whole_globe, _moved, (kind, options), (2, 2, height, 5))
 
 
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     move=st.sampled_from(["columns", "turned", "times"]),
     mode=st.sampled_from(["nearest", "linear", "area"]),
     more=st.integers(0, 12),
@@ -75,23 +72,30 @@ def test_rows_in_other_dimensions(ranks, move, mode, more, factor):
     )
 
 
-@pytest.mark.parametrize("move", ["samples", "channels"])
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_apart(move, mode):
-    options = {"scale_factor": 2.0, "mode": mode}
-    model = (nn.Upsample, options, move)
-    if move == "samples":
-        model = (nn.Upsample, options | {"mode": "linear" if mode[:2] == "bi" else mode}, move)
-    on_threads(3, assert_same_as_whole_globe, _moved, model, (2, 2, 7, 4))
+def test_rows_apart():
+    for move in ("samples", "channels"):
+        for mode in MODES:
+            one_dimension = move == "samples" and mode[:2] == "bi"
+            options = {"scale_factor": 2.0, "mode": "linear" if one_dimension else mode}
+            model = (nn.Upsample, options, move)
+            with entry(model):
+                on_threads(3, assert_same_as_whole_globe, _moved, model, (2, 2, 7, 4))
 
 
-@pytest.mark.parametrize(
-    ("mode", "height", "size"),
-    [("nearest", 70, 189), ("nearest", 3, 165), ("nearest-exact", 10, 299)],
-)
-def test_sizes_where_torch_rounds_forward_and_backward_differently(mode, height, size):
-    options = {"size": (size, 3), "mode": mode}
-    on_threads(3, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (1, 2, height, 3))
+# Where torch rounds forward and backward differently, and as many rows as a band has.
+SIZES = [
+    (3, "nearest", 70, 189), (3, "nearest", 3, 165), (3, "nearest-exact", 10, 299),
+    (4, "bilinear", 16, 4), (4, "nearest", 6, 18),
+]  # fmt: skip
+
+
+def test_sizes():
+    for ranks, mode, height, size in SIZES:
+        model = (nn.Upsample, {"size": (size, 3), "mode": mode})
+        for planned in (True, False) if height > ranks else (True,):
+            args = (_moved, model, (1, 2, height, 3), 1e-12, 0.0, planned)
+            with entry((model, planned)):
+                on_threads(ranks, assert_same_as_whole_globe, *args)
 
 
 def _gradient(manager, mode):
@@ -104,33 +108,21 @@ def _gradient(manager, mode):
     return x.grad
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_gradients_of_nearest_rows_are_those_of_torchs_backward(mode, monkeypatch):
+def test_gradients_of_nearest_rows_are_those_of_torchs_backward(monkeypatch):
     def backward(grad, size, shape, *factors):
         assert factors == (1.5, 1.0)
         gradient = grad.new_zeros(shape)
         gradient[:, :, 1], gradient[:, :, 9] = grad[:, :, :5].sum(2), grad[:, :, 5:-1].sum(2)
         return gradient
 
-    monkeypatch.setitem(resample.NEAREST_BACKWARD, mode, backward)
-    gradient = torch.cat(on_threads(3, _gradient, mode), -2)
-    # Columns of 3 become 4: one of them is there twice.
-    expected = torch.zeros(12, dtype=torch.float64)
-    expected[1], expected[9] = sum(range(5)), sum(range(5, 17))
-    assert torch.equal(gradient[0, 0].amin(-1), expected)
-    assert torch.equal(gradient[0, 1].amax(-1), 2 * expected)
-
-
-@pytest.mark.parametrize("kind", [nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d])
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_upsample_on_processes(kind, ranks):
-    """Four ranks leave some a single row; without a plan they gather their bands first."""
-    options = {"scale_factor": 3}
-    for planned in (True, False):
-        on_processes(
-            ranks, assert_same_as_whole_globe, _moved, (kind, options), (2, 2, 6, 5), 1e-12, 0.0,
-            planned,
-        )  # fmt: skip
+    for mode in ("nearest", "nearest-exact"):
+        monkeypatch.setitem(resample.NEAREST_BACKWARD, mode, backward)
+        gradient = torch.cat(on_threads(3, _gradient, mode), -2)
+        # Columns of 3 become 4: one of them is there twice.
+        expected = torch.zeros(12, dtype=torch.float64)
+        expected[1], expected[9] = sum(range(5)), sum(range(5, 17))
+        assert torch.equal(gradient[0, 0].amin(-1), expected), mode
+        assert torch.equal(gradient[0, 1].amax(-1), 2 * expected), mode
 
 
 class _Doubled(nn.Sequential):
@@ -141,9 +133,8 @@ def _doubled(poles):
     return _Doubled(PeriodicUpsample(poles))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     more=st.integers(0, 9),
     poles=st.sampled_from(["reflect", "zeros", "mirror", "earth"]),
     columns=st.integers(1, 6),
@@ -153,13 +144,6 @@ def test_upsample_around_the_globe(ranks, more, poles, columns):
     on_threads(ranks, assert_same_as_whole_globe, _doubled, (poles,), shape)
 
 
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_upsample_around_the_globe_on_processes(ranks, planned):
-    args = (_doubled, ("earth",), (1, 2, 7, 5), 1e-12, 0.0, planned)
-    on_processes(ranks, assert_same_as_whole_globe, *args)
-
-
 def _interpolated(manager, x, options, dtype):
     layer = DomainParallelInterpolate(manager=manager, **options)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype is None):
@@ -167,30 +151,30 @@ def _interpolated(manager, x, options, dtype):
     return gather_tensor(made, manager=manager)
 
 
-@pytest.mark.parametrize(
-    ("mode", "antialias"),
-    [*((mode, False) for mode in MODES), ("bilinear", True), ("bicubic", True)],
-)
-@pytest.mark.parametrize("size", [(23, 4), (7, 11)])
-def test_interpolate_by_hand_in_single_precision(mode, antialias, size):
+INTERPOLATIONS = [*((mode, False) for mode in MODES), ("bilinear", True), ("bicubic", True)]
+
+
+def test_interpolate_by_hand_in_single_precision():
     x = torch.randn(2, 3, 10, 6)
-    options = {"size": size, "mode": mode, "antialias": antialias}
-    whole = F.interpolate(x, **options)
-    for made in on_threads(4, _interpolated, x, options, torch.float32):
-        assert made.dtype == torch.float32
-        assert error(made, whole) < (1e-6 if mode[:7] != "nearest" else 1e-30)
+    for mode, antialias in INTERPOLATIONS:
+        for size in ((23, 4), (7, 11)):
+            options = {"size": size, "mode": mode, "antialias": antialias}
+            whole = F.interpolate(x, **options)
+            for made in on_threads(4, _interpolated, x, options, torch.float32):
+                assert made.dtype == torch.float32, options
+                assert error(made, whole) < (1e-6 if mode[:7] != "nearest" else 1e-30), options
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("autocast", [True, False])
-def test_half_precision_gives_torchs_dtype(mode, autocast):
+def test_half_precision_gives_torchs_dtype():
     x = torch.randn(1, 2, 10, 6, dtype=torch.bfloat16)
-    options = {"size": (23, 12), "mode": mode}
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        whole = F.interpolate(x, **options)
-    for made in on_threads(3, _interpolated, x, options, None if autocast else x.dtype):
-        assert made.dtype == whole.dtype
-        assert error(made.float(), whole.float()) < 2e-2
+    for mode in MODES:
+        for autocast in (True, False):
+            options = {"size": (23, 12), "mode": mode}
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                whole = F.interpolate(x, **options)
+            for made in on_threads(3, _interpolated, x, options, None if autocast else x.dtype):
+                assert made.dtype == whole.dtype, (mode, autocast)
+                assert error(made.float(), whole.float()) < 2e-2, (mode, autocast)
 
 
 def test_scale_factor_by_hand_follows_another_dtype_and_height():
@@ -209,62 +193,52 @@ def test_scale_factor_by_hand_follows_another_dtype_and_height():
         assert error(lower, whole[2]) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "dims"),
-    [
+def test_interpolate_counts_its_row_dim_from_the_start():
+    for options, dims in [
         ({"size": (4, 23, 5), "mode": "nearest", "shard_dim": 3}, (3, 10, 6)),
         ({"scale_factor": 1.5, "mode": "trilinear", "shard_dim": 3}, (3, 10, 6)),
         ({"size": (23, 5), "mode": "bilinear", "shard_dim": 2}, (10, 6)),
         ({"size": 23, "mode": "linear", "shard_dim": 2}, (10,)),
-    ],
-)
-def test_interpolate_counts_its_row_dim_from_the_start(options, dims):
-    x = torch.randn(2, 3, *dims, dtype=torch.float64)
-    settings = {key: value for key, value in options.items() if key != "shard_dim"}
+    ]:
+        x = torch.randn(2, 3, *dims, dtype=torch.float64)
+        settings = {key: value for key, value in options.items() if key != "shard_dim"}
+        for y in on_threads(3, _with_row_dim, x, options):
+            assert error(y, F.interpolate(x, **settings)) < 1e-12, options
+
+
+def _with_row_dim(manager, x, options):
+    layer = DomainParallelInterpolate(manager=manager, **options)
     row_dim = options["shard_dim"]
-
-    def case(manager):
-        layer = DomainParallelInterpolate(manager=manager, **options)
-        assert layer.shard_dim == row_dim
-        return gather_tensor(layer(shard_tensor(x, row_dim, manager)), row_dim, manager)
-
-    for y in on_threads(3, case):
-        assert error(y, F.interpolate(x, **settings)) < 1e-12
+    assert layer.shard_dim == row_dim
+    return gather_tensor(layer(shard_tensor(x, row_dim, manager)), row_dim, manager)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_interpolate_refuses():
+    """Of 11 rows on 3 ranks bands have 4 or 3: such a size was meant for a band."""
+    for options, message in [
         ({"size": (4, 6)}, "size is the whole globe's output, got 4 rows"),
         ({"size": (3, 6)}, "size is the whole globe's output, got 3 rows"),
         ({"size": (24, 6), "mode": "cubic"}, "mode must be one of nearest"),
         ({"size": (24, 6), "mode": "area", "antialias": True}, "bicubic with antialias, got area"),
         ({"size": (24, 1), "mode": "bilinear", "antialias": True}, "has a single column"),
-    ],
-)
-def test_interpolate_refuses(options, message):
-    """Of 11 rows on 3 ranks bands have 4 or 3: such a size was meant for a band."""
-    with pytest.raises(RankError, match=message):
-        on_threads(3, _interpolated, torch.randn(1, 1, 11, 6), options, torch.float32)
+    ]:
+        with entry(options), pytest.raises(RankError, match=message):
+            on_threads(3, _interpolated, torch.randn(1, 1, 11, 6), options, torch.float32)
 
 
-@pytest.mark.parametrize("layer", [nn.Upsample(scale_factor=1.5), nn.AdaptiveAvgPool2d((5, 3))])
-def test_training_after_inference_mode(layer):
-    def trained(manager):
-        model = nn.Sequential(copy.deepcopy(layer))  # threads would share it
+def _trained_after_inference(manager):
+    for layer in (nn.Upsample(scale_factor=1.5), nn.AdaptiveAvgPool2d((5, 3))):
+        model = nn.Sequential(layer)
         sharded = convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
         x = torch.randn(1, 2, 4, 6)
         with torch.inference_mode():
             sharded(x)
         sharded(x.requires_grad_()).sum().backward()
-        assert x.grad is not None
-
-    on_threads(2, trained)
+        assert x.grad is not None, layer
 
 
-def test_converted_upsample_may_make_as_many_rows_as_a_band_has():
-    options = {"size": (4, 6), "mode": "bilinear"}
-    on_threads(4, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (1, 2, 16, 6))
+def test_training_after_inference_mode():
+    on_threads(2, _trained_after_inference)
 
 
 def _traffic(manager, x, options):
@@ -276,22 +250,20 @@ def _traffic(manager, x, options):
     return manager.transport.traffic.bytes - before
 
 
-@pytest.mark.parametrize(
-    ("options", "rows", "columns"),
-    [
+def test_each_needed_row_travels_once():
+    x = torch.randn(1, 3, 12, 6, dtype=torch.float64)
+    for options, rows, columns in [
         ({"scale_factor": 2, "mode": "nearest"}, 0, 6),
         ({"scale_factor": 2, "mode": "bilinear"}, 1, 6),
         ({"scale_factor": 2, "mode": "bicubic"}, 2, 6),
         ({"size": (24, 2), "mode": "bilinear"}, 1, 2),  # columns shrink before rows travel
-    ],
-)
-def test_each_needed_row_travels_once(options, rows, columns):
-    x = torch.randn(1, 3, 12, 6, dtype=torch.float64)
-    sent = on_threads(3, _traffic, x, options)
-    assert [b // (3 * columns * 8) for b in sent] == [rows, 2 * rows, rows]
+    ]:
+        sent = on_threads(3, _traffic, x, options)
+        assert [b // (3 * columns * 8) for b in sent] == [rows, 2 * rows, rows], options
 
 
-@given(ranks=RANKS, factor=st.integers(1, 4), height=st.integers(8, 20), un=st.booleans())
+@pytest.mark.parametrize("ranks", THREADS)
+@given(factor=st.integers(1, 4), height=st.integers(8, 20), un=st.booleans())
 def test_pixel_shuffle(ranks, factor, height, un):
     """Bands of any height: 13 rows x 2 on 4 ranks don't line up with 26 rows on 4."""
     kind, name = (
@@ -301,16 +273,12 @@ def test_pixel_shuffle(ranks, factor, height, un):
     on_threads(ranks, assert_same_as_whole_globe, _moved, (kind, {name: factor}), shape)
 
 
-@pytest.mark.parametrize("move", ["turned", "times"])
-def test_pixel_shuffle_of_rows_in_other_dimensions(move):
-    model = (nn.PixelShuffle, {"upscale_factor": 2}, move)
-    if move == "turned":
-        on_threads(3, assert_same_as_whole_globe, _moved, model, (2, 4, 7, 3))
-    else:  # (B, C, H, 1, W): rows are the channels of the shuffle
-        with pytest.raises(RankError, match="rows are in the channels' dimension"):
-            on_threads(2, assert_same_as_whole_globe, _moved, model, (2, 4, 8, 3))
+def test_pixel_shuffle_of_turned_rows():
+    model = (nn.PixelShuffle, {"upscale_factor": 2}, "turned")
+    on_threads(3, assert_same_as_whole_globe, _moved, model, (2, 4, 7, 3))
 
 
+@pytest.mark.exhaustive
 def test_unshuffle_of_bands_that_do_not_line_up():
     """Of 6 rows bands of 3 make 1.5: rows travel."""
 
@@ -332,8 +300,8 @@ def _roll(manager, x, shifts, dims, cotangent):
     return gather_tensor(made.detach(), manager=manager), gather_tensor(band.grad, manager=manager)
 
 
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     more=st.integers(0, 9),
     shifts=st.lists(st.integers(-25, 25), min_size=1, max_size=3),
     data=st.data(),
@@ -347,8 +315,3 @@ def test_roll(ranks, more, shifts, data):
     for made, grad in on_threads(ranks, _roll, x, tuple(shifts), dims, cotangent):
         assert torch.equal(made, whole)
         assert torch.equal(grad, back)
-
-
-def test_roll_refuses_shifts_without_dimensions():
-    with pytest.raises(UserError, match="one shift for each dimension"):
-        DomainParallelRoll((1, 2), (-2,))

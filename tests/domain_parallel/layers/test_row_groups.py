@@ -19,9 +19,10 @@ from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
 from tests.domain_parallel.models import RowGroupAttention, RowGroupModel
-from tests.ranks import PROCESSES, RankError, on_processes, on_threads
+from tests.ranks import RankError, on_processes, on_threads
+from tests.tier_cases import tiers
 
 
 @st.composite
@@ -32,20 +33,27 @@ def cases(draw):
     return kind, size, draw(st.integers(0, padded - 1)), height
 
 
-@pytest.mark.parametrize("ranks", PROCESSES)
+@pytest.mark.parametrize("ranks", THREADS)
 @given(case=cases())
 def test_same_as_the_whole_globe(ranks, case):
     shape = (2, 2, case[-1], 3)
     on_threads(ranks, assert_same_as_whole_globe, RowGroupModel, case, shape, 1e-11)
 
 
-@pytest.mark.parametrize("planned", [True, False])
+GLOO = [
+    (kind, size, shift, planned)
+    for kind, size, shift in [("windows", 4, 2), ("dilated", 5, 0), ("windows", 9, 4)]
+    for planned in (True, False)
+]
+
+
 @pytest.mark.parametrize(
-    "case", [("windows", 4, 2, 13), ("dilated", 5, 0, 13), ("windows", 9, 4, 9)]
+    ("kind", "size", "shift", "planned"),
+    tiers(fast=GLOO[:1], slow=GLOO[3:4], exhaustive=GLOO[1:3] + GLOO[4:]),
 )
-def test_on_gloo_ranks(case, planned):
-    shape = (1, 2, case[-1], 3)
-    on_processes(3, assert_same_as_whole_globe, RowGroupModel, case, shape, 1e-11, 0.0, planned)
+def test_on_gloo_ranks(kind, size, shift, planned):
+    args = (RowGroupModel, (kind, size, shift, 13), (1, 2, 13, 3), 1e-11, 0.0, planned)
+    on_processes(3, assert_same_as_whole_globe, *args)
 
 
 class Loop(GroupedRows):
@@ -69,7 +77,7 @@ def _loop():
 
 
 def test_a_rank_without_groups_joins_the_backward():
-    on_processes(3, assert_same_as_whole_globe, _loop, (), (1, 2, 8, 3))
+    on_threads(3, assert_same_as_whole_globe, _loop, (), (1, 2, 8, 3))
 
 
 def test_rows_of_windows_and_of_dilated_groups():
@@ -109,42 +117,28 @@ def _forward(manager, kind, size, shift, height):
     return manager.bands[height].sizes, groups.stop - groups.start, *sent
 
 
-def test_bands_end_where_windows_do_and_nothing_is_sent():
+def test_groups_go_to_the_ranks_that_have_their_rows():
+    """Bands, groups of each rank, and messages and rows sent there and back."""
+    # Bands end where windows do, and nothing is sent.
     found = on_threads(3, _forward, "windows", 4, 0, 34)
     assert found == [((12, 12, 10), 3, 0, 0)] * 3
-
-
-def test_windows_are_balanced_where_bands_have_to_end_inside():
     # Of 5 windows one rank needs two; bands of whole windows would differ too much.
     found = on_threads(4, _forward, "windows", 4, 0, 20)
     assert {sizes for sizes, *_ in found} == {(5, 5, 5, 5)}
     assert sorted(groups for _, groups, *_ in found) == [1, 1, 1, 2]
-
-
-def test_a_shifted_window_sends_half_of_itself_there_and_back():
+    # A shifted window sends half of itself.
     found = on_threads(4, _forward, "windows", 4, 2, 32)
     assert found == [((8, 8, 8, 8), 2, 2, 4)] * 4
-
-
-def test_shifted_windows_go_to_the_rank_whose_band_ends_nearest():
     # Bands end at row 10, windows at rows 7, 11 and 15: one row travels, and the three of the pole.
     found = on_threads(2, _forward, "windows", 4, 3, 20)
     assert found == [((10, 10), 2, 2, 4), ((10, 10), 3, 2, 4)]
-
-
-def test_dilated_groups_send_each_row_of_others_once_there_and_back():
-    found = on_threads(4, _forward, "dilated", 4, 0, 16)
     # A rank treats one group of four: one row of it is its own.
+    found = on_threads(4, _forward, "dilated", 4, 0, 16)
     assert found == [((4, 4, 4, 4), 1, 6, 6)] * 4
-
-
-def test_a_rank_treats_groups_that_have_a_row_of_its_own():
-    found = on_threads(4, _forward, "dilated", 2, 0, 16)
     # Of each of its two groups one row is its own, and comes home to it.
+    found = on_threads(4, _forward, "dilated", 2, 0, 16)
     assert [rows for *_, rows in found] == [4] * 4
-
-
-def test_more_ranks_than_groups_leave_some_without():
+    # More ranks than groups.
     found = on_threads(6, _forward, "dilated", 3, 0, 9)
     assert [groups for _, groups, *_ in found].count(0) == 3
 
@@ -197,20 +191,15 @@ def test_draws_for_other_samples_are_refused():
         layer(torch.zeros(3, 2))
 
 
-def test_a_function_in_row_rules_is_refused():
-    model = nn.Sequential(nn.GELU())
-    model.row_rules = {nn.functional.gelu: "row_groups"}
-    with pytest.raises(
-        UserError, match=r"row_rules: needs types of modules as keys, got <built-in"
-    ):
-        declared_converters(model)
-
-
-def test_an_unknown_rule_is_refused():
-    model = nn.Sequential(StochasticDepth(0.5))
-    model.row_rules = {StochasticDepth: "row_group"}
-    with pytest.raises(UserError, match=r"row_rules: needs one of .*row_groups.* got 'row_group'"):
-        declared_converters(model)
+def test_wrong_rules_are_refused():
+    for kind, rule, message in [
+        (nn.functional.gelu, "row_groups", r"needs types of modules as keys, got <built-in"),
+        (StochasticDepth, "row_group", r"needs one of .*row_groups.* got 'row_group'"),
+    ]:
+        model = nn.Sequential(nn.GELU())
+        model.row_rules = {kind: rule}
+        with entry(rule), pytest.raises(UserError, match=rf"row_rules: {message}"):
+            declared_converters(model)
 
 
 def test_a_plan_drops_nothing():
@@ -237,7 +226,7 @@ def test_draws_belong_to_the_sample_wherever_it_is():
     assert not torch.equal(together[0].depth.draws[2:], apart[0].depth.draws)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", THREADS[:-1])
 def test_spread_groups_go_to_ranks_that_own_most_of_their_rows(ranks):
     bands = RowPartition(tuple(balanced_bounds(32, ranks)))
     groups = dilated(32, 4)

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPadLayer
 from credit_dp.domain_parallel.rules import REGISTERED, RULES, register
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
 from tests.ranks import on_threads
 
 SHAPE = (2, 4, 11, 6)
@@ -62,18 +62,19 @@ class Narrow(nn.Softmax2d):
 LAYERS = (Conv3x3, Deeper, Border, Norm, Narrow, lambda: spectral_norm(Conv3x3()))
 
 
-@pytest.mark.parametrize("make", LAYERS)
-def test_what_acts_as_its_layer_has_its_rule(make):
-    def build():
-        return nn.Sequential(nn.Conv2d(4, 4, 1), make())
+def test_what_acts_as_its_layer_has_its_rule():
+    for make in LAYERS:
 
-    on_threads(3, assert_same_as_whole_globe, build, (), SHAPE, 1e-11)
+        def build(make=make):
+            return nn.Sequential(nn.Conv2d(4, 4, 1), make())
 
-    def converted(manager):
-        model = convert_to_domain_parallel(build(), manager, input_shape=SHAPE)
-        assert isinstance(model[1], RowLayer) == (make is not Narrow)
+        def converted(manager, make=make, build=build):
+            model = convert_to_domain_parallel(build(), manager, input_shape=SHAPE)
+            assert isinstance(model[1], RowLayer) == (make is not Narrow)
 
-    on_threads(2, converted)
+        with entry(make):
+            on_threads(3, assert_same_as_whole_globe, build, (), SHAPE, 1e-11)
+            on_threads(2, converted)
 
 
 class Flipped(nn.Conv2d):
@@ -127,22 +128,22 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("wrapper", "make", "message"), OWN)
-def test_a_wrapper_by_hand_refuses_what_it_would_leave_out(wrapper, make, message):
-    with pytest.raises(UserError, match=message):
-        wrapper(make())
+def test_a_wrapper_by_hand_refuses_what_it_would_leave_out():
+    for wrapper, make, message in OWN:
+        with entry(message), pytest.raises(UserError, match=message):
+            wrapper(make())
 
 
-@pytest.mark.parametrize(("wrapper", "make", "message"), OWN)
-def test_a_conversion_refuses_or_audits_them(wrapper, make, message):
+def test_a_conversion_refuses_or_audits_them():
     def converted(manager):
-        model = nn.Sequential(nn.Conv2d(4, 4, 1), make())
-        if isinstance(model[1], Frozen):
-            model.eval()
-        before = type(model[1])
-        with suppress(UserError):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
-        assert type(model[1]) is before
+        for _, make, message in OWN:
+            model = nn.Sequential(nn.Conv2d(4, 4, 1), make())
+            if isinstance(model[1], Frozen):
+                model.eval()
+            before = type(model[1])
+            with suppress(UserError):
+                convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+            assert type(model[1]) is before, message
 
     on_threads(2, converted)
 
@@ -170,12 +171,12 @@ def unfold_rule():
 
 
 @pytest.mark.usefixtures("unfold_rule")
-@pytest.mark.parametrize("make", [lambda: nn.Unfold(1), Single, Unlike])
-def test_a_registered_rule_is_trusted_for_what_acts_as_its_layer(make):
+def test_a_registered_rule_is_trusted_for_what_acts_as_its_layer():
     def converted(manager):
-        model = nn.Sequential(nn.Conv2d(4, 4, 1), make())
-        convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-        assert type(model[1]) is (Unlike if make is Unlike else Mirrored)
+        for make in (lambda: nn.Unfold(1), Single, Unlike):
+            model = nn.Sequential(nn.Conv2d(4, 4, 1), make())
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
+            assert type(model[1]) is (Unlike if make is Unlike else Mirrored), make
 
     on_threads(2, converted)
 

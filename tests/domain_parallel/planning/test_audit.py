@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, functional
+from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
 from tests.ranks import RankError, on_threads
+from tests.tier_cases import every
 
 SHAPE = (2, 4, 13, 6)
 
@@ -157,30 +159,37 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("code", ROW_LOCAL.values(), ids=ROW_LOCAL)
-def test_row_local_code_passes_and_is_exact(code):
-    on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def _refused(manager, code):
+@pytest.mark.parametrize("name", every(8, ROW_LOCAL, EXHAUSTIVE))
+def test_row_local_code_passes_and_is_exact(name):
+    on_threads(3, assert_same_as_whole_globe, Model, (ROW_LOCAL[name],), SHAPE, 1e-11)
+
+
+def _refused(code, batch):
+    """Plan for a rank of three, which needs no other one."""
     model = Model(code).double()
     with pytest.raises(UserError, match=r"test_audit\.py:\d+: |^after: ") as caught:
-        convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
+        convert_to_domain_parallel(
+            model, counting_manager(3), input_shape=(batch, *SHAPE[1:]), whole_ops="refuse"
+        )
     assert "\n" not in str(caught.value)
-    assert re.search("custom_converters|Move them", str(caught.value))
+    assert re.search("custom_converters|Move them|draws", str(caught.value))
 
 
-@pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
-def test_mixing_code_is_refused(code):
-    on_threads(3, _refused, code)
+def test_mixing_code_is_refused():
+    for name, code in MIXING.items():
+        with entry(name):
+            _refused(code, 2)
 
 
-@pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
-def test_what_is_refused_would_have_been_wrong(code, monkeypatch):
+@pytest.mark.parametrize("name", every(14, MIXING, EXHAUSTIVE))
+def test_what_is_refused_would_have_been_wrong(name, monkeypatch):
     """Without the audit the cases above raise or give wrong results: no false alarms."""
     monkeypatch.setattr("credit_dp.domain_parallel.planning.model_plan.audit", lambda *_: None)
     with pytest.raises(RankError, match=r"output|gradient|size|rows|length|dimension"):
-        on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
+        on_threads(3, assert_same_as_whole_globe, Model, (MIXING[name],), SHAPE, 1e-11)
 
 
 def _fold(m, x):
@@ -242,26 +251,19 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("code", HIDDEN.values(), ids=HIDDEN)
-def test_what_one_run_would_not_show_is_refused(code):
-    on_threads(3, _refused_at_batch_one, code)
+def test_what_one_run_would_not_show_is_refused():
+    for name, code in HIDDEN.items():
+        with entry(name):
+            _refused(code, 1)
 
 
-def _refused_at_batch_one(manager, code):
-    with pytest.raises(UserError, match=r"test_audit\.py:\d+: "):
-        convert_to_domain_parallel(
-            Model(code), manager, input_shape=(1, *SHAPE[1:]), whole_ops="refuse"
-        )
-
-
-@pytest.mark.parametrize("resize", [F.interpolate, functional.interpolate])
-def test_a_size_taken_from_a_tensor_is_refused_with_what_works(resize):
-    def refused(manager):
-        model = Model(lambda m, x: resize(x, size=(2 * x.shape[-2], 6)))
+def test_a_size_taken_from_a_tensor_is_refused_with_what_works():
+    for resize in (F.interpolate, functional.interpolate):
+        model = Model(lambda m, x, resize=resize: resize(x, size=(2 * x.shape[-2], 6)))
         with pytest.raises(UserError, match=r"scale_factor.* constants, or nn\.Upsample"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-
-    on_threads(2, refused)
+            convert_to_domain_parallel(
+                model, counting_manager(2), input_shape=SHAPE, whole_ops="refuse"
+            )
 
 
 class LosesRows(nn.Module):
@@ -275,21 +277,14 @@ class Scale(nn.Module):
 
 
 def test_leaves_of_user_models_are_audited():
-    on_threads(
-        2,
-        assert_same_as_whole_globe,
-        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), Scale()),
-        (),
-        SHAPE,
-    )
+    def build():
+        return nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), Scale())
 
-    def refused(manager):
-        with pytest.raises(UserError, match=r"test_audit\.py:\d+: aten\.mean: mixes rows"):
-            convert_to_domain_parallel(
-                nn.Sequential(LosesRows()), manager, input_shape=SHAPE, whole_ops="refuse"
-            )
-
-    on_threads(2, refused)
+    on_threads(3, assert_same_as_whole_globe, build, (), SHAPE)
+    with pytest.raises(UserError, match=r"test_audit\.py:\d+: aten\.mean: mixes rows"):
+        convert_to_domain_parallel(
+            nn.Sequential(LosesRows()), counting_manager(2), input_shape=SHAPE, whole_ops="refuse"
+        )
 
 
 def test_trusted_modules_are_not_audited_and_listed(caplog):

@@ -23,7 +23,7 @@ from credit_dp.domain_parallel.convert import PlanAtFirstForward
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
 from tests.domain_parallel.models import small_cnn
 from tests.ranks import on_threads, seeded
 
@@ -32,6 +32,7 @@ def _planned(manager, model, shape):
     convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="refuse")
 
 
+@pytest.mark.exhaustive
 def test_a_plan_in_a_thread_leaves_the_driver_alone(monkeypatch):
     """Torch would replace it by an object that ends with the thread; see `_FakeModeOfThread`."""
     calls = []
@@ -53,18 +54,11 @@ def _changes_nothing(manager):
 
 def test_planning_sends_nothing_and_changes_nothing():
     # One rank of two: a message or a collective would wait for the other.
-    on_threads(1, _alone_of_two)
+    transport = ThreadTransport(ThreadWorld(2, timeout=1.0), 0)
+    _changes_nothing(DomainParallelManager(2, 2, transport=transport))
 
 
-def _alone_of_two(manager):
-    from credit_dp.domain_parallel import DomainParallelManager
-    from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-
-    _changes_nothing(
-        DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2, timeout=1.0), 0))
-    )
-
-
+@pytest.mark.exhaustive
 def test_no_collection_runs_while_a_model_is_planned():
     was_enabled = []
     model = small_cnn()
@@ -170,42 +164,28 @@ def test_a_model_that_draws_in_python_is_refused_and_its_numbers_stay():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
-@pytest.mark.parametrize(
-    ("model", "rows", "message"),
-    [
-        (
-            small_cnn(),
-            5,
-            "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2",
-        ),
-        (_Flips(), 8, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
-        (_CropsOutput(), 9, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
-        (_HasPlainMask(), 9, r"test_model_plan.py:\d+: fails on a band of rows .*make it a buffer"),
-        (_ListsRows(), 9, "output: holds 10 values on the globe and 4 on a band"),
-        (_CountsRows(), 9, "output: is 9 on the globe and 3 on a band"),
-        (
-            nn.Sequential(nn.Flatten(1)),
-            9,
-            "output: rows are no longer in the last dimension but one",
-        ),
-        (_SortsRows(), 9, r"test_model_plan.py:\d+: aten.sort: mixes rows"),
-        (_Decides(), 9, r"test_model_plan.py:\d+: control flow or shapes that depend on data"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(model, rows, message):
+CHOOSES = "control flow depends on the number of rows"
+REFUSED = [
+    (small_cnn, 5, "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2"),
+    (_Flips, 8, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
+    (_CropsOutput, 9, r"test_model_plan.py:\d+: aten.slice: mixes rows"),
+    (_HasPlainMask, 9, r"test_model_plan.py:\d+: fails on a band of rows .*make it a buffer"),
+    (_ListsRows, 9, "output: holds 10 values on the globe and 4 on a band"),
+    (_CountsRows, 9, "output: is 9 on the globe and 3 on a band"),
+    (lambda: nn.Sequential(nn.Flatten(1)), 9, "output: rows are no longer in the last dimension"),
+    (_SortsRows, 9, r"test_model_plan.py:\d+: aten.sort: mixes rows"),
+    (_Decides, 9, r"test_model_plan.py:\d+: control flow or shapes that depend on data"),
+    (_ChoosesLayer, 9, CHOOSES),
+    (_OrdersLayers, 9, CHOOSES),
+]
+
+
+def test_what_cannot_be_planned_is_refused():
     def refused(manager):
-        with pytest.raises(UserError, match=message) as caught:
-            _planned(manager, copy.deepcopy(model), (1, 2, rows, 6))
-        assert "\n" not in str(caught.value)
-
-    on_threads(3, refused)
-
-
-@pytest.mark.parametrize("model", [_ChoosesLayer(), _OrdersLayers()])
-def test_layers_chosen_by_the_number_of_rows_are_refused(model):
-    def refused(manager):
-        with pytest.raises(UserError, match="control flow depends on the number of rows"):
-            _planned(manager, copy.deepcopy(model), (1, 2, 9, 6))
+        for build, rows, message in REFUSED:
+            with entry(message), pytest.raises(UserError, match=message) as caught:
+                _planned(manager, build(), (1, 2, rows, 6))
+            assert "\n" not in str(caught.value), message
 
     on_threads(3, refused)
 
@@ -226,6 +206,7 @@ def test_a_refused_model_is_the_plain_one_again():
     on_threads(3, refused)
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_at_the_first_forward_stays():
     def refused(manager):
         model = convert_to_domain_parallel(_CropsOutput(), manager, whole_ops="refuse")
@@ -274,6 +255,7 @@ def test_one_row_on_every_rank_is_refused_without_input_shape():
     on_threads(2, taken)
 
 
+@pytest.mark.exhaustive
 def test_copies_of_an_unplanned_model_plan_for_themselves():
     def copies(manager):
         model = convert_to_domain_parallel(small_cnn(), manager)
@@ -348,6 +330,7 @@ def test_planning_leaves_state_and_modes_alone():
     on_threads(3, state)
 
 
+@pytest.mark.exhaustive
 def test_looking_at_bands_changes_no_plan():
     def look(manager):
         if manager.domain_rank == 1:
@@ -418,10 +401,6 @@ def _two_batches(manager, plain):
         assert model(torch.zeros(batch, 2, 4, 6)).shape == (batch, 2, 4, 6)
 
 
-def test_any_batch_size_runs():
-    on_threads(2, _two_batches, small_cnn())
-
-
 class _TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -437,10 +416,12 @@ def _two_inputs(manager):
     assert model(torch.ones(1, 2, 4, 6), torch.ones(1, 2, 1, 1)).shape == (1, 2, 4, 6)
 
 
-def test_an_input_without_rows_is_replicated():
+def test_any_batch_size_and_inputs_without_rows():
+    on_threads(2, _two_batches, small_cnn())
     on_threads(2, _two_inputs)
 
 
+@pytest.mark.exhaustive
 def test_hooks_run_once():
     def hooked(manager):
         calls = []
@@ -454,6 +435,7 @@ def test_hooks_run_once():
     assert on_threads(2, hooked) == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_no_gradients_no_exchange_backward():
     def frozen(manager):
         model = convert_to_domain_parallel(small_cnn(), manager, input_shape=(1, 2, 8, 6))
@@ -480,22 +462,21 @@ class _TakesMore(nn.Module):
         return self.conv(torch.cat([x, more], 1))
 
 
-@pytest.mark.parametrize(("with_batch", "shape"), [(True, (2, 9, 6)), (False, (2, 9, 6))])
-def test_inputs_with_and_without_a_batch_dimension(with_batch, shape):
-    def same(manager):
-        generator = seeded(0)
-        whole = _TakesMore(with_batch).double()
-        for parameter in whole.parameters():
-            parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-        x, more = (
-            torch.randn(s, dtype=torch.float64, generator=generator) for s in ((2, 2, 9, 6), shape)
-        )
-        shapes = ((2, 2, 9, 6), shape)
-        model = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shapes)
-        y = model(*(shard_tensor(t, manager=manager) for t in (x, more)))
-        torch.testing.assert_close(gather_tensor(y, manager=manager), whole(x, more))
+def _inputs_of_three_dimensions(manager, with_batch):
+    generator = seeded(0)
+    whole = _TakesMore(with_batch).double()
+    for parameter in whole.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    shapes = ((2, 2, 9, 6), (2, 9, 6))
+    x, more = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    model = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shapes)
+    y = model(*(shard_tensor(t, manager=manager) for t in (x, more)))
+    torch.testing.assert_close(gather_tensor(y, manager=manager), whole(x, more))
 
-    on_threads(2, same)
+
+def test_inputs_with_and_without_a_batch_dimension():
+    for with_batch in (True, False):
+        on_threads(2, _inputs_of_three_dimensions, with_batch)
 
 
 class _Fails(nn.Module):

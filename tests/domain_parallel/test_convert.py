@@ -17,9 +17,10 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     validate_sharding_constraints,
 )
+from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
-from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
 from tests.domain_parallel.models import small_cnn
 from tests.ranks import on_threads
 
@@ -66,13 +67,6 @@ def test_a_layer_used_twice_stays_one_layer():
     )
     assert model["a"] is model["b"][0]
     assert isinstance(model["a"], DomainParallelConv2d)
-
-
-def test_the_root_may_be_a_layer():
-    conv = nn.Conv2d(2, 2, 3)
-    converted = convert_to_domain_parallel(conv, _mock())
-    assert isinstance(converted, DomainParallelConv2d)
-    assert converted.weight is conv.weight
 
 
 def test_casts_copies_loads_and_modes_reach_the_wrapped_layer():
@@ -136,20 +130,14 @@ class _GlobeNorm(nn.Module):
         return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.SyncBatchNorm(4), "0: SyncBatchNorm has no rule for bands of rows"),
-        (nn.FractionalMaxPool2d(2, 2), "0: FractionalMaxPool2d has no rule"),
-        (nn.LSTM(4, 4), "0: LSTM has no rule"),
-    ],
-)
-def test_layers_without_a_rule_are_refused(layer, message):
-    with pytest.raises(UserError, match=message) as caught:
-        convert_to_domain_parallel(nn.Sequential(layer), _mock(), whole_ops="refuse")
-    assert "row_rules" in str(caught.value)
-    assert "custom_converters" in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_layers_without_a_rule_are_refused():
+    for layer in (nn.SyncBatchNorm(4), nn.FractionalMaxPool2d(2, 2), nn.LSTM(4, 4)):
+        message = f"0: {type(layer).__name__} has no rule for bands of rows"
+        with entry(message), pytest.raises(UserError, match=message) as caught:
+            convert_to_domain_parallel(nn.Sequential(layer), _mock(), whole_ops="refuse")
+        assert "row_rules" in str(caught.value)
+        assert "custom_converters" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_leaf_can_be_registered():
@@ -184,25 +172,18 @@ class _Subclass1x1(nn.Conv2d):
         return super().forward(x) + x
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
+def test_user_leaves_that_mix_rows_are_refused():
+    for leaf, message in [
         (_GlobeNorm(), r"^1 \(_GlobeNorm\), \S+test_convert\.py:\d+: aten\.mean: mixes rows.*"),
         (_Subclass(4, 4, 3, padding=1), r"^1 \(_Subclass\), \S+:\d+: aten\.flip: mixes rows.*"),
-    ],
-)
-def test_user_leaves_that_mix_rows_are_refused(leaf, message):
-    def refused(manager):
-        copied = copy.deepcopy(leaf)
-        with pytest.raises(
-            UserError, match=message + "row_rules .*custom_converters={TYPE: "
-        ) as caught:
+    ]:
+        message += "row_rules .*custom_converters={TYPE: "
+        model = _between_convolutions(leaf)
+        with entry(leaf), pytest.raises(UserError, match=message) as caught:
             convert_to_domain_parallel(
-                _between_convolutions(copied), manager, input_shape=SHAPE, whole_ops="refuse"
+                model, counting_manager(2), input_shape=SHAPE, whole_ops="refuse"
             )
         assert "\n" not in str(caught.value)
-
-    on_threads(2, refused)
 
 
 def test_the_summary_says_what_became_of_the_layers(caplog):
@@ -241,16 +222,18 @@ def test_the_summary_of_an_unplanned_model_says_so(caplog):
     assert "planned and audited at the first forward; not verified" in caplog.text
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(-3, None), (1, None), (2, (1, 2, 3, 8, 8))])
-def test_only_rows_are_sharded(dim, shape):
-    with pytest.raises(UserError, match="only latitude rows"):
-        convert_to_domain_parallel(small_cnn(), _mock(), shard_dim=dim, input_shape=shape)
-
-
-@pytest.mark.parametrize(("dim", "shape"), [(-1, None), (3, (1, 2, 8, 8)), (3, ((1, 2, 8, 8),))])
-def test_longitude_is_refused_by_name(dim, shape):
-    with pytest.raises(UserError, match=r"shard_dim: -?\d is longitude, which can't be sharded"):
-        convert_to_domain_parallel(small_cnn(), _mock(), shard_dim=dim, input_shape=shape)
+def test_only_rows_are_sharded():
+    longitude = r"shard_dim: -?\d is longitude, which can't be sharded"
+    for dim, shape, message in [
+        (-3, None, "only latitude rows"),
+        (1, None, "only latitude rows"),
+        (2, (1, 2, 3, 8, 8), "only latitude rows"),
+        (-1, None, longitude),
+        (3, (1, 2, 8, 8), longitude),
+        (3, ((1, 2, 8, 8),), longitude),
+    ]:
+        with entry((dim, shape)), pytest.raises(UserError, match=message):
+            convert_to_domain_parallel(small_cnn(), _mock(), shard_dim=dim, input_shape=shape)
 
 
 def test_longitude_is_refused_at_the_first_forward():
@@ -262,17 +245,13 @@ def test_longitude_is_refused_at_the_first_forward():
     on_threads(2, refused)
 
 
-@pytest.mark.parametrize(
-    ("dim", "shape"), [(2, (1, 4, 8, 6)), (3, (1, 4, 3, 8, 6)), (-2, (1, 4, 3, 8, 6))]
-)
-def test_rows_may_be_counted_from_the_start(dim, shape):
-    conv = nn.Conv2d(4, 4, 3, padding=1) if len(shape) == 4 else nn.Conv3d(4, 4, 3, padding=1)
-
+def test_rows_may_be_counted_from_the_start():
     def planned(manager):
-        model = nn.Sequential(copy.deepcopy(conv))
-        convert_to_domain_parallel(model, manager, shard_dim=dim, input_shape=shape)
-        band = model(torch.zeros(*shape[:-2], 4, 6))
-        assert band.shape[-2] == 4
+        for dim, shape in [(2, (1, 4, 8, 6)), (3, (1, 4, 3, 8, 6)), (-2, (1, 4, 3, 8, 6))]:
+            kind = nn.Conv2d if len(shape) == 4 else nn.Conv3d
+            model = nn.Sequential(kind(4, 4, 3, padding=1))
+            convert_to_domain_parallel(model, manager, shard_dim=dim, input_shape=shape)
+            assert model(torch.zeros(*shape[:-2], 4, 6)).shape[-2] == 4, (dim, shape)
 
     on_threads(2, planned)
 
@@ -316,15 +295,3 @@ def test_constraints_are_readable():
     assert "less than one row" in validate_sharding_constraints(model, 2)[-1]
     converted = convert_to_domain_parallel(model, _mock())
     assert validate_sharding_constraints(converted, 6) != []
-
-
-def test_the_comparison_notices_a_wrong_layer():
-    class Wrong(nn.Sequential):
-        row_rules = {_Subclass: "keep"}  # noqa: RUF012
-
-    from tests.ranks import RankError
-
-    with pytest.raises(RankError, match="output"):
-        on_threads(
-            2, assert_same_as_whole_globe, lambda: Wrong(_Subclass(2, 2, 1)), (), (1, 2, 6, 4)
-        )

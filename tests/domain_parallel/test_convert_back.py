@@ -97,7 +97,6 @@ def _convert_and_back(manager, plain, planned):
         torch.testing.assert_close(gather_tensor(band, manager=manager), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
 def test_convert_and_back(planned):
     on_threads(3, _convert_and_back, UserModel().eval(), planned)
@@ -297,9 +296,11 @@ def _without_data(manager, planned):
     torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
 def test_parameters_on_the_meta_device(planned):
-    on_processes(2, _without_data, planned)
-    if planned:
-        on_threads(3, _without_data, planned)
+    on_threads(3, _without_data, planned)
+
+
+@pytest.mark.slow
+def test_parameters_on_the_meta_device_of_gloo_ranks():
+    on_processes(2, _without_data, True)

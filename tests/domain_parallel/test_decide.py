@@ -27,8 +27,9 @@ from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
-from tests.domain_parallel.equality import RANDOM_LOCK
-from tests.ranks import PROCESSES, on_threads
+from tests.domain_parallel.equality import RANDOM_LOCK, THREADS
+from tests.ranks import on_threads
+from tests.tier_cases import tiers
 
 
 def _unet():
@@ -157,9 +158,19 @@ def _real_step(manager, model, shape):
     return by_layer, forward, _traffic(manager) - forward, kept.bytes
 
 
-@pytest.mark.parametrize("ranks", PROCESSES)
-@pytest.mark.parametrize("build", [_unet, _mixed, _own_code, _by_hand, _branches])
-def test_a_real_step_sends_and_keeps_what_the_report_says(build, ranks):
+BUILDS = {
+    "unet": _unet, "mixed": _mixed, "own code": _own_code, "by hand": _by_hand,
+    "branches": _branches,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize(
+    "name",
+    tiers([("unet",), ("mixed",), ("own code",)], [("branches",)], [("by hand",)]),
+)
+def test_a_real_step_sends_and_keeps_what_the_report_says(name, ranks):
+    build = BUILDS[name]
     model, shape = build(), (2, 3, 33, 16)
     report = plan_report(model, shape, ranks, custom_converters=CONVERTERS)
     assert report.problems == ()
@@ -206,24 +217,21 @@ class _Windows(GroupedRows):
         return torch.cat([x, x], 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "shift", "ranks", "away"),
-    [
-        (4, 0, 2, 0),  # 8 and 8 rows
-        (4, 2, 2, 2 + 2),  # the windows over the middle, and around the poles
-        (6, 0, 2, 2),  # rows 6 to 11, of which one rank has 2
-        (16, 0, 2, 8),
-    ],
-)
-def test_the_least_of_whole_groups(size, shift, ranks, away):
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), _Windows(size, shift)).double()
-    rules = {_Windows: RULES["row_groups"]}
-    report = plan_report(model, (2, 3, 16, 8), ranks, custom_converters=rules)
-    assert report.problems == ()
-    (level,) = report.levels
-    row = 2 * 4 * 8 * 8  # bytes, of what goes in; twice as many come out
-    assert level.least_bytes == away * (row + 2 * row) * 2
-    assert level.sent_bytes >= level.least_bytes
+def test_the_least_of_whole_groups():
+    for size, shift, away in [
+        (4, 0, 0),  # 8 and 8 rows
+        (4, 2, 2 + 2),  # the windows over the middle, and around the poles
+        (6, 0, 2),  # rows 6 to 11, of which one rank has 2
+        (16, 0, 8),
+    ]:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), _Windows(size, shift)).double()
+        rules = {_Windows: RULES["row_groups"]}
+        report = plan_report(model, (2, 3, 16, 8), 2, custom_converters=rules)
+        assert report.problems == (), size
+        (level,) = report.levels
+        row = 2 * 4 * 8 * 8  # bytes, of what goes in; twice as many come out
+        assert level.least_bytes == away * (row + 2 * row) * 2, (size, shift)
+        assert level.sent_bytes >= level.least_bytes, (size, shift)
 
 
 def test_what_is_computed_again_is_fetched_again():
@@ -234,7 +242,7 @@ def test_what_is_computed_again_is_fetched_again():
     assert sum(level.sent_bytes for level in report.levels) > 2 * once
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_layer_sends_nothing_back_and_the_last_one_does():
     report = plan_report(_unet(), (1, 3, 24, 8), 3, custom_converters=CONVERTERS)
     layers = {layer.path: layer for layer in report.layers}
@@ -269,7 +277,7 @@ def test_the_model_and_random_state_are_left_as_they_are():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_on_the_meta_device():
     with torch.device("meta"):
         empty = _unet()
@@ -343,6 +351,7 @@ class _Turned(nn.Module):
         return x + x.flip(-2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layers", [(), (_Turned(),)], ids=["layers", "view"])
 def test_the_step_of_each_band_runs_once_and_shares_what_is_known(monkeypatch, layers):
     runs = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,6 +20,7 @@ from credit_dp.domain_parallel.convert import (
 )
 from credit_dp.domain_parallel.halo_exchange import HaloExchange, _HaloExchangeFunction
 from credit_dp.domain_parallel.layers import (
+    DomainParallelConv1d,
     DomainParallelConv2d,
     DomainParallelConv3d,
     DomainParallelConvTranspose2d,
@@ -31,8 +31,8 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelPeriodicConv2d,
 )
 from credit_dp.models.unet import PeriodicConv2d
-from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads, seeded
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe, entry
+from tests.ranks import on_threads, seeded
 
 
 def test_convolutions_that_need_a_halo():
@@ -75,24 +75,30 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers(wrapper):
-    wrapped, dim, names = WRAPPERS[wrapper]
-    first, shard_dim, *rest = list(inspect.signature(wrapper).parameters.values())
-    assert first.name == ("periodic_conv" if wrapper is DomainParallelPeriodicConv2d else "conv")
-    assert shard_dim.default == dim
-    assert all(parameter.kind == inspect.Parameter.KEYWORD_ONLY for parameter in rest)
-    for layer in (wrapper(wrapped), wrapper(wrapped, dim), wrapper(wrapped, shard_dim=dim)):
-        assert isinstance(layer, nn.Module)
-        assert layer.shard_dim == dim
-        assert isinstance(layer.halo_exchange, HaloExchange)
-        assert all(hasattr(layer, name) for name in names.split())
-    assert (
-        wrapper(wrapped).weight
-        is dict(wrapped.named_parameters())[
-            "conv.weight" if isinstance(wrapped, PeriodicConv2d) else "weight"
-        ]
-    )
+def test_wrappers():
+    for wrapper, (wrapped, dim, names) in WRAPPERS.items():
+        first, shard_dim, *rest = list(inspect.signature(wrapper).parameters.values())
+        periodic = wrapper is DomainParallelPeriodicConv2d
+        assert first.name == ("periodic_conv" if periodic else "conv")
+        assert shard_dim.default == dim, wrapper
+        assert all(parameter.kind == inspect.Parameter.KEYWORD_ONLY for parameter in rest), wrapper
+        for layer in (wrapper(wrapped), wrapper(wrapped, dim), wrapper(wrapped, shard_dim=dim)):
+            assert layer.shard_dim == dim, wrapper
+            assert isinstance(layer.halo_exchange, HaloExchange), wrapper
+            assert all(hasattr(layer, name) for name in names.split()), wrapper
+            conv = wrapped.conv if periodic else wrapped
+            assert layer.weight is conv.weight, wrapper
+            assert layer.bias is conv.bias, wrapper
+    for args, halo in [((3, 1, 1), 1), ((4, 2, 1), 1), ((32, 2, 15), 15)]:
+        conv = nn.Conv2d(1, 1, *args)
+        layer = DomainParallelConv2d(conv)
+        assert (layer.halo_width, layer.halo_exchange.halo_width) == (halo, halo), args
+        assert layer.conv is conv
+    assert DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=2).dim == -2
+    line = DomainParallelConv1d(nn.Conv1d(1, 1, 3), shard_dim=2)
+    assert (line.shard_dim, line.dim, line.halo_exchange.dim) == (2, -1, -1)
+    patches = DomainParallelConvTranspose3d(nn.ConvTranspose3d(1, 1, (2, 4, 4), (2, 4, 4)))
+    assert (patches.halo_width, patches.dim) == (0, -2)
 
 
 def test_the_other_wrappers():
@@ -134,13 +140,11 @@ def _example(manager, shape):
     assert validate_sharding_constraints(model, shape[-2] // manager.domain_parallel_size) == []
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_custom_converters(ranks):
-    on_threads(ranks, _example, (1, 3, 4 * ranks, 6))
-    Periodic.row_rules = {PeriodicConv2d: "periodic_conv"}
-    on_threads(ranks, assert_same_as_whole_globe, Periodic, (), (2, 3, 18, 6), MODEL)
-    if ranks == 3:
-        on_processes(ranks, _example, (1, 3, 12, 6))
+def test_custom_converters(monkeypatch):
+    on_threads(3, _example, (1, 3, 12, 6))
+    rules = {PeriodicConv2d: "periodic_conv"}
+    monkeypatch.setattr(Periodic, "row_rules", rules, raising=False)
+    on_threads(3, assert_same_as_whole_globe, Periodic, (), (2, 3, 18, 6), MODEL)
 
 
 def _function(manager, width, dim):
@@ -161,10 +165,10 @@ def _function(manager, width, dim):
         assert layer(band).grad_fn.name() == padded.grad_fn.name()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(("width", "dim"), [(0, -2), (1, 2), (3, -2)])
-def test_the_halo_function_is_the_halo_module(ranks, width, dim):
-    on_threads(ranks, _function, width, dim)
+def test_the_halo_function_is_the_halo_module():
+    for width, dim in [(0, -2), (1, 2), (3, -2)]:
+        with entry((width, dim)):
+            on_threads(3, _function, width, dim)
 
 
 def test_names_are_importable():

@@ -182,8 +182,8 @@ def _collectives_meanwhile(manager):
     return found, finish()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_collectives_while_rows_travel(ranks):
+def test_collectives_while_rows_travel():
+    ranks = 3
     for found, rows in on_processes(ranks, _collectives_meanwhile):
         for gathered, total in found:
             expected = torch.stack([torch.arange(3) + rank for rank in range(ranks)])

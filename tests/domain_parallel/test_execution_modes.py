@@ -24,8 +24,10 @@ from tests.domain_parallel.equality import (
     RANDOM_LOCK,
     assert_same_as_whole_globe,
     error,
+    in_both_ways,
 )
-from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads
+from tests.ranks import DEVICE, on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_unet
 
 SHAPE = (2, 3, 13, 8)
@@ -114,7 +116,6 @@ def _channels_last(x):
     return x.to(memory_format=torch.channels_last)
 
 
-TWO_OR_THREE = [pytest.param(2, marks=pytest.mark.slow), 3]
 WAYS = {
     "plain, an input without gradient": {},
     "recomputed activations": {"prepare": _recomputing},
@@ -125,11 +126,10 @@ WAYS = {
 }
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", PROCESSES)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_step_is_the_same(ranks, way):
-    on_threads(ranks, _way, way)
+@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
+def test_a_step_is_the_same(way):
+    on_threads(3, _way, WAYS[way])
 
 
 def _way(manager, way):
@@ -140,10 +140,10 @@ def _recomputed_on_gloo(manager):
     _same_step(manager, prepare=_recomputing)
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", TWO_OR_THREE)
-def test_recomputed_activations_on_gloo_ranks(ranks):
-    on_processes(ranks, _recomputed_on_gloo)
+@pytest.mark.slow
+@in_both_ways
+def test_recomputed_activations_on_gloo_ranks():
+    on_processes(3, _recomputed_on_gloo)
 
 
 def _without_gradients(manager):
@@ -157,10 +157,9 @@ def _without_gradients(manager):
             assert error(gather_tensor(y, manager=manager), whole(x)) <= MODEL
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", TWO_OR_THREE)
-def test_no_gradients(ranks):
-    on_threads(ranks, _without_gradients)
+@in_both_ways
+def test_no_gradients():
+    on_threads(3, _without_gradients)
 
 
 def _autocast(manager):
@@ -185,12 +184,6 @@ def _gradient(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", TWO_OR_THREE)
-def test_autocast(ranks):
-    on_threads(ranks, _autocast)
-
-
 def _autocast_with_reflected_columns(manager):
     with RANDOM_LOCK:
         conv = nn.Conv2d(3, 2, 3, padding=1, padding_mode="reflect")
@@ -200,36 +193,14 @@ def _autocast_with_reflected_columns(manager):
     assert y.dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("overlap")
-def test_autocast_with_reflected_columns():
+@in_both_ways
+def test_autocast():
+    on_threads(3, _autocast)
     on_threads(2, _autocast_with_reflected_columns)
 
 
-def _compiled(manager, planned):
-    """Few layers: `tests/training/test_compilation.py` compiles a U-Net, which takes a minute."""
-    with RANDOM_LOCK:
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh()]
-        whole = nn.Sequential(*layers, nn.Conv2d(4, 2, 3, stride=2, padding=1)).double()
-        x = torch.randn(SHAPE, dtype=torch.float64)
-        shape = SHAPE if planned else None
-        sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shape)
-    band = shard_tensor(x, manager=manager)
-    compiled = torch.compile(sharded, backend="aot_eager")
-    for _ in range(2):  # the second run takes the compiled code
-        y = _step(compiled, band)
-        assert error(gather_tensor(y, manager=manager), _step(whole, x)) <= MODEL
-    _assert_gradients_equal(manager, whole, sharded)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("planned", [True, False])
-def test_compiled(planned):
-    on_processes(2, _compiled, planned)
-
-
 FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
+BACKENDS = ((3, "aot_eager"), (2, "inductor"))
 COMPILED = {
     "unet": tiny_unet(squeeze_excite=True),
     # Its kernels reach over the globe: rows and channels are transposed.
@@ -259,6 +230,7 @@ def _few_layers_compiled(manager):
     assert_same_as_whole_globe(manager, _few_layers, (), SHAPE, backend="aot_eager")
 
 
+@pytest.mark.parametrize("overlap", tiers(fast=[(True,)], slow=[(False,)]), indirect=True)
 @pytest.mark.usefixtures("overlap")
 def test_sharded_layers_compile_to_one_graph():
     on_processes(2, _few_layers_compiled)
@@ -280,17 +252,31 @@ def _norms_compiled(manager):
     assert_same_as_whole_globe(manager, _norms, (), SHAPE, MODEL, backend="aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_norms_compile_to_one_graph():
     on_processes(3, _norms_compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
-@pytest.mark.parametrize(("ranks", "backend"), [(3, "aot_eager"), (2, "inductor")])
-@pytest.mark.parametrize("config", COMPILED.values(), ids=COMPILED)
-def test_a_sharded_model_compiles_to_one_graph_by_each_backend(config, ranks, backend):
-    on_processes(ranks, _compiled_to_one_graph, config, 33, backend)
+@pytest.mark.parametrize(
+    ("name", "ranks", "backend"),
+    tiers(
+        fast=(),
+        slow=[("unet", 2, "inductor"), ("crossformer", 3, "aot_eager")],
+        exhaustive=[
+            ("unet", 3, "aot_eager"),
+            ("crossformer", 2, "inductor"),
+            *(
+                (n, *how)
+                for n in ("depthwise", "pangu")
+                for how in ((3, "aot_eager"), (2, "inductor"))
+            ),
+        ],
+    ),
+)
+def test_a_sharded_model_compiles_to_one_graph_by_each_backend(name, ranks, backend):
+    on_processes(ranks, _compiled_to_one_graph, COMPILED[name], 33, backend)
 
 
 class _WithUncompiledPart(nn.Module):
@@ -356,89 +342,6 @@ def _recomputed_blocks(manager):
     _assert_gradients_equal(manager, whole, sharded)
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_recomputed_blocks(ranks):
-    on_threads(ranks, _recomputed_blocks)
-
-
-class _Branches(nn.Module):
-    """Two convolutions that read the same field, and so share an exchange."""
-
-    def __init__(self, *branches):
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x):
-        return sum(branch(x) for branch in self.branches)
-
-
-TWICE = {
-    "halo": lambda: nn.Conv2d(3, 3, 3, padding=1),
-    "halo with reflection": lambda: nn.Conv2d(3, 3, 5, padding=2, padding_mode="reflect"),
-    "circular halo": lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False),
-    "wide halo": lambda: nn.Conv2d(3, 3, 3, padding=6, dilation=6),
-    "stride": lambda: nn.Conv2d(3, 3, 4, 2, 1),
-    "shared exchange": lambda: _Branches(
-        nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 5, padding=2)
-    ),
-    "transposed rows": lambda: nn.Conv2d(3, 3, (25, 3), padding="same", groups=3),
-    "transposed convolution": lambda: nn.ConvTranspose2d(3, 3, 4, 2, 1),
-    "group norm": lambda: nn.GroupNorm(3, 3),
-    "group norm without parameters": lambda: nn.GroupNorm(1, 3, affine=False),
-    "batch norm": lambda: nn.BatchNorm2d(3),
-    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
-    "layer norm": lambda: nn.LayerNorm(SHAPE[1:]),
-    "rms norm": lambda: nn.RMSNorm(SHAPE[2:]),
-    "softmax": lambda: nn.Softmax(2),
-    "log softmax": lambda: nn.LogSoftmax(2),
-    "max pool": lambda: nn.MaxPool2d(3, 2, 1),
-    "maximum of the globe": lambda: nn.AdaptiveMaxPool2d(1),
-    "bicubic": lambda: nn.Upsample(scale_factor=1.5, mode="bicubic"),
-    "pad": lambda: nn.CircularPad2d((0, 0, 3, 2)),
-}
-
-
-def _penalty(model, x, share=1.0):
-    """Return the square of the gradient of the cubed output, and the gradient of that."""
-    x = x.clone().requires_grad_()
-    y = model(x).pow(3).sum() * share
-    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-    penalty = gradient.square().sum()
-    penalty.backward()
-    return penalty.detach(), x.grad
-
-
-def _penalised(manager, name):
-    with RANDOM_LOCK:
-        torch.manual_seed(0)
-        whole = TWICE[name]().double()
-        x = torch.randn(SHAPE, dtype=torch.float64)
-        model = nn.Sequential(copy.deepcopy(whole))
-        sharded = convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-    band = shard_tensor(x, manager=manager)
-    is_replicated = name == "maximum of the globe"  # it counts once, not once a rank
-    penalty, grad = _penalty(sharded, band, 1 / manager.domain_parallel_size**is_replicated)
-    expected, expected_grad = _penalty(whole, x)
-    assert error(manager.transport.all_reduce(penalty), expected) <= MODEL
-    assert error(gather_tensor(grad, manager=manager), expected_grad) <= MODEL
-    _assert_gradients_equal(manager, whole, sharded[0])
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", TWICE)
-def test_gradients_of_gradients(name, ranks):
-    on_threads(ranks, _penalised, name)
-
-
-@pytest.mark.usefixtures("small_bands")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", [name for name in TWICE if "halo" in name])
-def test_gradients_of_gradients_of_small_bands(name, ranks):
-    on_threads(ranks, _penalised, name)
-
-
-@pytest.mark.parametrize("ranks", PROCESSES)
-@pytest.mark.parametrize("name", ["halo", "group norm"])
-def test_gradients_of_gradients_on_processes(name, ranks):
-    on_processes(ranks, _penalised, name)
+@in_both_ways
+def test_recomputed_blocks():
+    on_threads(3, _recomputed_blocks)

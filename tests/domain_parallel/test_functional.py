@@ -21,13 +21,13 @@ from credit_dp.domain_parallel import (
     replan,
     shard_tensor,
 )
+from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.functional import active_context
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
+from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe, entry
 from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 4, 13, 6)
-RANKS = st.sampled_from([2, 3, 4, 8])
 
 
 class Model(nn.Module):
@@ -94,61 +94,58 @@ SUBSTITUTE = {
 }  # fmt: skip
 
 
-def _refused(manager, code, message):
-    with pytest.raises(UserError, match=message) as caught:
-        convert_to_domain_parallel(Model(code), manager, input_shape=SHAPE, whole_ops="refuse")
-    assert "\n" not in str(caught.value)
+def _refused(code, message):
+    with entry(message), pytest.raises(UserError, match=message) as caught:
+        convert_to_domain_parallel(
+            Model(code), counting_manager(3), input_shape=SHAPE, whole_ops="refuse"
+        )
+    assert "\n" not in str(caught.value), message
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_refusal_names_the_line_and_what_to_use_instead(name):
-    message = (
-        rf"model \(Model\), \S+test_functional\.py:\d+: aten\.\w+: .*"
-        rf"Use credit_dp\.domain_parallel\.functional\.{SUBSTITUTE[name]}\b"
-    )
-    on_threads(2, _refused, PAIRS[name][0], message)
+def test_a_refusal_names_the_line_and_what_to_use_instead():
+    for name, (torchs, _) in PAIRS.items():
+        use = rf"Use credit_dp\.domain_parallel\.functional\.{SUBSTITUTE[name]}\b"
+        _refused(torchs, rf"model \(Model\), \S+test_functional\.py:\d+: aten\.\w+: .*{use}")
+    for code in (
+        lambda x: x.flip(-2),
+        lambda x: x.cumsum(-2),
+        lambda x: x[..., 1:, :],
+        lambda x: x.flatten(1).view(x.shape[0], -1, 4, x.shape[-1])[:, :4],
+    ):
+        _refused(code, r"test_functional\.py:\d+: aten\.\w+: .* custom_converters=")
+    twice = r"test_functional\.py:\d+: control flow or, where the whole globe's is needed, a size"
+    _refused(lambda x: functional.interpolate(x, (2 * x.shape[-2], 6)), twice)
 
 
-OTHERS = {
-    "flip": lambda x: x.flip(-2),
-    "cumsum": lambda x: x.cumsum(-2),
-    "slice": lambda x: x[..., 1:, :],
-    "merged": lambda x: x.flatten(1).view(x.shape[0], -1, 4, x.shape[-1])[:, :4],
-}
+@pytest.mark.parametrize("ranks", THREADS)
+def test_exact(ranks):
+    for name, (_, ours) in PAIRS.items():
+        with entry(name):
+            on_threads(ranks, assert_same_as_whole_globe, Model, (ours,), SHAPE, MODEL)
 
 
-@pytest.mark.parametrize("code", OTHERS.values(), ids=OTHERS)
-def test_code_without_an_exact_function_needs_custom_converters(code):
-    on_threads(2, _refused, code, r"test_functional\.py:\d+: aten\.\w+: .* custom_converters=")
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_exact(name, ranks):
-    on_threads(ranks, assert_same_as_whole_globe, Model, (PAIRS[name][1],), SHAPE, MODEL)
-
-
-def _model(name):
-    return Model(PAIRS[name][1])
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_exact_on_gloo_ranks_where_some_have_a_single_row(name):
-    shape = (1, 4, 13, 6)
-    on_processes(3, assert_same_as_whole_globe, _model, (name,), shape, MODEL, 0.0, False)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_plain_torch_on_a_model_that_was_not_converted(name):
-    x = torch.randn(SHAPE)
-    torchs, ours = PAIRS[name]
-    torch.testing.assert_close(ours(x), torchs(x))
-    assert active_context() is None
+def _exact_on_gloo(manager):
+    for name, (_, ours) in PAIRS.items():
+        with entry(name):
+            case = (Model, (ours,), (1, *SHAPE[1:]), MODEL, 0.0, False)
+            assert_same_as_whole_globe(manager, *case)
 
 
 @pytest.mark.slow
+def test_exact_on_gloo_ranks_without_a_plan():
+    on_processes(3, _exact_on_gloo)
+
+
+def test_plain_torch_on_a_model_that_was_not_converted():
+    x = torch.randn(SHAPE)
+    for name, (torchs, ours) in PAIRS.items():
+        with entry(name):
+            torch.testing.assert_close(ours(x), torchs(x))
+    assert active_context() is None
+
+
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=RANKS,
     rows=st.integers(8, 20),
     sides=st.tuples(st.integers(-2, 5), st.integers(-2, 5)),
     shift=st.integers(-9, 9),
@@ -163,14 +160,6 @@ def test_several_in_one_model(ranks, rows, sides, shift, mode):
         return functional.interpolate(x, scale_factor=1.5, mode="bilinear")
 
     on_threads(ranks, assert_same_as_whole_globe, Model, (code,), (1, 4, rows, 5), MODEL)
-
-
-def test_the_size_of_a_band_is_refused():
-    def twice(x):
-        return functional.interpolate(x, (2 * x.shape[-2], 6))
-
-    message = r"test_functional\.py:\d+: control flow or, where the whole globe's is needed, a size"
-    on_threads(3, _refused, twice, message)
 
 
 def _channels_last(x):
@@ -215,9 +204,9 @@ class Checkpointed(nn.Module):
         return checkpoint(what, x, use_reentrant=False, preserve_rng_state=False)
 
 
-@pytest.mark.parametrize("what", ["module", "method"])
-def test_recomputed_in_backward(what):
-    on_threads(3, assert_same_as_whole_globe, Checkpointed, (what,), SHAPE, MODEL)
+def test_recomputed_in_backward():
+    for what in ("module", "method"):
+        on_threads(3, assert_same_as_whole_globe, Checkpointed, (what,), SHAPE, MODEL)
 
 
 def _recomputed_function(manager):
@@ -270,6 +259,7 @@ def test_a_plain_model_stays_plain_beside_a_converted_one():
     on_threads(2, both)
 
 
+@pytest.mark.exhaustive
 def test_planned_calls_gather_no_row_counts():
     def counted(manager):
         model = Model(PAIRS["roll"][1])
@@ -335,6 +325,7 @@ class Fails(nn.Module):
         return x
 
 
+@pytest.mark.exhaustive
 def test_an_error_leaves_no_model_running():
     def fails(manager):
         model = convert_to_domain_parallel(Fails(), manager)

@@ -28,7 +28,9 @@ from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_lea
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
 from credit_dp.pipeline_parallel.stages import _tensors_of as tensors_of
+from tests.domain_parallel.equality import in_both_ways
 from tests.ranks import cpu_only
+from tests.tier_cases import tiers
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
 ERA5 = ["data.grid=721x1440", f"data.levels={LEVELS}", "device=cpu"]
@@ -82,10 +84,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("operation", KERNELS, ids=str)
-def test_what_starts_a_kernel(operation):
+def test_what_starts_a_kernel():
     """Views in place start none, operators of other packages do."""
-    assert launches_kernel(operation) == KERNELS[operation]
+    assert {operation: launches_kernel(operation) for operation in KERNELS} == KERNELS
 
 
 def launches_of_a_step(model, shape, ranks, rank, needs_grad=False, recomputed=()):
@@ -145,12 +146,11 @@ LAYERS = {
 
 
 @cpu_only("launches are counted on fake tensors of a CPU")
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_launches_no_more(name):
-    build, launches, views = LAYERS[name]
-    counted = launches_of_a_step(Layer(build()), SHAPE, 3, 1, needs_grad=True)
-    assert counted.launches.total() <= launches
-    assert counted.views <= views
+def test_a_layer_launches_no_more():
+    for name, (build, launches, views) in LAYERS.items():
+        counted = launches_of_a_step(Layer(build()), SHAPE, 3, 1, needs_grad=True)
+        assert counted.launches.total() <= launches, name
+        assert counted.views <= views, name
 
 
 # The same for the base models at 721x1440, on the rank at the north pole of 8.
@@ -161,8 +161,10 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+BASE = [("pangu_base",), ("crossformer_base",)]
+
+
+@pytest.mark.parametrize("name", tiers(fast=(), slow=[("unet_base",)], exhaustive=BASE))
 def test_a_model_launches_no_more_and_what_is_planned(name):
     config = Composer("train").compose_config([f"model={name}", *ERA5])
     model, (_, *shape) = model_and_shape(config, 1)
@@ -174,7 +176,7 @@ def test_a_model_launches_no_more_and_what_is_planned(name):
     assert counted.views <= views
 
 
-@pytest.mark.usefixtures("overlap")
+@in_both_ways
 @pytest.mark.parametrize(("recomputed", "more_copies"), [([], 0), (["0"], 1)])
 def test_the_plan_counts_what_is_launched(recomputed, more_copies):
     """Backward copies a halo that it kept to where the layer that computes again looks for it."""
@@ -216,6 +218,7 @@ def test_views_and_allocations_are_no_launches():
     assert counted.views == 6
 
 
+@pytest.mark.exhaustive
 def test_the_convolution_of_a_large_band_computes_while_rows_travel():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1, stride=2))
     found = launches_of_a_step(model, (1, 3, 256, 256), 2, 0).meanwhile
@@ -235,12 +238,12 @@ class Readers(nn.Module):
         return self.narrow(x) + self.wide(x)
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 3, 2, 1), Readers()])
-def test_rows_that_stay_are_copied_while_others_travel(layer):
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
-    found = launches_of_a_step(model, (1, 3, 16, 16), 2, 0).meanwhile
-    assert len(found) == 2  # forward and backward
-    assert all(launches["copy_"] + launches["clone"] for launches in found)
+def test_rows_that_stay_are_copied_while_others_travel():
+    for layer in (nn.Conv2d(3, 8, 3, 2, 1), Readers()):
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+        found = launches_of_a_step(model, (1, 3, 16, 16), 2, 0).meanwhile
+        assert len(found) == 2, layer  # forward and backward
+        assert all(launches["copy_"] + launches["clone"] for launches in found), layer
 
 
 def test_a_norm_saves_half_precision_as_it_is(monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,7 +50,6 @@ def swap(messages, rank, sizes, order):
     return received
 
 
-@settings(max_examples=30)
 @given(data=st.data())
 def test_messages_of_any_size_arrive_whatever_the_order_of_waiting(data):
     size = st.sampled_from([0, 1, 7, 4096, 200_000, LARGE])
@@ -134,14 +133,14 @@ def test_a_rank_that_ends_while_it_connects_is_no_other_rank():
                 local_messages._accept(listener)
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(1, 2), (2, 1), (0, 1), (1, 0), (LARGE, 3)])
-def test_a_message_of_another_size_is_an_error(sent, expected):
+def test_a_message_of_another_size_is_an_error():
     """As from ranks whose batches or dtypes differ: the next message would follow at once."""
-    north, south = pair()
-    north.start([(1, torch.zeros(sent)), (1, torch.zeros(sent))], [])
-    line = f"rank 1 of the group: expects a message of {4 * expected} bytes from rank 0, got "
-    with pytest.raises(RuntimeError, match=f"{line}{4 * sent}"):
-        south.start([], [(0, torch.zeros(expected))])()
+    for sent, expected in [(1, 2), (2, 1), (0, 1), (1, 0), (LARGE, 3)]:
+        north, south = pair()
+        north.start([(1, torch.zeros(sent)), (1, torch.zeros(sent))], [])
+        line = f"rank 1 of the group: expects a message of {4 * expected} bytes from rank 0, got "
+        with pytest.raises(RuntimeError, match=f"{line}{4 * sent}"):
+            south.start([], [(0, torch.zeros(expected))])()
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
@@ -246,32 +245,25 @@ def with_few_files(manager):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize(
-    ("rank_function", "expected_reached"),
-    [
-        (over_sockets, [[1, 2], [0, 2], [0, 1]]),
-        (on_two_machines, [[1], [0], []]),
-        (near_only, [[1], [0, 2], [1]]),
-        (without_folder, [[1, 2], [0], [0]]),
-        (with_few_files, [[2], [], [0]]),
-    ],
-)
-def test_messages_are_the_same_on_any_way(rank_function, expected_reached):
-    expected = on_processes(3, over_group)
-    for rank, (peers, values) in enumerate(on_processes(3, rank_function)):
-        assert peers == expected_reached[rank]
-        for a, b in zip(values, expected[rank], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-15, atol=1e-15)
+WAYS = [
+    (over_sockets, [[1, 2], [0, 2], [0, 1]]),
+    (on_two_machines, [[1], [0], []]),
+    (near_only, [[1], [0, 2], [1]]),
+    (without_folder, [[1, 2], [0], [0]]),
+    (with_few_files, [[2], [], [0]]),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_messages_are_the_same_on_other_numbers_of_ranks(ranks):
-    expected = on_processes(ranks, over_group)
-    for rank, (peers, values) in enumerate(on_processes(ranks, over_sockets)):
-        assert len(peers) == ranks - 1
-        for a, b in zip(values, expected[rank], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-15, atol=1e-15)
+def on_every_way(manager):
+    return over_group(manager), [way(manager) for way, _ in WAYS]
+
+
+def test_messages_are_the_same_on_any_way():
+    for rank, (expected, found) in enumerate(on_processes(3, on_every_way)):
+        for (way, reaches), (peers, values) in zip(WAYS, found, strict=True):
+            assert peers == reaches[rank], way
+            for a, b in zip(values, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-15, atol=1e-15)
 
 
 def open_files(manager):

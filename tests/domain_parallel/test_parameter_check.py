@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -138,7 +137,7 @@ def one_layer():
     return nn.Conv2d(2, 2, 3, padding=1)
 
 
-LOOPS = {
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Convert]] = {
     "layers": (convnet, by_layers),
     "view": (FlipsRows, in_view),
     "planned in the first forward": (convnet, planned_later),
@@ -151,23 +150,24 @@ LOOPS = {
 }
 
 
-def run_loop(manager, name, total):
-    return train(manager, *LOOPS[name], total)
+REFUSED = [name for name in LOOPS if name != "not a number"]
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name != "not a number"])
-def test_loop_without_sum_of_gradients_is_refused_on_all_ranks(name):
-    results = on_processes(2, run_loop, name, False)
-    assert results[0] == results[1]
-    step, error = results[0]
-    assert step == 1
-    assert "differs between the domain ranks 0 and 1" in error
-    assert "all_reduce(gradient, group=manager.domain_group)" in error
+def run_loops(manager, names, total):
+    return {name: train(manager, *LOOPS[name], total) for name in names}
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loop_with_sum_of_gradients_is_not(name):
-    assert on_processes(2, run_loop, name, True) == [(3, ""), (3, "")]
+def test_loops_without_sum_of_gradients_are_refused_on_all_ranks():
+    first, second = on_processes(2, run_loops, REFUSED, False)
+    assert first == second
+    for name, (step, error) in first.items():
+        assert step == 1, name
+        assert "differs between the domain ranks 0 and 1" in error, name
+        assert "all_reduce(gradient, group=manager.domain_group)" in error, name
+
+
+def test_loops_with_sum_of_gradients_are_not():
+    assert on_processes(2, run_loops, list(LOOPS), True) == [dict.fromkeys(LOOPS, (3, ""))] * 2
 
 
 def start_from_other_weights(manager):

@@ -18,8 +18,10 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training.forward_backward import recomputed_modules
+from tests.domain_parallel.equality import in_both_ways
 from tests.domain_parallel.models import RowGroupAttention
 from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import (
     alone,
     make_config,
@@ -135,9 +137,13 @@ def built(name, checkpoint_activations="blocks", **options):
     return model, recomputed_modules(model, config, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by_itself", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+PAIRS = [("unet", False), ("crossformer", True), ("pangu", False), ("swin", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_itself"),
+    tiers(fast=(), slow=PAIRS, exhaustive=[(name, not by_itself) for name, by_itself in PAIRS]),
+)
 def test_blocks_of_models_send_nothing_twice(name, by_itself):
     kind = "false" if by_itself else "blocks"
     model, paths = built(name, kind, activation_checkpointing=by_itself)
@@ -146,7 +152,7 @@ def test_blocks_of_models_send_nothing_twice(name, by_itself):
     assert sum(on_processes(3, compare, model, x, paths))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiers([("unet",)], [("crossformer",)], [("pangu",), ("swin",)]))
 def test_blocks_that_a_model_computes_again_by_itself_send_nothing_twice(name):
     model, paths = built(name, "false", activation_checkpointing=True)
     plain, _ = built(name, "false", activation_checkpointing=False)
@@ -171,7 +177,7 @@ def test_a_model_checkpoints_its_blocks_by_itself_alone_and_in_a_pipeline():
     assert not model.checkpointing
 
 
-@pytest.mark.usefixtures("overlap")
+@in_both_ways
 def test_blocks_of_another_model_share_exchanges_when_computed_again():
     model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     assert repeated_blocks(model) == ["blocks.0", "blocks.1"]
@@ -223,7 +229,7 @@ def across(manager, model, x):
     assert sent[0]["messages"] == sent[1]["messages"]  # nothing but the gradients of rows
 
 
-@pytest.mark.usefixtures("overlap")
+@in_both_ways
 def test_blocks_that_read_the_same_tensor_fetch_their_own_rows():
     x = torch.randn(2, 3, ROWS, 8, dtype=torch.float64)
     on_processes(3, across, Across().double(), x)
@@ -269,16 +275,10 @@ def test_the_plan_counts_rows_from_both_sides_that_are_kept():
     assert report.saved_bytes == tuple((6 + 4 * neighbours) * row for neighbours in (1, 2, 2, 1))
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [(True, "step"), (False, "false"), ("step", "step"), ("blocks", "blocks")],
-)
-def test_spellings(given, kept):
-    config = make_config("store", "run", checkpoint_activations=given)
-    assert config.trainer.checkpoint_activations == kept
-
-
-def test_another_spelling_and_compiled_blocks_are_refused():
+def test_spellings():
+    for given, kept in [(True, "step"), (False, "false"), ("step", "step"), ("blocks", "blocks")]:
+        config = make_config("store", "run", checkpoint_activations=given)
+        assert config.trainer.checkpoint_activations == kept, given
     with pytest.raises(UserError, match=r"^trainer\.checkpoint_activations: .*'block'"):
         make_config("store", "run", checkpoint_activations="block")
     config = make_config("store", "run", checkpoint_activations="blocks")

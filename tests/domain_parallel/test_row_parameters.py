@@ -22,7 +22,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
+from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe, entry
 from tests.ranks import on_processes, on_threads
 
 SHAPE = (2, 4, 13, 6)
@@ -85,10 +85,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_exact(name, ranks):
-    on_threads(ranks, assert_same_as_whole_globe, Embeds, CASES[name], SHAPE, MODEL)
+@pytest.mark.parametrize("ranks", THREADS)
+def test_exact(ranks):
+    for name, case in CASES.items():
+        with entry(name):
+            on_threads(ranks, assert_same_as_whole_globe, Embeds, case, SHAPE, MODEL)
 
 
 CASES_OF_BUFFERS = {
@@ -98,25 +99,19 @@ CASES_OF_BUFFERS = {
 }
 
 
-@pytest.mark.parametrize("name", CASES_OF_BUFFERS)
-@pytest.mark.parametrize("planned", [True, False])
-def test_exact_buffers(name, planned):
-    on_threads(
-        4,
-        assert_same_as_whole_globe,
-        Embeds,
-        (*CASES_OF_BUFFERS[name], True),
-        SHAPE,
-        MODEL,
-        0.0,
-        planned,
-    )
+def test_exact_buffers():
+    for name, case in CASES_OF_BUFFERS.items():
+        for planned in (True, False):
+            args = (Embeds, (*case, True), SHAPE, MODEL, 0.0, planned)
+            with entry((name, planned)):
+                on_threads(4, assert_same_as_whole_globe, *args)
 
 
 def _build(name):
     return Embeds(*CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["(1, C, H, W)", "(1, H W, C)", "(H, W, C)"])
 def test_exact_on_gloo_ranks(name):
     on_processes(3, assert_same_as_whole_globe, _build, (name,), SHAPE, MODEL)
@@ -140,9 +135,8 @@ class Square(nn.Module):
         )
 
 
-@given(
-    ranks=st.sampled_from([2, 3, 4, 8]), size=st.integers(8, 11), row_dim=st.sampled_from([0, 1, 2])
-)
+@pytest.mark.parametrize("ranks", THREADS)
+@given(size=st.integers(8, 11), row_dim=st.sampled_from([0, 1, 2]))
 def test_the_right_one_of_several_equal_dimensions_is_chosen(ranks, size, row_dim):
     shape = (1, size, size, size)
     on_threads(ranks, assert_same_as_whole_globe, Square, (size, row_dim), shape, MODEL)
@@ -217,14 +211,14 @@ class Replaced(Embeds):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [InPlace, ViewInPlace, Replaced])
-def test_a_buffer_of_rows_that_changes_is_refused(kind):
+def test_a_buffer_of_rows_that_changes_is_refused():
     def refused(manager):
-        model = kind(*CASES["(H, W)"], True)
-        before = model.rows.clone()
-        with pytest.raises(UserError, match=r"rows:? is changed"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-        assert torch.equal(model.rows, before)
+        for kind in (InPlace, ViewInPlace, Replaced):
+            model = kind(*CASES["(H, W)"], True)
+            before = model.rows.clone()
+            with entry(kind), pytest.raises(UserError, match=r"rows:? is changed"):
+                convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
+            assert torch.equal(model.rows, before), kind
 
     on_threads(2, refused)
 

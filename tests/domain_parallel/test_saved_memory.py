@@ -10,7 +10,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
-from tests.ranks import on_processes, on_threads
+from tests.domain_parallel.equality import THREADS, in_both_ways
+from tests.ranks import on_threads
 
 SHAPE = (1, 16, 61, 24)
 
@@ -49,9 +50,8 @@ def _share(manager):
     return saved / total
 
 
-@pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize("run", [on_threads, on_processes])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_rank_saves_its_share(run, ranks):
-    shares = run(ranks, _share)
+@in_both_ways
+@pytest.mark.parametrize("ranks", THREADS[:-1])
+def test_a_rank_saves_its_share(ranks):
+    shares = on_threads(ranks, _share)
     assert max(shares) <= 1.1 / ranks + 2 / SHAPE[-2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -19,8 +20,15 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe, error
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.domain_parallel.equality import (
+    MODEL,
+    RANDOM_LOCK,
+    THREADS,
+    assert_same_as_whole_globe,
+    error,
+)
+from tests.ranks import on_processes, on_threads
+from tests.tier_cases import every
 
 SHAPE = (2, 3, 64, 8)
 
@@ -118,9 +126,8 @@ class WhileTraining(Branches):
         return torch.cat(outputs, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
-    ranks=st.sampled_from([2, 3, 4, 8]),
     sizes=st.sampled_from([(4, 8), (4, 8, 16), (8, 16, 32), (6, 10, 4)]),
     mode=st.sampled_from(["zeros", "circular", "reflect", "replicate"]),
     height=st.sampled_from([36, 50, 64]),
@@ -149,10 +156,11 @@ WAYS = {
 
 # Planning runs without gradients: reentrant checkpointing warns.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("build", WAYS.values(), ids=WAYS)
-def test_exact_however_it_is_run(build, planned):
-    on_threads(3, _exact, build, planned)
+@pytest.mark.parametrize(
+    ("name", "planned"), every(5, itertools.product(WAYS, (True, False)), pytest.mark.exhaustive)
+)
+def test_exact_however_it_is_run(name, planned):
+    on_threads(3, _exact, WAYS[name], planned)
 
 
 def _exact(manager, build, planned):
@@ -163,10 +171,10 @@ def _model(way=_direct):
     return Model(way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [_direct, _recomputed])
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_exact_on_gloo_ranks(ranks, way):
-    on_processes(ranks, assert_same_as_whole_globe, _model, (way,), SHAPE)
+def test_exact_on_gloo_ranks(way):
+    on_processes(3, assert_same_as_whole_globe, _model, (way,), SHAPE)
 
 
 def _sharded(manager, build=Model):
@@ -199,9 +207,8 @@ def _each_row_once(manager):
             assert _sent(manager, lambda: model(band)) == forward
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_row_is_sent_once(ranks):
-    on_threads(ranks, _each_row_once)
+def test_each_row_is_sent_once():
+    on_threads(4, _each_row_once)
 
 
 def _alone(manager):
@@ -227,9 +234,9 @@ def _written(manager, build):
             assert error(y, unsharded(x)) <= 1e-6
 
 
-@pytest.mark.parametrize("build", [Changed, ChangedData])
-def test_a_tensor_written_to_between_two_readers(build):
-    on_threads(2, _written, build)
+def test_a_tensor_written_to_between_two_readers():
+    for build in (Changed, ChangedData):
+        on_threads(2, _written, build)
 
 
 def _otherwise(manager):
@@ -265,7 +272,6 @@ def _held(manager):
     assert [x() for x in seen] == [None, None]
 
 
-@pytest.mark.slow
 def test_fetched_rows_are_released():
     on_threads(2, _held)
 

@@ -19,9 +19,11 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from tests.ranks import on_threads, seeded
+from tests.tier_cases import every
 
 SHAPE = (2, 3, 11, 8)
 WIDTH = 4
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 class Block(nn.Module):
@@ -143,17 +145,17 @@ def _check(shared, in_view, converted, ranks):
         torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("shared", "in_view"), CASES)
+@pytest.mark.parametrize(("shared", "in_view"), every(2, CASES[1:], EXHAUSTIVE))
 def test_an_unconverted_model_stays_as_it_is(shared, in_view):
     _check(shared, in_view, 1, 3)
 
 
-@pytest.mark.parametrize(("shared", "in_view"), CASES)
+@pytest.mark.parametrize(("shared", "in_view"), every(3, CASES, EXHAUSTIVE))
 def test_both_models_are_converted(shared, in_view):
     _check(shared, in_view, 2, 3)
 
 
-@pytest.mark.parametrize("shared", ["block", "containers"])
+@pytest.mark.parametrize("shared", every(2, ["containers", "block"], EXHAUSTIVE))
 def test_a_copy_is_converted_beside_models_that_share_containers(shared):
     """Without the view layers are replaced in the containers themselves."""
     pair = _student_and_teacher(shared, in_view=False).double()
@@ -178,7 +180,7 @@ def test_a_copy_is_converted_beside_models_that_share_containers(shared):
         torch.testing.assert_close([*before, *after], [*expected, *expected], rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("converted", [1, 2])
 @pytest.mark.parametrize("in_view", [False, True], ids=["layers", "view"])

@@ -14,8 +14,9 @@ from credit_dp.config.model import UNET_UPSAMPLING
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, PeriodicUpsample, UNet
 from credit_dp.training.model_parts import wrap_in_ddp
-from tests.domain_parallel.equality import RANDOM_LOCK
-from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.domain_parallel.equality import RANDOM_LOCK, THREADS
+from tests.ranks import on_processes, on_threads
+from tests.tier_cases import tiers
 
 BYTES = 8  # float64
 RESAMPLING = (nn.ConvTranspose2d, nn.Upsample, PeriodicUpsample, MatchRows)
@@ -82,12 +83,11 @@ def _step(manager, rows, upsample="bilinear"):
     return least
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("rows", "upsample"),
-    [(32, "bilinear"), *((121, upsample) for upsample in UNET_UPSAMPLING)],
-)
+HEIGHTS = [(32, "bilinear"), *((121, upsample) for upsample in UNET_UPSAMPLING)]
+
+
+@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize(("rows", "upsample"), tiers(HEIGHTS[:1], HEIGHTS[1:3], HEIGHTS[3:]))
 def test_a_step_sends_the_least_on_threads(ranks, rows, upsample):
     sent = on_threads(ranks, _step, rows, upsample)
     assert all(least["messages"] > 0 for least in sent)
@@ -98,9 +98,9 @@ def _fresh_step(manager, rows):
     return _step(manager, rows)
 
 
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_a_step_sends_the_least_on_processes(ranks):
-    on_processes(ranks, _fresh_step, 181)
+@pytest.mark.slow
+def test_a_step_sends_the_least_on_processes():
+    on_processes(3, _fresh_step, 181)
 
 
 def _gradients(manager):
@@ -121,7 +121,6 @@ def _gradients(manager):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
-def test_every_gradient_is_reduced_once(ranks, domain):
-    for sent, parameters in on_processes(ranks, _gradients, domain=domain):
+def test_every_gradient_is_reduced_once():
+    for sent, parameters in on_processes(4, _gradients, domain=2):
         assert sent == parameters

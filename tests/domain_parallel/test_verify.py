@@ -27,8 +27,11 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import join_bands, relative_error
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
+from tests.domain_parallel.equality import THREADS, entry
+from tests.tier_cases import every
 
 SHAPE = (2, 3, 11, 6)
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 class _Inner(nn.Module):
@@ -51,8 +54,7 @@ def _verify(model, ranks=3, shape=SHAPE, **options):
     return verify_domain_parallel(lambda: model, shape, ranks, custom_converters=keep, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", THREADS[:-1])
 def test_the_unet_passes(ranks):
     config = UNetConfig(channels=[4, 8], blocks=1, groups=2)
     rules = {kind: RULES[rule] for kind, rule in UNet.row_rules.items()}
@@ -174,16 +176,13 @@ def test_all_ranks_create_tensors_on_the_device():
     assert report.passed
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
+def test_devices_without_numbers_are_refused():
+    for device, message in [
         ("cuda:99", r"device: this machine has no cuda:99 \(.+\)\. Pass cpu"),
         ("meta", "device: needs cpu or cuda, got meta"),
-    ],
-)
-def test_devices_without_numbers_are_refused(device, message):
-    with pytest.raises(UserError, match=message):
-        verify_domain_parallel(lambda: nn.Conv2d(3, 3, 3, padding=1), SHAPE, 2, device=device)
+    ]:
+        with entry(device), pytest.raises(UserError, match=message):
+            verify_domain_parallel(lambda: nn.Conv2d(3, 3, 3, padding=1), SHAPE, 2, device=device)
 
 
 def test_dropout_is_switched_off():
@@ -196,10 +195,10 @@ def test_other_randomness_is_refused():
     assert _verify(_around(lambda x: F.dropout(x, 0.0))).passed
 
 
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_weights_made_by_hooks(norm):
-    assert _verify(nn.Sequential(norm(nn.Conv2d(3, 3, 3, padding=1)))).passed
+def test_weights_made_by_hooks():
+    for norm in (nn.utils.weight_norm, nn.utils.spectral_norm):
+        assert _verify(nn.Sequential(norm(nn.Conv2d(3, 3, 3, padding=1)))).passed, norm
 
 
 def test_the_model_and_random_state_are_left_as_they_are():
@@ -232,13 +231,10 @@ def test_the_seed_decides_the_numbers():
     assert errors[0] == errors[1] != errors[2]
 
 
-@pytest.mark.parametrize("ranks", [0, 1])
-def test_one_rank_is_refused(ranks):
-    with pytest.raises(UserError, match=r"nothing to verify; needs 2 or more, got \d"):
-        _verify(_around(torch.sin), ranks=ranks)
-
-
-def test_what_conversion_refuses_is_refused():
+def test_one_rank_and_what_conversion_refuses_are_refused():
+    for ranks in (0, 1):
+        with pytest.raises(UserError, match=r"nothing to verify; needs 2 or more, got \d"):
+            _verify(_around(torch.sin), ranks=ranks)
     with pytest.raises(UserError, match="2 rows can't be shared by 3 ranks"):
         _verify(nn.Sequential(nn.Conv2d(3, 3, 4, stride=4)), shape=(1, 3, 8, 8), whole_ops="refuse")
 
@@ -270,6 +266,7 @@ def test_a_rank_that_hangs_is_named(monkeypatch):
     forever.set()
 
 
+@pytest.mark.exhaustive
 def test_results_come_in_rank_order():
     assert ThreadRanks(ThreadWorld(3), 10.0).run(lambda rank: rank**2) == [0, 1, 4]
 
@@ -288,7 +285,7 @@ def test_relative_error():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("layout", every(2, [torch.sparse_coo, torch.sparse_csr], EXHAUSTIVE))
 def test_the_error_of_sparse_tensors_needs_no_dense_ones(layout):
     """Dense, this matrix between two grids would have a million times a million entries."""
 
@@ -325,7 +322,7 @@ class _Spectral(nn.Module):
         return torch.fft.irfft2(modes, s=x.shape[-2:])
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("dtype", every(2, [torch.complex64, torch.complex128], EXHAUSTIVE))
 def test_models_with_complex_parameters_only(dtype):
     report = verify_domain_parallel(lambda: _Spectral(dtype), SHAPE, 3)
     assert report.passed, report.worst

@@ -19,7 +19,7 @@ from credit_dp.pipeline_parallel import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from tests.domain_parallel.equality import RANDOM_LOCK
+from tests.domain_parallel.equality import RANDOM_LOCK, entry
 from tests.pipeline_parallel.encoder_decoder import (
     Coder,
     Model,
@@ -30,6 +30,7 @@ from tests.pipeline_parallel.encoder_decoder import (
 )
 from tests.pipeline_parallel.models import build, shape
 from tests.ranks import on_threads
+from tests.tier_cases import every
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -70,6 +71,7 @@ def test_deeper_entries_come_after_those_that_hold_them(model, sent):
     assert list(places) == list(given)
 
 
+@pytest.mark.exhaustive
 def test_deeper_entries_override():
     model = Model()
     parallelize_pipeline(model, {"decoder.first": "cpu", "decoder": "meta"})
@@ -77,9 +79,8 @@ def test_deeper_entries_override():
     assert on_meta == {"decoder.rest.1.weight", "decoder.rest.1.bias"}
 
 
-@pytest.mark.parametrize("pair", [("cuda:1", "cuda:0"), ["cuda:1", torch.device("cuda:0")]])
-def test_input_keywords_and_output_go_where_the_pair_says(model, sent, pair):
-    parallelize_pipeline(model, {"encoder": pair})
+def test_input_keywords_and_output_go_where_the_pair_says(model, sent):
+    parallelize_pipeline(model, {"encoder": ["cuda:1", torch.device("cuda:0")]})
     sent.clear()
     x, by = an_input(), torch.tensor(2.0, dtype=torch.float64)
     made = model.encoder(x, scale={"by": by})
@@ -126,6 +127,7 @@ def test_a_list_of_modules_stands_for_those_in_it(sent):
     assert attributes(model) == before
 
 
+@pytest.mark.exhaustive
 def test_one_list_of_modules_is_placed_and_taken_back(sent):
     model = Listed().double()
     before = attributes(model)
@@ -135,6 +137,7 @@ def test_one_list_of_modules_is_placed_and_taken_back(sent):
     assert attributes(model) == before
 
 
+@pytest.mark.exhaustive
 def test_without_a_second_device_the_output_stays(model, sent):
     parallelize_module(model.encoder, "cuda:1")
     sent.clear()
@@ -142,6 +145,7 @@ def test_without_a_second_device_the_output_stays(model, sent):
     assert [to for _, to in sent] == ["cuda:1"]
 
 
+@pytest.mark.exhaustive
 def test_the_root_moves_input_and_output(model, sent):
     parallelize_pipeline(model, {"": ("cuda:0", "cuda:2"), "decoder": ("cuda:1", "cuda:0")})
     sent.clear()
@@ -149,6 +153,7 @@ def test_the_root_moves_input_and_output(model, sent):
     assert [to for _, to in sent] == ["cuda:0", "cuda:1", "cuda:0", "cuda:2"]
 
 
+@pytest.mark.exhaustive
 def test_output_device_is_really_the_output_device(model):
     parallelize_module(model.encoder, "cpu", "meta")
     assert model.encoder(an_input()).device == META
@@ -188,6 +193,7 @@ def test_a_second_parallelize_is_refused(model):
     parallelize_module(model.encoder, "cpu")  # which has not
 
 
+@pytest.mark.exhaustive
 def test_a_module_is_not_moved_from_under_those_in_it(model):
     parallelize_pipeline(model, {"": "cpu", "decoder.first": "cpu"})
     with pytest.raises(UserError, match=r"decoder\.first: .*has been parallelized"):
@@ -207,12 +213,12 @@ def test_unknown_names_list_the_nearest(model):
     assert "forward" not in vars(model.decoder)
 
 
-@pytest.mark.parametrize("value", [[], ["cpu"], ("cpu", "cpu", "cpu"), ["cpu", None], 7, "gpu"])
-def test_wrong_places_are_refused_and_nothing_is_placed(model, value):
-    with pytest.raises(UserError, match="decoder: "):
-        parallelize_pipeline(model, {"": "meta", "decoder": value})
-    assert not any("forward" in vars(m) for m in model.modules())
-    assert {p.device for p in model.parameters()} == {CPU}
+def test_wrong_places_are_refused_and_nothing_is_placed(model):
+    for value in [[], ["cpu"], ("cpu", "cpu", "cpu"), ["cpu", None], 7, "gpu"]:
+        with entry(value), pytest.raises(UserError, match="decoder: "):
+            parallelize_pipeline(model, {"": "meta", "decoder": value})
+        assert not any("forward" in vars(m) for m in model.modules()), value
+        assert {p.device for p in model.parameters()} == {CPU}, value
 
 
 def test_one_module_with_two_names_is_refused(model):
@@ -245,6 +251,7 @@ def test_all_is_as_before_once_taken_back(model):
         assert all(state[name] is tensor for name, tensor in tensors.items())
 
 
+@pytest.mark.exhaustive
 def test_methods_set_on_the_module_itself_come_back(model):
     def doubled(x, *, scale=None):
         return 2 * x
@@ -259,6 +266,7 @@ def test_methods_set_on_the_module_itself_come_back(model):
     assert model.encoder.extra_repr() == "doubled"
 
 
+@pytest.mark.exhaustive
 def test_taking_back_what_was_not_placed_only_moves(model):
     before = attributes(model)
     assert unparallelize_module(model.encoder) is model.encoder
@@ -267,6 +275,7 @@ def test_taking_back_what_was_not_placed_only_moves(model):
     assert {p.device for p in model.parameters()} == {META}
 
 
+@pytest.mark.exhaustive
 def test_placing_again_works_after_taking_back(model):
     expected = model(an_input())
     for _ in range(2):
@@ -279,8 +288,7 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))  # noqa: S301 - what was written one call before
 
 
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(("copy_of", "placed"), [(copy.deepcopy, True), (pickled, False)])
 def test_copies_are_models_of_their_own(model, placed, copy_of):
     parallelize_pipeline(model, {"": "cpu", "decoder": ("cpu", "cpu")})
     if not placed:
@@ -296,7 +304,7 @@ def test_copies_are_models_of_their_own(model, placed, copy_of):
     assert ("forward" in vars(model)) == placed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiles_once_taken_back(model):
     expected = gradients(model, an_input())
     parallelize_pipeline(model, {"": "cpu", "decoder": ("cpu", "cpu")})
@@ -335,6 +343,7 @@ def test_gpus_count_from_the_first_one_of_the_rank(model, sent):
     assert vars(model.decoder)["forward"].output == torch.device("cuda:2")
 
 
+@pytest.mark.exhaustive
 def test_no_layout_leaves_the_model_alone(model):
     before = attributes(model)
     assert place_model(model, {}) is model
@@ -348,22 +357,18 @@ def test_the_output_goes_to_the_device_of_the_root(sent):
     assert model_output_device({"root": ["cuda:0", "cuda:1"]}, CPU, 2) == torch.device("cuda:3")
 
 
-@pytest.mark.parametrize("layout", [{"encodr": "cpu"}, {"root": "cuda:99"}, {"root": "gpu"}])
-def test_errors_name_the_key(model, layout):
-    with pytest.raises(UserError, match=r"^parallel\.layout: ") as caught:
-        place_model(model, layout)
-    assert "\n" not in str(caught.value)
+def test_errors_name_the_key(model):
+    for layout in ({"encodr": "cpu"}, {"root": "cuda:99"}, {"root": "gpu"}):
+        with entry(layout), pytest.raises(UserError, match=r"^parallel\.layout: ") as caught:
+            place_model(model, layout)
+        assert "\n" not in str(caught.value), layout
 
 
-@pytest.mark.parametrize(
-    "value", [1, None, [], ["cpu"], ["cpu"] * 3, {"0": "cpu"}, "CPU 0", "meta"]
-)
-def test_the_config_refuses_what_is_no_place(value):
-    with pytest.raises(UserError, match=r"^parallel\.layout\.decoder: needs a device like"):
-        ParallelConfig(layout={"decoder": value})
-
-
-def test_the_config_refuses_fsdp2_with_a_layout():
+def test_the_config_refuses_what_is_no_place():
+    refused = r"^parallel\.layout\.decoder: needs a device like"
+    for value in [1, None, [], ["cpu"], ["cpu"] * 3, {"0": "cpu"}, "CPU 0", "meta"]:
+        with entry(value), pytest.raises(UserError, match=refused):
+            ParallelConfig(layout={"decoder": value})
     with pytest.raises(UserError, match=r"^parallel\.layout: needs parallel\.data_mode=ddp"):
         ParallelConfig(layout={"root": "cpu"}, data_mode="fsdp2")
 
@@ -417,10 +422,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", every(2, LAYOUTS, pytest.mark.exhaustive))
 def test_our_models_are_placed(name):
     model = build(name, 16)
-    x = torch.linspace(-1, 1, 4 * 9 * 16 * 16, dtype=torch.float64)[: math.prod(shape(name, 16))]
+    x = torch.linspace(-1, 1, math.prod(shape(name, 16)), dtype=torch.float64)
     x = x.view(shape(name, 16))
     expected = model(x)
     place_model(model, LAYOUTS[name])

@@ -12,6 +12,7 @@ from torch import nn
 
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel import get_device, move_to_device
+from tests.domain_parallel.equality import entry
 from tests.pipeline_parallel.encoder_decoder import Model, an_input
 
 CPU = torch.device("cpu")
@@ -23,16 +24,13 @@ def test_devices_are_built_from_names():
     assert get_device(META) == META
 
 
-@pytest.mark.parametrize("wrong", ["gpu", "", "cuda:x", None, 0])
-def test_what_is_no_device_is_refused(wrong):
-    with pytest.raises(UserError, match="is not a device, it needs a name like cpu"):
-        get_device(wrong)
-
-
-@pytest.mark.parametrize("missing", ["cuda:99", "xla:0", "cpu:5"])
-def test_devices_that_are_not_here_are_refused(missing):
-    with pytest.raises(UserError, match=f"{missing} needs a machine that has it"):
-        get_device(missing)
+def test_what_is_no_device_or_not_here_is_refused():
+    for wrong in ("gpu", "", "cuda:x", None, 0):
+        with entry(wrong), pytest.raises(UserError, match="is not a device, it needs a name like"):
+            get_device(wrong)
+    for missing in ("cuda:99", "xla:0", "cpu:5"):
+        with entry(missing), pytest.raises(UserError, match=f"{missing} needs a machine that has"):
+            get_device(missing)
 
 
 class Pair(NamedTuple):
@@ -84,15 +82,16 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_containers_keep_their_type_and_what_is_no_tensor(name):
-    data = CONTAINERS[name](an_input())
-    moved = move_to_device(data, "meta")
-    assert type(moved) is type(data)
-    there = list(tensors_in(moved))
-    assert len(there) == len(list(tensors_in(data))) > 0
-    assert all(tensor.device == META for tensor in there)
-    assert all(tensor.device == CPU for tensor in tensors_in(data))
+def test_containers_keep_their_type_and_what_is_no_tensor():
+    for name, build in CONTAINERS.items():
+        data = build(an_input())
+        moved = move_to_device(data, "meta")
+        assert type(moved) is type(data), name
+        there = list(tensors_in(moved))
+        assert len(there) == len(list(tensors_in(data))) > 0, name
+        assert all(tensor.device == META for tensor in there), name
+        assert all(tensor.device == CPU for tensor in tensors_in(data)), name
+        assert move_to_device(data, "cpu") is data, name
 
 
 def test_details_of_containers_survive():
@@ -106,15 +105,9 @@ def test_details_of_containers_survive():
     assert move_to_device((x, "text", 3.5, None), "meta")[1:] == ("text", 3.5, None)
 
 
-@pytest.mark.parametrize("data", [None, "text", 3, object(), {1, 2}, Model, torch.Size([2])])
-def test_other_objects_are_returned_themselves(data):
-    assert move_to_device(data, "meta") is data
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_what_needs_no_move_is_returned_itself(name):
-    data = CONTAINERS[name](an_input())
-    assert move_to_device(data, "cpu") is data
+def test_other_objects_are_returned_themselves():
+    for data in (None, "text", 3, object(), {1, 2}, Model, torch.Size([2])):
+        assert move_to_device(data, "meta") is data
 
 
 def test_what_is_shared_is_moved_once_and_stays_shared(sent):
@@ -123,17 +116,13 @@ def test_what_is_shared_is_moved_once_and_stays_shared(sent):
     assert sent == [(x, "cuda:1")]
 
 
-def test_shared_objects_stay_one_object():
+def test_shared_objects_stay_one_object_and_those_that_contain_themselves_end():
     shared = [an_input()]
     left, right = move_to_device((shared, shared), "meta")
     assert left is right
     assert left is not shared
-
-
-def test_objects_that_contain_themselves_end():
-    data = [an_input()]
-    data.append(data)
-    assert move_to_device(data, "meta")[0].device == META
+    shared.append(shared)
+    assert move_to_device(shared, "meta")[0].device == META
 
 
 def test_packed_sequences_move_as_one():

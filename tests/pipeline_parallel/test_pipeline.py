@@ -14,7 +14,6 @@ from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel.pipeline import Pipeline, Stopwatch, theoretical_bubble
 from tests.pipeline_parallel.models import (
-    NAMES,
     SAMPLES,
     assert_pipeline_is_model,
     batch,
@@ -23,31 +22,22 @@ from tests.pipeline_parallel.models import (
     train_step,
 )
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-SLOW = pytest.mark.slow
-QUICKLY_SHARDED = [name for name in NAMES if name != "spectral norm"]
-
-
-def cases(*quick, names=NAMES, with_all=()):
-    """Return each model with one schedule, and some with all; cases not in `quick` are slow."""
-    found = dict.fromkeys(quick)
-    for number, name in enumerate(names):
-        of_it = SCHEDULES if name in with_all else SCHEDULES[number % len(SCHEDULES) :][:1]
-        found |= dict.fromkeys((name, schedule) for schedule in of_it)
-    return [pytest.param(*case, marks=[] if case in quick else [SLOW]) for case in found]
+NAMES_AND_SCHEDULES = [
+    ("unet", "gpipe"), ("pangu", "interleaved"), ("swin", "gpipe"), ("crossformer", "1f1b"),
+    ("sfno", "interleaved"), ("spectral norm", "1f1b"), ("view", "gpipe"),
+    ("unet with all", "interleaved"), ("unet with all", "gpipe"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    cases(
-        ("unet", "gpipe"),
-        ("unet with all", "1f1b"),
-        ("computed again", "interleaved"),
-        ("pangu", "interleaved"),
-        ("crossformer", "1f1b"),
-        ("own", "interleaved"),
-        with_all=["unet with all"],
+    tiers(
+        fast=[("unet with all", "1f1b"), ("computed again", "interleaved"), ("own", "gpipe")],
+        slow=NAMES_AND_SCHEDULES[:2],
+        exhaustive=NAMES_AND_SCHEDULES[2:],
     ),
 )
 def test_two_stages_are_the_model(name, schedule):
@@ -56,22 +46,30 @@ def test_two_stages_are_the_model(name, schedule):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    cases(("unet with all", "1f1b"), names=QUICKLY_SHARDED, with_all=["view"]),
-)
+    tiers(
+        fast=[("own", "1f1b")],
+        slow=[("unet with all", "1f1b"), ("view", "interleaved"), ("crossformer", "gpipe")],
+        exhaustive=[
+            ("unet", "gpipe"), ("computed again", "interleaved"), ("pangu", "gpipe"),
+            ("swin", "1f1b"), ("sfno", "1f1b"), ("view", "gpipe"), ("view", "1f1b"),
+        ],
+    ),
+)  # fmt: skip
 def test_stages_of_sharded_models_are_the_model(name, schedule):
     # 33 rows divide into no whole patches, windows or bands.
     on_processes(4, assert_pipeline_is_model, name, 33, schedule, 2, domain=2, pipeline=2)
 
 
-@SLOW
-@pytest.mark.parametrize(("schedule", "micro"), [("gpipe", 2), ("1f1b", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "micro"), tiers(fast=(), slow=[("1f1b", 4)], exhaustive=[("gpipe", 2)])
+)
 def test_three_ranks_are_the_model(schedule, micro):
     on_processes(3, assert_pipeline_is_model, "unet", 16, schedule, micro, domain=1, pipeline=3)
 
 
-@SLOW
+@pytest.mark.slow
 def test_fewer_micro_batches_than_ranks():
-    on_processes(2, assert_pipeline_is_model, "unet", 16, "gpipe", 1, domain=1, pipeline=2)
+    on_processes(2, assert_pipeline_is_model, "own", 16, "gpipe", 1, domain=1, pipeline=2)
 
 
 def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
@@ -98,9 +96,8 @@ def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
             assert relative_error(summed, wanted, 1e-3 * largest) < 1e-11, name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=SLOW), pytest.param("interleaved", marks=SLOW)]
+    "schedule", tiers(fast=(), slow=[("1f1b",)], exhaustive=[("gpipe",), ("interleaved",)])
 )
 def test_stages_may_be_shared_out_on_the_data_axis(schedule):
     on_processes(4, assert_shared_out, schedule, domain=1, pipeline=2)
@@ -123,8 +120,9 @@ def calls_of(manager: DomainParallelManager, schedule: str) -> list[tuple[str, i
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", tiers(fast=[("1f1b",)], slow=(), exhaustive=[("interleaved",)])
+)
 def test_each_micro_batch_is_announced_right_before_its_forward(schedule):
     for found in on_processes(2, calls_of, schedule, domain=1, pipeline=2):
         parts = {part for _, part, _ in found}
@@ -181,11 +179,9 @@ def test_what_does_not_divide_is_refused_on_all_ranks():
     assert "\n" not in first[0]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "micros", "virtual", "share"), [(2, 2, 1, 1 / 3), (4, 8, 1, 3 / 11), (2, 4, 2, 1 / 9)]
-)
-def test_theoretical_bubble(ranks, micros, virtual, share):
-    assert theoretical_bubble(ranks, micros, virtual) == pytest.approx(share)
+def test_theoretical_bubble():
+    for case, share in [((2, 2, 1), 1 / 3), ((4, 8, 1), 3 / 11), ((2, 4, 2), 1 / 9)]:
+        assert theoretical_bubble(*case) == pytest.approx(share), case
 
 
 def test_idle_share_is_what_is_not_busy():

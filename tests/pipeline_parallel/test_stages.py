@@ -31,7 +31,7 @@ from credit_dp.pipeline_parallel.stages import (
     segment_costs,
     stage_slices,
 )
-from tests.domain_parallel.equality import RANDOM_LOCK
+from tests.domain_parallel.equality import RANDOM_LOCK, entry
 from tests.pipeline_parallel.models import (
     COLUMNS,
     FIELDS,
@@ -44,10 +44,12 @@ from tests.pipeline_parallel.models import (
     shape,
 )
 from tests.ranks import on_threads
+from tests.tier_cases import tiers
 from tests.training.runs import tiny_unet
 
-SLOW = pytest.mark.slow
-MODELS = [n if n != "spectral norm" else pytest.param(n, marks=SLOW) for n in NAMES]
+# Each of the others is met in the tests of the pipeline.
+FAST = ["unet with all", "pangu", "own", "view"]
+MODELS = tiers([(n,) for n in FAST], [], [(n,) for n in NAMES if n not in FAST])
 
 
 def alone() -> DomainParallelManager:
@@ -80,7 +82,7 @@ def assert_fits(slots, state):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_stages_in_a_row_are_the_model(name):
+def test_stages_in_a_row_are_the_model_and_have_its_parameters(name):
     model = build(name, 16)
     for of_each in (1, 2):
         cuts = every_segment(model, of_each)
@@ -88,17 +90,11 @@ def test_stages_in_a_row_are_the_model(name):
         x, _ = batch(name, 16)
         # Stages make their outputs contiguous, so that torch may sum in another order.
         assert relative_error(run(stages, x), model(x)) < 1e-14
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_is_the_models_own_in_one_stage(name):
-    model = build(name, 16)
-    stages = cut_model(model, alone(), every_segment(model), shape(name, 16))
-    held = [pair for stage in stages for pair in stage.module.named_parameters()]
-    assert sorted(key for key, _ in held) == sorted(key for key, _ in model.named_parameters())
-    assert all(parameter is model.get_parameter(key) for key, parameter in held)
-    saved = [key for stage in stages for key in stage.module.state_dict()]
-    assert set(saved) == set(model.state_dict())
+        held = [pair for stage in stages for pair in stage.module.named_parameters()]
+        assert sorted(key for key, _ in held) == sorted(key for key, _ in model.named_parameters())
+        assert all(parameter is model.get_parameter(key) for key, parameter in held)
+        saved = [key for stage in stages for key in stage.module.state_dict()]
+        assert set(saved) == set(model.state_dict())
 
 
 def assert_stages_are_shards(manager, name, rows):
@@ -116,11 +112,12 @@ def assert_stages_are_shards(manager, name, rows):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n if n == "view" else pytest.param(n, marks=pytest.mark.slow)
-        for n in NAMES
-        if n != "crossformer"  # "spectral norm" is one, and has more state
-    ],
+    tiers(
+        fast=[("view",)],
+        slow=[("unet with all",)],
+        # "spectral norm" is a crossformer, and has more state.
+        exhaustive=[(n,) for n in NAMES if n not in ("view", "unet with all", "crossformer")],
+    ),
 )
 def test_stages_of_shards_in_a_row_are_the_sharded_model(name):
     on_threads(2, assert_stages_are_shards, name, 33)
@@ -158,7 +155,7 @@ def test_stages_keep_single_precision():
     run(stages, batch("unet", 16)[0].float())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cutting_leaves_the_model_as_it_was():
     model = build("spectral norm", 16)
     before = {key: x.clone() for key, x in model.state_dict().items()}
@@ -170,7 +167,6 @@ def test_cutting_leaves_the_model_as_it_was():
     assert model.active_segments == slice(None)
 
 
-@pytest.mark.slow
 def test_what_other_stages_use_is_freed():
     model = build("unet", 16)
     first, second = cut_model(model, alone(), [slice(0, 3), slice(3, 5)], shape("unet", 16))
@@ -200,20 +196,6 @@ def refusal(model, cuts=((0, 2), (2, 4))) -> str:
     return str(error.value)
 
 
-def test_a_model_without_segments_is_refused():
-    text = refusal(nn.Sequential(nn.Conv2d(1, 1, 1)))
-    assert text.startswith("parallel.pipeline: ")
-    assert "Sequential declares no segments" in text
-    with pytest.raises(UserError, match="declares no segments"):
-        segment_costs(nn.Identity(), (1, 1, 4, 4))
-
-
-def test_a_parameter_of_no_segment_is_refused():
-    model = Own()
-    model.scale = nn.Parameter(torch.ones(1))
-    assert "with the parameter scale" in refusal(model)
-
-
 def test_a_parameter_of_two_stages_is_refused():
     model = Own()
     model.idle.weight = nn.Parameter(torch.zeros(8, 8, 1, 1))
@@ -241,10 +223,6 @@ class Silent(Own):
         return (self.last(torch.cat([self.first(state[1]), state[1]], 1)),)
 
 
-def test_a_use_that_no_segment_declares_is_refused():
-    assert "stage 1 calls first" in refusal(Silent())
-
-
 class Folded(SegmentedModel):
     """Passes columns on as if they were samples."""
 
@@ -259,11 +237,22 @@ class Folded(SegmentedModel):
         ]
 
 
-def test_a_state_without_samples_is_refused():
+def test_models_that_do_not_declare_what_they_do_are_refused():
+    text = refusal(nn.Sequential(nn.Conv2d(1, 1, 1)))
+    assert text.startswith("parallel.pipeline: ")
+    assert "Sequential declares no segments" in text
+    with pytest.raises(UserError, match="declares no segments"):
+        segment_costs(nn.Identity(), (1, 1, 4, 4))
+    model = Own()
+    model.scale = nn.Parameter(torch.ones(1))
+    assert "with the parameter scale" in refusal(model)
+    assert "stage 1 calls first" in refusal(Silent())
     assert "samples in its first dimension" in refusal(Folded(), ((0, 1), (1, 2)))
+    with pytest.raises(UserError, match="Again has several segments called idle"):
+        segment_costs(Again(), shape("own", 16))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS[:2], *MODELS[4:]])
 def test_costs_are_those_of_a_real_run(name):
     model = build(name, 16)
     costs = segment_costs(model, shape(name, 16))
@@ -282,12 +271,9 @@ class Again(Own):
         return [*before, idle, idle, last]
 
 
-def test_segments_of_one_name_are_refused():
-    with pytest.raises(UserError, match="Again has several segments called idle"):
-        segment_costs(Again(), shape("own", 16))
-
-
-@pytest.mark.parametrize(("upsample", "points"), [("transpose", 1), ("bilinear", 1 / 4)])
+@pytest.mark.parametrize(
+    ("upsample", "points"), tiers([("bilinear", 1 / 4)], [], [("transpose", 1)])
+)
 def test_costs_of_convolutions_and_transposed_ones(upsample, points):
     """The 1x1 convolution acts on the points of the coarser level, before resizing."""
     model = build_model(tiny_unet(upsample=upsample), FIELDS, (16, COLUMNS))
@@ -344,26 +330,17 @@ def test_cuts_by_name():
     assert stage_slices(COSTS, 3, ["encoder.1", "head"]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
-@pytest.mark.parametrize(
-    ("stages", "named", "virtual", "words"),
-    [
-        (
-            2,
-            ["decodr.0"],
-            1,
-            "no segment 'decodr.0'. Did you mean decoder.0? The segments are stem",
-        ),
+def test_cuts_that_can_not_be_are_refused():
+    for stages, named, virtual, words in [
+        (2, ["decodr.0"], 1, "no segment 'decodr.0'. Did you mean decoder.0? The segments are st"),
         (3, ["head"], 1, "of the 3 stages but the first, 2 in all, got 1"),
         (2, ["stem"], 1, "in the model's order, without the first one, got stem"),
         (3, ["head", "encoder.0"], 1, "in the model's order"),
         (6, None, 1, "6 stages need as many segments, but the model has 5. Choose at most 5."),
         (6, None, 2, "Choose at most 2 with 2 stages on each rank"),
-    ],
-)
-def test_cuts_that_can_not_be_are_refused(stages, named, virtual, words):
-    with pytest.raises(UserError, match=re.escape(words)) as error:
-        stage_slices(COSTS, stages, named, virtual=virtual)
-    assert str(error.value).startswith(
-        "parallel.pipeline: " if named is None else "parallel.stages"
-    )
-    assert "\n" not in str(error.value)
+    ]:
+        with entry(words), pytest.raises(UserError, match=re.escape(words)) as error:
+            stage_slices(COSTS, stages, named, virtual=virtual)
+        key = "parallel.pipeline: " if named is None else "parallel.stages"
+        assert str(error.value).startswith(key), words
+        assert "\n" not in str(error.value), words

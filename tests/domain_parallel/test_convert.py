@@ -203,19 +203,6 @@ def test_the_summary_says_what_became_of_the_layers(caplog):
     assert [record.getMessage() for record in caplog.records] == [line] * 3
 
 
-def test_the_log_level_does_not_change_how_often_the_model_runs(caplog):
-    def calls(manager):
-        model = _between_convolutions(_Leaf())
-        seen = []
-        model.register_forward_hook(lambda *_: seen.append(1))
-        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
-        return len(seen)
-
-    quiet = on_threads(2, calls)
-    with caplog.at_level(logging.INFO):
-        assert on_threads(2, calls) == quiet
-
-
 def test_the_summary_of_an_unplanned_model_says_so(caplog):
     with caplog.at_level(logging.INFO):
         convert_to_domain_parallel(small_cnn(), _mock())

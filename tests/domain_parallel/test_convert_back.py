@@ -22,7 +22,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
-from tests.ranks import DEVICE, on_processes, on_threads, seeded
+from tests.ranks import DEVICE, on_threads, seeded
 
 SHAPE = (2, 3, 13, 6)
 
@@ -299,8 +299,3 @@ def _without_data(manager, planned):
 @pytest.mark.parametrize("planned", [True, False])
 def test_parameters_on_the_meta_device(planned):
     on_threads(3, _without_data, planned)
-
-
-@pytest.mark.slow
-def test_parameters_on_the_meta_device_of_gloo_ranks():
-    on_processes(2, _without_data, True)

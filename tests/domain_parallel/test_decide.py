@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections import Counter
 
 import pytest
@@ -19,9 +18,8 @@ from credit_dp.domain_parallel import (
     functional,
     plan_report,
 )
-from credit_dp.domain_parallel import decide as decide_module
 from credit_dp.domain_parallel.decide import Decision
-from credit_dp.domain_parallel.dry_run import dry_run, row_layers
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.planning import model_plan
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
@@ -242,16 +240,6 @@ def test_what_is_computed_again_is_fetched_again():
     assert sum(level.sent_bytes for level in report.levels) > 2 * once
 
 
-@pytest.mark.exhaustive
-def test_the_first_layer_sends_nothing_back_and_the_last_one_does():
-    report = plan_report(_unet(), (1, 3, 24, 8), 3, custom_converters=CONVERTERS)
-    layers = {layer.path: layer for layer in report.layers}
-    assert layers["stem"].type == "DomainParallelPeriodicConv2d"
-    assert [sent.messages for sent in layers["stem"].forward] == [1, 2, 1]
-    assert [sent.messages for sent in layers["stem"].backward] == [0, 0, 0]
-    assert [sent.messages for sent in layers["decoder.0.0.conv2"].backward] == [1, 2, 1]
-
-
 @pytest.mark.slow
 def test_levels_and_parameters():
     report = plan_report(_unet(), (1, 3, 24, 8), 4, custom_converters=CONVERTERS)
@@ -344,29 +332,6 @@ def test_one_rank_sends_nothing():
     assert report.problems == ()
     assert {sent.messages for sent in (*report.forward, *report.backward)} == {0}
     assert report.saved_bytes[0] > 0
-
-
-class _Turned(nn.Module):
-    def forward(self, x):
-        return x + x.flip(-2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layers", [(), (_Turned(),)], ids=["layers", "view"])
-def test_the_step_of_each_band_runs_once_and_shares_what_is_known(monkeypatch, layers):
-    runs = []
-
-    def run(*args, **kwargs):
-        runs.append((kwargs.get("rank", 0), id(kwargs["memo"]), gc.isenabled()))
-        return dry_run(*args, **kwargs)
-
-    monkeypatch.setattr(decide_module, "dry_run", run)
-    report = plan_report(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), *layers), (1, 2, 13, 4), 3)
-    assert report.in_view == bool(layers)
-    ranks, memos, collects = zip(*runs, strict=True)
-    assert ranks == (0, 1)  # bands of 5, 4 and 4 rows
-    assert len({*memos}) == 1
-    assert not any(collects)
 
 
 class _FailsInTraining(nn.Conv2d):

@@ -67,11 +67,6 @@ def test_halo_equals_zero_padding(ranks, rows, data):
     on_threads(ranks, _halo, height, width, data.draw(st.sampled_from([-2, 2])))
 
 
-@pytest.mark.slow
-def test_halo_on_processes():
-    on_processes(3, _halo, 10, 2, -2)
-
-
 def _too_wide(manager):
     with pytest.raises(UserError, match="halo_width 3 needs as many rows in every band"):
         HaloExchange(3, manager=manager)(_field(8)[..., manager.rows(8), :])
@@ -98,11 +93,6 @@ def test_gather_undoes_any_bands():
     for sizes in [(3, 3), (1, 6), (2, 1, 4), (1, 1, 1, 5)]:
         with entry(sizes):
             on_threads(len(sizes), _gather, sizes)
-
-
-@pytest.mark.slow
-def test_gather_undoes_bands_of_gloo_ranks():
-    on_processes(3, _gather, (2, 1, 4))
 
 
 Sample = namedtuple("Sample", "field flag")

@@ -218,15 +218,6 @@ def test_views_and_allocations_are_no_launches():
     assert counted.views == 6
 
 
-@pytest.mark.exhaustive
-def test_the_convolution_of_a_large_band_computes_while_rows_travel():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1, stride=2))
-    found = launches_of_a_step(model, (1, 3, 256, 256), 2, 0).meanwhile
-    # Forward of the first one; the second one waits. Backward of the second one returns rows.
-    computing = [launches["convolution"] + launches["convolution_backward"] for launches in found]
-    assert [number > 0 for number in computing] == [True, False, False]
-
-
 class Readers(nn.Module):
     """Two convolutions that share an exchange."""
 

@@ -23,7 +23,7 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe, entry
-from tests.ranks import on_processes, on_threads
+from tests.ranks import on_threads
 
 SHAPE = (2, 4, 13, 6)
 B, C, H, W = SHAPE
@@ -105,16 +105,6 @@ def test_exact_buffers():
             args = (Embeds, (*case, True), SHAPE, MODEL, 0.0, planned)
             with entry((name, planned)):
                 on_threads(4, assert_same_as_whole_globe, *args)
-
-
-def _build(name):
-    return Embeds(*CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["(1, C, H, W)", "(1, H W, C)", "(H, W, C)"])
-def test_exact_on_gloo_ranks(name):
-    on_processes(3, assert_same_as_whole_globe, _build, (name,), SHAPE, MODEL)
 
 
 class Square(nn.Module):

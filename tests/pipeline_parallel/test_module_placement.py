@@ -71,14 +71,6 @@ def test_deeper_entries_come_after_those_that_hold_them(model, sent):
     assert list(places) == list(given)
 
 
-@pytest.mark.exhaustive
-def test_deeper_entries_override():
-    model = Model()
-    parallelize_pipeline(model, {"decoder.first": "cpu", "decoder": "meta"})
-    on_meta = {name for name, p in model.named_parameters() if p.device == META}
-    assert on_meta == {"decoder.rest.1.weight", "decoder.rest.1.bias"}
-
-
 def test_input_keywords_and_output_go_where_the_pair_says(model, sent):
     parallelize_pipeline(model, {"encoder": ["cuda:1", torch.device("cuda:0")]})
     sent.clear()
@@ -138,25 +130,11 @@ def test_one_list_of_modules_is_placed_and_taken_back(sent):
 
 
 @pytest.mark.exhaustive
-def test_without_a_second_device_the_output_stays(model, sent):
-    parallelize_module(model.encoder, "cuda:1")
-    sent.clear()
-    model.encoder(an_input())
-    assert [to for _, to in sent] == ["cuda:1"]
-
-
-@pytest.mark.exhaustive
 def test_the_root_moves_input_and_output(model, sent):
     parallelize_pipeline(model, {"": ("cuda:0", "cuda:2"), "decoder": ("cuda:1", "cuda:0")})
     sent.clear()
     model(an_input())
     assert [to for _, to in sent] == ["cuda:0", "cuda:1", "cuda:0", "cuda:2"]
-
-
-@pytest.mark.exhaustive
-def test_output_device_is_really_the_output_device(model):
-    parallelize_module(model.encoder, "cpu", "meta")
-    assert model.encoder(an_input()).device == META
 
 
 def test_the_description_tells_the_devices(model):

@@ -346,9 +346,9 @@ def test_gradients_of_gradients(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["convolution", "group norm"])
-def test_gradients_of_gradients_on_gloo_ranks(name):
-    on_processes(3, _penalised, name)
+def test_gradients_of_gradients_on_gloo_ranks():
+    for name in ("convolution", "group norm"):
+        on_processes(3, _penalised, name)
 
 
 # --- rounding and collectives --------------------------------------------------------------

@@ -220,15 +220,6 @@ def test_rows_elsewhere_than_where_the_kernel_is():
             on_threads(3, assert_same_as_whole_globe, *build)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("height", [181, 721])
-def test_rows_of_real_grids(height):
-    def build():
-        return nn.Sequential(nn.Conv2d(2, 4, 3, 2, 1), nn.SiLU(), nn.Conv2d(4, 2, 3, padding=1))
-
-    on_threads(8, assert_same_as_whole_globe, build, (), (1, 2, height, 4), 1e-11)
-
-
 def _twice():
     conv = nn.Conv2d(2, 2, 3, padding=1)
     return nn.Sequential(conv, nn.SiLU(), nn.Sequential(conv))

@@ -105,12 +105,6 @@ def test_a_tensor_without_batch():
             _same(3, _conv, (4, 2, (9, 3), 1, "same", 1, "zeros"), (4, 8, 5))
 
 
-@pytest.mark.slow
-def test_kernels_as_large_as_the_globe_on_gloo_ranks():
-    args = (2, 1, (21, 3), 1, "same", 1, "zeros")
-    on_processes(3, assert_same_as_whole_globe, _conv, args, (2, 2, 11, 6))
-
-
 def _planned_later(manager):
     args = (_conv, (3, 1, (17, 3), 1, "same", 1, "zeros"), (2, 3, 9, 6))
     assert_same_as_whole_globe(manager, *args, planned=False)

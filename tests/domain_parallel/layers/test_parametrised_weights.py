@@ -31,7 +31,6 @@ NORMS = {
     "old spectral": nn.utils.spectral_norm,
     "old weight": nn.utils.weight_norm,
 }
-OTHERS = [("weight",), ("orthogonal",), ("old spectral",)]
 SHAPE = (2, 2, 9, 6)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
@@ -124,7 +123,14 @@ def _assert_same(manager, name):
         assert error(sums[key], parameter.grad, 1e-3 * largest) < 1e-11, key
 
 
-@pytest.mark.parametrize("name", tiers(fast=[("spectral",), ("old weight",)], slow=OTHERS))
+@pytest.mark.parametrize(
+    "name",
+    tiers(
+        fast=[("spectral",), ("old weight",)],
+        slow=[("orthogonal",)],
+        exhaustive=[("weight",), ("old spectral",)],
+    ),
+)
 @in_both_ways
 def test_norms_of_weights(name):
     on_threads(3, _assert_same, name)

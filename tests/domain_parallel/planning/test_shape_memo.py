@@ -85,19 +85,6 @@ def test_data_is_never_remembered() -> None:
     assert [x.tolist() for x in made] == [[2, 2], [3, 3]]
 
 
-@pytest.mark.exhaustive
-def test_fakes_stay_fakes_of_their_device() -> None:
-    memo = ShapeMemo()
-    with FakeTensorMode() as mode:
-        mm = _Counted(aten.mm.default)
-        made = [memo.run(mm, (torch.empty(2, 3), torch.empty(3, 5)), {}) for _ in range(2)]
-    assert mm.runs == 1
-    for x in made:
-        assert isinstance(x, FakeTensor)
-        assert x.fake_mode is mode
-        assert (x.shape, x.device.type) == ((2, 5), DEVICE)
-
-
 def fakes(mode: FakeTensorMode, *shape: int, number: int = 1) -> list[Tensor]:
     with mode:
         return [torch.empty(shape) for _ in range(number)]
@@ -265,17 +252,6 @@ def test_another_run_gets_tensors_of_its_own_mode() -> None:
         assert (result.fake_mode, result.shape) == (mode, x.shape)
         assert (result + x).fake_mode is mode  # modes can't be mixed
     assert counted.runs == 1
-
-
-@pytest.mark.exhaustive
-def test_fakes_are_as_their_constructor_makes_them() -> None:
-    mode, memo = FakeTensorMode(), ShapeMemo()
-    with mode:
-        x = torch.empty(3, 4)
-        for _ in range(3):  # the first, one by the kernel of the meta device, one from the memo
-            result, expected = memo.run(aten.relu.default, (x,), {}), aten.relu.default(x)
-            assert vars(result) == vars(expected)
-            assert torch._C._dispatch_keys(result) == torch._C._dispatch_keys(expected)
 
 
 @pytest.mark.exhaustive

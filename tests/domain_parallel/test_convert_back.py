@@ -97,7 +97,7 @@ def _convert_and_back(manager, plain, planned):
         torch.testing.assert_close(gather_tensor(band, manager=manager), expected)
 
 
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("planned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_convert_and_back(planned):
     on_threads(3, _convert_and_back, UserModel().eval(), planned)
 
@@ -296,6 +296,6 @@ def _without_data(manager, planned):
     torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("planned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_parameters_on_the_meta_device(planned):
     on_threads(3, _without_data, planned)

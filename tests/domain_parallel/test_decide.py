@@ -165,7 +165,7 @@ BUILDS = {
 @pytest.mark.parametrize("ranks", THREADS[:-1])
 @pytest.mark.parametrize(
     "name",
-    tiers([("unet",), ("mixed",), ("own code",)], [("branches",)], [("by hand",)]),
+    tiers([("mixed",), ("own code",)], [("unet",), ("branches",)], [("by hand",)]),
 )
 def test_a_real_step_sends_and_keeps_what_the_report_says(name, ranks):
     build = BUILDS[name]

@@ -230,8 +230,8 @@ def _few_layers_compiled(manager):
     assert_same_as_whole_globe(manager, _few_layers, (), SHAPE, backend="aot_eager")
 
 
-@pytest.mark.parametrize("overlap", tiers(fast=[(True,)], slow=[(False,)]), indirect=True)
-@pytest.mark.usefixtures("overlap")
+@pytest.mark.slow
+@in_both_ways
 def test_sharded_layers_compile_to_one_graph():
     on_processes(2, _few_layers_compiled)
 

@@ -144,6 +144,7 @@ def test_plain_torch_on_a_model_that_was_not_converted():
     assert active_context() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS)
 @given(
     rows=st.integers(8, 20),

@@ -126,6 +126,7 @@ class WhileTraining(Branches):
         return torch.cat(outputs, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS)
 @given(
     sizes=st.sampled_from([(4, 8), (4, 8, 16), (8, 16, 32), (6, 10, 4)]),

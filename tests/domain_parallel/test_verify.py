@@ -54,6 +54,7 @@ def _verify(model, ranks=3, shape=SHAPE, **options):
     return verify_domain_parallel(lambda: model, shape, ranks, custom_converters=keep, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS[:-1])
 def test_the_unet_passes(ranks):
     config = UNetConfig(channels=[4, 8], blocks=1, groups=2)

@@ -28,6 +28,7 @@ from tests.domain_parallel.equality import (
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, on_threads
 
+SLOW = pytest.mark.slow
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 # Sizes of the other dimensions than the rows': columns last, times or levels first.
 OTHERS = {1: (), 2: (6,), 3: (5, 6)}
@@ -85,7 +86,7 @@ def _exists(spatial, options, shape, ranks):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("ranks", THREADS)
-@pytest.mark.parametrize("spatial", [1, 2, 3])
+@pytest.mark.parametrize("spatial", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 @given(meanwhile=st.booleans(), data=st.data())
 def test_conv(ranks, spatial, meanwhile, data):
     options, height = data.draw(cases(spatial, ranks))

@@ -24,6 +24,7 @@ from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, 
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, on_threads, seeded
 
+SLOW = pytest.mark.slow
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Settings along the other dimensions: columns last, times or levels first.
 OTHERS = {
@@ -76,7 +77,7 @@ def _shape(spatial, height, batch=(2,)):
 
 
 @pytest.mark.parametrize("ranks", THREADS)
-@pytest.mark.parametrize("spatial", [1, 2, 3])
+@pytest.mark.parametrize("spatial", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 @given(data=st.data())
 def test_conv_transpose(ranks, spatial, data):
     options, height = data.draw(cases(spatial, ranks))

@@ -131,7 +131,7 @@ CASES_OF_INDICES = [
 
 
 def test_positions_of_maxima_are_those_on_the_globe():
-    for (kind, options), values in itertools.product(CASES_OF_INDICES, VALUES):
+    for (kind, options), values in zip(CASES_OF_INDICES, itertools.cycle(VALUES), strict=False):
         shape = (2, 3, 13, 6) if "2d" in kind.__name__ else (2, 2, 3, 13, 6)
         x = torch.randn(shape)
         if values == "ties":

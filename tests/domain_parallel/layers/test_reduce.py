@@ -58,6 +58,7 @@ class _Reduces(nn.Module):
         return self.reduce(x), x.sin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS)
 @given(
     height=st.integers(8, 17),
@@ -186,6 +187,7 @@ def test_a_head_on_the_pooled_globe():
     on_threads(3, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS)
 @given(
     height=st.integers(8, 17),

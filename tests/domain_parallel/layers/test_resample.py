@@ -133,6 +133,7 @@ def _doubled(poles):
     return _Doubled(PeriodicUpsample(poles))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", THREADS)
 @given(
     more=st.integers(0, 9),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tier_cases import every
 from tests.zoo.comparison import Comparison, compare
 from tests.zoo.families import Family, all_families
 
@@ -43,16 +44,21 @@ def test_common_models_are_exact_on_three_ranks(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 3, trains=True))
 
 
+# In the long tier: all that are written here, each for one mechanism, and half of the others.
+OWN = [name for name, family in FAMILIES.items() if family.package == "own" and name not in FAST]
+OTHERS = [name for name, family in FAMILIES.items() if family.package != "own" and name not in FAST]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FAST])
+@pytest.mark.parametrize("name", OWN + every(2, OTHERS, pytest.mark.exhaustive))
 def test_all_models_are_exact_on_three_ranks(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 3, trains=True))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", list(FAMILIES)[::4])
+@pytest.mark.parametrize("name", every(3, list(FAMILIES)[::4], pytest.mark.exhaustive))
 def test_models_are_exact_on_two_ranks_in_evaluation(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 2, trains=False))
 
@@ -63,11 +69,11 @@ def test_models_are_exact_on_two_ranks_in_evaluation(name: str) -> None:
     ("name", "most"),
     [
         ("smp Unet, ResNet18", 0.30),
-        ("timm ConvNeXt atto", 0.30),
-        ("timm Swin tiny", 0.30),
-        ("diffusers UNet2D, convolutions", 0.30),
         # Its 3 heads can't be shared by 4 ranks: each holds the keys and values of all rows.
         ("timm ViT tiny", 0.41),
+        pytest.param("timm ConvNeXt atto", 0.30, marks=pytest.mark.exhaustive),
+        pytest.param("timm Swin tiny", 0.30, marks=pytest.mark.exhaustive),
+        pytest.param("diffusers UNet2D, convolutions", 0.30, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_of_four_saves_its_part_of_the_activations(name: str, most: float) -> None:

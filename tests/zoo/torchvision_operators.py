@@ -46,5 +46,6 @@ class _BeforeTorchvision(MetaPathFinder):
 
 def prepare_torchvision() -> None:
     """Declare the operators as soon as torchvision is imported."""
-    if "torchvision" not in sys.modules:
+    is_prepared = any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not is_prepared:
         sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,24 +1,51 @@
-"""Compare a function of fields through the global view with the same function on the globe."""
+"""Compare a function `f(model, x)` of fields on bands with the same function on the globe.
+
+Tables of such functions say what has to equal one process: outputs and gradients. How a model comes
+to compute on bands is known to `compute_on_bands` and `dim_of_bands` alone.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.view.attach import attach_view
-from tests.ranks import on_threads
+from credit_dp.domain_parallel.view.tensor import GlobalTensor, is_band
+from tests.ranks import RankError, on_threads
 
 CHANNELS = 8
 COLUMNS = 6
 TOLERANCE = 1e-11
-RANKS = (2, 3, 4)
-# On one of the numbers of ranks each has a single row, on others bands are uneven.
+# Of three ranks bands are uneven, of four each has a single row.
+RANKS = [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
 HEIGHTS = {2: 7, 3: 13, 4: 4}
+Function = Callable[[Any, torch.Tensor], Any]
+
+
+def compute_on_bands(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
+) -> Mapping[str, int]:
+    """Let a model compute on bands; return how often functions run whole, which a forward fills."""
+    return attach_view(model, manager, shapes).whole_calls
+
+
+PLAIN = -1  # instead of a dimension
+
+
+def dim_of_bands(y: torch.Tensor) -> int | None:
+    """Return in which dimension a field is in bands: in none, or PLAIN where there are no ranks."""
+    if not isinstance(y, GlobalTensor):
+        return PLAIN
+    return y.rows.dim if is_band(y) else None
 
 
 class Model(nn.Module):
@@ -86,33 +113,57 @@ def backward(model, x, outputs, weights):
 
 
 def run_band(manager, model, x, expected, weights):
-    """Return a rank's outputs and gradients, and the functions that ran whole."""
+    """Return a rank's outputs and gradients, the functions that ran whole, and what it sent.
+
+    That is, for a forward and for its backward, a pair: rows of the field, and messages.
+    """
     model = copy.deepcopy(model)
-    view = attach_view(model, manager, [tuple(x.shape)])
+    whole_calls = compute_on_bands(model, manager, [tuple(x.shape)])
     local = shard_tensor(x, manager=manager).clone().requires_grad_()
+    traffic = manager.transport.traffic
+    counts = [(traffic.bytes, traffic.messages)]
     outputs = model.outputs(local)
+    counts.append((traffic.bytes, traffic.messages))
     parts = [
         weight / manager.domain_parallel_size
         if y.shape == whole.shape
         else shard_tensor(weight, manager=manager)
         for y, whole, weight in zip(outputs, expected, weights, strict=True)
     ]
-    return outputs, *backward(model, local, outputs, parts), set(view.whole_calls)
+    gradients = backward(model, local, outputs, parts)
+    counts.append((traffic.bytes, traffic.messages))
+    row = x[:, :, 0].numel() * x.element_size()
+    sent = [
+        ((after - before) / row, messages - earlier)
+        for (before, earlier), (after, messages) in pairwise(counts)
+    ]
+    return outputs, *gradients, set(whole_calls), sent
 
 
-def check(function, shape, ranks, whole=()):
-    """Compare a function on ranks with that of the globe, and what runs whole; None: anything."""
+def check(
+    function: Function,
+    shape: tuple[int, ...] = (2, CHANNELS, HEIGHTS[3], COLUMNS),
+    ranks: int = 3,
+    whole: Collection[str] | None = (),
+) -> list[list[tuple[float, int]]]:
+    """Compare a function on ranks with that of the globe, and what runs whole; None: anything.
+
+    Returns:
+        what each rank sent, see `run_band`.
+    """
     torch.manual_seed(0)
     model = Model(function).double()
     x = torch.randn(shape, dtype=torch.float64)
     expected, weights, input_grad, parameters, buffers = run_whole(model, x)
     detached = [y.detach() for y in expected]
     results = on_threads(ranks, run_band, model, x, detached, weights)
-    outputs, input_grads, all_parameters, all_buffers, whole_calls = zip(*results, strict=True)
+    outputs, input_grads, all_parameters, all_buffers, whole_calls, sent = zip(
+        *results, strict=True
+    )
     for i, y in enumerate(detached):
         parts = [part[i].detach() for part in outputs]
         joined = parts[0] if parts[0].shape == y.shape else torch.cat(parts, -2)
-        assert_close(joined, y, "output")
+        assert_close(joined, y, f"output {i}")
     assert_close(torch.cat(input_grads, -2), input_grad, "input gradient")
     # Gradients that are zero but for rounding are compared with the largest one of the model.
     largest = max(float(grad.abs().max()) for grad in parameters.values())
@@ -121,7 +172,45 @@ def check(function, shape, ranks, whole=()):
         assert_close(total, grad, name, 1e-3 * largest)
     for name, buffer in buffers.items():
         assert_close(all_buffers[0][name], buffer, name)
-    assert whole is None or whole_calls[0] == set(whole)
+    assert whole is None or whole_calls[0] == set(whole), whole_calls[0]
+    return list(sent)
+
+
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """Add to errors in which entry of a table they were raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {name!r}")
+        raise
+
+
+def check_table(
+    functions: Mapping[str, Function], ranks: int, whole: Collection[str] | None = ()
+) -> None:
+    """Compare each function of a table; raise the errors of all that fail."""
+    errors: list[Exception] = []
+    for name, function in functions.items():
+        try:
+            with case(name):
+                check(function, (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks, whole)
+        except (AssertionError, RankError) as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(functions)} functions", errors)
+
+
+def check_together(functions: Mapping[str, Function], whole: Collection[str] | None = ()) -> None:
+    """Compare functions of one field in one model; if that fails, say which one is wrong."""
+    try:
+        check(lambda m, x: [function(m, x * 1) for function in functions.values()], whole=whole)
+    except (AssertionError, RankError) as error:
+        for name, function in functions.items():
+            with case(name):
+                check(function, whole=whole)
+        error.add_note(f"together only: {list(functions)}")
+        raise
 
 
 def assert_close(actual, expected, what, scale=0.0):
@@ -134,27 +223,3 @@ def assert_close(actual, expected, what, scale=0.0):
         assert (float(difference.max()) if difference.numel() else 0.0) <= TOLERANCE * largest, what
     else:
         assert torch.equal(actual, expected), what
-
-
-def rows_sent(manager, function, shape):
-    """Return the rows that a rank sends in a forward and in a backward."""
-    return tuple(rows for rows, _ in rows_and_messages(manager, function, shape))
-
-
-def rows_and_messages(manager, function, shape):
-    """Return what a rank sends in a forward and in a backward; nothing may run whole."""
-    model = Model(function).double()
-    view = attach_view(model, manager, [shape])
-    x = torch.randn(shape, dtype=torch.float64)
-    traffic = manager.transport.traffic
-    counts = [(traffic.bytes, traffic.messages)]
-    y = model(shard_tensor(x, manager=manager))
-    counts.append((traffic.bytes, traffic.messages))
-    y.sum().backward()
-    counts.append((traffic.bytes, traffic.messages))
-    assert not view.whole_calls
-    row = x[:, :, 0].numel() * x.element_size()
-    return [
-        ((sent - before) / row, messages - earlier)
-        for (before, earlier), (sent, messages) in pairwise(counts)
-    ]

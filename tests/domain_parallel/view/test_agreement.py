@@ -63,25 +63,9 @@ def _refuses(function, message, ranks=2):
     assert _run(refuse, ranks)[0] == (True,) * ranks
 
 
-def test_rows_that_leave_the_batch_stay_where_they_are():
-    def split_batch(x):
-        tokens = x.permute(0, 2, 3, 1).flatten(0, 1)
-        traffic = x.view_.manager.transport.traffic
-        before = traffic.messages, traffic.collectives
-        tokens.view(2, 7, 6, 8)
-        return (traffic.messages, traffic.collectives) == before
-
-    assert _run(split_batch)[0] == (True, True)
-
-
 def _add_one(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)
     return x
-
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit.script")  # a DeprecationWarning or FutureWarning
-    _scripted = torch.jit.script(_add_one)
 
 
 class _Scale(torch.autograd.Function):
@@ -91,40 +75,43 @@ class _Scale(torch.autograd.Function):
         return x.mul_(2)
 
 
-@pytest.mark.parametrize("function", [_scripted, lambda x: _Scale.apply(x)])
-def test_functions_that_write_to_a_gathered_field_are_refused(function):
-    _refuses(function, "in place")
+def test_functions_that_write_to_a_gathered_field_are_refused():
+    with warnings.catch_warnings():  # a DeprecationWarning or FutureWarning
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        scripted = torch.jit.script(_add_one)
+    for function in (scripted, lambda x: _Scale.apply(x)):
+        _refuses(function, "in place")
 
 
-def test_a_range_as_an_index_is_that_of_one_process():
-    results = _run(lambda x: x[:, range(3)].sum(1).shape)[0]
-    assert results == ((2, 7, 6),) * 2
+DRAWING = {
+    "pool": lambda x: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5)),
+    "pool of a mean": lambda x: F.fractional_max_pool2d(x.mean(1), 2, output_ratio=(0.5, 0.5)),
+    "normal": lambda x: nn.init.normal_(torch.empty(8)),
+    "kaiming": lambda x: nn.init.kaiming_uniform_(torch.empty(8, 8)),
+    "uniform": lambda x: nn.init.uniform_(x.mean((2, 3)).detach()),
+    "svd": lambda x: torch.svd_lowrank(x.mean(2).detach(), 2)[0].abs(),
+}
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5)),
-        lambda x: F.fractional_max_pool2d(x.mean(1), 2, output_ratio=(0.5, 0.5)),
-        lambda x: nn.init.normal_(torch.empty(8)),
-        lambda x: nn.init.kaiming_uniform_(torch.empty(8, 8)),
-        lambda x: nn.init.uniform_(x.mean((2, 3)).detach()),
-        lambda x: torch.svd_lowrank(x.mean(2).detach(), 2)[0],
-    ],
-)
-def test_functions_that_draw_draw_on_all_ranks_alike(draw, monkeypatch):
-    # Threads have one generator: it is read which functions agree on its state before they draw.
-    agreed = []
-    original = function_rules.same_random_numbers
+def _draw(x):
+    return {name: draw(x).flatten() for name, draw in DRAWING.items()}
 
-    def record(*args):
-        agreed.append(args[0].rank)
-        return original(*args)
 
-    monkeypatch.setattr(function_rules, "same_random_numbers", record)
-    monkeypatch.setattr("credit_dp.domain_parallel.view.running.same_random_numbers", record)
-    _run(draw)
-    assert sorted(set(agreed)) == [0, 1]
+def _draw_on_bands(manager, x):
+    """Return what ranks draw that begin with other states of their generators."""
+    torch.manual_seed(manager.domain_rank)
+    model = _Model(_draw)
+    attach_view(model, manager, [SHAPE])
+    return model(shard_tensor(x, manager=manager).clone())
+
+
+def test_functions_that_draw_draw_on_all_ranks_what_one_process_does():
+    x = torch.randn(SHAPE, generator=seeded(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    expected = _draw(x)
+    for drawn in on_processes(3, _draw_on_bands, x):
+        for name, values in expected.items():
+            torch.testing.assert_close(drawn[name], values, msg=lambda t, n=name: f"{n}: {t}")
 
 
 def test_ranks_agree_whether_a_field_is_contiguous():
@@ -133,16 +120,13 @@ def test_ranks_agree_whether_a_field_is_contiguous():
     assert _run(lambda x: (x * 2).is_contiguous(), 3)[0] == (True,) * 3
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_strides_of_what_was_moved_or_gathered_are_refused():
+    for function in (
         lambda x: torch.special.i1(x.permute(0, 2, 3, 1)),
         lambda x: x.permute(0, 2, 3, 1)[:, torch.tensor([6, 5, 4, 3, 2, 1, 0])],
         lambda x: x[:, :, -1],
-    ],
-)
-def test_strides_of_what_was_moved_or_gathered_are_refused(function):
-    _refuses(lambda x: function(x).stride(), "stride")
+    ):
+        _refuses(lambda x, function=function: function(x).stride(), "stride")
 
 
 def test_strides_of_whole_tensors_and_of_views_are_known():
@@ -150,12 +134,9 @@ def test_strides_of_whole_tensors_and_of_views_are_known():
     assert _run(lambda x: x.permute(0, 2, 3, 1).stride())[0] == ((336, 6, 1, 42),) * 2
 
 
-@pytest.mark.parametrize(
-    "call", [lambda t: t.all_gather(torch.zeros(1)), lambda t: t.start([], [])()]
-)
-def test_an_error_after_messages_is_raised(monkeypatch, call):
+def test_an_error_after_messages_is_raised(monkeypatch):
     def fail_after_messages(func, args, kwargs):
-        call(args[0].view_.manager.transport)
+        args[0].view_.manager.transport.all_gather(torch.zeros(1))
         raise IndexError("of this rank")
 
     monkeypatch.setitem(function_rules.RULES, torch.sin, fail_after_messages)
@@ -172,45 +153,44 @@ def test_an_error_before_messages_runs_the_function_whole(monkeypatch):
     assert [dict(view.whole_calls) for view in views] == [{"sin": 1}] * 2
 
 
-@pytest.mark.parametrize(
-    "decide",
-    [
-        lambda score, x: score.max().item(),
-        lambda score, x: score.tolist(),
-        lambda score, x: [bool(s > 0.5) for s in score],
-        lambda score, x: [float(s) for s in score],
-        lambda score, x: [int(s * 2**52) for s in score],
-        lambda score, x: score.equal(torch.full_like(score, 0.5)),
-        lambda score, x: torch.allclose(score, torch.full_like(score, 0.5), rtol=0, atol=0),
-        lambda score, x: (score > 0.5).nonzero().tolist(),
-        lambda score, x: torch.argwhere(score > 0.5).tolist(),
-        lambda score, x: (score.unique().tolist(), torch.unique(score).tolist()),
-        lambda score, x: score.unique_consecutive().tolist(),
-        lambda score, x: len(score[score > 0.5]),
-        lambda score, x: len(torch.masked_select(score, score > 0.5)),
-        lambda score, x: x[:, score > 0.5].shape,
-        lambda score, x: len(torch.where(score > 0.5)[0]),
-        lambda score, x: 0.5 + 3e-15 in score,
-        lambda score, x: len(torch.bincount((score > 0.5).long())),
-        lambda score, x: F.one_hot((score > 0.5).long()).shape,
-        lambda score, x: score.repeat_interleave((score > 0.5).long()).shape,
-        lambda score, x: [len(y) for y in score.tensor_split((score > 0.5).long()[:3].cpu())],
-        lambda score, x: _assign_by_mask(score).shape,
-        lambda score, x: torch.cat(
-            [y.sum((1, 2, 3)) for y in (x[:, :, score.argsort()],)]
-        ).tolist(),
-        lambda score, x: x.index_select(2, score.argsort())[0, 0, :, 0].tolist(),
-    ],
-)
-def test_ranks_decide_by_the_values_of_the_first_rank(decide):
+DECIDE = [
+    lambda score, x: score.max().item(),
+    lambda score, x: score.tolist(),
+    lambda score, x: [bool(s > 0.5) for s in score],
+    lambda score, x: [float(s) for s in score],
+    lambda score, x: [int(s * 2**52) for s in score],
+    lambda score, x: score.equal(torch.full_like(score, 0.5)),
+    lambda score, x: torch.allclose(score, torch.full_like(score, 0.5), rtol=0, atol=0),
+    lambda score, x: (score > 0.5).nonzero().tolist(),
+    lambda score, x: torch.argwhere(score > 0.5).tolist(),
+    lambda score, x: (score.unique().tolist(), torch.unique(score).tolist()),
+    lambda score, x: score.unique_consecutive().tolist(),
+    lambda score, x: len(score[score > 0.5]),
+    lambda score, x: len(torch.masked_select(score, score > 0.5)),
+    lambda score, x: x[:, score > 0.5].shape,
+    lambda score, x: len(torch.where(score > 0.5)[0]),
+    lambda score, x: 0.5 + 3e-15 in score,
+    lambda score, x: len(torch.bincount((score > 0.5).long())),
+    lambda score, x: F.one_hot((score > 0.5).long()).shape,
+    lambda score, x: score.repeat_interleave((score > 0.5).long()).shape,
+    lambda score, x: [len(y) for y in score.tensor_split((score > 0.5).long()[:3].cpu())],
+    lambda score, x: _assign_by_mask(score).shape,
+    lambda score, x: torch.cat([y.sum((1, 2, 3)) for y in (x[:, :, score.argsort()],)]).tolist(),
+    lambda score, x: x.index_select(2, score.argsort())[0, 0, :, 0].tolist(),
+]
+
+
+def test_ranks_decide_by_the_values_of_the_first_rank():
     # As on GPUs, where the last bit of what each rank computes may differ.
     def function(x):
         sign = (1, -1, 0)[x.view_.rank]
         score = 0.5 + sign * 1e-15 * torch.arange(7, dtype=torch.float64)
-        return decide(GlobalTensor(score, None, x.view_), x[:, :7].double())
+        x = x[:, :7].double()
+        return [decide(GlobalTensor(score.clone(), None, x.view_), x) for decide in DECIDE]
 
     results = _run(function, 3)[0]
-    assert results == (results[0],) * 3
+    for i, of_ranks in enumerate(zip(*results, strict=True)):
+        assert of_ranks == (of_ranks[0],) * 3, f"{i} of DECIDE"
 
 
 def _assign_by_mask(score):
@@ -250,16 +230,7 @@ def test_values_of_all_types_are_read_on_processes():
     assert results == results[:1] * 3
 
 
-def test_parts_of_folded_rows_move_once():
-    def split(x):
-        y = torch.stack([x, x * 2], 2).flatten(2, 3)
-        calls = x.view_.manager.transport.calls
-        functions = (lambda: y.unbind(2), lambda: y.split(1, 2), lambda: y.chunk(2, 2))
-        return [len(function()) for function in functions], x.view_.manager.transport.calls - calls
-
-    assert _run(split)[0] == (([14, 14, 2], 3),) * 2
-
-
+@pytest.mark.slow
 def test_functions_defined_in_a_forward_are_freed():
     functions = []
 
@@ -279,15 +250,6 @@ def test_functions_defined_in_a_forward_are_freed():
     _run(forward)
     gc.collect()
     assert [function() for function in functions] == [None] * 2
-
-
-def test_views_of_a_state_that_lasts_are_forgotten():
-    def read_often(state):
-        for i in range(100):
-            state[:, i % 8].sum()
-        return len(state.memory.tensors) < 20
-
-    assert _run(read_often)[0] == (True, True)
 
 
 def test_fields_in_reference_cycles_do_not_refuse_a_change_in_place():
@@ -341,10 +303,10 @@ def test_what_is_written_to_arrays_is_not_lost():
     assert _run(write)[0] == ((7.0, SHAPE),) * 2
 
 
-@pytest.mark.parametrize("read", [torch.from_dlpack, np.from_dlpack])
-@pytest.mark.parametrize("field", [torch.clone, lambda x: x[:, :, :1]])
-def test_memory_that_is_a_copy_is_not_shared(read, field):
-    _refuses(lambda x: read(field(x)), "memory of a tensor.*numpy")
+def test_memory_that_is_a_copy_is_not_shared():
+    for read in (torch.from_dlpack, np.from_dlpack):
+        for field in (torch.clone, lambda x: x[:, :, :1]):
+            _refuses(lambda x, read=read, f=field: read(f(x)), "memory of a tensor.*numpy")
 
 
 def test_a_value_in_a_text_can_be_planned():

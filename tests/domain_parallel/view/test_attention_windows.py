@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from credit_dp.cli.compose import Composer
-from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_view, plan_report
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check, rows_sent
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, case, check
 from tests.ranks import on_threads
 
 
@@ -55,28 +53,23 @@ def _dilated(height, size):
 ORDERS = [_in_order, _shifted, _dilated]
 
 
+# Of the last but one there are fewer windows than ranks.
+HEIGHTS_AND_SIZES = [(48, 8), (46, 4), (25, 6), (13, 3), (10, 6), (7, 7)]
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("height", "size"),
-    [
-        (48, 8),
-        (46, 4),
-        (25, 6),
-        (13, 3),
-        (10, 6),  # fewer windows than ranks
-        (7, 7),
-    ],
-)
-def test_attention_in_windows_is_that_of_the_globe(order, height, size, ranks):
-    check(partial(_by_index, order, size), (2, CHANNELS, height, COLUMNS), ranks)
+def test_attention_in_windows_is_that_of_the_globe(order, ranks):
+    for height, size in HEIGHTS_AND_SIZES:
+        with case((height, size)):
+            check(partial(_by_index, order, size), (2, CHANNELS, height, COLUMNS), ranks)
 
 
 def test_bands_move_to_the_nearest_windows():
     # Bands of 12 rows become 16, 8, 16 and 8, and what is added to them moves back.
-    sent = on_threads(4, rows_sent, lambda m, x: x + _attend(x, 8), (2, CHANNELS, 48, COLUMNS))
-    assert [forward for forward, _ in sent] == [4, 4, 4, 4]
-    assert sum(backward for _, backward in sent) == 16
+    sent = check(lambda m, x: x + _attend(x, 8), (2, CHANNELS, 48, COLUMNS), 4)
+    assert [forward for (forward, _), _ in sent] == [4, 4, 4, 4]
+    assert sum(backward for _, (backward, _) in sent) == 16
 
 
 def test_shifted_windows_stay_with_the_rows_that_they_are_added_to():
@@ -87,9 +80,10 @@ def test_shifted_windows_stay_with_the_rows_that_they_are_added_to():
     # rank, and two of the last one, belong to windows of the rank before: to attention, and to be
     # added to its result. Then each rank sends the three rows by which windows are shifted, and
     # their results back. At the end outputs get the bands of inputs.
-    sent = on_threads(4, rows_sent, blocks, (2, CHANNELS, 45, COLUMNS))
-    assert [forward for forward, _ in sent] == [3 + 3, 3 + 3 + 1, 1 + 1 + 3 + 3 + 2, 2 + 2 + 3 + 3]
-    assert sum(backward for _, backward in sent) == 33
+    sent = check(blocks, (2, CHANNELS, 45, COLUMNS), 4)
+    expected = [3 + 3, 3 + 3 + 1, 1 + 1 + 3 + 3 + 2, 2 + 2 + 3 + 3]
+    assert [forward for (forward, _), _ in sent] == expected
+    assert sum(backward for _, (backward, _) in sent) == 33
 
 
 def _in_windows(size, m, x):
@@ -103,36 +97,34 @@ def _in_windows(size, m, x):
     return y.transpose(2, 3).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("height", "columns", "size"),
-    [(6, 8, (3, 2)), (7, 12, (7, 3)), (10, 8, (5, 4)), (8, 10, (4, 1)), (6, 18, (2, 2))],
-)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_windows_of_rows_and_columns_are_those_of_the_globe(height, columns, size, ranks):
-    check(partial(_in_windows, size), (2, CHANNELS, height, columns), ranks)
+def test_windows_of_rows_and_columns_are_those_of_the_globe(ranks):
+    for height, columns, size in [
+        (6, 8, (3, 2)), (7, 12, (7, 3)), (10, 8, (5, 4)), (8, 10, (4, 1)), (6, 18, (2, 2))
+    ]:  # fmt: skip
+        with case((height, columns, size)):
+            check(partial(_in_windows, size), (2, CHANNELS, height, columns), ranks)
 
 
 def test_few_windows_of_rows_move_to_columns_and_back():
     # There is not a window of rows for each of three ranks, but one of columns: 2/3 of the six rows
     # move there, and back. Channels, though more, would move again to be mixed.
-    sent = on_threads(3, rows_sent, partial(_in_windows, (3, 2)), (2, CHANNELS, 6, 6))
-    assert [forward for forward, _ in sent] == pytest.approx([2 * 2 * 2 / 3] * 3)
-    assert sum(backward for _, backward in sent) == pytest.approx(2 * 6 * 2 / 3)
+    sent = check(partial(_in_windows, (3, 2)), (2, CHANNELS, 6, 6))
+    assert [forward for (forward, _), _ in sent] == pytest.approx([2 * 2 * 2 / 3] * 3)
+    assert sum(backward for _, (backward, _) in sent) == pytest.approx(2 * 6 * 2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("bands", "unit", "expected"),
-    [
+def test_bounds_move_to_the_nearest_multiples_that_are_as_even():
+    for bands, unit, expected in [
         ((25,) * 8, 10, (30, 20, 30, 20, 30, 20, 30, 20)),
         ((12, 11), 6, (12, 11)),
         # Balanced if the nearest bounds would leave a rank without any, or give one more.
         ((2, 18), 5, (10, 10)),
         ((14, 6, 10), 5, (10, 10, 10)),
         ((7, 7, 6), 9, (9, 9, 2)),
-    ],
-)
-def test_bounds_move_to_the_nearest_multiples_that_are_as_even(bands, unit, expected):
-    assert RowPartition.from_sizes(list(bands)).moved_to_multiples_of(unit).sizes == expected
+    ]:
+        moved = RowPartition.from_sizes(list(bands)).moved_to_multiples_of(unit)
+        assert moved.sizes == expected, bands
 
 
 def _send_in_planned_bands(manager, model, x):
@@ -149,7 +141,12 @@ def _send_in_planned_bands(manager, model, x):
 
 
 @pytest.mark.parametrize(
-    ("height", "bands"), [(46, (24, 22)), (70, (24, 24, 22)), (94, (24, 24, 24, 22))]
+    ("height", "bands"),
+    [
+        (70, (24, 24, 22)),
+        pytest.param(46, (24, 22), marks=pytest.mark.exhaustive),
+        pytest.param(94, (24, 24, 24, 22), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_planned_bands_end_where_padded_windows_do(height, bands):
     def blocks(m, x):
@@ -213,13 +210,12 @@ def test_a_refused_model_leaves_no_bands():
     assert manager.bands.planned_partitions == ()
 
 
-@pytest.mark.parametrize("height", [25, 13])
-def test_bands_stay_balanced_where_windows_would_make_them_uneven(height):
-    shape = (2, CHANNELS, height, COLUMNS)
+def test_bands_stay_balanced_where_windows_would_make_them_uneven():
+    shape = (2, CHANNELS, 25, COLUMNS)
     manager = counting_manager(4)
     model = Model(partial(_by_index, _in_order, 6))
     decision = decide_view(model, manager, [shape], Wanted(limit=None), ["as the test wants"])
-    assert decision.bands == (RowPartition.balanced(height, 4),)
+    assert decision.bands == (RowPartition.balanced(25, 4),)
 
 
 def _sent_bytes(plan):
@@ -227,10 +223,14 @@ def _sent_bytes(plan):
     return sum(part.bytes for part in (*plan.forward, *plan.backward))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"), [("unet_base", 1.11), ("pangu_base", 1.0), ("crossformer_base", 1.31)]
 )
 def test_presets_send_little_more_than_their_layers(name, most):
+    from credit_dp.cli.compose import Composer
+    from credit_dp.costs.budget import model_and_shape
+
     options = [f"model={name}", "data.grid=721x1440", "model.activation_checkpointing=false"]
     config = Composer("train").compose_config(options)
     config = replace(config, data=replace(config.data, batch_size=1))

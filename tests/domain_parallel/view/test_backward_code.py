@@ -143,7 +143,9 @@ class Model(nn.Module):
 
 # The model runs without gradients first, to see whether it is random.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 4))]
+)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_equals_the_unsharded_model(name, ranks):
     _check(lambda: Model(BLOCKS[name]()), ranks)
@@ -195,14 +197,11 @@ def _backward_hook(model, x):
     return x
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_the_plan_runs_code_in_backward():
+    for function, message in (
         (lambda m, x: Fails.apply(x), r"test_backward_code.py:\d+: .*no gradient here"),
         (_backward_hook, r"test_backward_code.py:\d+: stride: the memory"),
-    ],
-)
-def test_the_plan_runs_code_in_backward(function, message):
-    manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
-    with pytest.raises(UserError, match=message):
-        convert_to_domain_parallel(Model(None, function), manager, input_shape=(2, 3, 11, 8))
+    ):
+        manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))
+        with pytest.raises(UserError, match=message):
+            convert_to_domain_parallel(Model(None, function), manager, input_shape=(2, 3, 11, 8))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
-from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.errors import UserError
+from tests.domain_parallel.view.functions import compute_on_bands
 from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 3, 7, 8)
-RANKS = 2
+RANKS = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _compare(model, call, prepare, shape, ranks):
 
     def on_rank(manager):
         converted = copy.deepcopy(model)
-        attach_view(converted, manager, (shape,))
+        compute_on_bands(converted, manager, (shape,))
         converted = prepare(converted)
         local_x = shard_tensor(x, manager=manager).clone().requires_grad_()
         local = call(converted, local_x)
@@ -190,9 +190,9 @@ def test_equals_the_unsharded_model(name):
     compare(Model(forward), call)
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(3, 3), (5, 4)])
-def test_few_rows(rows, ranks):
-    compare(Model(), lambda m, x: [m(x)], shape=(1, 3, rows, 8), ranks=ranks)
+def test_few_rows():
+    for rows, ranks in ((3, 3), (5, 4)):
+        compare(Model(), lambda m, x: [m(x)], shape=(1, 3, rows, 8), ranks=ranks)
 
 
 def _add_root_hooks(model):
@@ -228,9 +228,9 @@ def test_a_model_in_the_view_may_be_part_of_another_one():
 
     def on_rank(manager):
         inner = copy.deepcopy(model)
-        attach_view(inner, manager, (SHAPE,))
+        compute_on_bands(inner, manager, (SHAPE,))
         outer = Outer(inner)
-        attach_view(outer, manager, (SHAPE,))
+        compute_on_bands(outer, manager, (SHAPE,))
         band = shard_tensor(x, manager=manager)
         return outer(band).detach(), inner(band).detach()
 
@@ -253,18 +253,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_fields_that_enter_or_leave_unseen(name):
-    forward, call, message = REFUSED[name]
+def test_refuses_fields_that_enter_or_leave_unseen():
+    for name, (forward, call, message) in REFUSED.items():
 
-    def on_rank(manager):
-        model = Model(forward)
-        attach_view(model, manager, (SHAPE,))
-        call(model, shard_tensor(torch.randn(SHAPE), manager=manager))
+        def on_rank(manager, forward=forward, call=call):
+            model = Model(forward)
+            compute_on_bands(model, manager, (SHAPE,))
+            call(model, shard_tensor(torch.randn(SHAPE), manager=manager))
 
-    with pytest.raises(RankError, match=message) as error:
-        on_threads(RANKS, on_rank)
-    assert isinstance(error.value.__cause__, UserError)
+        with pytest.raises(RankError) as error:
+            on_threads(RANKS, on_rank)
+        assert message in str(error.value), name
+        assert isinstance(error.value.__cause__, UserError), name
 
 
 def test_a_model_that_failed_can_run_again():
@@ -273,14 +273,14 @@ def test_a_model_that_failed_can_run_again():
 
     def on_rank(manager):
         model = Model(fail)
-        attach_view(model, manager, (SHAPE,))
+        compute_on_bands(model, manager, (SHAPE,))
         x = shard_tensor(torch.randn(SHAPE), manager=manager)
         with pytest.raises(ValueError, match=r"^$"):
             model(x)
         model.function = None
         return model(x).shape
 
-    assert on_threads(RANKS, on_rank) == [(2, 3, 4, 8), (2, 3, 3, 8)]
+    assert on_threads(RANKS, on_rank) == [(2, 3, rows, 8) for rows in (3, 2, 2)]
 
 
 def test_a_mapping_that_forbids_changes_is_planned():
@@ -316,7 +316,9 @@ def test_a_band_with_other_channels_is_refused_beside_one_that_fits():
         on_threads(3, _call_with_other_channels)
 
 
-@pytest.mark.parametrize("rows", [3, 4, 7])
+@pytest.mark.parametrize(
+    "rows", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 7))]
+)
 def test_a_planned_field_of_one_row_is_whole_beside_bands_of_one_row(rows):
     x, row = torch.randn(2, 3, rows, 8), torch.randn(2, 5, 1, 8)
 

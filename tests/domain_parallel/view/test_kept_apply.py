@@ -7,6 +7,7 @@ Python, since then in C. The ranks are threads, which convert their models at th
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,7 @@ def main() -> None:
     assert report.passed, report
 
 
+@pytest.mark.slow
 def test_a_kept_apply_has_gradients_where_the_model_has_them():
     code = f"from {__name__} import main; main()"
     done = subprocess.run(

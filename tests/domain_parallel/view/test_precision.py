@@ -1,9 +1,8 @@
-"""Functions on bands in half precision and under autocast, and what rules keep of their call."""
+"""Functions on bands in half precision and under autocast."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from torch import nn
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype
 from credit_dp.domain_parallel.view import norms, reductions
-from credit_dp.domain_parallel.view.attach import attach_view
-from credit_dp.domain_parallel.view.function_rules import NoRuleError
-from credit_dp.domain_parallel.view.layers import call_layer
-from credit_dp.errors import UserError
+from tests.domain_parallel.view.functions import case, compute_on_bands
 from tests.ranks import DEVICE, on_threads
 
 SHAPE = (1, 3, 13, 6)
@@ -35,7 +31,7 @@ class _Model(nn.Module):
 def _run_band(manager, function, x):
     """Return a rank's output, and its band's gradient if it has one."""
     model = _Model(function)
-    attach_view(model, manager, [tuple(x.shape)])
+    compute_on_bands(model, manager, [tuple(x.shape)])
     local = shard_tensor(x.detach(), manager=manager).clone().requires_grad_()
     y = model(local)
     if y.requires_grad:  # each rank's loss is its share of the globe's
@@ -64,33 +60,34 @@ WIDENED = {
 KEEP_THEIR_TYPE = ("sum of a type", "mean", "nansum")
 
 
-@pytest.mark.parametrize("name", WIDENED)
-def test_autocast_on_gpus_widens_sums_and_norms_over_rows(name, monkeypatch):
+def test_autocast_on_gpus_widens_sums_and_norms_over_rows(monkeypatch):
     for module in (reductions, norms):
         monkeypatch.setattr(module, "cast_for_autocast", lambda x: x.to(accumulation_dtype(x)))
     torch.manual_seed(0)
     x = torch.randn(SHAPE).bfloat16()
-    outputs, _ = _on_ranks(WIDENED[name], x)
-    y = outputs[0] if name != "layer norm" else torch.cat(outputs, -2)
-    is_kept = name in KEEP_THEIR_TYPE
-    assert y.dtype == (torch.bfloat16 if is_kept else torch.float32)
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if is_kept else {"rtol": 1e-5, "atol": 1e-5}
-    expected = WIDENED[name](x if is_kept else x.float())
-    torch.testing.assert_close(y, expected, **tolerance)
+    for name, function in WIDENED.items():
+        with case(name):
+            outputs, _ = _on_ranks(function, x)
+            y = outputs[0] if name != "layer norm" else torch.cat(outputs, -2)
+            is_kept = name in KEEP_THEIR_TYPE
+            assert y.dtype == (torch.bfloat16 if is_kept else torch.float32)
+            tolerance = 1e-2 if is_kept else 1e-5
+            expected = function(x if is_kept else x.float())
+            torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("size", [1, (2, 3)])
-def test_autocast_leaves_an_average_to_few_rows_as_it_is(size):
+def test_autocast_leaves_an_average_to_few_rows_as_it_is():
     torch.manual_seed(0)
     x = torch.randn(SHAPE)
 
-    def average(x):
+    def average(x, size):
         with torch.autocast(DEVICE, torch.bfloat16):
             return F.adaptive_avg_pool2d(x, size)
 
-    (y, *_), _ = _on_ranks(average, x)
-    assert y.dtype == torch.float32
-    torch.testing.assert_close(y, F.adaptive_avg_pool2d(x, size))
+    for size in (1, (2, 3)):
+        (y, *_), _ = _on_ranks(partial(average, size=size), x)
+        assert y.dtype == torch.float32, size
+        torch.testing.assert_close(y, F.adaptive_avg_pool2d(x, size))
 
 
 def test_an_average_of_halves_to_one_row_is_rounded_once():
@@ -109,13 +106,14 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize("name", SPREADS)
-def test_the_variance_of_halves_keeps_its_digits_beside_a_large_mean(name):
+def test_the_variance_of_halves_keeps_its_digits_beside_a_large_mean():
     torch.manual_seed(0)
     x = (280.5 + 2 * torch.randn(1, 3, 64, 16)).bfloat16()
-    (y, *_), _ = _on_ranks(SPREADS[name], x)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y, SPREADS[name](x.float()).bfloat16())
+    for name, spread in SPREADS.items():
+        with case(name):
+            (y, *_), _ = _on_ranks(spread, x)
+            assert y.dtype == torch.bfloat16
+            torch.testing.assert_close(y, spread(x.float()).bfloat16())
 
 
 def test_the_root_of_a_large_variance_of_halves_is_finite():
@@ -154,38 +152,15 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", DROPOUTS)
-def test_a_dropout_that_drops_nothing_returns_its_argument(name):
-    def add_in_place(x):
+def test_a_dropout_that_drops_nothing_returns_its_argument():
+    def add_in_place(x, dropout):
         x = x + 0
-        y = DROPOUTS[name](x)
+        y = dropout(x)
         y += 1
         return x + y
 
     x = torch.randn(SHAPE)
-    outputs, _ = _on_ranks(add_in_place, x)
-    torch.testing.assert_close(torch.cat(outputs, -2), 2 * (x + 1))
-
-
-def test_a_call_without_a_layer_keeps_no_tensors_alive():
-    settings = {"output_size": (1, 4), "return_indices": True}
-
-    def run(manager):
-        fields = []
-
-        def pool_columns(x):
-            y = x * 1
-            fields.append(weakref.ref(y))
-            with pytest.raises(NoRuleError):
-                call_layer(nn.Identity(), y.transpose(2, 3), nn.AdaptiveMaxPool2d, settings)
-            return y + 1
-
-        model = _Model(pool_columns)
-        view = attach_view(model, manager, [SHAPE])
-        with torch.no_grad():
-            model(shard_tensor(torch.randn(SHAPE), manager=manager))
-        gc.collect()
-        assert [type(layer) for layer in view.layers.values()] == [UserError]
-        return fields[0]() is None
-
-    assert all(on_threads(2, run))
+    for name, dropout in DROPOUTS.items():
+        with case(name):
+            outputs, _ = _on_ranks(partial(add_in_place, dropout=dropout), x)
+            torch.testing.assert_close(torch.cat(outputs, -2), 2 * (x + 1))

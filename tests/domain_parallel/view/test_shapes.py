@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from math import prod
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.function_rules import NoRuleError
-from credit_dp.domain_parallel.view.indexing import keep_range, ranges_of, take_rows
+from credit_dp.domain_parallel.view.indexing import ranges_of, take_rows
 from credit_dp.domain_parallel.view.shapes import view_layout
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, Layout, cut, whole
 
@@ -44,7 +42,7 @@ def reshapes(draw):
     return shape, new, draw(st.sampled_from(range(len(shape))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(reshapes(), st.sampled_from([1, 2]), st.sampled_from([2, 3]))
 def test_the_part_of_a_reshaped_tensor_is_the_part_reshaped(case, outer, ranks):
     shape, new, dim = tuple(case[0]), tuple(case[1]), case[2]
@@ -66,23 +64,15 @@ def test_the_part_of_a_reshaped_tensor_is_the_part_reshaped(case, outer, ranks):
         assert torch.equal(cut(x, layout, view).reshape(expected.shape), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "outer", "new", "expected"),
-    [
+def test_layouts_of_usual_views():
+    for shape, dim, outer, new, expected in [
         ((2, 3, 12, 8), 2, 1, (2, 3, 96), (2, 1, 96, 1)),  # tokens
         ((2, 3, 12, 8), 2, 1, (2, 3, 3, 4, 8), (2, 1, 3, 4)),  # windows
         ((2, 12, 8), 1, 1, (24, 8), (0, 2, 12, 1)),  # rows in the batch
         ((24, 8), 0, 2, (2, 12, 8), (1, 1, 12, 1)),  # and out of it again
-    ],
-)
-def test_layouts_of_usual_views(shape, dim, outer, new, expected):
-    layout, unit = view_layout(shape, Layout(dim, outer, RowPartition.balanced(12, 2)), new)
-    assert (layout.dim, layout.outer, layout.partition.height, unit) == expected
-
-
-def test_rows_that_are_spread_have_no_layout():
-    with pytest.raises(NoRuleError):
-        view_layout((2, 3, 10, 8), Layout(2, 1, RowPartition.balanced(10, 2)), (2, 3, 16, 5))
+    ]:
+        layout, unit = view_layout(shape, Layout(dim, outer, RowPartition.balanced(12, 2)), new)
+        assert (layout.dim, layout.outer, layout.partition.height, unit) == expected, new
 
 
 @given(st.lists(st.integers(-1, 9), max_size=12))
@@ -96,45 +86,19 @@ def test_ranges_have_the_indices_that_they_are_made_of(indices):
     assert flat == indices
 
 
-def test_ranges_are_the_longest():
-    assert ranges_of([-1, -1, 3, 4, 5, 1, 0, 7]) == (
-        RowRange(0, 2, zero_filled=True),
-        RowRange(3, 6),
-        RowRange(0, 2, flipped=True),
-        RowRange(7, 8),
-    )
-
-
 def _global(x, view, rows_dim=0):
     layout = Layout(rows_dim, 1, view.manager.partition(x.shape[rows_dim]))
     return GlobalTensor(cut(x, layout, view), layout, view)
 
 
-def test_a_slice_keeps_rows_where_they_are_unless_that_is_uneven():
-    x = torch.arange(24).reshape(12, 2)
-    parts = [keep_range(_global(x, _view(3, rank)), range(1, 11)) for rank in range(3)]
-    assert [part.rows.partition.sizes for part in parts] == [(3, 4, 3)] * 3
-    assert torch.equal(torch.cat([part.local for part in parts]), x[1:11])
-    assert keep_range(_global(x, _view(3)), range(5)) is None
-
-
-def test_a_slice_of_few_rows_of_an_image_stays_with_the_ranks_that_have_them():
-    x = torch.arange(24.0).reshape(1, 1, 12, 2)
-    parts = [keep_range(_global(x, _view(3, rank), 2), range(3, 7, 2)) for rank in range(3)]
-    assert [part.rows.partition.sizes for part in parts] == [(1, 1, 0)] * 3
-    assert torch.equal(torch.cat([part.local for part in parts], 2), x[:, :, 3:7:2])
-    # Of tokens all ranks get them.
-    assert keep_range(_global(x[0, 0], _view(3)), range(2)) is None
-
-
-@pytest.mark.parametrize("indices", [[0, 2, 4, 6, 8], [7, 6, 5, 5, 0], [3, -1, 4, -1], [2]])
-def test_taken_rows_are_those_of_the_globe(indices):
+def test_taken_rows_are_those_of_the_globe():
     x = torch.randn(9, 2)
-    expected = torch.stack([x[i] if i >= 0 else torch.zeros(2) for i in indices])
-    world = ThreadWorld(3)
+    for indices in ([0, 2, 4, 6, 8], [7, 6, 5, 5, 0], [3, -1, 4, -1], [2]):
+        expected = torch.stack([x[i] if i >= 0 else torch.zeros(2) for i in indices])
+        world = ThreadWorld(3)
 
-    def take(rank):
-        return whole(take_rows(_global(x, _view(3, rank, world)), indices))
+        def take(rank, indices=indices, world=world):
+            return whole(take_rows(_global(x, _view(3, rank, world)), indices))
 
-    for result in ThreadRanks(world, 60.0).run(take):
-        assert torch.equal(result, expected)
+        for result in ThreadRanks(world, 60.0).run(take):
+            assert torch.equal(result, expected), indices

@@ -16,6 +16,7 @@ from credit_dp.config import OwnModelConfig
 from credit_dp.models.segments import Segment, SegmentedModel
 from tests.domain_parallel.equality import Clip
 from tests.ranks import on_processes
+from tests.tier_cases import every, tiers
 from tests.training.meshes import (
     HALF_WAY,
     ONE,
@@ -214,23 +215,20 @@ def _resume_in_view(manager, config, path):
     return in_view(manager, config, train_from_checkpoint, path)
 
 
-MESHES = [
-    pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow),
-    pytest.param(Mesh(1, 1, 3), marks=pytest.mark.slow),
-    pytest.param(Mesh(1, 2, 2), marks=pytest.mark.slow),
-    pytest.param(Mesh(1, 2, 2, "fsdp2"), marks=pytest.mark.slow),
-    pytest.param(Mesh(1, 1, 2, "fsdp2"), marks=pytest.mark.slow),
-]
+MESHES = tiers(
+    [],
+    [(Mesh(1, 1, 3),), (Mesh(1, 2, 2, "fsdp2"),)],
+    [(Mesh(1, 1, 2),), (Mesh(1, 2, 2),), (Mesh(1, 1, 2, "fsdp2"),)],
+)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_ten_steps_are_those_of_one_process(reference, mesh):
     config, expected = reference(of_batch=mesh.data == 1)
     assert_same_trajectory(trained(mesh, config), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [Mesh(2, 1, 2), Mesh(2, 1, 2, "fsdp2")], ids=str)
+@pytest.mark.parametrize("mesh", tiers([], [(Mesh(2, 1, 2),)], [(Mesh(2, 1, 2, "fsdp2"),)]))
 def test_pipelines_train_as_one_process(store, tmp_path, mesh):
     config = make_config(store, tmp_path, InSegmentsConfig(), steps=3)
     # A pipeline of two ranks has two micro-batches, on which the clipped gradient depends.
@@ -239,10 +237,7 @@ def test_pipelines_train_as_one_process(store, tmp_path, mesh):
     assert_same_trajectory(trained(mesh, config), expected)
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(Mesh(1, 1, 2), marks=pytest.mark.slow), ONE], ids=str
-)
-def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path, mesh):
+def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path):
     config = make_config(store, tmp_path, ComplexConfig(), steps=3)
     expected = run_on_mesh(ONE, train_from_start, config, None)
     assert np.iscomplexobj(expected[1]["filter"])
@@ -251,28 +246,28 @@ def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path, me
     start = Complex(expected[1]["stem.weight"].shape[1], 1).filter.detach().cpu()
     moved = expected[1]["filter"] - start.numpy()
     assert 1e-4 < np.abs(moved.imag).max() < 0.1
-    assert_same_trajectory(trained(mesh, config), expected)
+    assert_same_trajectory(trained(Mesh(1, 1, 3), config), expected)
 
 
 CHANGES = {
+    "recomputed model": {"checkpoint_activations": True, "rollout": {0: 2}, "steps": 3},
     "accumulation": {"accumulate": 2, "steps": 3},
     "rollout": {"rollout": {0: 2}, "steps": 3},
-    "recomputed model": {"checkpoint_activations": True, "rollout": {0: 2}, "steps": 3},
+    "recomputed reentrantly": {"recompute": "reentrant", "steps": 3},
     "recomputed children": {"checkpoint_activations": "blocks", "rollout": {0: 2}, "steps": 3},
     "recomputed blocks": {"recompute": "saved", "steps": 3},
-    "recomputed reentrantly": {"recompute": "reentrant", "steps": 3},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", every(3, CHANGES, pytest.mark.exhaustive))
 def test_options_of_the_trainer(reference, name):
     config, expected = reference(**CHANGES[name])
     assert_same_trajectory(trained(Mesh(1, 1, 2), config), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_average_of_weights(reference):
     config, _ = reference()
     optimizer = replace(config.optimizer, ema=0.9)
@@ -281,8 +276,7 @@ def test_the_average_of_weights(reference):
     assert_same_trajectory(trained(Mesh(1, 1, 2), config), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [ONE, Mesh(1, 1, 3)], ids=str)
+@pytest.mark.parametrize("mesh", tiers([], [(Mesh(1, 1, 3),)], [(ONE,)]))
 def test_resumes_on_other_ranks(reference, mesh, tmp_path):
     config, (numbers, weights) = reference()
     trained(Mesh(1, 1, 2), config, tmp_path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
+import re
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -21,13 +22,16 @@ from credit_dp.domain_parallel import (
     shard_tensor,
     verify_domain_parallel,
 )
-from credit_dp.domain_parallel.decide import assumption_line
+from credit_dp.domain_parallel.decide import assumption_line, counting_manager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view import running
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import Clip
+from tests.domain_parallel.view.function_tables import FAMILIES
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, Model
 from tests.ranks import DEVICE, cpu_only, on_processes
+from tests.tier_cases import every, tiers
 
 WIDTH = 8
 
@@ -82,75 +86,8 @@ class _Model(nn.Module):
         return self.head(self.function(self, x))
 
 
-def _tokens(x):
-    return x.flatten(2).transpose(1, 2)
-
-
-def _attend(model, x):
-    tokens = _tokens(x)
-    tokens = tokens + model.attention(tokens, tokens, tokens)[0]
-    return tokens.transpose(1, 2).reshape(x.shape)
-
-
-def _change_in_place(model, x):
-    y = x[:, :4]
-    y.mul_(2)
-    x = x + 0
-    x[:, 4:] = x[:, 4:] * 3
-    x.add_(1)
-    return F.relu(x, inplace=True)
-
-
-def _index(model, x):
-    x = x[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])]
-    x = x[:, :, ::2].repeat_interleave(2, 2)[:, :, : x.shape[2]]
-    return x * (x > 0) + x[:, :, 3:4] + x[:, :, -1][:, :, None]
-
-
-def _assign_by_index(model, x):
-    x = x.clone()
-    x[:, torch.tensor([0, 2])] = 0
-    x[:, :, 1] = 1
-    return x
-
-
-def _einsum(model, x):
-    scores = torch.einsum("bchw,bcgw->bhg", x, x).softmax(-1)
-    return torch.einsum("bhg,bcgw->bchw", scores, x)
-
-
-def _grid_sample(model, x):
-    height, width = x.shape[-2:]
-    axes = [torch.linspace(-1, 1, n, dtype=x.dtype) for n in (width, height)]
-    grid = torch.stack(torch.meshgrid(*axes, indexing="xy"), -1)
-    return F.grid_sample(x, grid.expand(len(x), -1, -1, -1) * 0.9, align_corners=True)
-
-
-def _shifted_windows(model, x):
-    batch, channels, height, width = x.shape
-    size = 4
-    padded = math.ceil(height / size) * size
-    count, columns = padded // size, width // size
-    y = torch.roll(F.pad(x, (0, 0, 0, padded - height)), -2, 2)
-    y = y.view(batch, channels, count, size, columns, size).permute(0, 2, 4, 3, 5, 1)
-    y = y.reshape(-1, size * size, channels)
-    y = y + F.scaled_dot_product_attention(y, y, y)
-    y = y.view(batch, count, columns, size, size, channels).permute(0, 5, 1, 3, 2, 4)
-    return torch.roll(y.reshape(batch, channels, padded, width), 2, 2)[:, :, :height] + x
-
-
-def _mixed_sizes(model, x):
-    small = F.conv2d(F.avg_pool2d(x, 2), model.block.conv.weight, padding=1)
-    small = F.interpolate(small, size=x.shape[-2:], mode="bilinear")
-    y = F.pad(x + small, (1, 1, 0, 0), mode="circular")
-    y = F.pad(y, (0, 0, 1, 1), mode="reflect")[..., 1:-1, 1:-1]
-    return y.flip(-2) + torch.roll(y, 3, -2)
-
-
-def _class_token(model, x):
-    tokens = torch.cat([x.mean((2, 3))[:, None], _tokens(x)], 1)
-    tokens = tokens + F.scaled_dot_product_attention(tokens, tokens, tokens)
-    return tokens[:, 1:].transpose(1, 2).reshape(x.shape) * tokens[:, 0, :, None, None]
+def _filter(model, x):
+    return torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]) * x
 
 
 # Taken when the module is imported, as models of other packages do.
@@ -170,9 +107,11 @@ def _flip(x: torch.Tensor, factor: int) -> torch.Tensor:
     return x.flip(2) * factor
 
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit.script")  # a DeprecationWarning or FutureWarning
-    _scripted = torch.jit.script(_flip)
+@cache
+def _scripted():
+    with warnings.catch_warnings():  # a DeprecationWarning or FutureWarning
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        return torch.jit.script(_flip)
 
 
 def _penalty(model, x):
@@ -255,20 +194,11 @@ def _checkpoint_within(model, x):
     return checkpoint(outer, x, use_reentrant=False)
 
 
-def _use_strides(model, x):
-    return x * x.stride(0) * x.permute(0, 2, 3, 1).stride()[1] * x.mean(2).stride(1)
-
-
-def _prelu_of_rows(model, x):
-    slopes = torch.linspace(0, 1, x.shape[2], dtype=x.dtype)
-    return F.prelu(x.transpose(1, 2), slopes).transpose(1, 2)
-
-
 FUNCTIONS = {
     "clipped gradients of a field": lambda m, x: _clip_gradient(x.flip(2)) * x,
     "clipped gradients": lambda m, x: Clip.apply(x) * Clip.apply(m.linear.bias)[:, None, None],
     "custom operator": lambda m, x: _clip(x) * _clip(m.linear.bias)[:, None, None],
-    "scripted function": lambda m, x: _scripted(x, factor=3) + x,
+    "scripted function": lambda m, x: _scripted()(x, factor=3) + x,
     "vmap of parameters": lambda m, x: x * torch.vmap(lambda y: y * 2)(m.linear.bias).sum(),
     "autograd.grad": _penalty,
     "autograd.grad of layers": _penalty_of_layers,
@@ -278,53 +208,31 @@ FUNCTIONS = {
     "hooks of tensors without rows": _hook_tensors_without_rows,
     "hooks of modules": _hook_modules,
     "checkpoint within another": _checkpoint_within,
-    "strides": _use_strides,
     "checkpoint": lambda m, x: checkpoint(m.block, x, use_reentrant=False),
     "reentrant checkpoint": lambda m, x: checkpoint(m.block, x, use_reentrant=True),
     "autograd function": lambda m, x: _Square.apply(m.block(x)),
-    "multihead attention": _attend,
-    "fft": lambda m, x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]) * x,
-    "in place": _change_in_place,
-    "index": _index,
-    "assign": _assign_by_index,
-    "cumsum and sort": lambda m, x: x.cumsum(2) * 0.1 + x.sort(2)[0],
-    "where": lambda m, x: torch.where(x > x.mean((2, 3), keepdim=True), x, x.amax(2, keepdim=True)),
-    "where by keywords": lambda m, x: torch.where(
-        condition=x > x.mean(), input=x, other=x.sum(2, True)
-    ),
-    "einsum": _einsum,
-    "unfold": lambda m, x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1),
-    "grid_sample": _grid_sample,
-    "shifted windows": _shifted_windows,
-    "normalize": lambda m, x: (
-        F.normalize(x.flatten(2), dim=2).view(x.shape) + F.normalize(x, dim=1)
-    ),
-    "std": lambda m, x: (x - x.mean()) / x.std() + x.std(False) + x.var((2, 3), keepdim=True),
-    "linalg.norm": lambda m, x: x / torch.linalg.norm(x, 3, 2, True),
-    "linear over tokens": lambda m, x: m.linear(_tokens(x)).transpose(1, 2).reshape(x.shape),
-    "mixed sizes": _mixed_sizes,
-    "class token": _class_token,
-    "stack": lambda m, x: torch.stack([x, x.flip(2)], 1).sum(1) + torch.cat([x, x], 2)[:, :, ::2],
-    "prelu": lambda m, x: (
-        F.prelu(x.flatten(2).transpose(0, 1), m.linear.bias[:2]).transpose(0, 1).reshape(x.shape)
-    ),
-    "prelu of rows": _prelu_of_rows,
 }
-HEIGHTS = (13, 14, 17)
 
 
 # The model runs without gradients first, to see whether it is random.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     "trains",
-    [pytest.param(True, id="train"), pytest.param(False, id="eval", marks=pytest.mark.slow)],
+    [pytest.param(True, id="train"), pytest.param(False, id="eval", marks=pytest.mark.exhaustive)],
 )
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equals_the_unsharded_model(name, trains):
-    position = list(FUNCTIONS).index(name)
-    ranks = 2 + (position + trains) % 2
-    shape = (2, 3, HEIGHTS[position % 3], 8)
-    _check(lambda: _Model(FUNCTIONS[name], trains), shape, ranks)
+    _check(lambda: _Model(FUNCTIONS[name], trains))
+
+
+@pytest.mark.parametrize("family", every(3, FAMILIES))
+def test_functions_of_all_families_can_be_planned(family):
+    shape = (2, CHANNELS, HEIGHTS[3], COLUMNS)
+    model = Model(lambda m, x: [f(m, x) for f in FAMILIES[family].values()]).double()
+    decision = decide.decide_view(
+        model, counting_manager(3), [shape], decide.Wanted(limit=None), ["as the test wants"]
+    )
+    assert not decision.problems
 
 
 def _plain_gradient(change, through=torch.sin):
@@ -400,30 +308,13 @@ PLAIN_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN_GRADIENTS)
-def test_gradients_between_plain_tensors(name):
-    _check(lambda: _Model(PLAIN_GRADIENTS[name]), (2, 3, 14, 8), 3)
+def test_gradients_between_plain_tensors():
+    functions = PLAIN_GRADIENTS.values()
+    _check(lambda: _Model(lambda m, x: sum(function(m, x) for function in functions)))
 
 
-def test_gradients_between_plain_tensors_have_the_same_bits_and_need_no_messages():
-    def gradient(model):
-        bias = model.linear.bias * 1
-        bias.register_hook(lambda grad: grad.clamp(max=1) / 3)
-        return torch.autograd.grad(bias.exp().sum(), bias)[0]
-
-    model = _Model(_penalty)
-    expected = gradient(model)
-    view = attached_view(_convert(model))
-    view.loss_factor = 3
-    with running.run_in(view):  # on one rank of two: a message would wait for the other
-        assert torch.equal(gradient(model), expected)
-
-
-def test_equals_the_unsharded_model_on_4_ranks():
-    _check(lambda: _Model(_shifted_windows), (1, 3, 17, 8), 4)
-
-
-def _check(build_model, shape, ranks):
+def _check(build_model, ranks=3):
+    shape = (2, 3, 13, 8)
     report = verify_domain_parallel(build_model, shape, ranks, whole_ops="allow", device=DEVICE)
     assert report.passed, report.worst
 
@@ -447,11 +338,11 @@ def test_scripted_layers_run_whole():
             super().__init__(lambda m, x: m.script(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
             self.script = torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
-    _check(Scripted, (2, 3, 13, 8), 2)
+    _check(Scripted)
 
 
 def test_parameter_names_stay_and_conversion_can_be_undone():
-    model = _Model(FUNCTIONS["fft"])
+    model = _Model(_filter)
     names = list(model.state_dict())
     hooks = _hooks(model)
     converted = _convert(model)
@@ -467,18 +358,13 @@ def test_parameter_names_stay_and_conversion_can_be_undone():
 
 def test_refuses_unless_allowed():
     with pytest.raises(UserError, match="linspace"):
-        _convert(_Model(FUNCTIONS["fft"]), whole_ops="refuse")
-
-
-def test_layers_that_convert_do_without_the_view():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8))
-    assert attached_view(_convert(model)) is None
+        _convert(_Model(_filter), whole_ops="refuse")
 
 
 def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(decide, "dry_run", _recorded(decide.dry_run, tried))
-    _convert(_Model(FUNCTIONS["fft"]), (2, 3, 13, 8))
+    _convert(_Model(_filter), (2, 3, 13, 8))
     assert tried == [0, 1]  # of 7 and 6 rows
 
 
@@ -511,24 +397,20 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
-@pytest.mark.parametrize("name", COMPILED)
-def test_torch_compiles_what_it_does_without_views(name):
-    _convert(_Model(FUNCTIONS["fft"]))
-    x = torch.randn(3, 4, requires_grad=True)
-    compiled = torch.compile(COMPILED[name], backend="eager", fullgraph="traced" not in name)
-    wanted, found = (torch.autograd.grad(f(x).sum(), x)[0] for f in (COMPILED[name], compiled))
-    assert torch.equal(found, wanted)
+def test_torch_compiles_what_it_does_without_views():
+    _convert(_Model(_filter))
+    for name, function in COMPILED.items():
+        x = torch.randn(3, 4, requires_grad=True)
+        compiled = torch.compile(function, backend="eager", fullgraph="traced" not in name)
+        wanted, found = (torch.autograd.grad(f(x).sum(), x)[0] for f in (function, compiled))
+        assert torch.equal(found, wanted), name
 
 
 def _set_data(model, x):
     x.data = x * 2
     return x
-
-
-def test_refuses_to_set_data():
-    with pytest.raises(UserError, match="data: can't be set"):
-        _convert(_Model(_set_data))
 
 
 def _backward(model, x):
@@ -550,46 +432,42 @@ def _hook_old(model, x):
     return model.linear(x.transpose(1, 3)).transpose(1, 3)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
-        (_backward, "backward"),
-        (_hook_old, r"linear \(Linear\), .*: Linear: register_backward_hook"),
-        (_batch_of_gradients, "batches"),
-    ],
-)
-def test_refuses_what_is_not_known_of_gradients(function, message):
-    with pytest.raises(UserError, match=message):
-        _convert(_Model(function))
-
-
 def _scale_by_gradient(model, x):
     gradient = torch.func.grad(lambda weight: (weight * x.mean()).sum())
     return x * gradient(model.linear.bias).sum()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda m, x: torch.vmap(lambda y: y.sin() * 2)(x),
+TRANSFORM = r"torch\.func.*write the batch.*use torch\.autograd\.grad"
+REFUSED = {
+    "data": (_set_data, "data: can't be set"),
+    "strides": (lambda m, x: x * x[:, :, 1:].stride(1), "stride"),
+    "backward": (_backward, "backward"),
+    "old hook": (_hook_old, r"linear \(Linear\), .*: Linear: register_backward_hook"),
+    "batch of gradients": (_batch_of_gradients, "batches"),
+    "vmap": (lambda m, x: torch.vmap(lambda y: y.sin() * 2)(x), TRANSFORM),
+    "vmap of a plain tensor": (
         lambda m, x: x + torch.vmap(lambda weight: weight * x.mean())(m.linear.bias).sum(),
-        lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x),
-        _scale_by_gradient,
-        lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0],
-        lambda m, x: torch.func.jvp(torch.sin, (x,), (x,))[1],
-        lambda m, x: x + torch.func.jacrev(torch.mean)(x),
-        lambda m, x: x + torch.func.jacfwd(torch.mean)(x),
-        lambda m, x: x + torch.func.hessian(torch.mean)(x).mean(),
-    ],
-)
-def test_refuses_transforms_and_names_what_does_the_same(function):
-    with pytest.raises(UserError, match=r"torch\.func.*write the batch.*use torch\.autograd\.grad"):
-        _convert(_Model(function))
+        TRANSFORM,
+    ),
+    "grad": (lambda m, x: torch.func.grad(lambda y: (y**3).sum())(x), TRANSFORM),
+    "grad of a plain tensor": (_scale_by_gradient, TRANSFORM),
+    "vjp": (lambda m, x: torch.func.vjp(torch.sin, x)[1](x)[0], TRANSFORM),
+    "jvp": (lambda m, x: torch.func.jvp(torch.sin, (x,), (x,))[1], TRANSFORM),
+    "jacrev": (lambda m, x: x + torch.func.jacrev(torch.mean)(x), TRANSFORM),
+    "jacfwd": (lambda m, x: x + torch.func.jacfwd(torch.mean)(x), TRANSFORM),
+    "hessian": (lambda m, x: x + torch.func.hessian(torch.mean)(x).mean(), TRANSFORM),
+}
+
+
+def test_refuses_what_can_not_be_as_on_one_process():
+    for name, (function, message) in REFUSED.items():
+        with pytest.raises(UserError) as error:
+            _convert(_Model(function))
+        assert re.search(message, str(error.value)), name
 
 
 def test_other_heights_are_refused():
-    model = _convert(_Model(FUNCTIONS["fft"]))
+    model = _convert(_Model(_filter))
     with pytest.raises(UserError, match="got 5 rows"):
         model(torch.randn(2, 3, 5, 8))
 
@@ -627,13 +505,20 @@ DECIDING = {  # and what a plan assumes, by the order of lines
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("function", DECIDING)
+# A plan runs a loop hundreds of times before it gives up an assumption.
+DECISIONS = [
+    pytest.param(function, marks=pytest.mark.slow) if function is _rescale else function
+    for function in DECIDING
+]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("function", DECISIONS)
 def test_a_model_may_decide_by_values_of_fields(function, ranks):
-    _check(lambda: _Model(function), (2, 3, 13, 8), ranks)
+    _check(lambda: _Model(function), ranks)
 
 
-@pytest.mark.parametrize("function", DECIDING)
+@pytest.mark.parametrize("function", DECISIONS)
 def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
     run = attached_view(_convert(_Model(function))).decision.run
     assert [assumed.value for assumed in run.decisions] == DECIDING[function]
@@ -641,13 +526,11 @@ def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
     assert len(lines) == len(DECIDING[function])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     "function",
     [
         lambda m, x: x + len(torch.where(x > 0)[0]),
-        lambda m, x: x * int((x > 0).sum()),
-        lambda m, x: x + x[x > x.mean()].sum(),
+        lambda m, x: x + x[x > x.mean()].sum() * int((x > 0).sum()),
         pytest.param(
             lambda m, x: x * float(x.detach().numpy().mean()),
             marks=cpu_only("NumPy has no arrays on GPUs"),
@@ -655,11 +538,11 @@ def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
         lambda m, x: x * x.detach().flatten().tolist()[0],
     ],
 )
-def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, ranks, caplog):
+def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, caplog):
     assert attached_view(_convert(_Model(function))).decision.run is None
     assert "costs are not known before training: model (_Model), " in caplog.text
     assert "test_view.py:" in caplog.text
-    _check(lambda: _Model(function), (2, 3, 13, 8), ranks)
+    _check(lambda: _Model(function))
 
 
 def test_a_model_that_fails_in_every_branch_shows_its_first_error():
@@ -696,19 +579,19 @@ class _Decides(nn.Module):
         return self.conv(x) * factor + latitude[:, None]
 
 
-def test_values_that_do_not_depend_on_the_input_may_decide():
-    _check(_Decides, (2, 3, 13, 8), 3)
-
-
-@pytest.mark.parametrize("change", ["before", "after"])
-def test_values_that_change_from_step_to_step_may_decide(change):
-    _check(lambda: _Decides(change), (2, 3, 13, 8), 3)
-
-
-@pytest.mark.parametrize("change", [None, "before", "after"])
-def test_values_may_decide_whose_last_bits_differ_between_ranks(change, monkeypatch):
-    monkeypatch.setattr(running, "SAME_BITS", ())  # as on GPUs
-    _check(lambda: _Decides(change), (2, 3, 13, 8), 3)
+@pytest.mark.parametrize(
+    ("change", "has_same_bits"),
+    tiers(
+        [(None, True), ("before", True), ("after", False)],
+        [],
+        [(None, False), ("before", False), ("after", True)],
+    ),
+)
+def test_values_that_do_not_depend_on_the_input_may_decide(change, has_same_bits, monkeypatch):
+    """Also where they change, and where their last bits differ between ranks, as on GPUs."""
+    if not has_same_bits:
+        monkeypatch.setattr(running, "SAME_BITS", ())
+    _check(lambda: _Decides(change))
 
 
 def test_a_plan_counts_what_ranks_send_to_decide_alike(monkeypatch):
@@ -755,8 +638,8 @@ def test_a_plan_changes_no_tensor_of_the_model():
     _convert(model)
     assert model.count == 0
     assert torch.equal(model.by_name["list"][0], torch.ones(2))
-    _check(_Counts, (2, 3, 13, 8), 2)
-    _check(lambda: _Counts(decide=True), (2, 3, 13, 8), 2)
+    _check(_Counts)
+    _check(lambda: _Counts(decide=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
@@ -777,7 +660,7 @@ def test_functions_that_a_model_compiles_run_uncompiled_in_it():
         def forward(self, x):
             return checkpoint(shift, self.conv(x), use_reentrant=False)
 
-    _check(Compiled, (2, 3, 13, 8), 3)
+    _check(Compiled)
     graphs.clear()
     shift(torch.ones(1, 2, 3))  # elsewhere it is compiled as before
     assert len(graphs) == 1
@@ -805,6 +688,7 @@ def _compiles_nothing(manager):
     assert "_call_impl" not in vars(model)
 
 
+@pytest.mark.slow
 def test_compiling_a_model_of_the_view_compiles_nothing():
     """On processes: threads share the stance in which the other one runs uncompiled."""
     on_processes(2, _compiles_nothing)
@@ -829,7 +713,7 @@ class _Sparse(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_matrices_equal_the_unsharded_model():
-    _check(_Sparse, (2, 3, 13, 8), 3)
+    _check(_Sparse)
 
 
 def test_libraries_find_that_fields_are_computed_by_torch():
@@ -839,4 +723,4 @@ def test_libraries_find_that_fields_are_computed_by_torch():
         library = importlib.import_module(type(x).__module__.split(".")[0])
         return library.einsum("bchw,dc->bdhw", (x, model.linear.weight))
 
-    _check(lambda: _Model(multiply), (2, 3, 13, 8), 2)
+    _check(lambda: _Model(multiply))

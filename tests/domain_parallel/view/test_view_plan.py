@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import ParallelConfig
-from credit_dp.config.training import TrainerConfig
 from credit_dp.domain_parallel import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
@@ -30,10 +27,10 @@ from credit_dp.domain_parallel.dry_run import WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from credit_dp.training.summary import model_line, whole_lines
 from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.domain_parallel.view.functions import Cube
-from tests.ranks import DEVICE, cpu_only, on_threads
+from tests.ranks import DEVICE, on_threads
+from tests.tier_cases import every
 
 SHAPE = (2, 4, 13, 6)
 
@@ -98,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", every(4, REFUSED, pytest.mark.exhaustive))
 def test_what_the_layers_refuse_is_exact_by_default(name):
     result = verify_domain_parallel(lambda: _around(REFUSED[name]()), SHAPE, 3, device=DEVICE)
     assert result.passed, result.worst
@@ -120,7 +117,7 @@ def _first_forward(manager, model, x):
     return *joined, weight
 
 
-@pytest.mark.parametrize("name", ["fft", "fold", "lstm"])
+@pytest.mark.parametrize("name", every(3, ["lstm", "fft", "fold"], pytest.mark.exhaustive))
 def test_the_first_forward_plans_without_an_input_shape(name):
     model, x = _around(REFUSED[name]()), torch.randn(SHAPE, dtype=torch.float64)
     x.requires_grad_()
@@ -264,22 +261,6 @@ def test_refusals_name_module_and_line_of_the_model_first():
     assert "Nor can its layers be converted: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(
-            lambda x: x * float(x.detach().numpy().mean()),
-            marks=cpu_only("NumPy has no arrays on GPUs"),
-        ),
-        lambda x: x * x.detach().flatten().tolist()[0],
-    ],
-)
-def test_a_model_that_reads_values_computes_without_a_plan(function, caplog):
-    model = _around(_Code(function))
-    assert attached_view(_converted(copy.deepcopy(model))).decision.run is None
-    assert re.search(r"1 \(_Code\), \S+test_view_plan\.py:\d+: reads values of", caplog.text)
-
-
 def test_an_unknown_word_is_refused():
     with pytest.raises(UserError, match="whole_ops: needs allow or refuse"):
         _converted(_around(), whole_ops="alow")
@@ -375,13 +356,12 @@ def _norms():
     "name",
     [
         "index",
-        "fft",
-        "norm of the globe",
-        "roll",
-        "crop",
-        "function of a row",
         "few rows",
         "norms",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fft", "norm of the globe", "roll", "crop", "function of a row")
+        ),
     ],
 )
 def test_the_plan_counts_what_a_real_step_sends(name):
@@ -417,6 +397,8 @@ def test_the_dry_run_of_a_converted_model_counts_the_same():
 
 
 def test_the_plan_and_the_summary_have_lines_about_whole_calls():
+    from credit_dp.training.summary import whole_lines
+
     model = _around(_Inverts(), _Inverts())
     lines = "\n".join(decision_lines(plan_report(model, SHAPE, 2)))
     assert "Computes through the global view, as its layers can't be converted:\n  1 (" in lines
@@ -429,24 +411,26 @@ def test_the_plan_and_the_summary_have_lines_about_whole_calls():
     assert without[-1] == "Every function has a rule for bands: none runs whole."
 
 
-@pytest.mark.parametrize(
-    ("ranks", "model", "way"),
-    [
+def test_the_summary_says_how_ranks_share_the_model():
+    from credit_dp.config import ParallelConfig
+    from credit_dp.config.training import TrainerConfig
+    from credit_dp.training.summary import model_line
+
+    for ranks, part, way in (
         (2, _Code(lambda x: x + x.roll(1, -2)), ", through the global view"),
         (2, nn.Conv2d(4, 4, 3, padding=1), ", in converted layers"),
         (1, nn.Conv2d(4, 4, 3, padding=1), ""),
-    ],
-)
-def test_the_summary_says_how_ranks_share_the_model(ranks, model, way):
-    config = SimpleNamespace(
-        model=SimpleNamespace(name="mine"),
-        parallel=ParallelConfig(domain=ranks),
-        trainer=TrainerConfig(),
-        device="cpu",
-    )
-    model = _around(model)
-    line = model_line(config, _training_of(_converted(model) if ranks > 1 else model))
-    assert line == f"mine, {sum(p.numel() for p in model.parameters()):,} parameters, float32{way}"
+    ):
+        config = SimpleNamespace(
+            model=SimpleNamespace(name="mine"),
+            parallel=ParallelConfig(domain=ranks),
+            trainer=TrainerConfig(),
+            device="cpu",
+        )
+        model = _around(part)
+        line = model_line(config, _training_of(_converted(model) if ranks > 1 else model))
+        count = sum(p.numel() for p in model.parameters())
+        assert line == f"mine, {count:,} parameters, float32{way}"
 
 
 def _training_of(*parts):
@@ -460,14 +444,14 @@ class _NotCopied(nn.Sequential):
         raise TypeError("a handle of a file")
 
 
-@pytest.mark.parametrize("layer", [_Spectral, nn.Identity])
-def test_a_model_that_can_not_be_copied_is_planned(layer):
-    plan = plan_report(_NotCopied(_around(layer())), SHAPE, 2)
-    copied = plan_report(nn.Sequential(_around(layer())), SHAPE, 2)
-    assert (plan.levels, plan.forward, plan.saved_bytes) == (
-        copied.levels,
-        copied.forward,
-        copied.saved_bytes,
-    )
-    assert plan.problems == ()
-    assert bool(plan.refusal) is (layer is _Spectral)
+def test_a_model_that_can_not_be_copied_is_planned():
+    for layer in (_Spectral, nn.Identity):
+        plan = plan_report(_NotCopied(_around(layer())), SHAPE, 2)
+        copied = plan_report(nn.Sequential(_around(layer())), SHAPE, 2)
+        assert (plan.levels, plan.forward, plan.saved_bytes) == (
+            copied.levels,
+            copied.forward,
+            copied.saved_bytes,
+        )
+        assert plan.problems == ()
+        assert bool(plan.refusal) is (layer is _Spectral)
